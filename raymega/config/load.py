@@ -1,0 +1,214 @@
+"""Reads a job file, applies overrides, and reports every fault in one pass.
+
+Each field is validated by itself, so that one bad value hides no other fault: the values that did
+parse are handed on to the rules between values. It looks at no cluster, store or data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from raymega.config.schema import Job, Section
+from raymega.errors import ConfigError, Fault
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does."""
+
+
+_Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    list("-+0123456789."),
+)
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedJob:
+    """What could be read of a job file.
+
+    Attributes:
+        values: Dotted path to value, for every field that is right by itself.
+        faults: Every field that is not.
+        raw: The mapping as written, overrides applied.
+    """
+
+    values: Mapping[str, Any]
+    faults: tuple[Fault, ...]
+    raw: Mapping[str, Any]
+
+    def job(self) -> Job:
+        """The whole job.
+
+        Raises:
+            ConfigError: With every fault there is.
+        """
+        if self.faults:
+            raise ConfigError(*self.faults)
+        return Job.model_validate(self.raw)
+
+
+def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
+    """Read ``path`` and apply ``a.b=c`` overrides.
+
+    Relative paths in the job become absolute here, once, against the working folder.
+
+    Raises:
+        ConfigError: When the file is missing or is not a YAML mapping; field faults are returned.
+    """
+    raw = _read(Path(path))
+    for override in overrides:
+        _apply(raw, override)
+    for section, key in (("data", "path"), ("checkpoint", "uri")):
+        _make_absolute(raw.get(section), key)
+    return parse_mapping(raw)
+
+
+def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
+    """Validate every field of a mapping by itself."""
+    values: dict[str, Any] = {}
+    faults = _unknown_keys(raw, Job, prefix="")
+    for name, field in Job.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type) and issubclass(section, Section), name
+        given = raw.get(name, {})
+        if not isinstance(given, Mapping):
+            faults.append(_not_a_mapping(name, given, section))
+            continue
+        faults += _unknown_keys(given, section, prefix=f"{name}.")
+        faults += _read_section(given, section, name, values)
+    return ParsedJob(values=values, faults=tuple(faults), raw=raw)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(
+            Fault(
+                fact=f"job file {str(path)!r} does not exist",
+                rule="a job is a YAML file",
+                remedy="give its path; jobs/verify.yaml is one that runs as it is",
+            )
+        )
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            Fault(
+                fact=f"{path} is not YAML: {' '.join(str(error).split())}",
+                rule="a job is a YAML mapping of sections",
+                remedy="correct the line named",
+            )
+        ) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            Fault(
+                fact=f"{path} holds a {type(raw).__name__}",
+                rule=f"a job is a mapping of the sections {', '.join(Job.model_fields)}",
+                remedy="start from jobs/verify.yaml",
+            )
+        )
+    return raw
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) != 2 or not all(keys):
+        raise ConfigError(
+            Fault(
+                fact=f"override {override!r}",
+                rule="it must read section.field=value",
+                remedy="write for example --set run.steps=50",
+            )
+        )
+    section = raw.setdefault(keys[0], {})
+    if not isinstance(section, dict):
+        raw[keys[0]] = section = {}
+    section[keys[1]] = yaml.load(text, Loader=_Yaml12Loader)
+
+
+def _make_absolute(section: object, key: str) -> None:
+    if not isinstance(section, dict) or not isinstance(section.get(key), str):
+        return
+    path = section[key]
+    if "://" not in path and path not in ("", "synthetic"):
+        section[key] = str(Path(path).expanduser().absolute())
+
+
+def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) -> list[Fault]:
+    known = list(model.model_fields)
+    faults = []
+    for key in raw:
+        if key in known:
+            continue
+        near = get_close_matches(str(key), known, n=1, cutoff=0.5)
+        faults.append(
+            Fault(
+                fact=f"{prefix}{key} is not a known key",
+                rule=f"{prefix[:-1] or 'a job'} has {', '.join(known)}",
+                remedy=f"did you mean {prefix}{near[0]}?" if near else "remove it",
+            )
+        )
+    return faults
+
+
+def _not_a_mapping(name: str, given: object, section: type[Section]) -> Fault:
+    return Fault(
+        fact=f"{name}={given!r}",
+        rule=f"it must be a mapping with {', '.join(section.model_fields)}",
+        remedy=f"write {name}: and its fields below, indented",
+    )
+
+
+def _read_section(
+    given: Mapping[str, Any], section: type[Section], name: str, values: dict[str, Any]
+) -> list[Fault]:
+    faults = []
+    for key, field in section.model_fields.items():
+        path = f"{name}.{key}"
+        value = given.get(key, _ABSENT)
+        if value is _ABSENT and field.is_required():
+            faults.append(_missing(path, field))
+            continue
+        try:
+            values[path] = field.get_default(call_default_factory=True) if value is _ABSENT else _validate(field, value)
+        except ValidationError as error:
+            faults.append(_invalid(path, value, field, error))
+    return faults
+
+
+def _validate(field: FieldInfo, value: object) -> object:
+    adapter: TypeAdapter[object] = TypeAdapter(field.rebuild_annotation(), config={"strict": True})
+    return adapter.validate_python(value)
+
+
+def _missing(path: str, field: FieldInfo) -> Fault:
+    return Fault(
+        fact=f"{path} is missing",
+        rule="it has no default",
+        remedy=f"set it: {field.description}",
+    )
+
+
+def _invalid(path: str, value: object, field: FieldInfo, error: ValidationError) -> Fault:
+    rules = dict.fromkeys(_lower_first(detail["msg"]) for detail in error.errors())
+    return Fault(
+        fact=f"{path}={value!r}",
+        rule=" or ".join(rules),
+        remedy=f"{path.rpartition('.')[2]} is: {field.description}",
+    )
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,253 @@
+"""The job file as frozen pydantic models: one class a top-level key, a description a field.
+
+It owns what a user may write and the rules that one value alone can break. Rules between values
+are in plan.rules; nothing derived is stored here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict scalars, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class RunSection(Section):
+    """Which run this is and how long it lasts."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+        description="Name of the run. The same name continues the same run; also a folder name."
+    )
+    steps: Positive = Field(description="Optimizer steps in the whole run; may be raised later.")
+    seed: NonNegative = Field(
+        default=1234,
+        description="Seed of initialisation, data order and dropout. Fixed for the run's life.",
+    )
+    eval_every: NonNegative = Field(
+        default=0,
+        description="Steps between evaluations on the validation split; 0 is only at the end.",
+    )
+    eval_samples: NonNegative = Field(
+        default=64,
+        description="Sequences of the validation split that one evaluation reads; 0 is none.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Refuse kernels whose result varies between equal runs. Matters on GPUs.",
+    )
+
+
+class ModelSection(Section):
+    """The network: a family's layers and its widths."""
+
+    family: Literal["gpt2", "llama"] = Field(
+        description="gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, "
+        "SwiGLU, no biases."
+    )
+    num_layers: Positive = Field(description="Transformer blocks.")
+    width: Positive = Field(description="D, features of the residual stream.")
+    num_heads: Positive = Field(description="H, query heads; each has width / num_heads features.")
+    num_kv_heads: Positive | Literal["num_heads"] = Field(
+        default="num_heads",
+        description="G, key and value heads; fewer than num_heads is grouped-query attention.",
+    )
+    ffn_width: Positive = Field(description="F, features inside the feed-forward layer.")
+    vocab_size: Positive = Field(description="V, rows of the embedding; at least the tokenizer's.")
+    max_positions: Positive = Field(
+        default=2048,
+        description="Longest sequence; rows of gpt2's position table. Not below data.seq_len.",
+    )
+    is_embedding_tied: bool = Field(
+        default=True, description="The head uses the token embedding's weight."
+    )
+    init_std: PositiveFloat = Field(
+        default=0.02,
+        description="Standard deviation of initial weights; divided by sqrt(2 * num_layers) for "
+        "the two projections that write to the residual stream.",
+    )
+    norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
+    rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
+
+    @property
+    def kv_heads(self) -> int:
+        """G as a number."""
+        return self.num_heads if self.num_kv_heads == "num_heads" else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """K, features of one head."""
+        return self.width // self.num_heads
+
+
+class DataSection(Section):
+    """Which tokens, in which portions."""
+
+    path: str = Field(
+        description="Folder or URI written by `raymega data prepare`, or `synthetic` for built-in "
+        "tokens that need no file."
+    )
+    seq_len: Positive = Field(description="S, tokens of one sequence.")
+    global_batch_size: Positive = Field(description="Sequences of one optimizer step, all ranks.")
+
+
+class ParallelSection(Section):
+    """Degrees of the five axes. The world has tp * cp * dp * pp workers."""
+
+    tp: Positive = Field(default=1, description="Tensor parallel: heads, FFN and vocabulary cut.")
+    pp: Positive = Field(default=1, description="Pipeline parallel: layers cut into stages.")
+    dp: Positive = Field(default=1, description="Data parallel: sequences shared out.")
+    cp: Positive = Field(default=1, description="Context parallel degree; only 1 is built so far.")
+    ep: Positive = Field(default=1, description="Expert parallel degree; only 1 is built so far.")
+    etp: Positive = Field(default=1, description="Expert tensor degree; only 1 is built so far.")
+    order: str = Field(
+        default="tp-cp-ep-dp-pp",
+        description="Axes from the fastest varying rank digit to the slowest.",
+    )
+    sharding: Literal["none"] = Field(
+        default="none", description="What data-parallel ranks share out; only none is built so far."
+    )
+    is_tp_across_nodes_allowed: bool = Field(
+        default=False,
+        description="Let a tensor-parallel group span nodes. Slow on all but NVLink domains.",
+    )
+
+
+class ScheduleSection(Section):
+    """How a step's micro-batches pass through the pipeline."""
+
+    name: Literal["1f1b", "gpipe"] = Field(
+        default="1f1b", description="Order of forward and backward work; pp=1 uses it too."
+    )
+    chunks: Positive = Field(
+        default=1, description="v, model chunks per rank; only 1 is built so far."
+    )
+    micro_batch_size: Positive = Field(
+        default=1, description="Sequences in one forward on one data-parallel rank."
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = Field(description="Peak learning rate.")
+    min_lr_ratio: Fraction = Field(
+        default=0.1, description="Learning rate at the end of the decay, as a share of lr."
+    )
+    lr_warmup_steps: NonNegative = Field(
+        default=0, description="Steps of linear growth from 0 to lr."
+    )
+    lr_decay_steps: Positive | Literal["steps"] = Field(
+        default="steps",
+        description="Step at which the cosine reaches its end; `steps` is run.steps.",
+    )
+    beta1: Fraction = Field(default=0.9, description="Decay of the first moment.")
+    beta2: Fraction = Field(default=0.95, description="Decay of the second moment.")
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="Decoupled weight decay of matrices; norms and biases have none."
+    )
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="Largest global gradient norm; 0 turns clipping off."
+    )
+
+
+class PrecisionSection(Section):
+    """Number formats."""
+
+    dtype: Literal["float64", "float32", "bfloat16"] = Field(
+        default="float32",
+        description="Format of weights in compute and of activations. Masters, gradient sums, "
+        "softmax, norms and the loss are float32 or better.",
+    )
+
+
+class CheckpointSection(Section):
+    """Where and when state is saved."""
+
+    uri: str = Field(
+        default_factory=lambda: str(Path.home() / ".raymega" / "runs"),
+        description="Root folder or URI; the run lives in <uri>/<run.name>/. Default: "
+        "~/.raymega/runs.",
+    )
+    every: NonNegative = Field(
+        default=100, description="Steps between checkpoints; 0 is only at the end."
+    )
+    keep_last: Positive = Field(default=3, description="Newest checkpoints that are kept.")
+
+
+class ElasticSection(Section):
+    """How the driver meets failures."""
+
+    max_failures: NonNegative = Field(
+        default=3, description="Restarts of the worker group before the run gives up (exit 4)."
+    )
+    collective_timeout_s: PositiveFloat = Field(
+        default=300.0, description="Longest wait of a collective or a pipeline transfer."
+    )
+    start_timeout_s: PositiveFloat = Field(
+        default=180.0, description="Longest wait for workers to start and to meet."
+    )
+    stop_timeout_s: PositiveFloat = Field(
+        default=120.0, description="Longest wait for the last save when a run is asked to stop."
+    )
+
+
+class TrackingSection(Section):
+    """Where metrics go."""
+
+    mlflow_uri: str = Field(
+        default="run",
+        description="MLflow tracking URI; `run` is a sqlite file in the run's folder (or, for a "
+        "run in an object store, in ~/.raymega/mlflow), `off` is none.",
+    )
+    experiment: str = Field(default="raymega", description="MLflow experiment.")
+    console_every: Positive = Field(default=10, description="Steps between console lines.")
+    timeline_every: NonNegative = Field(
+        default=0, description="Steps between recorded pipeline time lines; 0 is never."
+    )
+
+
+class ClusterSection(Section):
+    """What a worker needs and how long to wait for it."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto is cuda when the cluster has GPUs, else cpu."
+    )
+    num_workers: Positive | Literal["grid"] = Field(
+        default="grid",
+        description="Workers that the job expects; the grid's product must equal it. `grid` takes "
+        "the product as it is.",
+    )
+    cpus_per_worker: PositiveFloat = Field(
+        default=1.0, description="CPUs that Ray reserves for a worker. 0.1 suits laptop runs."
+    )
+    capacity_timeout_s: Annotated[float, Field(ge=0)] = Field(
+        default=60.0, description="Longest wait for free slots before exit 3."
+    )
+
+
+class Job(Section):
+    """A whole job file."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    parallel: ParallelSection = ParallelSection()
+    schedule: ScheduleSection = ScheduleSection()
+    optimizer: OptimizerSection
+    precision: PrecisionSection = PrecisionSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    elastic: ElasticSection = ElasticSection()
+    tracking: TrackingSection = TrackingSection()
+    cluster: ClusterSection = ClusterSection()

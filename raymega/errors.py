@@ -1,0 +1,98 @@
+"""The tree of errors that raymega raises, and the exit code that each one means.
+
+It does not decide how an error is shown: that is the command line's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that is wrong: the fact with its value, the rule with numbers, the remedy."""
+
+    fact: str
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.fact}; {self.rule}; {self.remedy}"
+
+
+class RaymegaError(Exception):
+    """Base of all of them; survives pickling because it is built from its ``args`` alone."""
+
+    exit_code = 1
+
+    def __init__(self, *faults: Fault | str) -> None:
+        super().__init__(*faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+
+class ConfigError(RaymegaError):
+    """The job file is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class PlanError(RaymegaError):
+    """The job asks for a run that its numbers do not allow; nothing was started."""
+
+    exit_code = 2
+
+
+class CapacityError(RaymegaError):
+    """No cluster node can hold the run, or none came in time."""
+
+    exit_code = 3
+
+
+class WorkerError(RaymegaError):
+    """Workers failed more often than the retry budget allows."""
+
+    exit_code = 4
+
+
+class DataError(RaymegaError):
+    """The data of a running job are not what its manifest says."""
+
+    exit_code = 5
+
+
+class NumericsError(RaymegaError):
+    """A loss or gradient is not a finite number."""
+
+    exit_code = 5
+
+
+class CheckpointError(RaymegaError):
+    """A checkpoint is missing, torn, or of another model."""
+
+
+class StorageError(RaymegaError):
+    """A store refused, lost or could not serve an object."""
+
+
+class CommunicationError(RaymegaError):
+    """A collective or a transfer failed or timed out; as a rule another rank is the cause."""
+
+
+class PreemptedError(RaymegaError):
+    """The run was asked to stop, saved, and can be resumed."""
+
+    exit_code = 75
+
+
+class InternalError(RaymegaError):
+    """A mistake of raymega's own."""
+
+
+def raise_faults(kind: type[RaymegaError], faults: Sequence[Fault]) -> None:
+    """Raise one error of ``kind`` that carries every fault, or return when there are none."""
+    if faults:
+        raise kind(*faults)

@@ -1,0 +1,236 @@
+"""The only values that cross between driver and worker: plain, frozen, picklable.
+
+It owns their shape and the two directions of the channel, not their transport.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """An n-dimensional block of a global tensor: first index and extent along each dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the extents; 1 for a scalar."""
+        product = 1
+        for extent in self.shape:
+            product *= extent
+        return product
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common block, or None when the two do not meet."""
+        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        end = tuple(min(a + n, b + m) for a, n, b, m in ends)
+        shape = tuple(e - o for e, o in zip(end, offset, strict=True))
+        if any(extent <= 0 for extent in shape):
+            return None
+        return Box(offset=offset, shape=shape)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Slices that select this block inside an array that holds ``outer``."""
+        pairs = zip(self.offset, outer.offset, self.shape, strict=True)
+        return tuple(slice(a - b, a - b + n) for a, b, n in pairs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedBox:
+    """One block of a global tensor as it lies in a file of a checkpoint.
+
+    Attributes:
+        tensor: Global name, such as ``model/layers.0.mlp.up.weight``.
+        dtype: Element type, numpy's name (``float32``); bytes are little-endian.
+        global_shape: Shape of the whole tensor.
+        box: Which block of it.
+        file: Key of the file, relative to the checkpoint.
+        start: First byte of the block in the file.
+        num_bytes: Length of the block.
+        crc32: ``zlib.crc32`` of those bytes.
+    """
+
+    tensor: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    file: str
+    start: int
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartWorker:
+    """Everything that one worker needs to enter the run (driver to worker).
+
+    Attributes:
+        plan_json: The RunPlan as JSON.
+        run_uri: Folder of the run in the store.
+        attempt: Number of the worker group, from 1; also fences the files that it writes.
+        rank: Global rank of this worker.
+        local_rank: Index among the workers of its node.
+        rendezvous: ``host:port`` of the store that rank 0 hosts for this attempt.
+        restore: Key of the manifest to restore from, relative to the run; empty for a fresh start.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    plan_json: str
+    run_uri: str
+    attempt: int
+    rank: int
+    local_rank: int
+    rendezvous: str
+    restore: str
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entered:
+    """A worker passed a phase of its start: ``rendezvous``, ``built``, ``restored``."""
+
+    rank: int
+    phase: str
+    seconds: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """One optimizer step is complete; sent by the rank that reports for all.
+
+    ``metrics`` has the names of tracking.names; values are already reduced over ranks.
+    """
+
+    rank: int
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Rank ``rank`` has completed ``step`` steps; the heart beat of ranks that do not report."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Held-out metrics after ``step`` steps."""
+
+    rank: int
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSaved:
+    """A rank has written its part of the checkpoint of ``step``.
+
+    ``state`` is the trainer's scalar state, equal on all ranks; ``stall_s`` is how long training
+    waited (copy to host memory), ``write_s`` how long the background write took. ``error`` is the
+    cause when the part could not be written; its boxes are then not to be used.
+    """
+
+    rank: int
+    step: int
+    boxes: tuple[SavedBox, ...]
+    state: dict[str, int | float | str]
+    stall_s: float
+    write_s: float
+    num_bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineRecorded:
+    """What one rank's executor did in one step: ``(name, micro_batch, chunk, start_s, end_s)``.
+
+    Times are seconds on the rank's monotonic clock, relative to a step start that all ranks share.
+    """
+
+    rank: int
+    step: int
+    events: tuple[tuple[str, int, int, float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFinished:
+    """The worker left the loop in good order; ``stopped`` when it was asked to before the end."""
+
+    rank: int
+    step: int
+    stopped: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFailed:
+    """The worker's training thread raised.
+
+    ``error`` is the class name, ``faults`` its text. ``is_secondary`` marks a failure that another
+    rank's failure caused (a lost connection), which the driver shows only when nothing else is
+    known. ``exit_code`` is the error's own when it is a RaymegaError, else 1.
+    """
+
+    rank: int
+    step: int
+    error: str
+    message: str
+    traceback: str
+    is_secondary: bool
+    exit_code: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerDied:
+    """The worker's process or node is gone; made by the driver, not by the worker."""
+
+    rank: int
+    cause: str
+
+
+Report = (
+    Entered
+    | StepDone
+    | Progress
+    | Evaluated
+    | ShardSaved
+    | TimelineRecorded
+    | WorkerFinished
+    | WorkerFailed
+    | WorkerDied
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requests:
+    """What the driver wants at the next step boundary (driver to worker)."""
+
+    stop: bool = False
+    save: bool = False
+
+
+class Channel(Protocol):
+    """A worker's line to its driver."""
+
+    def report(self, report: Report) -> None:
+        """Hand over a report; called from any thread of the worker; never blocks, never raises."""
+
+    def requests(self) -> Requests:
+        """The driver's wishes now; called once a step; never blocks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSlots:
+    """What one node of the cluster offers: worker slots by the job's resource request."""
+
+    node_id: str
+    address: str
+    num_slots: int
+    labels: dict[str, str] = field(default_factory=dict)

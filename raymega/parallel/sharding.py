@@ -1,0 +1,96 @@
+"""ShardSpec: which blocks of which global tensors a parameter is, and who else holds them.
+
+The one answer that optimizer, clipping, checkpoint and initialisation read. Torch-free; the
+arithmetic of the cut is plan.tensors'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.messages import Box
+from raymega.plan.tensors import GlobalTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A block of one global tensor as it lies in a local parameter.
+
+    Attributes:
+        tensor: The global tensor.
+        box: Which block of it, in global indices.
+        local: Where it lies in the parameter, in local indices; same shape as ``box``.
+    """
+
+    tensor: GlobalTensor
+    box: Box
+    local: Box
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSpec:
+    """Everything about a parameter's place in the whole model.
+
+    A fused parameter (q, k, v; gate, up) has several pieces, stacked along dim 0.
+
+    Attributes:
+        pieces: Blocks that make up the parameter, in local order; they tile it.
+        is_replicated_over_tp: Every tp rank holds the same values.
+        is_tied: A copy of the same tensor lives on the first and on the last stage, and the two
+            copies' gradients are summed over the embedding group.
+        is_primary: This rank's copy is the one that counts in norms and is saved, the data-parallel
+            axis apart (there all ranks hold the same).
+    """
+
+    pieces: tuple[Piece, ...]
+    is_replicated_over_tp: bool
+    is_tied: bool
+    is_primary: bool
+
+    @property
+    def name(self) -> str:
+        """Names of the tensors, joined by '+'; for messages."""
+        return "+".join(piece.tensor.name for piece in self.pieces)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local parameter."""
+        rest = self.pieces[0].local.shape[1:]
+        return (sum(piece.local.shape[0] for piece in self.pieces), *rest)
+
+    @property
+    def has_decay(self) -> bool:
+        """Weight decay applies."""
+        return self.pieces[0].tensor.has_decay
+
+
+def make_spec(
+    tensors: tuple[GlobalTensor, ...],
+    *,
+    tp: int,
+    tp_rank: int,
+    is_tied: bool = False,
+    is_tied_copy: bool = False,
+) -> ShardSpec:
+    """The spec of the parameter that stacks ``tensors``' local blocks along dim 0.
+
+    Args:
+        tensors: One, or several that are cut alike.
+        tp: Tensor-parallel degree.
+        tp_rank: Coordinate on that axis.
+        is_tied: The tensor is shared with another stage.
+        is_tied_copy: This is the last stage's copy, which does not count.
+    """
+    pieces, row = [], 0
+    for tensor in tensors:
+        box = tensor.box(tp=tp, tp_rank=tp_rank)
+        local = Box(offset=(row, *([0] * (len(box.shape) - 1))), shape=box.shape)
+        pieces.append(Piece(tensor=tensor, box=box, local=local))
+        row += box.shape[0]
+    is_replicated = tp > 1 and tensors[0].tp_dim < 0
+    return ShardSpec(
+        pieces=tuple(pieces),
+        is_replicated_over_tp=is_replicated,
+        is_tied=is_tied,
+        is_primary=not is_tied_copy and (not is_replicated or tp_rank == 0),
+    )

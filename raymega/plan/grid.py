@@ -1,0 +1,149 @@
+"""Rank arithmetic of the five-axis grid: the only place that turns ranks into coordinates.
+
+It owns orders, coordinates and group member lists; it makes no communicator and knows no node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from raymega.config.schema import ParallelSection
+from raymega.errors import Fault
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coords:
+    """Coordinates of one rank on the dense grid."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+    def on(self, axis: str) -> int:
+        """The coordinate on ``axis``."""
+        return int(getattr(self, axis))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Degrees of the axes and their order, fastest axis first.
+
+    The dense world is tp * cp * dp * pp. The expert axes factorise the same ranks again as
+    etp * ep * edp * pp with equal pipeline groups (parallel folding); with ep = etp = 1 the two
+    views agree.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    order: str = "tp-cp-ep-dp-pp"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def dense_axes(self) -> tuple[str, ...]:
+        """Axes of the dense view, fastest first."""
+        return tuple(axis for axis in self.order.split("-") if axis != "ep")
+
+    def degree(self, axis: str) -> int:
+        """Size of ``axis``."""
+        return int(getattr(self, axis))
+
+    def coords(self, rank: int) -> Coords:
+        """Coordinates of ``rank``, in [0, world_size)."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is outside the world of {self.world_size} ranks")
+        digits: dict[str, int] = {}
+        for axis in self.dense_axes:
+            rank, digits[axis] = divmod(rank, self.degree(axis))
+        return Coords(**digits)
+
+    def rank(self, coords: Coords) -> int:
+        """Inverse of :meth:`coords`."""
+        rank, stride = 0, 1
+        for axis in self.dense_axes:
+            rank += coords.on(axis) * stride
+            stride *= self.degree(axis)
+        return rank
+
+    def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
+        """Ranks that differ from ``rank`` only on ``axes``; the first axis given varies fastest."""
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        here = self.coords(rank)
+        fixed = {axis: here.on(axis) for axis in self.dense_axes if axis not in axes}
+        members = []
+        for digits in product(*(range(self.degree(axis)) for axis in reversed(axes))):
+            moving = dict(zip(reversed(axes), digits, strict=True))
+            members.append(self.rank(Coords(**fixed, **moving)))
+        return tuple(members)
+
+    def groups(self, axes: str | Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """Every group of :meth:`group`, each once, by lowest first member."""
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        for rank in range(self.world_size):
+            here = self.coords(rank)
+            if all(here.on(axis) == 0 for axis in axes):
+                yield self.group(axes, rank)
+
+    def describe(self) -> str:
+        """Short form, such as ``tp2-pp2-dp2``; degrees of 1 are left out."""
+        parts = [f"{a}{self.degree(a)}" for a in ("tp", "cp", "pp", "dp", "ep", "etp")]
+        return "-".join(p for p in parts if not p.endswith("1") or p[-2:].isdigit()) or "one-rank"
+
+
+def make_grid(parallel: ParallelSection) -> Grid:
+    """The grid that a job's ``parallel`` section describes; call :func:`grid_faults` first."""
+    degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+    return Grid(order=parallel.order, **degrees)
+
+
+def grid_faults(parallel: ParallelSection) -> list[Fault]:
+    """What is wrong with the degrees and the order by themselves."""
+    faults = [
+        Fault(
+            fact=f"parallel.{axis}={getattr(parallel, axis)}",
+            rule=f"the {name} axis is not built yet, so its degree must be 1",
+            remedy=f"set parallel.{axis}=1",
+        )
+        for axis, name in (("cp", "context"), ("ep", "expert"), ("etp", "expert tensor"))
+        if getattr(parallel, axis) != 1
+    ]
+    if sorted(parallel.order.split("-")) != sorted(AXES):
+        faults.append(
+            Fault(
+                fact=f"parallel.order={parallel.order!r}",
+                rule=f"it must name each of {', '.join(AXES)} once, joined by '-'",
+                remedy="use tp-cp-ep-dp-pp, or the order you want with all five",
+            )
+        )
+    return faults
+
+
+def world_fault(parallel: ParallelSection, num_workers: int) -> Fault | None:
+    """The fault of a world that is not ``num_workers``, or None."""
+    degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "dp", "pp")}
+    world_size = prod(degrees.values())
+    if world_size == num_workers:
+        return None
+    others = world_size // parallel.dp
+    remedy = f"set cluster.num_workers={world_size}"
+    if num_workers % others == 0:
+        remedy = f"set parallel.dp={num_workers // others}, or {remedy}"
+    numbers = " * ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+    return Fault(
+        fact=f"cluster.num_workers={num_workers}",
+        rule=f"it must equal parallel {numbers} = {world_size}",
+        remedy=remedy,
+    )

@@ -1,0 +1,179 @@
+"""Rules between the values of a job: what no single field can break.
+
+Each rule names the fields that it reads and runs when all of them parsed. Checks that must look at
+data or at a store are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raymega.config.schema import ParallelSection
+from raymega.errors import Fault
+from raymega.plan.grid import grid_faults, world_fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """``check`` gets the values of ``reads`` in order and returns what is wrong."""
+
+    reads: tuple[str, ...]
+    check: Callable[..., list[Fault]]
+
+
+def job_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """Faults of every rule whose fields are all in ``values`` (dotted path to value)."""
+    faults = []
+    for rule in RULES:
+        if all(path in values for path in rule.reads):
+            faults += rule.check(*(values[path] for path in rule.reads))
+    return faults
+
+
+def _must_divide(axis: str, field: str) -> Rule:
+    """parallel.<axis> must divide model.<field>."""
+
+    def check(degree: int, number: int) -> list[Fault]:
+        if number % degree == 0:
+            return []
+        legal = ", ".join(str(d) for d in range(1, number + 1) if number % d == 0 and d <= 1024)
+        return [
+            Fault(
+                fact=f"parallel.{axis}={degree}",
+                rule=f"it must divide model.{field}={number} (remainder {number % degree})",
+                remedy=f"use one of {legal}",
+            )
+        ]
+
+    return Rule(reads=(f"parallel.{axis}", f"model.{field}"), check=check)
+
+
+def _kv_heads(tp: int, heads: int, kv_heads: int | str) -> list[Fault]:
+    if kv_heads == "num_heads":
+        return []
+    assert isinstance(kv_heads, int), "strict parsing lets no other string through"
+    faults = []
+    if heads % kv_heads:
+        faults.append(
+            Fault(
+                fact=f"model.num_kv_heads={kv_heads}",
+                rule=f"it must divide model.num_heads={heads} (remainder {heads % kv_heads})",
+                remedy="use a divisor, or num_heads for as many as there are query heads",
+            )
+        )
+    if kv_heads % tp:
+        faults.append(
+            Fault(
+                fact=f"parallel.tp={tp}",
+                rule=f"it must divide model.num_kv_heads={kv_heads} (remainder {kv_heads % tp})",
+                remedy=f"use a divisor of {kv_heads}",
+            )
+        )
+    return faults
+
+
+def _head_width(width: int, heads: int, family: str) -> list[Fault]:
+    if width % heads:
+        return [
+            Fault(
+                fact=f"model.width={width}",
+                rule=f"it must be a multiple of model.num_heads={heads} (remainder {width % heads})",
+                remedy=f"use {width - width % heads} or {width - width % heads + heads}",
+            )
+        ]
+    if family == "llama" and (width // heads) % 2:
+        return [
+            Fault(
+                fact=f"model.width / model.num_heads = {width // heads}",
+                rule="RoPE turns pairs of features, so a llama head's width must be even",
+                remedy="change width or num_heads",
+            )
+        ]
+    return []
+
+
+def _layers(pp: int, layers: int) -> list[Fault]:
+    if pp <= layers:
+        return []
+    return [
+        Fault(
+            fact=f"parallel.pp={pp}",
+            rule=f"every stage needs a layer, and model.num_layers={layers}",
+            remedy=f"use parallel.pp of at most {layers}",
+        )
+    ]
+
+
+def _positions(seq_len: int, longest: int) -> list[Fault]:
+    if seq_len <= longest:
+        return []
+    return [
+        Fault(
+            fact=f"data.seq_len={seq_len}",
+            rule=f"it must not exceed model.max_positions={longest}",
+            remedy=f"set model.max_positions={seq_len} or shorten the sequence",
+        )
+    ]
+
+
+def _chunks(chunks: int) -> list[Fault]:
+    if chunks == 1:
+        return []
+    return [
+        Fault(
+            fact=f"schedule.chunks={chunks}",
+            rule="several model chunks a rank (interleaving) are not built yet",
+            remedy="set schedule.chunks=1",
+        )
+    ]
+
+
+def _lr_steps(warmup: int, decay: int | str, steps: int) -> list[Fault]:
+    end = steps if decay == "steps" else int(decay)
+    if warmup < end:
+        return []
+    return [
+        Fault(
+            fact=f"optimizer.lr_warmup_steps={warmup}",
+            rule=f"the decay must end after it, and it ends at step {end}",
+            remedy=f"use at most {end - 1} warm-up steps, or more steps",
+        )
+    ]
+
+
+def _world(num_workers: int | str, *degrees: int) -> list[Fault]:
+    if num_workers == "grid":
+        return []
+    tp, cp, dp, pp = degrees
+    fault = world_fault(ParallelSection(tp=tp, cp=cp, dp=dp, pp=pp), int(num_workers))
+    return [fault] if fault else []
+
+
+def _grid(cp: int, ep: int, etp: int, order: str) -> list[Fault]:
+    return grid_faults(ParallelSection(cp=cp, ep=ep, etp=etp, order=order))
+
+
+RULES = (
+    Rule(
+        reads=("parallel.cp", "parallel.ep", "parallel.etp", "parallel.order"),
+        check=_grid,
+    ),
+    Rule(
+        reads=("cluster.num_workers", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.pp"),
+        check=_world,
+    ),
+    _must_divide("tp", "num_heads"),
+    _must_divide("tp", "ffn_width"),
+    _must_divide("tp", "vocab_size"),
+    Rule(reads=("parallel.tp", "model.num_heads", "model.num_kv_heads"), check=_kv_heads),
+    Rule(reads=("model.width", "model.num_heads", "model.family"), check=_head_width),
+    Rule(reads=("parallel.pp", "model.num_layers"), check=_layers),
+    Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
+    Rule(reads=("schedule.chunks",), check=_chunks),
+    Rule(
+        reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps", "run.steps"),
+        check=_lr_steps,
+    ),
+)

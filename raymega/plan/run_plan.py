@@ -1,0 +1,72 @@
+"""RunPlan: everything about a run that can be decided before a process starts, as plain values.
+
+It crosses to the workers as JSON inside a message. It starts nothing and reads no store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from raymega.config.schema import Job
+from raymega.errors import PlanError, raise_faults
+from raymega.plan.batch import BatchPlan, make_batch
+from raymega.plan.grid import Grid, make_grid
+from raymega.plan.rules import job_faults
+from raymega.plan.stages import Stage, make_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """The job and what follows from it."""
+
+    job: Job
+    grid: Grid
+    batch: BatchPlan
+    stages: tuple[Stage, ...]
+
+    def stage_of(self, rank: int) -> Stage:
+        """The stage that ``rank`` runs."""
+        return self.stages[self.grid.coords(rank).pp]
+
+    def to_json(self) -> str:
+        """One JSON object; :func:`read_plan` is the inverse."""
+        return _ADAPTER.dump_json(self).decode()
+
+
+def read_plan(text: str) -> RunPlan:
+    """Inverse of :meth:`RunPlan.to_json`."""
+    return _ADAPTER.validate_json(text)
+
+
+def make_plan(job: Job) -> RunPlan:
+    """Derive the plan.
+
+    Raises:
+        PlanError: With every rule that the job's values break together.
+    """
+    raise_faults(PlanError, job_faults(job_values(job)))
+    grid = make_grid(job.parallel)
+    return RunPlan(
+        job=job,
+        grid=grid,
+        batch=make_batch(
+            global_batch_size=job.data.global_batch_size,
+            micro_batch_size=job.schedule.micro_batch_size,
+            dp=grid.dp,
+        ),
+        stages=make_stages(num_layers=job.model.num_layers, num_stages=grid.pp),
+    )
+
+
+def job_values(job: Job) -> dict[str, object]:
+    """Dotted path to value of every field."""
+    return {
+        f"{section}.{field}": getattr(getattr(job, section), field)
+        for section, info in Job.model_fields.items()
+        for field in info.annotation.model_fields  # type: ignore[union-attr]  # all are sections
+    }
+
+
+_ADAPTER: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)

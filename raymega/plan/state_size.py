@@ -1,0 +1,58 @@
+"""Exact parameter counts and bytes of training state per rank, from the table of tensors.
+
+Activations and temporary buffers are not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.config.schema import ModelSection
+from raymega.plan.grid import Grid
+from raymega.plan.stages import Stage
+from raymega.plan.tensors import model_tensors, stage_tensors
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSize:
+    """What one rank holds: elements, and bytes by part.
+
+    ``master_bytes`` is 0 when the compute format is already float32 or better, because the
+    optimizer then works on the weights themselves.
+    """
+
+    num_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    moment_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
+
+
+def count_parameters(model: ModelSection) -> int:
+    """Elements of the whole model, a tied table counted once."""
+    return sum(tensor.num_elements for tensor in model_tensors(model))
+
+
+def rank_state(
+    model: ModelSection, stage: Stage, grid: Grid, *, tp_rank: int, dtype: str
+) -> StateSize:
+    """State of a rank on ``stage``; a tied copy on the last stage is real memory and counts."""
+    count = sum(
+        tensor.box(tp=grid.tp, tp_rank=tp_rank).num_elements
+        for tensor in stage_tensors(model, stage)
+    )
+    compute, full = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
+    return StateSize(
+        num_parameters=count,
+        weight_bytes=count * compute,
+        gradient_bytes=count * full,
+        master_bytes=count * full if compute < full else 0,
+        moment_bytes=count * full * 2,
+    )

@@ -1,0 +1,131 @@
+"""The table of a model's global tensors: name, shape, where it lives, how tp cuts it, its start.
+
+One table serves construction, initialisation, counting, checkpoints and export; it holds no data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod, sqrt
+
+from raymega.config.schema import ModelSection
+from raymega.messages import Box
+from raymega.plan.stages import Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalTensor:
+    """One named tensor of the whole model.
+
+    Attributes:
+        name: Such as ``layers.3.attention.q.weight``.
+        shape: Global shape; a linear weight is [out, in].
+        tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
+        init: ``normal``, ``zeros`` or ``ones``.
+        init_std: Standard deviation when ``init`` is ``normal``.
+        has_decay: Weight decay applies.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int
+    init: str
+    init_std: float
+    has_decay: bool
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    def box(self, *, tp: int, tp_rank: int) -> Box:
+        """The block that one tensor-parallel rank holds."""
+        offset, shape = [0] * len(self.shape), list(self.shape)
+        if self.tp_dim >= 0:
+            shape[self.tp_dim] //= tp
+            offset[self.tp_dim] = shape[self.tp_dim] * tp_rank
+        return Box(offset=tuple(offset), shape=tuple(shape))
+
+
+def _weight(name: str, shape: tuple[int, int], *, tp_dim: int, std: float) -> GlobalTensor:
+    return GlobalTensor(
+        name=f"{name}.weight", shape=shape, tp_dim=tp_dim, init="normal", init_std=std,
+        has_decay=True,
+    )  # fmt: skip
+
+
+def _bias(name: str, size: int, *, tp_dim: int) -> GlobalTensor:
+    return GlobalTensor(
+        name=f"{name}.bias", shape=(size,), tp_dim=tp_dim, init="zeros", init_std=0.0,
+        has_decay=False,
+    )  # fmt: skip
+
+
+def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
+    scale = GlobalTensor(
+        name=f"{name}.weight", shape=(model.width,), tp_dim=-1, init="ones", init_std=0.0,
+        has_decay=False,
+    )  # fmt: skip
+    return [scale, _bias(name, model.width, tp_dim=-1)] if model.family == "gpt2" else [scale]
+
+
+def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Token table, and gpt2's position table."""
+    std = model.init_std
+    table = [_weight("embedding.tokens", (model.vocab_size, model.width), tp_dim=0, std=std)]
+    if model.family == "gpt2":
+        shape = (model.max_positions, model.width)
+        table.append(_weight("embedding.positions", shape, tp_dim=-1, std=std))
+    return table
+
+
+def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
+    """Tensors of one transformer block."""
+    at = f"layers.{layer}"
+    std, out_std = model.init_std, model.init_std / sqrt(2 * model.num_layers)
+    q_width = model.num_heads * model.head_width
+    kv_width = model.kv_heads * model.head_width
+    columns = {"attention.q": q_width, "attention.k": kv_width, "attention.v": kv_width}
+    if model.family == "llama":
+        columns["mlp.gate"] = model.ffn_width
+    columns["mlp.up"] = model.ffn_width
+    rows = {"attention.out": q_width, "mlp.down": model.ffn_width}
+    table = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
+    for name, out in columns.items():
+        table.append(_weight(f"{at}.{name}", (out, model.width), tp_dim=0, std=std))
+        if model.family == "gpt2":
+            table.append(_bias(f"{at}.{name}", out, tp_dim=0))
+    for name, inner in rows.items():
+        table.append(_weight(f"{at}.{name}", (model.width, inner), tp_dim=1, std=out_std))
+        if model.family == "gpt2":
+            table.append(_bias(f"{at}.{name}", model.width, tp_dim=-1))
+    return table
+
+
+def head_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Final norm, and the head's own weight when it is not tied."""
+    table = _norm("final_norm", model)
+    if not model.is_embedding_tied:
+        shape = (model.vocab_size, model.width)
+        table.append(_weight("head", shape, tp_dim=0, std=model.init_std))
+    return table
+
+
+def model_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Every global tensor once, in layer order."""
+    table = embedding_tensors(model)
+    for layer in range(model.num_layers):
+        table += layer_tensors(model, layer)
+    return table + head_tensors(model)
+
+
+def stage_tensors(model: ModelSection, stage: Stage) -> list[GlobalTensor]:
+    """Global tensors that a rank of ``stage`` holds (a block of), a tied copy included."""
+    table = embedding_tensors(model) if stage.is_first else []
+    for layer in stage.layers:
+        table += layer_tensors(model, layer)
+    if stage.is_last:
+        table += head_tensors(model)
+        if model.is_embedding_tied and not stage.is_first:
+            table.append(embedding_tensors(model)[0])
+    return table

@@ -1,0 +1,37 @@
+"""The protocol every object store implements, and the values it speaks in.
+
+Objects are immutable bytes under '/'-separated keys relative to the store's root. No store is
+chosen here: that is storage.open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+
+class Store(Protocol):
+    """Six methods, all blocking, all safe to call from several threads.
+
+    A key becomes visible only when its object is whole; a reader never sees part of one. Failures
+    raise StorageError; a missing key raises KeyError.
+    """
+
+    @property
+    def uri(self) -> str:
+        """Where the root is, for people and for passing on."""
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
+        """Write an object; with ``overwrite`` false an existing key raises FileExistsError."""
+
+    def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
+        """Read bytes [start, start + num_bytes); -1 is to the end."""
+
+    def size(self, key: str) -> int:
+        """Length of an object in bytes."""
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys that begin with ``prefix``, in order."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing key is no error."""
