@@ -1,0 +1,101 @@
+"""Job files: every fault at once, overrides, numbers as YAML 1.2 writes them."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from raymega.config.load import parse_job, parse_mapping
+from raymega.config.schema import Job
+from raymega.errors import ConfigError
+from raymega.plan.rules import job_faults
+
+ROOT = Path(__file__).parents[3]
+VERIFY = ROOT / "jobs" / "verify.yaml"
+
+
+def _texts(parsed) -> str:
+    return "\n".join(str(fault) for fault in [*parsed.faults, *job_faults(parsed.values)])
+
+
+def test_verify_job_parses_without_faults():
+    assert parse_job(VERIFY).job().run.name == "verify"
+
+
+def test_overrides_replace_one_field_and_keep_yaml_types():
+    job = parse_job(VERIFY, ["run.steps=7", "optimizer.lr=3e-4", "data.path=synthetic"]).job()
+    assert (job.run.steps, job.optimizer.lr) == (7, 3e-4)
+
+
+def test_faults_of_several_sections_are_reported_together():
+    parsed = parse_job(
+        VERIFY,
+        ["run.setps=3", "run.steps=ten", "parallel.tp=3", "cluster.num_workers=7", "parallel.cp=2"],
+    )
+    text = _texts(parsed)
+    assert "run.setps is not a known key" in text and "did you mean run.steps?" in text
+    assert "run.steps='ten'" in text
+    assert "parallel.tp=3; it must divide model.num_heads=8 (remainder 2)" in text
+    assert "cluster.num_workers=7" in text
+    assert "parallel.cp=2" in text
+    with pytest.raises(ConfigError):
+        parsed.job()
+
+
+def test_rules_that_read_a_bad_field_stay_silent():
+    parsed = parse_job(VERIFY, ["parallel.tp=two", "cluster.num_workers=7"])
+    assert "cluster.num_workers" not in _texts(parsed)
+
+
+def test_missing_section_names_each_required_field():
+    raw = deepcopy(parse_job(VERIFY).raw)
+    del raw["run"]
+    text = "\n".join(map(str, parse_mapping(raw).faults))
+    assert "run.name is missing" in text and "run.steps is missing" in text
+
+
+@pytest.mark.parametrize("value", [True, "2", 2.0, -1, 0])
+def test_degrees_are_strict_positive_integers(value):
+    raw = deepcopy(parse_job(VERIFY).raw)
+    raw["parallel"]["tp"] = value
+    assert any("parallel.tp=" in str(fault) for fault in parse_mapping(raw).faults)
+
+
+def test_section_that_is_no_mapping_is_one_fault():
+    raw = {**parse_job(VERIFY).raw, "parallel": "auto"}
+    faults = parse_mapping(raw).faults
+    assert len(faults) == 1 and "parallel='auto'" in str(faults[0])
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "run: [unclosed", ""])
+def test_file_that_is_no_mapping_is_refused(tmp_path, text):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        parse_job(path)
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        parse_job(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("override", ["steps=3", "run.steps", "=3", "a.b.c=1"])
+def test_malformed_override_is_refused(override):
+    with pytest.raises(ConfigError, match="override"):
+        parse_job(VERIFY, [override])
+
+
+def test_relative_paths_become_absolute_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = parse_job(VERIFY, ["data.path=corpus", "checkpoint.uri=runs"]).job()
+    assert job.data.path == str(tmp_path / "corpus")
+    assert job.checkpoint.uri == str(tmp_path / "runs")
+    kept = parse_job(VERIFY, ["checkpoint.uri=s3://bucket/runs"]).job()
+    assert (kept.data.path, kept.checkpoint.uri) == ("synthetic", "s3://bucket/runs")
+
+
+def test_every_field_has_a_description():
+    for section in Job.model_fields.values():
+        for name, field in section.annotation.model_fields.items():
+            assert field.description, name

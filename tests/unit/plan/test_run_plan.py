@@ -1,0 +1,48 @@
+"""The plan: crosses as JSON without loss, refuses what the rules refuse."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from raymega.config.load import parse_job
+from raymega.errors import PlanError
+from raymega.plan.run_plan import make_plan, read_plan
+
+VERIFY = Path(__file__).parents[3] / "jobs" / "verify.yaml"
+
+
+def test_plan_survives_json():
+    plan = make_plan(parse_job(VERIFY, ["parallel.tp=2", "parallel.dp=2"]).job())
+    assert read_plan(plan.to_json()) == plan
+    assert plan.grid.world_size == 8
+
+
+def test_plan_names_the_stage_of_each_rank():
+    plan = make_plan(parse_job(VERIFY, ["parallel.tp=2"]).job())
+    assert [plan.stage_of(rank).index for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_plan_refuses_all_broken_rules_at_once():
+    job = parse_job(
+        VERIFY, ["parallel.pp=8", "data.seq_len=999", "optimizer.lr_warmup_steps=20"]
+    ).job()
+    with pytest.raises(PlanError) as caught:
+        make_plan(job)
+    text = str(caught.value)
+    assert "parallel.pp=8" in text and "data.seq_len=999" in text and "lr_warmup_steps=20" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("model.num_kv_heads=3", "model.num_kv_heads=3"),
+        ("model.width=36", "model.width=36"),
+        ("model.width=24", "model.width / model.num_heads = 3"),
+        ("schedule.chunks=2", "schedule.chunks=2"),
+        ("model.vocab_size=255", "parallel.tp=2"),
+    ],
+)
+def test_each_rule_names_its_fact(override, fact):
+    with pytest.raises(PlanError, match=re.escape(fact)):
+        make_plan(parse_job(VERIFY, [override, "parallel.tp=2"]).job())

@@ -1,0 +1,73 @@
+"""The house: what linters cannot see. Sizes, empty packages, a torch-free driver, shipped jobs."""
+
+import ast
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raymega import errors
+from raymega.config.load import parse_job
+from raymega.plan.run_plan import make_plan
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "raymega").rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_SHARE = 400, 80, 50, 0.05
+
+
+def _functions(path: Path) -> list[tuple[str, int]]:
+    tree = ast.parse(path.read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [(f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1) for node in nodes]
+
+
+def test_packages_hold_no_code_in_init():
+    assert [p for p in SOURCES if p.name == "__init__.py" and p.read_text().strip()] == []
+
+
+def test_no_file_is_too_long():
+    sizes = {p.name: len(p.read_text().splitlines()) for p in SOURCES}
+    assert {name: n for name, n in sizes.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    functions = [f for path in SOURCES for f in _functions(path)]
+    assert [f for f in functions if f[1] > MAX_FUNCTION_LINES] == []
+    long = [f for f in functions if f[1] > LONG_FUNCTION_LINES]
+    assert len(long) <= MAX_LONG_SHARE * len(functions), long
+
+
+def test_source_is_ascii():
+    assert [p for p in SOURCES if not p.read_text(encoding="utf-8").isascii()] == []
+
+
+def test_command_line_and_driver_leave_torch_unloaded():
+    code = (
+        "import sys, raymega.cli.main, raymega.orchestrate.controller, raymega.orchestrate.worker;"
+        "bad = {'torch', 'mlflow', 'matplotlib'} & set(sys.modules);"
+        "sys.exit(f'loaded {bad}' if bad else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_jobs_load_and_plan(path):
+    assert make_plan(parse_job(path).job()).grid.world_size >= 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, Exception)],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_error_pickles_with_its_faults(kind):
+    fault = errors.Fault(fact="a=1", rule="must be 2", remedy="set a=2")
+    again = pickle.loads(pickle.dumps(kind(fault, "text")))
+    assert type(again) is kind and again.faults == (fault, "text")
+    assert "a=1; must be 2; set a=2" in str(again)
