@@ -1,0 +1,186 @@
+"""The demo: prepare real text, train it on 8 ranks, kill a worker half-way, show what happened.
+
+It prints no figure that it did not measure in this run, and exits 1 when the model has not learnt.
+"""
+
+import os
+import signal
+import statistics
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from raymega import api
+from raymega.errors import RaymegaError
+from raymega.prepare.pipeline import PrepareOptions, prepare
+from raymega.tracking.console import ConsoleSink
+from raymega.tracking.sink import (
+    CheckpointCommitted,
+    EvaluationFinished,
+    Recovered,
+    RunEvent,
+    StepFinished,
+    WorkersStarted,
+)
+
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "demo-out"
+JOB_FILE = ROOT / "jobs" / "demo.yaml"
+VICTIM = 5
+MIN_GAIN_NATS = 0.8
+NO_PROSE = ("test/", "tests/", "idle_test/", "site-packages/", "dist-packages/", "__pycache__/")
+
+
+class Witness:
+    """Keeps what the demo reports, and kills one worker at half of the steps."""
+
+    def __init__(self, kill_step: int) -> None:
+        self._kill_step = kill_step
+        self._pids = {}
+        self._has_killed = False
+        self.tokens_per_s, self.saves = [], []
+        self.recovered = None
+        self.validation_loss = None
+
+    def emit(self, event: RunEvent) -> None:
+        match event:
+            case WorkersStarted():
+                self._pids = dict(event.pids)
+            case StepFinished():
+                self.tokens_per_s.append(event.metrics["train/tokens_per_s"])
+                if event.step == self._kill_step and not self._has_killed:
+                    self._has_killed = True
+                    os.kill(self._pids[VICTIM], signal.SIGKILL)
+            case CheckpointCommitted():
+                self.saves.append(event)
+            case Recovered():
+                self.recovered = event
+            case EvaluationFinished():
+                self.validation_loss = event.metrics["eval/loss"]
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+class Bar:
+    """A progress bar over the steps, on a terminal only."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("training", total=steps)
+        self._progress.start()
+
+    def emit(self, event: RunEvent) -> None:
+        if isinstance(event, StepFinished):
+            self._progress.update(self._task, completed=event.step)
+
+    def close(self, timeout_s: float) -> None:
+        self._progress.stop()
+
+
+def prepare_corpus(console: Console, out: Path):
+    """The standard library's own source, through the pipeline of any other corpus."""
+    stdlib = sysconfig.get_paths()["stdlib"]
+    console.rule("1  Prepare real text")
+    console.print(f"The Python standard library's source: {stdlib} (tests left out)")
+    options = PrepareOptions(
+        inputs=(stdlib,),
+        out=str(out),
+        tokenizer="bpe:2048",
+        valid_fraction=0.04,
+        include=("*.py",),
+        exclude=NO_PROSE,
+        address="local",
+    )
+    with Progress(console=console, transient=True) as progress:
+        bars = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase, total=total)
+            progress.update(bars[phase], completed=done)
+
+        done = prepare(options, on_progress=show)
+    meta = done.meta
+    how = "found prepared" if done.is_cached else f"prepared in {done.seconds:.1f} s"
+    console.print(f"{meta.source.num_bytes / 1e6:.1f} MB in {meta.source.num_files} files, {how}:")
+    for name, split in meta.splits.items():
+        console.print(f"  {name:5} {split.num_documents:6,} files {split.num_tokens:12,} tokens")
+    return meta
+
+
+def report(console: Console, witness: Witness, entropy: float, result, seconds: float) -> bool:
+    """The measured figures; true when the model has learnt enough."""
+    console.rule("3  What was measured in this run")
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    gain = entropy - witness.validation_loss
+    stalls = [save.stall_s * 1000 for save in witness.saves]
+    writes = [save.save_s * 1000 for save in witness.saves]
+    recovered = witness.recovered
+    rows = {
+        "validation loss": f"{witness.validation_loss:.4f} nats per token",
+        "validation text under the training text's unigrams": f"{entropy:.4f} nats per token",
+        "learnt beyond unigrams": f"{gain:.4f} nats per token (at least {MIN_GAIN_NATS} expected)",
+        "throughput, median step": f"{statistics.median(witness.tokens_per_s):,.0f} tokens/s",
+        "checkpoint stall, median": f"{statistics.median(stalls):.1f} ms",
+        "checkpoint save, whole, median": f"{statistics.median(writes):.1f} ms",
+        "kill to detection": f"{recovered.detection_s:.3f} s",
+        "detection to the next step": f"{recovered.recovery_s:.2f} s",
+        "steps done again": str(recovered.lost_steps),
+        "goodput": f"{result.goodput:.1%}",
+        "whole demo": f"{seconds:.0f} s",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    return gain >= MIN_GAIN_NATS
+
+
+def show_places(console: Console, job) -> None:
+    folder = api.local_folder(job)
+    console.rule("4  Where everything is")
+    for name in ("loss.png", "timeline.svg", "trace.json", "metrics.jsonl", "logs", "checkpoints"):
+        console.print(f"  {folder / name}", soft_wrap=True)
+    console.print(f"  {job.data.path}", soft_wrap=True)
+    mlflow = Path(sys.executable).parent / "mlflow"
+    console.print("Open MLflow with:")
+    console.print(
+        f"  {mlflow} server --backend-store-uri sqlite:///{folder / 'mlflow.db'} --port 5000",
+        soft_wrap=True,
+    )
+
+
+def main() -> int:
+    began = time.monotonic()
+    console = Console(highlight=False)
+    os.chdir(ROOT)
+    meta = prepare_corpus(console, OUT / "corpus")
+    console.rule("2  Train on 8 ranks, kill one half-way, recover, finish")
+    name = f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    job = api.load_job(JOB_FILE, [name], is_for_training=True)
+    console.print(f"seed {job.run.seed}; rank {VICTIM} is killed after step {job.run.steps // 2}")
+    witness = Witness(job.run.steps // 2)
+    watchers = (
+        witness,
+        ConsoleSink(sys.stdout, every=job.tracking.console_every),
+        Bar(console, job.run.steps),
+    )
+    result = api.train(job, address="local", sinks=watchers)
+    has_learnt = report(console, witness, meta.valid_entropy, result, time.monotonic() - began)
+    show_places(console, job)
+    if not has_learnt:
+        console.print("The demo FAILED: the model has not learnt enough.", style="bold red")
+    return 0 if has_learnt else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RaymegaError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

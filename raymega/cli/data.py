@@ -1,0 +1,118 @@
+"""`raymega data`: prepares and inspects datasets; no logic of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from raymega.data.format import DatasetMeta
+from raymega.data.inspect import describe, inspect_dataset
+
+data_app = typer.Typer(help="Prepare and inspect datasets.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@data_app.command()
+def prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders, URIs.")],
+    out: Annotated[str, typer.Option(help="Folder of the dataset; all nodes must see it.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, bpe:N (trained on the corpus), or a tokenizers file.")
+    ],
+    valid_fraction: Annotated[
+        float, typer.Option(help="Share of documents held out by path hash; 0 is none.")
+    ] = 0.02,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Read files that match, such as '*.py'; repeatable.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Leave out what matches, such as test/; repeatable.")
+    ] = None,
+    address: Annotated[str, typer.Option(help="Ray cluster: auto, local or HOST:PORT.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into token shards with a Ray Data pipeline.
+
+    A text file is a document; a .jsonl file has one a line, a .parquet file one a row (key or
+    column `text`). Running the same command again finds the finished dataset.
+
+    Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'
+    """
+    from raymega.prepare.pipeline import PrepareOptions
+    from raymega.prepare.pipeline import prepare as run_prepare
+
+    options = PrepareOptions(
+        inputs=tuple(inputs),
+        out=out,
+        tokenizer=tokenizer,
+        valid_fraction=valid_fraction,
+        include=tuple(include or ["*"]),
+        exclude=tuple(exclude or []),
+        address=address,
+    )
+    with _progress() as on_progress:
+        done = run_prepare(options, on_progress=on_progress)
+    result = {"output": str(done.folder), "seconds": done.seconds, "is_cached": done.is_cached}
+    _show(done.meta, result, as_json=as_json)
+
+
+@data_app.command()
+def inspect(
+    uri: Annotated[str, typer.Argument(help="Folder of the dataset.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a dataset holds; with --verify, whether every byte of it is whole.
+
+    Example: raymega data inspect corpus-tokens --verify
+    """
+    with _progress() as on_progress:
+        meta = inspect_dataset(
+            uri,
+            is_verified=verify,
+            on_shard=lambda done, total: on_progress("verifying", done, total),
+        )
+    _show(meta, {"output": uri, "is_verified": verify}, as_json=as_json)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar a phase, on stderr, gone at the end; nothing at all when no phase begins."""
+    progress = Progress(console=Console(stderr=True), transient=True)
+    bars: dict[str, TaskID] = {}
+
+    def show(phase: str, done: int, total: int) -> None:
+        if phase not in bars:
+            progress.start()
+            bars[phase] = progress.add_task(phase, total=total)
+        progress.update(bars[phase], completed=done)
+
+    try:
+        yield show
+    finally:
+        if bars:
+            progress.stop()
+
+
+def _show(meta: DatasetMeta, result: dict[str, object], *, as_json: bool) -> None:
+    description = describe(meta)
+    if as_json:
+        print(json.dumps(result | description))
+        return
+    splits = description.pop("splits")
+    console = Console(highlight=False)
+    table = Table("split", "documents", "text bytes", "tokens", "shards", "bytes per token")
+    for name, split in splits.items():
+        table.add_row(name, *(f"{value:,}" for value in split.values()))
+    console.print(table)
+    for key, value in {**description, **result}.items():
+        text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+        console.print(f"{key.replace('_', ' ')}: {text}")

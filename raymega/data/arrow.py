@@ -1,0 +1,144 @@
+"""Token shards on disk: Arrow IPC files of one unsigned column, read through memory maps.
+
+It owns a shard's bytes and the view of many shards as one stream; which shards there are is
+data.format's, and what is drawn from the stream is data.order's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raymega.data.format import ShardMeta, SplitMeta, shard_fault
+from raymega.errors import DataError
+
+COLUMN = "tokens"
+BATCH_TOKENS = 1 << 20
+Tokens = npt.NDArray[np.int64]
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The narrowest column type that holds every token."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+class TokenStream:
+    """All tokens of a split, in shard order, as if they were one array.
+
+    Shards are mapped when first touched; only pages that are read take memory.
+    """
+
+    def __init__(self, folder: Path, split: SplitMeta) -> None:
+        """``split`` must have passed :func:`raymega.data.format.size_faults`."""
+        self.num_tokens = split.num_tokens
+        self._folder = folder
+        self._shards = split.shards
+        self._ends = list(accumulate(shard.num_tokens for shard in split.shards))
+        self._columns: dict[int, pa.ChunkedArray] = {}
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens [start, stop) as int64, across shard borders."""
+        if not 0 <= start < stop <= self.num_tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
+        return np.concatenate(list(self._pieces(start, stop)))
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Tokens]:
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            end = min(stop, self._ends[index])
+            base = self._ends[index] - self._shards[index].num_tokens
+            column = self._column(index).slice(start - base, end - start)
+            yield column.to_numpy().astype(np.int64)
+            start, index = end, index + 1
+
+    def _column(self, index: int) -> pa.ChunkedArray:
+        if index not in self._columns:
+            self._columns[index] = _map_shard(self._folder, self._shards[index])
+        return self._columns[index]
+
+
+class ShardWriter:
+    """Writes one shard in batches; the file gets its name only when it is whole.
+
+    A batch holds BATCH_TOKENS, so that memory stays bounded however long the shard is.
+    """
+
+    def __init__(self, folder: Path, file: str, *, dtype: str) -> None:
+        """Open ``folder/file`` for writing under a passing name."""
+        self._folder, self._file = folder, file
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._partial = path.with_suffix(".partial")
+        self._schema = pa.schema([(COLUMN, pa.from_numpy_dtype(np.dtype(dtype)))])
+        self._writer = pa.ipc.new_file(str(self._partial), self._schema)
+        self._pending: list[npt.NDArray[np.unsignedinteger]] = []
+        self._num_pending = self._num_tokens = self._num_documents = 0
+
+    def append(self, document: npt.NDArray[np.unsignedinteger]) -> None:
+        """Add one document's tokens, its end-of-document token included."""
+        self._pending.append(document)
+        self._num_pending += len(document)
+        self._num_documents += 1
+        if self._num_pending >= BATCH_TOKENS:
+            self._flush()
+
+    def close(self) -> ShardMeta:
+        """Finish the file and give it its name."""
+        self._flush()
+        self._writer.close()
+        meta = ShardMeta(
+            file=self._file,
+            num_documents=self._num_documents,
+            num_tokens=self._num_tokens,
+            num_bytes=self._partial.stat().st_size,
+            crc32=file_crc32(self._partial),
+        )
+        self._partial.replace(self._folder / self._file)
+        return meta
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        column = pa.array(np.concatenate(self._pending))
+        self._writer.write_batch(pa.record_batch([column], schema=self._schema))
+        self._num_tokens += self._num_pending
+        self._pending, self._num_pending = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._writer.close()
+            self._partial.unlink()
+
+
+def file_crc32(path: Path) -> int:
+    """``zlib.crc32`` of a whole file, read in pieces of 1 MiB."""
+    crc = 0
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _map_shard(folder: Path, shard: ShardMeta) -> pa.ChunkedArray:
+    path = folder / shard.file
+    try:
+        column = pa.ipc.open_file(pa.memory_map(str(path))).read_all()[COLUMN]
+    except (OSError, pa.ArrowInvalid, KeyError) as error:
+        raise DataError(
+            shard_fault(f"{path} cannot be read ({error})", "it must be whole")
+        ) from error
+    if len(column) != shard.num_tokens:
+        fact = f"{path} has {len(column)} tokens"
+        raise DataError(shard_fault(fact, f"dataset.json says {shard.num_tokens}"))
+    return column

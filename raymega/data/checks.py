@@ -1,0 +1,78 @@
+"""What the driver can say about a job's data before any worker starts; loads no torch.
+
+It owns the questions; the answers about one dataset come from data.format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raymega.data.format import META_FILE, DatasetMeta, local_folder, read_meta, size_faults
+from raymega.data.open import missing_split, short_split
+from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
+from raymega.errors import Fault, RaymegaError
+
+
+def data_faults(
+    path: str, *, seq_len: int, vocab_size: int, needs_valid: bool = False
+) -> list[Fault]:
+    """Everything that is wrong with ``data.path``; a number of 0 is not known and not checked.
+
+    Args:
+        path: ``data.path``.
+        seq_len: ``data.seq_len``.
+        vocab_size: ``model.vocab_size``.
+        needs_valid: The job evaluates, so there must be a validation split.
+    """
+    if path == SYNTHETIC_PATH:
+        return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, vocab_size)
+    try:
+        folder = local_folder(path)
+        if not (folder / META_FILE).is_file():
+            return [_not_prepared(path, folder, vocab_size)]
+        meta = read_meta(folder)
+    except RaymegaError as error:
+        return [fault for fault in error.faults if isinstance(fault, Fault)]
+    lacks_valid = needs_valid and "valid" not in meta.splits
+    return [
+        *([missing_split(path, "valid")] if lacks_valid else []),
+        *_vocabulary_faults(path, meta.vocab_size, vocab_size),
+        *_length_faults(path, meta, seq_len),
+        *size_faults(folder, meta),
+    ]
+
+
+def _not_prepared(path: str, folder: Path, vocab_size: int) -> Fault:
+    rule = f"it must be `{SYNTHETIC_PATH}` or a folder with the {META_FILE} of a prepared dataset"
+    command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{vocab_size or 32768}"
+    if not folder.exists():
+        line = command.format("INPUT...", path)
+        return Fault(fact=f"data.path={path!r} does not exist", rule=rule, remedy=f"run `{line}`")
+    prepared = f"{path.rstrip('/')}-tokens"
+    line = command.format(path, prepared)
+    return Fault(
+        fact=f"data.path={path!r} has no {META_FILE}",
+        rule=f"{rule}; raw text is not read, nor a preparation that did not finish",
+        remedy=f"run `{line}` and set data.path={prepared}",
+    )
+
+
+def _vocabulary_faults(path: str, tokens: int, rows: int) -> list[Fault]:
+    if rows == 0 or tokens <= rows:
+        return []
+    return [
+        Fault(
+            fact=f"model.vocab_size={rows}",
+            rule=f"data.path={path!r} has tokens up to {tokens - 1}, so it must be at least "
+            f"{tokens}",
+            remedy=f"set model.vocab_size={tokens} or the next multiple of parallel.tp",
+        )
+    ]
+
+
+def _length_faults(path: str, meta: DatasetMeta, seq_len: int) -> list[Fault]:
+    return [
+        short_split(path, name, split.num_tokens, seq_len)
+        for name, split in meta.splits.items()
+        if seq_len > 0 and split.num_tokens <= seq_len
+    ]

@@ -1,0 +1,84 @@
+"""Says what a prepared dataset holds, and on request whether every byte of it is whole.
+
+It owns the check of checksums; sizes are data.format's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from raymega.data.arrow import file_crc32
+from raymega.data.format import (
+    DatasetMeta,
+    ShardMeta,
+    SplitMeta,
+    local_folder,
+    read_meta,
+    shard_fault,
+    size_faults,
+)
+from raymega.errors import DataError, Fault, raise_faults
+
+
+def inspect_dataset(
+    uri: str, *, is_verified: bool, on_shard: Callable[[int, int], None]
+) -> DatasetMeta:
+    """The description of the dataset at ``uri``.
+
+    Args:
+        uri: The dataset.
+        is_verified: Read every shard and compare its checksum, too.
+        on_shard: Told (done, total) after each shard that was read.
+
+    Raises:
+        ConfigError: There is no dataset.
+        DataError: Some of its shards are not what was written; all are named.
+    """
+    folder = local_folder(uri)
+    meta = read_meta(folder)
+    raise_faults(DataError, size_faults(folder, meta))
+    if is_verified:
+        shards = [shard for split in meta.splits.values() for shard in split.shards]
+        raise_faults(DataError, _checksum_faults(folder, shards, on_shard))
+    return meta
+
+
+def describe(meta: DatasetMeta) -> dict[str, Any]:
+    """What dataset.json says, as plain values for people and for JSON."""
+    return {
+        "splits": {name: _describe_split(split) for name, split in meta.splits.items()},
+        "tokenizer": meta.recipe["tokenizer"],
+        "tokenizer_sample_bytes": meta.source.num_tokenizer_bytes,
+        "vocab_size": meta.vocab_size,
+        "eod_id": meta.eod_id,
+        "valid_unigram_entropy_nats": meta.valid_entropy,
+        "unigram_smoothing": "add one to every train count",
+        "source_files": meta.source.num_files,
+        "source_bytes": meta.source.num_bytes,
+        "replaced_characters": meta.source.num_replaced,
+    }
+
+
+def _describe_split(split: SplitMeta) -> dict[str, float]:
+    return {
+        "documents": split.num_documents,
+        "text_bytes": split.num_text_bytes,
+        "tokens": split.num_tokens,
+        "shards": len(split.shards),
+        "bytes_per_token": round(split.num_text_bytes / split.num_tokens, 3),
+    }
+
+
+def _checksum_faults(
+    folder: Path, shards: list[ShardMeta], on_shard: Callable[[int, int], None]
+) -> list[Fault]:
+    faults = []
+    for done, shard in enumerate(shards, start=1):
+        crc = file_crc32(folder / shard.file)
+        if crc != shard.crc32:
+            fact = f"{folder / shard.file} has crc32 {crc:08x}"
+            faults.append(shard_fault(fact, f"dataset.json says {shard.crc32:08x}"))
+        on_shard(done, len(shards))
+    return faults

@@ -1,0 +1,115 @@
+"""Reads documents out of a piece of a file: whole text files, JSON lines, Parquet rows.
+
+It owns the three formats and the repair of bytes that are not UTF-8; it makes no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import PurePosixPath
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from raymega.errors import ConfigError, Fault
+from raymega.prepare.sources import Group, Piece, open_root
+
+TEXT_KEY = "text"
+REPLACEMENT = "\ufffd"
+PARQUET_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One text.
+
+    Attributes:
+        name: Path of its file, with ``@`` and a byte or row number when the file has several.
+        text: Never empty.
+        num_bytes: Size of the bytes it was decoded from.
+        num_replaced: Replacement characters put where those were not UTF-8.
+    """
+
+    name: str
+    text: str
+    num_bytes: int
+    num_replaced: int
+
+
+def read_documents(group: Group) -> Iterator[Document]:
+    """The documents of a group in order; one is in memory at a time. Empty ones are left out.
+
+    Raises:
+        ConfigError: A line or table has no text where it should.
+    """
+    systems: dict[str, fs.FileSystem] = {}
+    for piece in group.pieces:
+        system = systems.setdefault(piece.file.root, open_root(piece.file.root))
+        read = READERS.get(PurePosixPath(piece.file.name).suffix, _read_text)
+        with system.open_input_file(piece.file.path) as stream:
+            yield from (document for document in read(stream, piece) if document.text)
+
+
+def _read_text(stream: pa.NativeFile, piece: Piece) -> Iterator[Document]:
+    yield _decode(piece.file.name, stream.read())
+
+
+def _read_json_lines(stream: pa.NativeFile, piece: Piece) -> Iterator[Document]:
+    """Lines that begin in the piece, though the last may end beyond it."""
+    reader = BufferedReader(stream)
+    if piece.start:
+        reader.seek(piece.start - 1)
+        reader.readline()
+    while (start := reader.tell()) < piece.end:
+        name = f"{piece.file.name}@{start}"
+        line = _decode(name, reader.readline())
+        if line.text.strip():
+            raw = _json_text(line).encode("utf-8", "surrogatepass")
+            yield _decode(name, raw, num_replaced=line.num_replaced)
+
+
+def _json_text(line: Document) -> str:
+    try:
+        text = json.loads(line.text)[TEXT_KEY]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _no_text(line.name, f"{type(error).__name__}: {error}") from error
+    if not isinstance(text, str):
+        raise _no_text(line.name, f"its {TEXT_KEY} is a {type(text).__name__}")
+    return text
+
+
+def _read_parquet(stream: pa.NativeFile, piece: Piece) -> Iterator[Document]:
+    table = pq.ParquetFile(stream)
+    if TEXT_KEY not in table.schema_arrow.names:
+        raise _no_text(piece.file.name, f"its columns are {', '.join(table.schema_arrow.names)}")
+    row = 0
+    for batch in table.iter_batches(PARQUET_ROWS, columns=[TEXT_KEY]):
+        for text in batch.column(0).to_pylist():
+            yield _decode(f"{piece.file.name}@{row}", (text or "").encode())
+            row += 1
+
+
+def _decode(name: str, raw: bytes, *, num_replaced: int = 0) -> Document:
+    text = raw.decode("utf-8", "replace")
+    added = text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
+    return Document(name=name, text=text, num_bytes=len(raw), num_replaced=num_replaced + added)
+
+
+def _no_text(where: str, what: str) -> ConfigError:
+    fault = Fault(
+        fact=f"{where} has no document ({what})",
+        rule=f"a .jsonl line is an object with a string {TEXT_KEY!r}, a .parquet file has a string "
+        f"column {TEXT_KEY!r}",
+        remedy="repair the file, or leave it out with --exclude",
+    )
+    return ConfigError(fault)
+
+
+READERS: dict[str, Callable[[pa.NativeFile, Piece], Iterator[Document]]] = {
+    ".jsonl": _read_json_lines,
+    ".parquet": _read_parquet,
+}

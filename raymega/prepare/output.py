@@ -1,0 +1,86 @@
+"""Claims the output folder and commits the dataset, so that no half-written one is ever read.
+
+It owns the order of writes: the claim first, shards between, dataset.json last.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from raymega.data.format import (
+    META_FILE,
+    SPLITS,
+    DatasetMeta,
+    encode_meta,
+    read_meta,
+    size_faults,
+)
+from raymega.errors import ConfigError, DataError, Fault, raise_faults
+
+CLAIM_FILE = "preparing.json"
+
+
+def find_finished(folder: Path, recipe: dict[str, str]) -> DatasetMeta | None:
+    """The dataset that ``folder`` holds when it is whole and of this recipe, None when none is.
+
+    Raises:
+        ConfigError: It holds a dataset of another recipe.
+        DataError: Its shards are not all there.
+    """
+    if not (folder / META_FILE).is_file():
+        return None
+    meta = read_meta(folder)
+    if meta.recipe != recipe:
+        raise ConfigError(_other_recipe(folder, meta.recipe, recipe))
+    raise_faults(DataError, size_faults(folder, meta))
+    return meta
+
+
+def claim(folder: Path, recipe: dict[str, str]) -> None:
+    """Make ``folder`` ours: empty but for the claim.
+
+    Only a new or empty folder is taken, or one that a preparation left unfinished; of that, what
+    the preparation wrote is removed.
+
+    Raises:
+        ConfigError: The folder holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / CLAIM_FILE).is_file():
+        raise ConfigError(_occupied(folder))
+    write_whole(folder / CLAIM_FILE, json.dumps(recipe, indent=1).encode())
+    for split in SPLITS:
+        shutil.rmtree(folder / split, ignore_errors=True)
+
+
+def commit(folder: Path, meta: DatasetMeta) -> None:
+    """Make the dataset readable and drop the claim."""
+    write_whole(folder / META_FILE, encode_meta(meta))
+    (folder / CLAIM_FILE).unlink()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that has its name only when it is whole."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _other_recipe(folder: Path, there: dict[str, str], here: dict[str, str]) -> Fault:
+    keys = [key for key in here | there if here.get(key) != there.get(key)]
+    changes = ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
+    return Fault(
+        fact=f"--out {folder} holds a dataset of another recipe ({changes})",
+        rule="a finished dataset is never overwritten",
+        remedy="give another --out, or remove that folder",
+    )
+
+
+def _occupied(folder: Path) -> Fault:
+    return Fault(
+        fact=f"--out {folder} is not empty and is no dataset",
+        rule="shards are written to a folder of their own",
+        remedy="give a new or empty folder",
+    )

@@ -1,0 +1,216 @@
+"""`raymega data prepare`: from text to a committed dataset, over Ray Data.
+
+It owns the order of the phases; each phase is a neighbour module's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import ray.data
+
+from raymega.data.format import (
+    COUNTS_FILE,
+    TOKENIZER_FILE,
+    DatasetMeta,
+    SourceMeta,
+    local_folder,
+)
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.prepare.documents import read_documents
+from raymega.prepare.output import claim, commit, find_finished, write_whole
+from raymega.prepare.shards import GroupDone, write_group
+from raymega.prepare.sources import (
+    Group,
+    SourceFile,
+    files_digest,
+    list_files,
+    make_groups,
+    split_of,
+)
+from raymega.prepare.tokenizer import Encoder, check_tokenizer, make_tokenizer, needs_sample
+from raymega.prepare.totals import Totals
+from raymega.session import session_at
+
+SAMPLE_BYTES = 8 << 20
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """What to prepare.
+
+    Attributes:
+        inputs: Files, folders or URIs.
+        out: Folder of the dataset; on several nodes, one that all of them see.
+        tokenizer: ``bytes``, ``bpe:N`` or a `tokenizers` file.
+        valid_fraction: Share of documents held out, chosen by a hash of their names; 0 is none.
+        include: Patterns of which a file must match one.
+        exclude: Patterns of which it must match none.
+        address: Of the Ray cluster; see session.open_session.
+    """
+
+    inputs: tuple[str, ...]
+    out: str
+    tokenizer: str
+    valid_fraction: float = 0.02
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    address: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """The dataset that is now at ``folder``; ``is_cached`` when it was there before."""
+
+    folder: Path
+    meta: DatasetMeta
+    seconds: float
+    is_cached: bool
+
+
+def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
+    """Prepare a dataset, or find that the same one is there already.
+
+    The same inputs and options give the same shards, byte for byte, however many CPUs work on
+    them. Memory is bounded by the largest document times the CPUs, and the sample of the tokenizer.
+
+    Args:
+        options: What to prepare.
+        on_progress: Told (phase, done, total) as the work goes on.
+
+    Raises:
+        ConfigError: An option, an input or the output folder is wrong; nothing was committed.
+    """
+    started = monotonic()
+    folder = local_folder(options.out).absolute()
+    recipe, files = _plan_work(options, folder)
+    meta = find_finished(folder, recipe)
+    is_cached = meta is not None
+    if meta is None:
+        claim(folder, recipe)
+        meta = _write_dataset(options, recipe, folder, files, on_progress)
+        commit(folder, meta)
+    return Prepared(folder=folder, meta=meta, seconds=monotonic() - started, is_cached=is_cached)
+
+
+def _plan_work(options: PrepareOptions, folder: Path) -> tuple[dict[str, str], list[SourceFile]]:
+    """What the dataset is a function of, and the files to read."""
+    raise_faults(ConfigError, _option_faults(options))
+    tokenizer = check_tokenizer(options.tokenizer)
+    files = list_files(options.inputs, include=options.include, exclude=options.exclude)
+    if any(Path(file.path).is_relative_to(folder) for file in files):
+        raise ConfigError(_output_in_input(folder))
+    recipe = {
+        "inputs": files_digest(files),
+        "tokenizer": tokenizer,
+        "valid_fraction": repr(options.valid_fraction),
+    }
+    return recipe, files
+
+
+def _write_dataset(
+    options: PrepareOptions,
+    recipe: dict[str, str],
+    folder: Path,
+    files: Sequence[SourceFile],
+    on_progress: OnProgress,
+) -> DatasetMeta:
+    """Write everything but dataset.json, whose content is returned."""
+    groups = make_groups(files)
+    sample = _draw_sample(groups, options, on_progress)
+    tokenizer = make_tokenizer(options.tokenizer, sample)
+    write_whole(folder / TOKENIZER_FILE, tokenizer.encode())
+    encoder = Encoder(tokenizer)
+    totals = Totals(encoder.vocab_size)
+    on_progress("tokenising", 0, len(groups))
+    with session_at(options.address):
+        for done in _run_groups(groups, folder, options.valid_fraction):
+            totals.add(done)
+            on_progress("tokenising", totals.num_groups, len(groups))
+    raise_faults(ConfigError, totals.faults or totals.split_faults(options.valid_fraction))
+    for name, counts in totals.counts.items():
+        np.save(folder / name / COUNTS_FILE, counts)
+    return DatasetMeta(
+        recipe=recipe,
+        vocab_size=encoder.vocab_size,
+        eod_id=encoder.eod_id,
+        dtype=encoder.dtype,
+        splits=totals.splits(),
+        valid_entropy=totals.valid_entropy(),
+        source=SourceMeta(
+            inputs=options.inputs,
+            num_files=len(files),
+            num_bytes=sum(file.num_bytes for file in files),
+            num_replaced=totals.num_replaced,
+            num_tokenizer_bytes=sum(len(text.encode()) for text in sample),
+        ),
+    )
+
+
+def _draw_sample(
+    groups: Sequence[Group], options: PrepareOptions, on_progress: OnProgress
+) -> list[str]:
+    """Texts of the training split to train a tokenizer on; none when it is given.
+
+    Groups are random samples of the corpus, so the first SAMPLE_BYTES represent it.
+    """
+    texts: list[str] = []
+    num_bytes = 0
+    documents = chain.from_iterable(map(read_documents, groups))
+    while needs_sample(options.tokenizer) and num_bytes < SAMPLE_BYTES:
+        document = next(documents, None)
+        if document is None:
+            break
+        if split_of(document.name, options.valid_fraction) == "train":
+            texts.append(document.text)
+            num_bytes += document.num_bytes
+            on_progress("sampling", min(num_bytes, SAMPLE_BYTES), SAMPLE_BYTES)
+    return texts
+
+
+def _run_groups(
+    groups: Sequence[Group], folder: Path, valid_fraction: float
+) -> Iterator[GroupDone]:
+    """Run one task a group; results come as they finish."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    run = partial(_run_task, folder=folder, valid_fraction=valid_fraction)
+    items = ray.data.from_items(list(groups), override_num_blocks=len(groups))
+    for row in items.map(run, num_cpus=1).iter_rows():
+        yield row["item"]
+
+
+def _run_task(row: dict[str, Any], *, folder: Path, valid_fraction: float) -> dict[str, Any]:
+    """Rows of Ray Data are dicts; ours hold one value."""
+    return {"item": write_group(row["item"], folder=folder, valid_fraction=valid_fraction)}
+
+
+def _option_faults(options: PrepareOptions) -> list[Fault]:
+    if 0 <= options.valid_fraction < 1:
+        return []
+    return [
+        Fault(
+            fact=f"--valid-fraction {options.valid_fraction}",
+            rule="it must be at least 0 and below 1",
+            remedy="use 0.02",
+        )
+    ]
+
+
+def _output_in_input(folder: Path) -> Fault:
+    return Fault(
+        fact=f"--out {folder} holds files that an INPUT selects",
+        rule="a dataset must not become its own source",
+        remedy="give an --out outside of every INPUT, or leave it out with --exclude",
+    )

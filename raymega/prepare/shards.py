@@ -1,0 +1,102 @@
+"""One task of the pipeline: reads a group of documents, writes its shards, counts its tokens.
+
+It owns what happens inside a task; how tasks are spread is prepare.pipeline's.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raymega.data.arrow import ShardWriter
+from raymega.data.format import TOKENIZER_FILE, ShardMeta
+from raymega.errors import Fault, RaymegaError
+from raymega.prepare.documents import Document, read_documents
+from raymega.prepare.sources import Group, split_of
+from raymega.prepare.tokenizer import Encoder
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitPart:
+    """What one group adds to one split; ``counts`` is how often each token occurs."""
+
+    shard: ShardMeta
+    num_text_bytes: int
+    counts: Counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupDone:
+    """What a task reports: its parts by split, or why it could not."""
+
+    index: int
+    num_replaced: int = 0
+    parts: dict[str, SplitPart] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+
+
+def write_group(group: Group, *, folder: Path, valid_fraction: float) -> GroupDone:
+    """Write the group's shards below ``folder``, where the tokenizer lies.
+
+    The result depends on the arguments alone, so a task that is run twice does no harm.
+    """
+    try:
+        return _write_group(group, folder, valid_fraction)
+    except RaymegaError as error:
+        faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
+        return GroupDone(index=group.index, faults=faults)
+    except (OSError, pa.ArrowException) as error:
+        return GroupDone(index=group.index, faults=(_io_fault(group, folder, error),))
+
+
+def _write_group(group: Group, folder: Path, valid_fraction: float) -> GroupDone:
+    encoder = Encoder((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    splits: dict[str, _Split] = {}
+    num_replaced = 0
+    with ExitStack() as stack:
+        for document in read_documents(group):
+            name = split_of(document.name, valid_fraction)
+            if name not in splits:
+                file = f"{name}/{group.index:06d}.arrow"
+                writer = ShardWriter(folder, file, dtype=encoder.dtype)
+                splits[name] = _Split(stack.enter_context(writer), encoder)
+            splits[name].add(document)
+            num_replaced += document.num_replaced
+        parts = {name: split.close() for name, split in splits.items()}
+    return GroupDone(index=group.index, num_replaced=num_replaced, parts=parts)
+
+
+class _Split:
+    """A shard in the making, with its counts."""
+
+    def __init__(self, writer: ShardWriter, encoder: Encoder) -> None:
+        self._writer, self._encoder = writer, encoder
+        self._counts = np.zeros(encoder.vocab_size, dtype=np.int64)
+        self._num_text_bytes = 0
+
+    def add(self, document: Document) -> None:
+        tokens = self._encoder.encode(document.text)
+        self._writer.append(tokens)
+        self._counts += np.bincount(tokens, minlength=len(self._counts))
+        self._num_text_bytes += document.num_bytes
+
+    def close(self) -> SplitPart:
+        return SplitPart(
+            shard=self._writer.close(), num_text_bytes=self._num_text_bytes, counts=self._counts
+        )
+
+
+def _io_fault(group: Group, folder: Path, error: Exception) -> Fault:
+    files = sorted({piece.file.path for piece in group.pieces})
+    return Fault(
+        fact=f"{type(error).__name__}: {error}, with {files[0]} and {len(files) - 1} more files",
+        rule=f"every node must be able to read the inputs and to write to {folder}",
+        remedy="put both where every node sees them, with room for the tokens",
+    )

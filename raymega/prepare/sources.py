@@ -1,0 +1,184 @@
+"""Which files are read, in which portions, and which documents are held out.
+
+It owns selection, order and portions; all three depend on relative paths and sizes alone, so that
+the same corpus gives the same shards on every machine. What is in a file is prepare.documents'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+from pyarrow import fs
+
+from raymega.errors import ConfigError, Fault
+
+MIN_GROUP_BYTES, MAX_GROUP_BYTES, ENOUGH_GROUPS = 1 << 20, 64 << 20, 64
+SPLITTABLE_SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """One selected file.
+
+    Attributes:
+        root: URI of the input that it belongs to; says how to open ``path``.
+        path: Path in the root's file system.
+        name: Path relative to the root; decides order and split.
+        num_bytes: Its size.
+        modified_ns: When it last changed.
+    """
+
+    root: str
+    path: str
+    name: str
+    num_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Bytes [start, end) of a file: all of it, or the lines that begin there."""
+
+    file: SourceFile
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The pieces that one task turns into one shard of each split."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+
+
+def list_files(
+    inputs: Sequence[str], *, include: Sequence[str], exclude: Sequence[str]
+) -> list[SourceFile]:
+    """The files of all inputs, each once, in order of input and name.
+
+    A pattern without '/' is matched against every part of a file's path relative to its input, one
+    with '/' against its leading folders: ``test`` leaves out every folder of that name,
+    ``idlelib/idle_test`` that one. A file that is itself an input is always read.
+
+    Raises:
+        ConfigError: An input is missing or of an unknown scheme, or no file is selected.
+    """
+    faults: list[Fault | str] = []
+    files: dict[tuple[str, str], SourceFile] = {}
+    for name in inputs:
+        try:
+            for file in _list_input(name, include, exclude):
+                files.setdefault((file.root.partition("://")[0], file.path), file)
+        except ConfigError as error:
+            faults += error.faults
+    if not files and not faults:
+        faults.append(_nothing_selected(inputs, include, exclude))
+    if faults:
+        raise ConfigError(*faults)
+    return list(files.values())
+
+
+def make_groups(files: Sequence[SourceFile]) -> list[Group]:
+    """Portions of about equal size, each a random sample of the corpus.
+
+    Pieces are ordered by a hash of their names. A group has 1/64 of the corpus, but at least 1 MiB
+    and at most 64 MiB; a single larger file that cannot be cut is a group of its own.
+    """
+    total = sum(file.num_bytes for file in files)
+    target = min(max(total // ENOUGH_GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
+    pieces = [piece for file in files for piece in _cut(file, target)]
+    pieces.sort(key=lambda piece: _hash(f"{piece.file.name}@{piece.start}", "order"))
+    ends = accumulate(piece.end - piece.start for piece in pieces)
+    members: dict[int, list[Piece]] = {}
+    for piece, end in zip(pieces, ends, strict=True):
+        members.setdefault((end - 1) // target, []).append(piece)
+    return [Group(index=i, pieces=tuple(group)) for i, group in enumerate(members.values())]
+
+
+def split_of(document: str, valid_fraction: float) -> str:
+    """``train`` or ``valid``, by a hash of the document's name."""
+    return "valid" if _hash(document, "split") < valid_fraction * 2**64 else "train"
+
+
+def files_digest(files: Sequence[SourceFile]) -> str:
+    """Equal for equal names, sizes and modification times; reads no content."""
+    digest = blake2b(digest_size=16)
+    for line in sorted(f"{f.name}\0{f.num_bytes}\0{f.modified_ns}\n" for f in files):
+        digest.update(line.encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def open_root(root: str) -> fs.FileSystem:
+    """The file system that holds an input."""
+    return fs.FileSystem.from_uri(root)[0]
+
+
+def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> Iterator[SourceFile]:
+    """Selected files of one input, by name."""
+    root = name if "://" in name else Path(name).expanduser().absolute().as_uri()
+    try:
+        system, top = fs.FileSystem.from_uri(root)
+        info = system.get_file_info(top)
+        if info.is_file:
+            yield _source_file(root, info, PurePosixPath(top).name)
+            return
+        found = system.get_file_info(fs.FileSelector(top, recursive=True))
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(_unreadable(name, str(error).splitlines()[0])) from error
+    for info in sorted((info for info in found if info.is_file), key=lambda info: info.path):
+        relative = info.path.removeprefix(top).lstrip("/")
+        if _matches(relative, include) and not _matches(relative, exclude):
+            yield _source_file(root, info, relative)
+
+
+def _source_file(root: str, info: fs.FileInfo, name: str) -> SourceFile:
+    return SourceFile(
+        root=root, path=info.path, name=name, num_bytes=info.size, modified_ns=info.mtime_ns
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    parts = name.split("/")
+    folders = list(accumulate(parts, "{}/{}".format))
+    return any(
+        fnmatchcase(part, pattern.rstrip("/"))
+        for pattern in patterns
+        for part in (folders if "/" in pattern.rstrip("/") else parts)
+    )
+
+
+def _cut(file: SourceFile, target: int) -> Iterator[Piece]:
+    step = target if file.name.endswith(SPLITTABLE_SUFFIX) else max(file.num_bytes, 1)
+    for start in range(0, file.num_bytes, step):
+        yield Piece(file=file, start=start, end=min(start + step, file.num_bytes))
+
+
+def _hash(name: str, purpose: str) -> int:
+    encoded = name.encode(errors="surrogateescape")
+    return int.from_bytes(blake2b(encoded, digest_size=8, person=purpose.encode()).digest())
+
+
+def _unreadable(name: str, why: str) -> Fault:
+    return Fault(
+        fact=f"INPUT {name!r} cannot be read: {why}",
+        rule="an input is a file, a folder, or a URI such as s3://bucket/folder",
+        remedy="name what exists and is readable on every node",
+    )
+
+
+def _nothing_selected(
+    inputs: Sequence[str], include: Sequence[str], exclude: Sequence[str]
+) -> Fault:
+    return Fault(
+        fact=f"no file is left in {', '.join(inputs)}",
+        rule=f"a file must match one of --include {' '.join(include)} and none of --exclude "
+        f"{' '.join(exclude) or '(nothing)'}",
+        remedy="widen --include or drop an --exclude",
+    )

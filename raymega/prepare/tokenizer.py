@@ -1,0 +1,127 @@
+"""Makes and loads tokenizers: plain bytes, byte-level BPE trained on the corpus, or a given file.
+
+It owns what ``--tokenizer`` means. Whatever it was made from, a tokenizer is a `tokenizers` JSON
+file with an end-of-document token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from raymega.data.arrow import token_dtype
+from raymega.data.format import END_OF_DOCUMENT
+from raymega.errors import ConfigError, Fault
+
+NUM_BYTES = 256
+BYTES, BPE_PREFIX = "bytes", "bpe:"
+
+
+def check_tokenizer(name: str) -> str:
+    """What ``--tokenizer name`` stands for, so that a changed file is noticed.
+
+    Raises:
+        ConfigError: It stands for nothing.
+    """
+    if name == BYTES or _bpe_size(name) > NUM_BYTES:
+        return name
+    if name.startswith(BPE_PREFIX):
+        rule = f"bpe:N needs N of at least {NUM_BYTES + 1}: the bytes and {END_OF_DOCUMENT}"
+        raise ConfigError(_fault(name, rule))
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(_fault(name, "it must be `bytes`, `bpe:N` or an existing file"))
+    _load(path.read_text(encoding="utf-8"), name)
+    return f"file:{zlib.crc32(path.read_bytes()):08x}"
+
+
+def make_tokenizer(name: str, sample: Sequence[str]) -> str:
+    """The tokenizer as JSON; ``sample`` is read only for ``bpe:N``."""
+    if name == BYTES:
+        return _byte_tokenizer().to_str()
+    if name.startswith(BPE_PREFIX):
+        return _train_bpe(sample, _bpe_size(name)).to_str()
+    return Path(name).expanduser().read_text(encoding="utf-8")
+
+
+def needs_sample(name: str) -> bool:
+    """Whether the tokenizer is trained on the corpus."""
+    return name.startswith(BPE_PREFIX)
+
+
+class Encoder:
+    """Text to tokens, each document closed by the end-of-document token."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        """The JSON must hold an end-of-document token."""
+        self._tokenizer = _load(tokenizer_json, "the tokenizer")
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod_id = vocabulary[END_OF_DOCUMENT]
+        self.dtype = token_dtype(self.vocab_size)
+
+    def encode(self, text: str) -> npt.NDArray[np.unsignedinteger]:
+        """Tokens of one document, the closing one included."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array([*encoding.ids, self.eod_id], dtype=self.dtype)
+
+
+def _load(text: str, name: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # what tokenizers raises
+        raise ConfigError(_fault(name, f"it must be a `tokenizers` JSON file ({error})")) from error
+    if tokenizer.token_to_id(END_OF_DOCUMENT) is None:
+        raise ConfigError(_fault(name, f"it must have a token {END_OF_DOCUMENT}"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # The text of a document must not be able to end it.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _train_bpe(sample: Sequence[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=_byte_characters(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    return tokenizer
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """Token b is byte b; the end of document is 256."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True)])
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level tokenizers, as in GPT-2."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    stand_ins = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(NUM_BYTES)]
+
+
+def _bpe_size(name: str) -> int:
+    digits = name.removeprefix(BPE_PREFIX)
+    return int(digits) if name.startswith(BPE_PREFIX) and digits.isdecimal() else 0
+
+
+def _fault(name: str, rule: str) -> Fault:
+    return Fault(
+        fact=f"--tokenizer {name}", rule=rule, remedy="use bytes, bpe:2048 or a tokenizer.json"
+    )

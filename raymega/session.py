@@ -1,0 +1,189 @@
+"""Opens and closes this process's connection to Ray, with every default that matters made explicit.
+
+It owns the address, the authentication mode and the noise of a Ray connection; it starts no work.
+Ray is imported inside the functions, because it reads part of its environment at import.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from raymega.errors import ConfigError, Fault
+
+PROBE_TIMEOUT_S = 5.0
+PRIVATE_TOKEN_PREFIX = "raymega-private-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """An open connection: the cluster's ``host:port``, and whether it lives and dies with us."""
+
+    address: str
+    is_private: bool
+
+
+def open_session(
+    address: str,
+    *,
+    num_cpus: int = 0,
+    include_dashboard: bool = False,
+    log_to_driver: bool = False,
+) -> Session:
+    """Connect this process to a cluster, or start one inside it.
+
+    Ray replaces the SIGTERM handler here: install your own afterwards. A RAY_AUTH_MODE that is
+    already set is kept. Else a private instance, whose ports listen on every interface, gets a
+    token (one of its own, never on disk, when the user has none); a cluster that is joined is
+    spoken to with the user's token when there is one, without when there is none.
+
+    Args:
+        address: ``local`` starts a private instance; ``HOST:PORT`` joins that cluster; ``auto``
+            joins the one that RAY_ADDRESS names or that ``ray start`` left running on this
+            machine, and is ``local`` when there is none.
+        num_cpus: CPUs that a private instance offers; 0 is the machine's. A cluster that is joined
+            has its own.
+        include_dashboard: Start a private instance's dashboard.
+        log_to_driver: Print the workers' output here, each line of each worker.
+
+    Raises:
+        ConfigError: No cluster answers at the address, or it refuses the token.
+    """
+    target = _resolve(address)
+    is_private = target == "local"
+    _set_environment(is_private=is_private)
+    import ray
+
+    try:
+        ray.init(
+            target,
+            num_cpus=num_cpus if is_private and num_cpus else None,
+            include_dashboard=include_dashboard,
+            log_to_driver=log_to_driver,
+            logging_level=logging.WARNING,
+        )
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError(_refusal(target, error)) from error
+    return Session(address=ray.get_runtime_context().gcs_address, is_private=is_private)
+
+
+def close_session() -> None:
+    """Leave the cluster; a private instance ends with it. Closing twice is harmless."""
+    import ray
+
+    ray.shutdown()
+    if os.environ.get("RAY_AUTH_TOKEN", "").startswith(PRIVATE_TOKEN_PREFIX):
+        del os.environ["RAY_AUTH_TOKEN"], os.environ["RAY_AUTH_MODE"]
+        _reread_environment()
+
+
+@contextmanager
+def session_at(address: str) -> Iterator[None]:
+    """A session for the body; one that this process has already is used and left open."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    open_session(address)
+    try:
+        yield
+    finally:
+        close_session()
+
+
+def _resolve(address: str) -> str:
+    """``local``, or the ``host:port`` of a cluster that answers."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or _recorded_address() or "local"
+    if address == "local":
+        return address
+    fault = _address_fault(address)
+    if fault is not None:
+        raise ConfigError(fault)
+    return address
+
+
+def _recorded_address() -> str:
+    """The cluster that ``ray start`` recorded on this machine, or '' when none is alive.
+
+    Ray's own ``auto`` also joins private instances of other processes, which end without notice.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    recorded = find_bootstrap_address(None) or ""
+    return recorded if recorded and not _probe(recorded) else ""
+
+
+def _address_fault(address: str) -> Fault | None:
+    if "://" in address:
+        return Fault(
+            fact=f"address={address!r}",
+            rule="raymega's driver must be a full member of the cluster, not a remote client",
+            remedy="give HOST:PORT of the head (its port is 6379 by default), or run the command on "
+            "the cluster with `ray job submit --address http://HOST:8265`",
+        )
+    cause = _probe(address)
+    if not cause:
+        return None
+    return Fault(
+        fact=f"address={address!r} does not answer ({cause})",
+        rule=f"it must be auto, local, or HOST:PORT of a Ray head within {PROBE_TIMEOUT_S:g} s",
+        remedy="start a head with `ray start --head`, or use local",
+    )
+
+
+def _probe(address: str) -> str:
+    """Why no connection to ``host:port`` can be made; '' when it can."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return "not of the form HOST:PORT"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return ""
+
+
+def _refusal(target: str, error: Exception) -> Fault:
+    return Fault(
+        fact=f"Ray at {target!r} refused the connection ({str(error).splitlines()[0]})",
+        rule="the cluster's token and this process's must agree",
+        remedy="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH), or "
+        "RAY_AUTH_MODE=disabled for a cluster without tokens",
+    )
+
+
+def _set_environment(*, is_private: bool) -> None:
+    """Everything that Ray would otherwise decide by itself, for this process and its children."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Lines of different ranks are equal up to numbers, and Ray would merge them for 5 s. Read at
+    # ray's import: a process that imported it earlier keeps Ray's default.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if os.environ.get("RAY_AUTH_MODE"):
+        return
+    if is_private and not _has_token():
+        os.environ["RAY_AUTH_TOKEN"] = PRIVATE_TOKEN_PREFIX + secrets.token_hex(32)
+    os.environ["RAY_AUTH_MODE"] = "token" if _has_token() else "disabled"
+    _reread_environment()
+
+
+def _has_token() -> bool:
+    """The three places where Ray looks for one."""
+    saved = Path.home() / ".ray" / "auth_token"
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(named) or saved.is_file()
+
+
+def _reread_environment() -> None:
+    """Ray's core reads the mode at import and caches the token; a change must be announced."""
+    import ray._raylet as core  # its stubs lack these two
+
+    core.Config.initialize("")  # type: ignore[attr-defined]
+    core.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]

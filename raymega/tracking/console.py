@@ -1,0 +1,190 @@
+"""ConsoleSink: a run as a person follows it: a short line every few steps, events as sentences.
+
+It owns wording and layout; the numbers' meaning is tracking.names'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console
+
+from raymega.tracking.metrics import metrics_of
+from raymega.tracking.sink import (
+    ArtefactWritten,
+    AttemptStarted,
+    CheckpointCommitted,
+    EvaluationFinished,
+    FailureSeen,
+    Recovered,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+    StepFinished,
+    TimelineReady,
+    WorkersStarted,
+)
+
+GIB_BYTES = 1024**3
+MIB_BYTES = 1024**2
+STEP_COLUMNS = (
+    ("train/loss", "loss {:8.4f}", 1.0),
+    ("train/grad_norm", "grad norm {:8.3f}", 1.0),
+    ("train/lr", "lr {:9.3e}", 1.0),
+    ("train/tokens_per_s", "{:>10,.0f} tokens/s", 1.0),
+    ("train/step_time_s", "{:8,.1f} ms", 1000.0),
+)
+EVALUATION_COLUMNS = (
+    ("eval/loss", "loss {:.4f}", 1.0),
+    ("eval/perplexity", "perplexity {:.2f}", 1.0),
+)
+
+
+class ConsoleSink:
+    """Prints to a stream; colour only where the stream is a terminal."""
+
+    def __init__(self, stream: TextIO, *, every: int) -> None:
+        """Print the steps that ``every`` divides, the first of each attempt, and the last."""
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._every = every
+        self._name = ""
+        self._total_steps = 0
+        self._is_first_step = True
+
+    def emit(self, event: RunEvent) -> None:
+        """Print the event when it is worth a line; blocks only while the stream does."""
+        match event:
+            case StepFinished():
+                self._print_step(event)
+            case RunStarted():
+                self._name, self._total_steps = event.name, event.total_steps
+                self._print(_run_started(event), style="bold")
+            case AttemptStarted():
+                self._is_first_step = True
+                self._print(_attempt_started(event))
+            case RunFinished():
+                style = "bold green" if event.status == "finished" else "bold red"
+                self._print(_run_finished(event, self._name), style=style)
+            case SaveFailed() | FailureSeen():
+                self._print(_trouble(event), style="red")
+            case Recovered():
+                self._print(_recovered(event), style="green")
+            case _:
+                self._print(_news(event))
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing is waiting to be printed."""
+
+    def _print_step(self, event: StepFinished) -> None:
+        is_due = event.step % self._every == 0 or event.step == self._total_steps
+        if is_due or self._is_first_step:
+            self._print(_step_line(event, self._total_steps))
+        self._is_first_step = False
+
+    def _print(self, line: str, style: str = "") -> None:
+        self._console.print(line, style=style, soft_wrap=True)
+
+
+def _cells(metrics: Mapping[str, float], columns: tuple[tuple[str, str, float], ...]) -> list[str]:
+    """The metrics in their columns' form; one that is absent is left out."""
+    return [
+        form.format(metrics[name] * factor) for name, form, factor in columns if name in metrics
+    ]
+
+
+def _step_line(event: StepFinished, total_steps: int) -> str:
+    """Cells of fixed width, so that lines stand under one another."""
+    width = len(str(total_steps))
+    place = f"step {event.step:>{width}}/{total_steps}"
+    return "   ".join([place, *_cells(event.metrics, STEP_COLUMNS)])
+
+
+def _run_started(event: RunStarted) -> str:
+    if event.is_resumed:
+        return (
+            f"Run {event.name} goes on from step {event.step} of {event.total_steps}. {event.uri}"
+        )
+    return f"Run {event.name} starts; {event.total_steps} steps. {event.uri}"
+
+
+def _attempt_started(event: AttemptStarted) -> str:
+    return (
+        f"Attempt {event.attempt} starts at step {event.step} on {_grid(event.grid)}: "
+        f"{event.reason}."
+    )
+
+
+def _grid(grid: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={degree}" for axis, degree in grid.items() if degree > 1) or "one rank"
+
+
+def _run_finished(event: RunFinished, name: str) -> str:
+    ending = {"finished": "finished", "failed": "FAILED", "preempted": "stopped, to be resumed,"}
+    checkpoint = event.checkpoint_uri or "none"
+    return " ".join(
+        part
+        for part in (
+            f"Run {name} {ending[event.status]} at step {event.step} after "
+            f"{_duration(event.wall_s)};",
+            f"goodput {event.goodput:.1%}; newest checkpoint: {checkpoint}.",
+            event.reason,
+        )
+        if part
+    )
+
+
+def _trouble(event: SaveFailed | FailureSeen) -> str:
+    if isinstance(event, SaveFailed):
+        return f"The checkpoint of step {event.step} failed, training goes on: {event.reason}"
+    where = f"Worker {event.rank}" if event.rank >= 0 else f"Attempt {event.attempt}"
+    return f"{where} was lost after step {event.step}: {event.cause}"
+
+
+def _recovered(event: Recovered) -> str:
+    return (
+        f"Recovered: noticed in {event.detection_s:.1f} s, training again {event.recovery_s:.1f} s "
+        f"later from the state of step {event.restored_step}; "
+        f"{_count(event.lost_steps, 'step')} done again."
+    )
+
+
+def _news(event: RunEvent) -> str:
+    match event:
+        case WorkersStarted():
+            nodes = _count(len(set(event.nodes.values())), "node")
+            return f"{_count(len(event.pids), 'worker')} at work on {nodes}."
+        case EvaluationFinished():
+            found = ", ".join(_cells(event.metrics, EVALUATION_COLUMNS))
+            return f"Validation at step {event.step}: {found}."
+        case CheckpointCommitted():
+            return (
+                f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stood still "
+                f"{event.stall_s * 1000:.0f} ms, written in {event.save_s:.1f} s."
+            )
+        case TimelineReady():
+            bubble = metrics_of(event)["run/bubble"]
+            return f"Time line of step {event.step}: measured bubble {bubble:.1%} of busy time."
+        case ArtefactWritten():
+            return f"{event.title}: {event.path}"
+        case _:
+            return repr(event)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= GIB_BYTES:
+        return f"{num_bytes / GIB_BYTES:.2f} GiB"
+    return f"{num_bytes / MIB_BYTES:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

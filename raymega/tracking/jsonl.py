@@ -1,0 +1,120 @@
+"""JsonLinesSink: every event as one line of JSON, for metrics.jsonl and for ``raymega train --json``.
+
+It owns the lines' form. The stream, a file or stdout, is given; what is drawn from the lines is
+tracking.plots'.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TextIO
+
+from raymega.tracking.metrics import metrics_of
+from raymega.tracking.names import find_metric
+from raymega.tracking.sink import (
+    ArtefactWritten,
+    AttemptStarted,
+    CheckpointCommitted,
+    EvaluationFinished,
+    FailureSeen,
+    Recovered,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+    StepFinished,
+    TimelineReady,
+    WorkersStarted,
+)
+
+Record = dict[str, object]
+
+
+class JsonLinesSink:
+    """Writes one line an event and flushes it, so that a reader sees it at once.
+
+    Lines of steps and evaluations have the metrics under their short names and the attempt's grid.
+    Floats are written so that reading gives the same bits; one that is not finite is null.
+    """
+
+    def __init__(self, stream: TextIO, *, is_owner: bool = False) -> None:
+        """Write to ``stream``; ``is_owner`` closes it with the sink."""
+        self._stream = stream
+        self._is_owner = is_owner
+        self._run_id = ""
+        self._grid: Mapping[str, int] = {}
+
+    def emit(self, event: RunEvent) -> None:
+        """Write the event's line; blocks only while the stream does."""
+        if isinstance(event, RunStarted):
+            self._run_id = event.run_id
+        if isinstance(event, AttemptStarted):
+            self._grid = event.grid
+        line = json.dumps(self._record(event), allow_nan=False)
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def close(self, timeout_s: float) -> None:  # noqa: ARG002 - nothing is waiting
+        """Close the stream when it is the sink's own."""
+        if self._is_owner:
+            self._stream.close()
+
+    def _record(self, event: RunEvent) -> Record:
+        match event:
+            case StepFinished() | EvaluationFinished():
+                place = {"grid": dict(self._grid), "attempt": event.attempt}
+                return {"event": _name(event), "step": event.step} | _short_metrics(event) | place
+            case RunFinished():
+                return {"event": "finished", "run_id": self._run_id} | _fields(event)
+            case TimelineReady():
+                place = {"step": event.step, "attempt": event.attempt}
+                return {"event": "timeline"} | place | _short_metrics(event)
+            case _:
+                return {"event": _name(event)} | _fields(event)
+
+
+def open_jsonl(path: Path) -> JsonLinesSink:
+    """A sink that goes on at the end of ``path``; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return JsonLinesSink(path.open("a", encoding="utf-8"), is_owner=True)
+
+
+_NAMES: Mapping[type, str] = {
+    RunStarted: "run",
+    AttemptStarted: "attempt",
+    WorkersStarted: "workers",
+    StepFinished: "step",
+    EvaluationFinished: "evaluation",
+    CheckpointCommitted: "checkpoint",
+    SaveFailed: "save_failed",
+    FailureSeen: "failure",
+    Recovered: "recovered",
+    TimelineReady: "timeline",
+    ArtefactWritten: "artefact",
+    RunFinished: "finished",
+}
+
+
+def _name(event: RunEvent) -> str:
+    return _NAMES[type(event)]
+
+
+def _short_metrics(event: RunEvent) -> Record:
+    return {
+        find_metric(name).short_name: _finite(value) for name, value in metrics_of(event).items()
+    }
+
+
+def _fields(event: RunEvent) -> Record:
+    """The event's own fields; mappings are copied as plain ones."""
+    values = ((field.name, getattr(event, field.name)) for field in fields(event))
+    return {n: dict(v) if isinstance(v, Mapping) else _finite(v) for n, v in values}
+
+
+def _finite(value: object) -> object:
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return None if is_odd else value

@@ -1,0 +1,146 @@
+"""MlflowSink: hands events to MLflow from a thread of its own, so that no server can stall a run.
+
+It owns the thread, the patience and the bounds; what is written is tracking.mlflow_recorder's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from raymega.tracking.sink import RunEvent, RunStarted, StepFinished
+from raymega.tracking.spool import Spool, Stamped
+
+if TYPE_CHECKING:
+    from raymega.tracking.mlflow_recorder import Recorder
+
+MAX_PENDING_EVENTS = 20_000
+MAX_STEPS_PER_REQUEST = 50
+MAX_RETRY_WAIT_S = 60.0
+HTTP_TIMEOUT_S = 10
+HTTP_MAX_RETRIES = 0
+
+log = logging.getLogger(__name__)
+
+
+def tracking_uri(setting: str, folder: Path) -> str:
+    """The URI that ``tracking.mlflow_uri`` means: ``run`` is a sqlite file in ``folder``."""
+    if setting != "run":
+        return setting
+    return f"sqlite:///{folder.expanduser().resolve() / 'mlflow.db'}"
+
+
+class MlflowSink:
+    """One run in one MLflow server or database.
+
+    ``emit`` only queues. The thread writes every ``flush_s`` seconds, and at once what is not a
+    step. While the server is away it tries again with growing waits; the queue is bounded, and only
+    the oldest step records are given up when it is full.
+    """
+
+    def __init__(
+        self, *, uri: str, experiment: str, clock: Callable[[], float], flush_s: float = 2.0
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            uri: MLflow tracking URI.
+            experiment: Name of the experiment; made when it is missing.
+            clock: Seconds since the epoch, for the records' time stamps.
+            flush_s: Longest time that a step record waits while the server is well.
+        """
+        self._uri = uri
+        self._experiment = experiment
+        self._clock = clock
+        self._flush_s = flush_s
+        self._spool = Spool(MAX_PENDING_EVENTS)
+        self._recorder: Recorder | None = None
+        self._wake = Event()
+        self._closing = Event()
+        self._num_in_flight = 0
+        self._is_away = False
+        self._is_off = False
+        self._thread = Thread(target=self._work, name="mlflow-sink", daemon=True)
+        self._thread.start()
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the parent run; empty until the thread has made or found it."""
+        return "" if self._recorder is None else self._recorder.run_id
+
+    def emit(self, event: RunEvent) -> None:
+        """Queue the event; returns at once."""
+        if self._is_off:
+            return
+        self._spool.put(Stamped(time_s=self._clock(), event=event))
+        if not isinstance(event, StepFinished):
+            self._wake.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Let the thread write what is queued, then leave it behind if it is not done in time."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+        num_missing = len(self._spool) + self._spool.num_dropped + self._num_in_flight
+        if not self._is_off and (num_missing or self._thread.is_alive()):
+            log.warning(
+                "MLflow at %s lacks %d records after %.0f s of closing; metrics.jsonl has them all",
+                self._uri,
+                num_missing,
+                timeout_s,
+            )
+
+    def _work(self) -> None:
+        """The thread: open the client, write what is queued, wait, until closed or refused."""
+        wait_s = self._flush_s
+        is_last = False
+        while not (is_last or self._is_off):
+            is_last = self._closing.is_set()
+            wait_s = self._flush_s if self._drain() else min(2 * wait_s, MAX_RETRY_WAIT_S)
+            if not is_last:
+                self._wake.wait(wait_s)
+                self._wake.clear()
+
+    def _drain(self) -> bool:
+        """Write the queue until it is empty; false when the server is away."""
+        while batch := self._spool.take(MAX_STEPS_PER_REQUEST):
+            self._num_in_flight = len(batch)
+            try:
+                self._record(batch)
+            except Exception as error:  # noqa: BLE001 - the thread's edge
+                if not self._is_refused(batch, error):
+                    self._spool.give_back(batch)
+                    return False
+            finally:
+                self._num_in_flight = 0
+        return True
+
+    def _record(self, batch: Sequence[Stamped]) -> None:
+        # The import takes seconds, so it happens here: in the thread, not at the run's start.
+        from raymega.tracking import mlflow_recorder
+
+        if self._recorder is None:
+            mlflow_recorder.limit_client(timeout_s=HTTP_TIMEOUT_S, max_retries=HTTP_MAX_RETRIES)
+            self._recorder = mlflow_recorder.Recorder(uri=self._uri, experiment=self._experiment)
+        self._recorder.record(batch)
+        if self._is_away:
+            log.warning("MLflow at %s answers again", self._uri)
+        self._is_away = False
+
+    def _is_refused(self, batch: Sequence[Stamped], error: Exception) -> bool:
+        """Log the failure; true when the batch is not worth another try."""
+        from raymega.tracking.mlflow_recorder import is_refusal
+
+        if not is_refusal(error):
+            if not self._is_away:
+                log.warning("MLflow at %s does not take records, trying on: %s", self._uri, error)
+            self._is_away = True
+            return False
+        log.warning("MLflow refused %s: %s", type(batch[0].event).__name__, error)
+        if isinstance(batch[0].event, RunStarted):
+            log.warning("this run is not recorded in MLflow at %s", self._uri)
+            self._is_off = True
+        return True

@@ -1,0 +1,298 @@
+"""A run's records in MLflow: one parent run for its whole life, one child run an attempt.
+
+Every call may block on the network and may be repeated after it failed: what is there already is
+found, not made twice. It owns the layout of records; the thread, the queue and the patience are
+tracking.mlflow's, which alone imports this module, because importing mlflow takes seconds.
+"""
+
+# mypy: allow-untyped-calls
+# Parts of mlflow's client have no types.
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from mlflow import MlflowClient
+from mlflow import environment_variables as settings
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.telemetry import set_telemetry_client
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME
+
+from raymega.tracking.metrics import metrics_of
+from raymega.tracking.sink import (
+    ArtefactWritten,
+    AttemptStarted,
+    CheckpointCommitted,
+    EvaluationFinished,
+    FailureSeen,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+    StepFinished,
+    WorkersStarted,
+)
+from raymega.tracking.spool import Stamped
+
+RUN_ID_TAG = "raymega.run_id"
+ATTEMPT_TAG = "raymega.attempt"
+LAST_STEPS_TAG = "raymega.last_steps"
+MAX_METRICS_PER_BATCH = 900
+MAX_PAIRS_PER_BATCH = 100
+MAX_VALUE_CHARS = 5000
+FIXED_FIELDS = ("model.", "data.", "optimizer.", "precision.", "run.name", "run.seed")
+PACKAGES = ("raymega", "torch", "ray", "mlflow", "numpy", "pyarrow")
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED"}
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def limit_client(*, timeout_s: int, max_retries: int) -> None:
+    """Make mlflow fail soon, say little and call nobody else; a user's own settings are kept.
+
+    With mlflow's defaults one call to a dead server takes four minutes.
+    """
+    limits = (
+        (settings.MLFLOW_HTTP_REQUEST_TIMEOUT, timeout_s),
+        (settings.MLFLOW_HTTP_REQUEST_MAX_RETRIES, max_retries),
+        (settings.MLFLOW_DISABLE_TELEMETRY, True),
+    )
+    for setting, value in limits:
+        if not setting.is_set():
+            setting.set(value)
+    # mlflow prints a link when a run ends, and stdout may be the JSON lines of `train --json`.
+    settings.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.set(True)
+    set_telemetry_client()
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+
+
+class Recorder:
+    """Writes events to one MLflow server or database.
+
+    A series keeps its steps rising: a step that a restart does again is written to its attempt's
+    run only. The last step of each series is kept as a tag, so a later driver goes on from there.
+    """
+
+    def __init__(self, *, uri: str, experiment: str) -> None:
+        self._client = MlflowClient(uri)
+        self._experiment = experiment
+        self._artefacts = _artefact_location(uri)
+        self._experiment_id = ""
+        self._name = ""
+        self._parent = ""
+        self._child = ""
+        self._last_steps: dict[str, int] = {}
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the parent run; empty before RunStarted was recorded."""
+        return self._parent
+
+    def record(self, batch: Sequence[Stamped]) -> None:
+        """Write one event, or several StepFinished of one attempt in one request."""
+        match batch[0].event:
+            case RunStarted() as event:
+                self._open_run(event)
+            case AttemptStarted() as event:
+                self._open_attempt(event)
+            case WorkersStarted() as event:
+                nodes = sorted(set(event.nodes.values()))
+                self._tag(self._child, {"nodes": ", ".join(nodes), "num_nodes": len(nodes)})
+            case CheckpointCommitted() as event:
+                tags = {"raymega.checkpoint": event.uri, "raymega.checkpoint_step": event.step}
+                self._tag(self._parent, tags)
+            case SaveFailed() as event:
+                self._tag(self._parent, {"raymega.failed_save": f"{event.step}: {event.reason}"})
+            case FailureSeen() as event:
+                self._fail_attempt(event)
+            case ArtefactWritten() as event:
+                self._client.log_artifact(self._parent, event.path)
+            case _:
+                pass
+        self._log_metrics(batch)
+        if isinstance(batch[-1].event, RunFinished):
+            self._finish(batch[-1].event)
+
+    def _open_run(self, event: RunStarted) -> None:
+        self._experiment_id = self._find_or_make_experiment()
+        self._name = event.name
+        run = self._search(f"tags.`{RUN_ID_TAG}` = '{event.run_id}'") or self._make_run(
+            event.name, {RUN_ID_TAG: event.run_id, MLFLOW_SOURCE_NAME: "raymega train"}
+        )
+        self._parent = run.info.run_id
+        self._last_steps = json.loads(run.data.tags.get(LAST_STEPS_TAG, "{}"))
+        self._client.update_run(self._parent, status="RUNNING")
+        self._end_orphans()
+        self._write_job(event, run.data.params)
+
+    def _write_job(self, event: RunStarted, old_params: Mapping[str, str]) -> None:
+        """Fields that stay for life become params, the others tags that show the present value."""
+        fields = dict(_flatten(event.job))
+        fixed = {name: value for name, value in fields.items() if name.startswith(FIXED_FIELDS)}
+        tags = {f"job.{name}": value for name, value in fields.items() if name not in fixed}
+        tags |= _changed(fixed, old_params) | _environment() | {"raymega.uri": event.uri}
+        self._tag(self._parent, tags)
+        self._log_params(self._parent, {n: v for n, v in fixed.items() if n not in old_params})
+        self._client.log_dict(self._parent, dict(event.job), "job.yaml")
+
+    def _find_or_make_experiment(self) -> str:
+        """The experiment's id; another driver may make it between the two calls."""
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        try:
+            made = self._client.create_experiment(self._experiment, self._artefacts)
+        except MlflowException as error:
+            found = self._client.get_experiment_by_name(self._experiment)
+            if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
+                raise
+            made = found.experiment_id
+        return str(made)
+
+    def _search(self, condition: str) -> Run | None:
+        runs = self._client.search_runs([self._experiment_id], condition, max_results=1)
+        return runs[0] if runs else None
+
+    def _make_run(self, name: str, tags: dict[str, str]) -> Run:
+        return self._client.create_run(self._experiment_id, run_name=name, tags=tags)
+
+    def _is_child(self) -> str:
+        return f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{self._parent}'"
+
+    def _end_orphans(self) -> None:
+        """A driver that was killed leaves its last attempt RUNNING; end it."""
+        condition = f"{self._is_child()} and status = 'RUNNING'"
+        for run in self._client.search_runs([self._experiment_id], condition):
+            self._client.set_terminated(run.info.run_id, "KILLED")
+
+    def _open_attempt(self, event: AttemptStarted) -> None:
+        self._end_attempt("KILLED")
+        number = str(event.attempt)
+        run = self._search(f"{self._is_child()} and tags.`{ATTEMPT_TAG}` = '{number}'")
+        run = run or self._make_run(
+            f"{self._name} attempt {number}",
+            {MLFLOW_PARENT_RUN_ID: self._parent, ATTEMPT_TAG: number, "reason": event.reason},
+        )
+        self._child = run.info.run_id
+        grid = {f"grid.{axis}": degree for axis, degree in event.grid.items()}
+        plan = {f"plan.{name}": value for name, value in event.plan.items()}
+        self._log_params(self._child, grid | plan | {"start_step": event.step})
+        self._tag(self._parent, grid | {ATTEMPT_TAG: number})
+
+    def _fail_attempt(self, event: FailureSeen) -> None:
+        facts = {"cause": event.cause, "rank": event.rank, "step": event.step}
+        self._tag(self._child, {f"failure.{name}": value for name, value in facts.items()})
+        self._end_attempt("FAILED")
+
+    def _end_attempt(self, status: str) -> None:
+        if self._child:
+            self._client.set_terminated(self._child, status)
+        self._child = ""
+
+    def _finish(self, event: RunFinished) -> None:
+        self._end_attempt(STATUS[event.status])
+        self._tag(self._parent, {"raymega.reason": event.reason} if event.reason else {})
+        self._client.set_terminated(self._parent, STATUS[event.status])
+
+    def _log_metrics(self, batch: Sequence[Stamped]) -> None:
+        parent: list[Metric] = []
+        child: list[Metric] = []
+        last_steps = dict(self._last_steps)
+        for item in batch:
+            for metric in _metrics(item):
+                child.append(metric)
+                last = last_steps.get(metric.key, -1)
+                if _is_series(item) and metric.step <= last:
+                    continue
+                step = last_steps[metric.key] = max(metric.step, last)
+                parent.append(Metric(metric.key, metric.value, metric.timestamp, step))
+        if child and self._child:
+            self._send(self._child, child, {})
+        if parent:
+            self._send(self._parent, parent, {LAST_STEPS_TAG: json.dumps(last_steps)})
+        self._last_steps = last_steps
+
+    def _send(self, run_id: str, metrics: list[Metric], tags: dict[str, str]) -> None:
+        pairs = [RunTag(name, value) for name, value in tags.items()]
+        for chunk in _chunks(metrics, MAX_METRICS_PER_BATCH):
+            self._client.log_batch(run_id, metrics=chunk, tags=pairs)
+
+    def _tag(self, run_id: str, tags: Mapping[str, object]) -> None:
+        if not run_id:
+            return
+        pairs = [RunTag(name, str(value)[:MAX_VALUE_CHARS]) for name, value in tags.items()]
+        for chunk in _chunks(pairs, MAX_PAIRS_PER_BATCH):
+            self._client.log_batch(run_id, tags=chunk)
+
+    def _log_params(self, run_id: str, params: Mapping[str, object]) -> None:
+        pairs = [Param(name, str(value)[:MAX_VALUE_CHARS]) for name, value in params.items()]
+        for chunk in _chunks(pairs, MAX_PAIRS_PER_BATCH):
+            self._client.log_batch(run_id, params=chunk)
+
+
+def is_refusal(error: Exception) -> bool:
+    """The server answered and will answer so again: repeating the call is of no use."""
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return 400 <= status < 500 and status not in (408, 429)
+    local = (FileNotFoundError, IsADirectoryError, PermissionError)
+    return isinstance(error, local) or not isinstance(error, OSError)
+
+
+def _metrics(item: Stamped) -> Iterator[Metric]:
+    step = getattr(item.event, "step", 0)
+    for name, value in metrics_of(item.event).items():
+        yield Metric(name, float(value), int(item.time_s * 1000), step)
+
+
+def _is_series(item: Stamped) -> bool:
+    """A value of each step, as against something that happened and is never a repetition."""
+    return isinstance(item.event, StepFinished | EvaluationFinished)
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _flatten(fields: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _changed(now: Mapping[str, object], before: Mapping[str, str]) -> dict[str, object]:
+    """Fields that a resumed run changed against its params, which MLflow never rewrites; as tags."""
+    changed = {n: v for n, v in now.items() if n in before and before[n] != str(v)}
+    for name, value in changed.items():
+        log.warning("MLflow keeps %s=%s as a param; the run now has %s", name, before[name], value)
+    return {f"changed.{name}": value for name, value in changed.items()}
+
+
+def _environment() -> dict[str, str]:
+    versions = {f"env.{name}": _version(name) for name in PACKAGES}
+    return versions | {"env.python": platform.python_version(), "env.platform": platform.platform()}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _artefact_location(uri: str) -> str | None:
+    """Beside a sqlite file, where MLflow would use the working directory; else the server's own."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    folder = Path(uri.removeprefix("sqlite:///")).resolve().parent
+    return (folder / "mlflow-artefacts").as_uri()

@@ -1,0 +1,91 @@
+"""The one table of metric names: name, unit, kind and help line of everything a run measures.
+
+Console, JSON lines, MLflow, Prometheus and dashboards derive from it. Which event carries which
+metric is tracking.metrics'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from raymega.errors import Fault, InternalError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One thing that is measured; a gauge is a value of now, a counter a total that only rises."""
+
+    name: str
+    unit: str
+    kind: Literal["gauge", "counter"]
+    help: str
+
+    @property
+    def short_name(self) -> str:
+        """The name without its family: ``loss`` of ``train/loss``; the key in JSON lines."""
+        return self.name.partition("/")[2]
+
+    @property
+    def prometheus_name(self) -> str:
+        """The name in Prometheus' alphabet: ``raymega_train_loss``; Ray puts ``ray_`` before it."""
+        return "raymega_" + self.name.replace("/", "_")
+
+
+def _gauge(name: str, unit: str, help_line: str) -> Metric:
+    return Metric(name=name, unit=unit, kind="gauge", help=help_line)
+
+
+def _counter(name: str, unit: str, help_line: str) -> Metric:
+    return Metric(name=name, unit=unit, kind="counter", help=help_line)
+
+
+METRICS = (
+    _gauge("train/loss", "nats", "Mean cross entropy of the step's unmasked tokens."),
+    _gauge("train/grad_norm", "1", "L2 norm of the whole gradient, before clipping."),
+    _gauge("train/lr", "1", "Learning rate of the step."),
+    _counter("train/tokens", "tokens", "Unmasked tokens trained on since the run began."),
+    _counter("train/samples", "sequences", "Sequences trained on since the run began."),
+    _gauge("train/step_time_s", "s", "Wall time of the step, as its slowest rank saw it."),
+    _gauge("train/tokens_per_s", "tokens/s", "Unmasked tokens of the step over its wall time."),
+    _gauge("train/tokens_per_s_per_worker", "tokens/s", "train/tokens_per_s over the world size."),
+    _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),
+    _gauge("eval/perplexity", "1", "exp of eval/loss."),
+    _gauge("checkpoint/stall_s", "s", "Time that training stood still for the save."),
+    _gauge("checkpoint/save_s", "s", "Time from the save's begin to the manifest's commit."),
+    _gauge("checkpoint/bytes", "bytes", "Size of the checkpoint."),
+    _gauge("memory/peak_bytes", "bytes", "Highest device memory in use on any rank."),
+    _gauge("run/attempt", "1", "Number of the worker group at work, from 1."),
+    _gauge("run/bubble", "1", "Measured pipeline idle time over busy time, all ranks."),
+    _gauge("run/detection_s", "s", "Time from the last sign of progress to a failure's detection."),
+    _gauge("run/recovery_s", "s", "Time from a failure's detection to the next completed step."),
+    _gauge("run/lost_steps", "steps", "Completed steps that a failure made to be done again."),
+    _gauge("run/goodput", "1", "Share of the driver's wall time spent on steps that count."),
+    _gauge("run/wall_s", "s", "Wall time of the driver."),
+)
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def find_metric(name: str) -> Metric:
+    """The row of ``name``.
+
+    Raises:
+        InternalError: It is not in the table.
+    """
+    check_names((name,))
+    return _BY_NAME[name]
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names that are not in the table: an undeclared metric is a mistake of ours."""
+    unknown = sorted(name for name in names if name not in _BY_NAME)
+    if unknown:
+        raise InternalError(
+            Fault(
+                fact=f"metrics {', '.join(unknown)} were reported",
+                rule="every metric is a row of raymega/tracking/names.py",
+                remedy="add a row with unit, kind and help, or report a name that is there",
+            )
+        )

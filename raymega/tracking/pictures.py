@@ -1,0 +1,85 @@
+"""PicturesSink: the run's pictures, drawn once at its end: loss curve, pipeline time line, trace.
+
+It owns when and where; how they look is tracking.plots' and schedule.draw's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from raymega.schedule.draw import draw_svg
+from raymega.schedule.timeline import bubble
+from raymega.tracking.plots import draw_curve, load_curve
+from raymega.tracking.sink import (
+    ArtefactWritten,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    Sink,
+    TimelineReady,
+)
+from raymega.tracking.timeline import write_trace
+
+
+class PicturesSink:
+    """Keeps the newest recorded time line, and draws when the run is finished.
+
+    It must come before ``watcher``'s sinks, so that they hear of the files before the end.
+    """
+
+    def __init__(
+        self, folder: Path, *, metrics: Path, references: Mapping[str, float], watcher: Sink
+    ) -> None:
+        """Draw into ``folder``.
+
+        Args:
+            folder: Where the files go.
+            metrics: The run's metrics.jsonl, which the curve is read from.
+            references: Level lines of the loss curve by label, in nats.
+            watcher: Told of each file.
+        """
+        self._folder, self._metrics = folder, metrics
+        self._references, self._watcher = references, watcher
+        self._name = ""
+        self._timeline: TimelineReady | None = None
+
+    def emit(self, event: RunEvent) -> None:
+        """Remember what the pictures need; draws at RunFinished, which takes about 2 s."""
+        match event:
+            case RunStarted():
+                self._name = event.name
+            case TimelineReady():
+                self._timeline = event
+            case RunFinished():
+                self._draw()
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing is open."""
+
+    def _draw(self) -> None:
+        if self._timeline is not None:
+            self._draw_timeline(self._timeline)
+        curve = load_curve(self._metrics) if self._metrics.exists() else None
+        if curve is not None and curve.train:
+            path = self._folder / "loss.png"
+            draw_curve(curve, path, title=f"run {self._name}", references=self._references)
+            self._tell(path, "Loss curve")
+
+    def _draw_timeline(self, event: TimelineReady) -> None:
+        rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
+        measured = bubble(list(rows.values()))
+        title = (
+            f"run {self._name}, step {event.step}, as recorded: bubble {measured.ratio:.2f} of "
+            f"working time, {measured.rate:.2f} of all time"
+        )
+        path = self._folder / "timeline.svg"
+        picture = draw_svg(rows, title=title, time_unit="ms", scale=1000.0)
+        path.write_text(picture, encoding="utf-8")
+        self._tell(path, "Pipeline time line")
+        trace = self._folder / "trace.json"
+        write_trace(event.events, trace)
+        self._tell(trace, "Trace for Perfetto")
+
+    def _tell(self, path: Path, title: str) -> None:
+        self._watcher.emit(ArtefactWritten(path=str(path), title=title))

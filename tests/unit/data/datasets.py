@@ -1,0 +1,35 @@
+"""Writes small datasets for tests: a stream of known tokens in shards of known lengths."""
+
+import numpy as np
+
+from raymega.data.arrow import ShardWriter
+from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
+
+
+def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257):
+    """Splits whose streams count 0, 1, 2, ...; ``train`` and ``valid`` are lengths of shards."""
+    lengths = {"train": train, "valid": valid}
+    splits = {name: _write_split(folder, name, sizes) for name, sizes in lengths.items() if sizes}
+    meta = DatasetMeta(
+        recipe={"tokenizer": "bytes"},
+        vocab_size=vocab_size,
+        eod_id=vocab_size - 1,
+        dtype="uint16",
+        splits=splits,
+        valid_entropy=1.5,
+        source=SourceMeta(
+            inputs=("x",), num_files=1, num_bytes=1, num_replaced=0, num_tokenizer_bytes=0
+        ),
+    )
+    (folder / META_FILE).write_bytes(encode_meta(meta))
+    return meta
+
+
+def _write_split(folder, name, sizes):
+    shards, first = [], 0
+    for index, size in enumerate(sizes):
+        with ShardWriter(folder, f"{name}/{index:06d}.arrow", dtype="uint16") as writer:
+            writer.append(np.arange(first, first + size, dtype=np.uint16))
+            shards.append(writer.close())
+        first += size
+    return SplitMeta(shards=tuple(shards), num_text_bytes=first)

@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+
+from raymega.data import arrow
+from raymega.data.arrow import ShardWriter, TokenStream, file_crc32, token_dtype
+from raymega.errors import DataError
+from tests.unit.data.datasets import write_dataset
+
+
+@pytest.fixture
+def stream(tmp_path):
+    meta = write_dataset(tmp_path, train=(7, 1, 12))
+    return TokenStream(tmp_path, meta.splits["train"])
+
+
+def test_every_range_reads_as_one_array_across_shard_borders(stream):
+    assert stream.num_tokens == 20
+    for start in range(20):
+        for stop in range(start + 1, 21):
+            tokens = stream.read(start, stop)
+            assert tokens.dtype == np.int64 and tokens.tolist() == list(range(start, stop))
+
+
+@pytest.mark.parametrize("start, stop", [(-1, 3), (3, 3), (0, 21)])
+def test_ranges_outside_the_stream_are_refused(stream, start, stop):
+    with pytest.raises(IndexError, match="of a stream of 20"):
+        stream.read(start, stop)
+
+
+def test_writer_flushes_batches_and_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow, "BATCH_TOKENS", 8)
+    with ShardWriter(tmp_path, "train/a.arrow", dtype="uint32") as writer:
+        for first in range(0, 30, 5):
+            writer.append(np.arange(first, first + 5, dtype=np.uint32))
+        meta = writer.close()
+    path = tmp_path / "train/a.arrow"
+    assert (meta.num_documents, meta.num_tokens) == (6, 30)
+    assert (meta.num_bytes, meta.crc32) == (path.stat().st_size, file_crc32(path))
+    assert list(tmp_path.rglob("*.partial")) == []
+
+
+def test_writer_leaves_nothing_when_it_fails(tmp_path):
+    with pytest.raises(KeyError), ShardWriter(tmp_path, "a.arrow", dtype="uint16"):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shard_that_is_no_arrow_file_is_named(tmp_path):
+    meta = write_dataset(tmp_path)
+    (tmp_path / "train/000001.arrow").write_bytes(b"no arrow")
+    stream = TokenStream(tmp_path, meta.splits["train"])
+    assert stream.read(0, 50).tolist() == list(range(50))
+    with pytest.raises(DataError, match=r"000001\.arrow cannot be read"):
+        stream.read(49, 51)
+
+
+def test_dtype_is_the_narrowest_that_holds_the_vocabulary():
+    assert (token_dtype(1 << 16), token_dtype((1 << 16) + 1)) == ("uint16", "uint32")

@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+import torch
+
+from raymega.data.loader import Loader
+from raymega.data.order import sample_window
+from raymega.plan.batch import make_batch
+
+SEQ_LEN, NUM_WINDOWS, SEED = 5, 40, 9
+
+
+class CountingSource:
+    """Window i is i * 100 + 1, i * 100 + 2, ...: its tokens tell its number."""
+
+    num_windows = NUM_WINDOWS
+
+    def window(self, index):
+        return 100 * index + np.arange(1, SEQ_LEN + 2)
+
+
+def _step(step, *, dp, micro_batch_size, global_batch_size=16):
+    batch = make_batch(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
+    )
+    loaders = [
+        Loader(CountingSource(), batch, dp_rank=rank, seed=SEED, device="cpu") for rank in range(dp)
+    ]
+    first = step * global_batch_size
+    return [micro for loader in loaders for micro in loader.micro_batches(first)]
+
+
+def _rows(micro_batches, field):
+    return torch.cat([getattr(micro, field) for micro in micro_batches])
+
+
+@pytest.mark.parametrize("dp, micro_batch_size", [(1, 16), (2, 4), (3, 2), (3, 3), (5, 1)])
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_every_grid_reads_the_same_samples_once(dp, micro_batch_size, step):
+    micro_batches = _step(step, dp=dp, micro_batch_size=micro_batch_size)
+    is_sample = _rows(micro_batches, "mask").sum(1) > 0
+    windows = (_rows(micro_batches, "tokens")[is_sample][:, 0] // 100).tolist()
+    expected = [sample_window(SEED, NUM_WINDOWS, 16 * step + i) for i in range(16)]
+    assert sorted(windows) == sorted(expected)
+
+
+def test_batch_that_dp_does_not_divide_is_masked_not_repeated():
+    micro_batches = _step(0, dp=3, micro_batch_size=2)
+    masks = _rows(micro_batches, "mask")
+    assert masks.shape == (18, SEQ_LEN) and masks.sum() == 16 * SEQ_LEN
+    is_empty = masks.sum(1) == 0
+    assert _rows(micro_batches, "tokens")[is_empty].eq(0).all()
+    assert _rows(micro_batches, "labels")[is_empty].eq(0).all()
+
+
+def test_labels_are_the_tokens_moved_on_by_one():
+    (micro,) = _step(0, dp=1, micro_batch_size=16)
+    assert micro.tokens.dtype == micro.labels.dtype == torch.int64
+    assert micro.mask.dtype == torch.float32
+    assert torch.equal(micro.labels, micro.tokens + 1)
+    assert micro.tokens.is_contiguous() and micro.labels.is_contiguous()

@@ -1,0 +1,54 @@
+import numpy as np
+
+from raymega.data.arrow import TokenStream
+from raymega.data.format import TOKENIZER_FILE, SplitMeta
+from raymega.prepare.shards import write_group
+from raymega.prepare.sources import list_files, make_groups, split_of
+from raymega.prepare.tokenizer import make_tokenizer
+
+
+def _group(folder, **texts):
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_bytes(text)
+    (group,) = make_groups(list_files([str(folder)], include=["*.txt"], exclude=[]))
+    return group
+
+
+def _prepare_folder(path):
+    path.mkdir()
+    (path / TOKENIZER_FILE).write_text(make_tokenizer("bytes", []))
+    return path
+
+
+def test_group_writes_each_document_to_its_split_closed_and_counted(tmp_path):
+    texts = {f"t{i}": f"document {i}".encode() for i in range(20)}
+    group = _group(tmp_path, **texts)
+    out = _prepare_folder(tmp_path / "out")
+    done = write_group(group, folder=out, valid_fraction=0.3)
+    assert done.faults == () and set(done.parts) == {"train", "valid"}
+    for name, part in done.parts.items():
+        split = SplitMeta(shards=(part.shard,), num_text_bytes=part.num_text_bytes)
+        tokens = TokenStream(out, split).read(0, split.num_tokens)
+        documents = "".join(chr(t) if t < 256 else "|" for t in tokens).split("|")[:-1]
+        expected = [t.decode() for n, t in texts.items() if split_of(f"{n}.txt", 0.3) == name]
+        assert sorted(documents) == sorted(expected)
+        assert part.num_text_bytes == sum(map(len, documents))
+        assert part.counts.tolist() == np.bincount(tokens, minlength=257).tolist()
+
+
+def test_same_group_gives_the_same_bytes(tmp_path):
+    group = _group(tmp_path, a=b"one", b=b"two", c=b"bad \xff")
+    first, second = _prepare_folder(tmp_path / "1"), _prepare_folder(tmp_path / "2")
+    done = write_group(group, folder=first, valid_fraction=0.0)
+    assert done.num_replaced == 1 and set(done.parts) == {"train"}
+    again = write_group(group, folder=second, valid_fraction=0.0)
+    assert again.parts["train"].shard == done.parts["train"].shard
+
+
+def test_failures_come_back_as_values_and_leave_no_shard(tmp_path):
+    group = _group(tmp_path, a=b"one", b=b"two")
+    out = _prepare_folder(tmp_path / "out")
+    (tmp_path / "b.txt").unlink()
+    done = write_group(group, folder=out, valid_fraction=0.0)
+    assert "FileNotFoundError" in done.faults[0].fact and "b.txt" in done.faults[0].fact
+    assert not done.parts and list(out.rglob("*.arrow")) == []

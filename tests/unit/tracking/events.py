@@ -1,0 +1,114 @@
+"""A run with one failure, as its driver tells it; every kind of event is in it."""
+
+from raymega.tracking.sink import (
+    ArtefactWritten,
+    AttemptStarted,
+    CheckpointCommitted,
+    EvaluationFinished,
+    FailureSeen,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+    StepFinished,
+    TimelineReady,
+    WorkersStarted,
+)
+
+GRID = {"tp": 2, "pp": 2, "dp": 2, "cp": 1, "ep": 1, "etp": 1}
+JOB = {
+    "run": {"name": "demo", "steps": 4, "seed": 7},
+    "model": {"family": "gpt2", "width": 64},
+    "parallel": {"tp": 2},
+}
+
+
+def run_started(**changes):
+    values = {
+        "run_id": "r1",
+        "name": "demo",
+        "uri": "file:///runs/demo",
+        "is_resumed": False,
+        "step": 0,
+        "total_steps": 4,
+        "job": JOB,
+    }
+    return RunStarted(**values | changes)
+
+
+def attempt_started(attempt, step=0, reason="first start"):
+    plan = {"world_size": 8, "schedule": "1f1b"}
+    return AttemptStarted(attempt=attempt, step=step, grid=GRID, plan=plan, reason=reason)
+
+
+def step_finished(step, attempt=1, loss=0.0):
+    metrics = {
+        "train/loss": loss or 10.0 / step,
+        "train/grad_norm": 0.5,
+        "train/lr": 3e-4,
+        "train/tokens": 1024.0 * step,
+        "train/samples": 8.0 * step,
+        "train/step_time_s": 0.125,
+        "train/tokens_per_s": 8192.0,
+        "train/tokens_per_s_per_worker": 1024.0,
+    }
+    return StepFinished(attempt=attempt, step=step, metrics=metrics)
+
+
+def checkpoint(step, attempt=1):
+    return CheckpointCommitted(
+        attempt=attempt,
+        step=step,
+        uri=f"file:///runs/demo/checkpoints/step-{step:08}",
+        stall_s=0.012,
+        save_s=0.4,
+        num_bytes=12 * 1024**2,
+    )
+
+
+def run_finished(status="finished", step=4):
+    return RunFinished(
+        status=status,
+        step=step,
+        checkpoint_uri="file:///runs/demo/checkpoints/step-00000004",
+        goodput=0.93,
+        wall_s=252.0,
+    )
+
+
+TIMELINE = TimelineReady(
+    attempt=2,
+    step=4,
+    events={
+        0: (("forward", 0, 0, 0.0, 1.0), ("backward", 0, 0, 4.0, 6.0)),
+        1: (("forward", 0, 0, 1.0, 2.0), ("recv_forward", 0, 0, 0.0, 1.0)),
+    },
+)
+RECOVERED = Recovered(
+    attempt=2, rank=3, step=3, restored_step=2, lost_steps=1, detection_s=0.5, recovery_s=3.0
+)
+
+
+def whole_run(artefact="/tmp/loss.png"):
+    return (
+        run_started(),
+        attempt_started(1),
+        WorkersStarted(attempt=1, pids={0: 100, 1: 101}, nodes={0: "a", 1: "a"}),
+        step_finished(1),
+        step_finished(2),
+        EvaluationFinished(
+            attempt=1, step=2, metrics={"eval/loss": 5.25, "eval/perplexity": 190.57}
+        ),
+        checkpoint(2),
+        step_finished(3),
+        SaveFailed(attempt=1, step=3, reason="disk is full"),
+        FailureSeen(attempt=1, rank=3, step=3, cause="killed by signal 9"),
+        attempt_started(2, step=2, reason="worker 3 died"),
+        step_finished(3, attempt=2),
+        RECOVERED,
+        step_finished(4, attempt=2),
+        TIMELINE,
+        checkpoint(4, attempt=2),
+        ArtefactWritten(path=artefact, title="Loss curve"),
+        run_finished(),
+    )

@@ -1,0 +1,74 @@
+import io
+import json
+import math
+
+from raymega.tracking.jsonl import JsonLinesSink, open_jsonl
+from raymega.tracking.sink import StepFinished
+from tests.unit.tracking.events import GRID, attempt_started, step_finished, whole_run
+
+
+def lines_of(events):
+    stream = io.StringIO()
+    sink = JsonLinesSink(stream)
+    for event in events:
+        sink.emit(event)
+    sink.close(0.0)
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_step_line_has_the_promised_keys_and_every_bit():
+    loss = 0.1 + 0.2
+    line = lines_of([attempt_started(2), step_finished(3, attempt=2, loss=loss)])[-1]
+    promised = {"event", "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "grid"}
+    assert promised | {"attempt"} <= set(line)
+    assert line["event"] == "step"
+    assert line["loss"] == loss
+    assert (line["step"], line["attempt"], line["grid"]) == (3, 2, GRID)
+
+
+def test_lines_tell_the_whole_run_in_order():
+    lines = lines_of(whole_run())
+    names = [line["event"] for line in lines]
+    assert names[:3] == ["run", "attempt", "workers"]
+    assert names[-4:] == ["timeline", "checkpoint", "artefact", "finished"]
+    assert {"evaluation", "save_failed", "failure", "recovered"} <= set(names)
+
+
+def test_workers_line_has_pids_by_rank():
+    line = lines_of(whole_run())[2]
+    assert line["pids"] == {"0": 100, "1": 101}
+
+
+def test_last_line_has_run_id_step_checkpoint_and_goodput():
+    line = lines_of(whole_run())[-1]
+    assert (line["event"], line["run_id"], line["step"]) == ("finished", "r1", 4)
+    assert line["checkpoint_uri"].endswith("step-00000004")
+    assert line["goodput"] == 0.93
+    assert line["status"] == "finished"
+
+
+def test_number_that_is_not_finite_becomes_null():
+    event = StepFinished(attempt=1, step=1, metrics={"train/loss": math.nan, "train/lr": math.inf})
+    line = lines_of([event])[0]
+    assert line["loss"] is None
+    assert line["lr"] is None
+
+
+def test_timeline_line_has_the_bubble_and_not_the_events():
+    line = next(line for line in lines_of(whole_run()) if line["event"] == "timeline")
+    assert line == {"event": "timeline", "step": 4, "attempt": 2, "bubble": 2.0}
+
+
+def test_file_goes_on_where_an_earlier_driver_stopped(tmp_path):
+    path = tmp_path / "logs" / "metrics.jsonl"
+    for step in (1, 2):
+        sink = open_jsonl(path)
+        sink.emit(step_finished(step))
+        sink.close(0.0)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_closing_leaves_a_given_stream_open():
+    stream = io.StringIO()
+    JsonLinesSink(stream).close(0.0)
+    assert not stream.closed

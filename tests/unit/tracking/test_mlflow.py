@@ -1,0 +1,297 @@
+import logging
+import os
+import socket
+import threading
+import time
+
+import pytest
+from mlflow import MlflowClient
+from mlflow import environment_variables as settings
+
+from raymega.tracking import mlflow_recorder
+from raymega.tracking.mlflow import MlflowSink, tracking_uri
+from raymega.tracking.mlflow_recorder import Recorder, is_refusal
+from raymega.tracking.sink import ArtefactWritten, FailureSeen
+from raymega.tracking.spool import Stamped
+from tests.unit.tracking.events import (
+    JOB,
+    attempt_started,
+    checkpoint,
+    run_finished,
+    run_started,
+    step_finished,
+    whole_run,
+)
+
+EMIT_LIMIT_S = 0.5  # generous for a busy machine; a call that waits for a server takes longer
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    return tracking_uri("run", tmp_path_factory.mktemp("mlflow"))
+
+
+@pytest.fixture
+def experiment(request):
+    return request.node.name
+
+
+@pytest.fixture
+def client(uri):
+    return MlflowClient(uri)
+
+
+def record(recorder, *events, time_s=100.0):
+    for event in events:
+        recorder.record([Stamped(time_s=time_s, event=event)])
+
+
+def driver(uri, experiment, *events, time_s=100.0):
+    """One driver's life: a fresh recorder and its events."""
+    recorder = Recorder(uri=uri, experiment=experiment)
+    record(recorder, *events, time_s=time_s)
+    return recorder
+
+
+def runs_of(client, experiment):
+    """The parent and its attempts, oldest first."""
+    found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    parents = [run for run in found if "mlflow.parentRunId" not in run.data.tags]
+    children = [run for run in found if run not in parents]
+    assert len(parents) == 1
+    assert all(r.data.tags["mlflow.parentRunId"] == parents[0].info.run_id for r in children)
+    return parents[0], sorted(children, key=lambda run: run.data.tags["raymega.attempt"])
+
+
+def series(client, run, name):
+    return [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+
+
+def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment, tmp_path):
+    picture = tmp_path / "loss.png"
+    picture.write_bytes(b"picture")
+    recorder = driver(uri, experiment, *whole_run(artefact=str(picture)))
+    parent, children = runs_of(client, experiment)
+    assert recorder.run_id == parent.info.run_id
+    assert parent.info.status == "FINISHED"
+    assert [child.info.status for child in children] == ["FAILED", "FINISHED"]
+    assert children[0].data.tags["failure.cause"] == "killed by signal 9"
+    assert children[1].data.tags["reason"] == "worker 3 died"
+    assert children[1].data.params["grid.tp"] == "2"
+    assert children[1].data.params["plan.schedule"] == "1f1b"
+    assert parent.data.tags["raymega.checkpoint"].endswith("step-00000004")
+    assert parent.data.metrics["run/goodput"] == 0.93
+    files = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert files == {"job.yaml", "loss.png"}
+
+
+def test_replayed_step_is_in_its_attempt_but_once_in_the_parent(client, uri, experiment):
+    driver(uri, experiment, *whole_run()[:-2])
+    parent, children = runs_of(client, experiment)
+    assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2, 3, 4]
+    assert [step for step, _ in series(client, children[0], "train/loss")] == [1, 2, 3]
+    assert [step for step, _ in series(client, children[1], "train/loss")] == [3, 4]
+
+
+def test_next_driver_goes_on_in_the_same_run(client, uri, experiment):
+    killed = [run_started(), attempt_started(1), step_finished(1), step_finished(2)]
+    driver(uri, experiment, *killed)
+    resumed = run_started(is_resumed=True, step=1)
+    driver(uri, experiment, resumed, attempt_started(2), time_s=200.0)
+    parent, children = runs_of(client, experiment)
+    assert parent.info.status == "RUNNING"
+    assert [child.info.status for child in children] == ["KILLED", "RUNNING"]
+
+    rest = [step_finished(2, attempt=2), step_finished(3, attempt=2), run_finished("preempted")]
+    driver(uri, experiment, resumed, attempt_started(2), *rest, time_s=300.0)
+    parent, children = runs_of(client, experiment)
+    assert parent.info.status == "KILLED"
+    assert len(children) == 2
+    assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2, 3]
+
+
+def test_params_hold_what_stays_and_tags_what_may_change(client, uri, experiment, caplog):
+    driver(uri, experiment, run_started(), run_finished("failed"))
+    changed = JOB | {"model": {"family": "gpt2", "width": 128}, "parallel": {"tp": 4}}
+    with caplog.at_level(logging.WARNING):
+        driver(uri, experiment, run_started(is_resumed=True, job=changed))
+    parent, _ = runs_of(client, experiment)
+    assert parent.data.params == {
+        "run.name": "demo",
+        "run.seed": "7",
+        "model.family": "gpt2",
+        "model.width": "64",
+    }
+    assert parent.data.tags["job.parallel.tp"] == "4"
+    assert parent.data.tags["changed.model.width"] == "128"
+    assert "env.python" in parent.data.tags
+    assert "model.width=64" in caplog.text
+
+
+def test_repeating_a_request_that_failed_half_way_adds_nothing(client, uri, experiment):
+    recorder = driver(uri, experiment, run_started(), attempt_started(1))
+    batch = [Stamped(time_s=float(n), event=step_finished(n)) for n in (1, 2)]
+    client_of_recorder = recorder._client
+
+    class Broken:
+        """Passes the attempt's request and loses the parent's answer."""
+
+        def __getattr__(self, name):
+            return getattr(client_of_recorder, name)
+
+        def log_batch(self, run_id, **values):
+            client_of_recorder.log_batch(run_id, **values)
+            if run_id == recorder.run_id:
+                raise TimeoutError("no answer")
+
+    recorder._client = Broken()
+    with pytest.raises(TimeoutError):
+        recorder.record(batch)
+    recorder._client = client_of_recorder
+    recorder.record(batch)
+    parent, children = runs_of(client, experiment)
+    for run in (parent, children[0]):
+        assert [step for step, _ in series(client, run, "train/loss")] == [1, 2]
+
+
+def test_checkpoint_of_a_replayed_step_does_not_go_back_in_the_parent(client, uri, experiment):
+    recorder = driver(uri, experiment, run_started(), attempt_started(1), checkpoint(6))
+    record(recorder, attempt_started(2), checkpoint(4), time_s=200.0)
+    parent, _ = runs_of(client, experiment)
+    assert [step for step, _ in series(client, parent, "checkpoint/bytes")] == [6, 6]
+
+
+def test_experiment_that_another_driver_makes_first_is_used(client, uri, experiment):
+    made = client.create_experiment(experiment)
+    recorder = Recorder(uri=uri, experiment=experiment)
+    client_of_recorder, answers = recorder._client, [None]
+
+    class Late:
+        """Looks once before the other driver has made the experiment."""
+
+        def __getattr__(self, name):
+            return getattr(client_of_recorder, name)
+
+        def get_experiment_by_name(self, name):
+            return answers.pop() if answers else client_of_recorder.get_experiment_by_name(name)
+
+    recorder._client = Late()
+    record(recorder, run_started())
+    assert runs_of(client, experiment)[0].info.experiment_id == made
+
+
+def test_failure_before_any_attempt_is_no_error(client, uri, experiment):
+    failure = FailureSeen(attempt=1, rank=-1, step=0, cause="no capacity")
+    driver(uri, experiment, run_started(), failure, run_finished("failed", step=0))
+    assert runs_of(client, experiment)[0].info.status == "FAILED"
+
+
+def test_sink_writes_from_its_thread_and_closes_with_everything_written(client, uri, experiment):
+    sink = MlflowSink(uri=uri, experiment=experiment, clock=time.time)
+    for event in whole_run()[:-2]:
+        sink.emit(event)
+    sink.emit(ArtefactWritten(path="/no/such/file", title="Lost"))
+    sink.emit(run_finished())
+    sink.close(30.0)
+    parent, children = runs_of(client, experiment)
+    assert sink.run_id == parent.info.run_id
+    assert [run.info.status for run in (parent, *children)] == ["FINISHED", "FAILED", "FINISHED"]
+    assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2, 3, 4]
+
+
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def check_that_nothing_waits(uri):
+    sink = MlflowSink(uri=uri, experiment="x", clock=time.time)
+    slowest = 0.0
+    for event in (run_started(), attempt_started(1), *(step_finished(n + 1) for n in range(500))):
+        begin = time.perf_counter()
+        sink.emit(event)
+        slowest = max(slowest, time.perf_counter() - begin)
+    begin = time.perf_counter()
+    sink.close(0.3)
+    assert time.perf_counter() - begin < 2.0
+    assert slowest < EMIT_LIMIT_S
+    return sink
+
+
+def test_dead_server_delays_nothing_and_is_said_once(caplog):
+    with caplog.at_level(logging.WARNING, logger="raymega"):
+        uri = f"http://127.0.0.1:{unused_port()}"
+        check_that_nothing_waits(uri)
+    assert caplog.text.count(f"{uri} does not take records") <= 1
+    assert caplog.text.count("records after 0 s of closing") == 1
+
+
+def test_silent_server_delays_nothing(caplog):
+    with socket.socket() as server, caplog.at_level(logging.WARNING, logger="raymega"):
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        sink = check_that_nothing_waits(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert sink.run_id == ""
+    assert "lacks 502 records after 0 s of closing" in caplog.text
+
+
+def test_server_that_comes_back_gets_everything_in_order(monkeypatch, caplog):
+    answers = [ConnectionRefusedError("down"), TimeoutError("down"), None]
+    seen = []
+
+    class Flaky:
+        run_id = "m1"
+
+        def __init__(self, **_):
+            pass
+
+        def record(self, batch):
+            if answers and (error := answers.pop(0)) is not None:
+                raise error
+            seen.extend(item.event for item in batch)
+
+    monkeypatch.setattr(mlflow_recorder, "Recorder", Flaky)
+    events = whole_run()
+    with caplog.at_level(logging.WARNING, logger="raymega"):
+        sink = MlflowSink(uri="http://flaky", experiment="x", clock=time.time, flush_s=0.001)
+        for event in events:
+            sink.emit(event)
+        give_up_s = time.monotonic() + 10.0
+        while len(seen) < len(events) and time.monotonic() < give_up_s:
+            threading.Event().wait(0.005)
+        sink.close(5.0)
+    assert seen == list(events)
+    assert caplog.text.count("http://flaky does not take records, trying on") == 1
+    assert caplog.text.count("http://flaky answers again") == 1
+
+
+def test_refused_run_turns_the_sink_off_with_a_reason(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="raymega"):
+        sink = MlflowSink(uri=f"file:{tmp_path}", experiment="x", clock=time.time)
+        sink.emit(run_started())
+        sink.emit(step_finished(1))
+        sink.close(30.0)
+    assert "is not recorded in MLflow" in caplog.text
+    assert "lacks" not in caplog.text
+
+
+def test_client_is_quiet_and_gives_up_soon_unless_the_user_set_it_otherwise(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"MLFLOW_HTTP_REQUEST_TIMEOUT": "77"})
+    mlflow_recorder.limit_client(timeout_s=5, max_retries=0)
+    assert settings.MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 77
+    assert settings.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 0
+    assert settings.MLFLOW_DISABLE_TELEMETRY.get()
+    assert settings.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.get()
+
+
+def test_refusals_are_told_from_absences():
+    assert is_refusal(FileNotFoundError())
+    assert is_refusal(KeyError())
+    assert not is_refusal(ConnectionRefusedError())
+    assert not is_refusal(TimeoutError())
+
+
+@pytest.mark.parametrize("setting", ["http://host:5000", "sqlite:///other.db"])
+def test_tracking_uri_takes_a_uri_as_it_is(tmp_path, setting):
+    assert tracking_uri(setting, tmp_path) == setting

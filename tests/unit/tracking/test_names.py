@@ -1,0 +1,44 @@
+import pytest
+
+from raymega.errors import InternalError
+from raymega.tracking.metrics import metrics_of
+from raymega.tracking.names import METRICS, check_names, find_metric
+from raymega.tracking.sink import EvaluationFinished, StepFinished
+from tests.unit.tracking.events import whole_run
+
+
+def test_names_are_unique_in_every_form():
+    for form in ("name", "prometheus_name"):
+        assert len({getattr(metric, form) for metric in METRICS}) == len(METRICS)
+
+
+def test_short_names_are_unique_within_a_family():
+    # A JSON line carries one family, so only there a clash would lose a value.
+    keys = [(metric.name.partition("/")[0], metric.short_name) for metric in METRICS]
+    assert len(set(keys)) == len(keys)
+
+
+def test_names_carry_their_unit():
+    suffixes = {"s": "_s", "bytes": "bytes", "tokens/s": ("tokens_per_s", "_per_worker")}
+    for metric in METRICS:
+        if metric.unit in suffixes:
+            assert metric.name.endswith(suffixes[metric.unit]), metric.name
+        assert metric.help.endswith("."), metric.name
+
+
+def test_names_hold_every_metric_that_a_run_emits():
+    emitted = {name for event in whole_run() for name in metrics_of(event)}
+    check_names(emitted)
+    assert {metric.name for metric in METRICS} - emitted == {"memory/peak_bytes"}
+
+
+def test_find_metric_refuses_an_unknown_name():
+    assert find_metric("train/loss").unit == "nats"
+    with pytest.raises(InternalError, match="train/lost"):
+        find_metric("train/lost")
+
+
+@pytest.mark.parametrize("kind", [StepFinished, EvaluationFinished])
+def test_event_refuses_an_unknown_metric(kind):
+    with pytest.raises(InternalError, match=r"names\.py"):
+        kind(attempt=1, step=1, metrics={"train/loss": 1.0, "loss": 1.0})
