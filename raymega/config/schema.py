@@ -40,7 +40,8 @@ class RunSection(Section):
     )
     eval_samples: NonNegative = Field(
         default=64,
-        description="Sequences of the validation split that one evaluation reads; 0 is none.",
+        description="Sequences of the validation split that one evaluation reads, at most all of "
+        "them; 0 is none.",
     )
     deterministic: bool = Field(
         default=False,

@@ -1,0 +1,173 @@
+"""The plain functions behind the commands: load a job, plan it, train it.
+
+They wire the parts together; what the parts do is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from raymega.config.load import parse_job
+from raymega.config.schema import Job
+from raymega.data.checks import data_faults
+from raymega.data.format import local_folder as data_folder
+from raymega.data.format import read_meta
+from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.orchestrate.clock import SystemClock
+from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.inventory import list_nodes
+from raymega.orchestrate.journal import open_record
+from raymega.orchestrate.placement import place_ranks
+from raymega.orchestrate.signals import stop_on_signals
+from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.plan.rules import job_faults
+from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.session import close_session, open_session
+from raymega.storage.open import open_store, store_faults
+from raymega.tracking.composite import CompositeSink
+from raymega.tracking.jsonl import open_jsonl
+from raymega.tracking.mlflow import MlflowSink, tracking_uri
+from raymega.tracking.pictures import PicturesSink
+from raymega.tracking.sink import RunFinished, Sink
+
+SINK_CLOSE_S = 30.0
+METRICS_FILE = "metrics.jsonl"
+
+
+def load_job(
+    path: Path | str, overrides: Iterable[str] = (), *, is_for_training: bool = False
+) -> Job:
+    """Read and check a job file.
+
+    Args:
+        path: The YAML file.
+        overrides: ``section.field=value`` texts.
+        is_for_training: Also look at the job's data and at its checkpoint store.
+
+    Raises:
+        ConfigError: With every fault at once.
+    """
+    parsed = parse_job(path, overrides)
+    faults = [*parsed.faults, *job_faults(parsed.values)]
+    if is_for_training:
+        faults += _outside_faults(parsed.values)
+    raise_faults(ConfigError, faults)
+    return parsed.job()
+
+
+def plan(job: Job) -> RunPlan:
+    """Everything that follows from the job before a process starts."""
+    return make_plan(job)
+
+
+def run_uri(job: Job) -> str:
+    """Folder of the job's run in its store."""
+    return f"{job.checkpoint.uri.rstrip('/')}/{job.run.name}"
+
+
+def local_folder(job: Job) -> Path:
+    """Where the driver keeps logs, metrics.jsonl and pictures: the run's folder if it is local."""
+    uri = run_uri(job).removeprefix("file://")
+    if "://" in uri:
+        return Path.home() / ".raymega" / "runs" / job.run.name
+    return Path(uri)
+
+
+def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> RunFinished:
+    """Run the driver until the run ends; the same run name continues the same run.
+
+    Args:
+        job: Checked by :func:`load_job`.
+        address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
+        sinks: Watchers beside metrics.jsonl, MLflow and the pictures. They are closed at the end.
+
+    Raises:
+        ConfigError: The run exists with another model, seed or data.
+        CapacityError: The cluster has no room.
+        PreemptedError: It was asked to stop, and saved.
+        WorkerError: The retry budget is spent.
+        RaymegaError: Anything else that ended it; the class tells the exit code.
+    """
+    plan, clock = make_plan(job), SystemClock()
+    store = open_store(run_uri(job))
+    open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
+    session = open_session(address)
+    try:
+        with _watching(job, sinks) as sink, ThreadPoolExecutor(max_workers=1) as executor:
+            group = RayWorkerGroup(
+                plan, log_dir=local_folder(job) / "logs", can_grow=not session.is_private
+            )
+            controller = Controller(
+                plan, store=store, group=group, sink=sink, clock=clock, executor=executor
+            )
+            with stop_on_signals(controller.request_stop):
+                return controller.run()
+    finally:
+        close_session()
+
+
+def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
+    """Everything that :func:`train` does before it starts a worker; the same errors."""
+    plan = make_plan(job)
+    open_record(open_store(run_uri(job)), job, now=SystemClock().timestamp())
+    open_session(address)
+    try:
+        is_free = job.parallel.is_tp_across_nodes_allowed
+        place_ranks(list_nodes(job.cluster), plan.grid, is_tp_across_nodes_allowed=is_free)
+    finally:
+        close_session()
+    return plan
+
+
+@contextmanager
+def _watching(job: Job, sinks: Sequence[Sink]) -> Iterator[Sink]:
+    """All sinks of a run behind one, closed at the end."""
+    folder = local_folder(job)
+    metrics = folder / METRICS_FILE
+    watchers: list[Sink] = [open_jsonl(metrics), *sinks]
+    if job.tracking.mlflow_uri != "off":
+        watchers.append(
+            MlflowSink(
+                uri=tracking_uri(job.tracking.mlflow_uri, folder),
+                experiment=job.tracking.experiment,
+                clock=lambda: datetime.now(UTC).timestamp(),
+            )
+        )
+    others = CompositeSink(watchers)
+    pictures = PicturesSink(
+        folder, metrics=metrics, references=_loss_references(job), watcher=others
+    )
+    sink = CompositeSink([pictures, others])
+    try:
+        yield sink
+    finally:
+        sink.close(SINK_CLOSE_S)
+
+
+def _loss_references(job: Job) -> dict[str, float]:
+    """Level lines for the loss curve."""
+    if job.data.path == SYNTHETIC_PATH:
+        return {}
+    meta = read_meta(data_folder(job.data.path))
+    return {"unigram entropy of the validation text": meta.valid_entropy}
+
+
+def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """Faults of the data and of the store, as far as their fields parsed."""
+    faults: list[Fault] = []
+    if "data.path" in values:
+        faults += data_faults(
+            values["data.path"],
+            seq_len=values.get("data.seq_len", 0),
+            vocab_size=values.get("model.vocab_size", 0),
+            needs_valid=values.get("run.eval_samples", 0) > 0,
+        )
+    if "checkpoint.uri" in values:
+        faults += store_faults(values["checkpoint.uri"])
+    return faults

@@ -1,0 +1,107 @@
+"""A rank's data file: how its blocks are laid out, and how one is read back and verified.
+
+The format is safetensors, so that other tools can open the parts of a checkpoint: 8 bytes of header
+length, a JSON header, then the blocks' bytes end to end, little-endian. Reading goes by the
+manifest's byte ranges and checksums alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from zlib import crc32
+
+from raymega.checkpoint.dtypes import element_type
+from raymega.checkpoint.manifest import Manifest
+from raymega.checkpoint.planner import Share
+from raymega.errors import CheckpointError, Fault
+from raymega.messages import SavedBox
+from raymega.storage.store import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where each block lies.
+
+    Attributes:
+        header: The file's first bytes.
+        shares: The blocks in the order of the file.
+        starts: First byte of each block, counted from the header's end.
+        num_bytes: Length of all blocks together.
+    """
+
+    header: bytes
+    shares: tuple[Share, ...]
+    starts: tuple[int, ...]
+    num_bytes: int
+
+
+def lay_out(shares: Iterable[Share], *, metadata: Mapping[str, str]) -> Layout:
+    """Put the widest element types first, so that every block begins at a multiple of its own."""
+    ordered = sorted(shares, key=lambda share: -element_type(share.dtype).num_bytes)
+    *starts, end = accumulate((share.num_bytes for share in ordered), initial=0)
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    for share, start in zip(ordered, starts, strict=True):
+        entries[_entry_name(share)] = {
+            "dtype": element_type(share.dtype).safetensors_code,
+            "shape": share.box.shape,
+            "data_offsets": (start, start + share.num_bytes),
+        }
+    return Layout(
+        header=_header(entries), shares=tuple(ordered), starts=tuple(starts), num_bytes=end
+    )
+
+
+def saved_boxes(layout: Layout, blocks: Iterable[memoryview], file: str) -> tuple[SavedBox, ...]:
+    """The manifest's entries for ``blocks``, the bytes of ``layout``'s shares in its order."""
+    entries = zip(layout.shares, layout.starts, blocks, strict=True)
+    return tuple(
+        SavedBox(
+            tensor=share.tensor, dtype=share.dtype, global_shape=share.global_shape, box=share.box,
+            file=file, start=len(layout.header) + start, num_bytes=share.num_bytes,
+            crc32=crc32(block),
+        )
+        for share, start, block in entries
+    )  # fmt: skip
+
+
+def read_block(store: Store, manifest: Manifest, saved: SavedBox) -> bytes:
+    """The bytes of one box.
+
+    Raises:
+        CheckpointError: They are missing or not the bytes that were written.
+    """
+    key = manifest.file_key(saved)
+    try:
+        data = store.get(key, start=saved.start, num_bytes=saved.num_bytes)
+    except KeyError:
+        raise _corrupt(key, saved, "the file is missing") from None
+    if len(data) != saved.num_bytes:
+        raise _corrupt(key, saved, f"only {len(data)} bytes are there")
+    if crc32(data) != saved.crc32:
+        raise _corrupt(key, saved, f"their crc32 is {crc32(data):08x}, not {saved.crc32:08x}")
+    return data
+
+
+def _entry_name(share: Share) -> str:
+    """Such as ``model/layers.0.attention.q.weight@128,0``: the tensor and the block's first index."""
+    return f"{share.tensor}@{','.join(map(str, share.box.offset))}"
+
+
+def _header(entries: Mapping[str, object]) -> bytes:
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _corrupt(key: str, saved: SavedBox, fact: str) -> CheckpointError:
+    end = saved.start + saved.num_bytes
+    return CheckpointError(
+        Fault(
+            fact=f"{key}, bytes {saved.start} to {end} ({saved.tensor}): {fact}",
+            rule="every block must be as it was written",
+            remedy="restore from an older checkpoint; raymega checkpoint list shows them",
+        )
+    )

@@ -1,0 +1,41 @@
+"""Whether boxes cover a block exactly once: the arithmetic behind every check of completeness.
+
+It knows boxes only, no tensors and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from raymega.messages import Box
+
+
+def uneven_cells(outer: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, int]]:
+    """Parts of ``outer`` that ``boxes`` do not cover exactly once, each with how often they do.
+
+    The boxes' edges cut ``outer`` into cells that are covered evenly, so the cost depends on the
+    number of boxes, not on the number of elements.
+    """
+    inside = [part for part in map(outer.intersect, boxes) if part is not None]
+    edges = [_edges((outer, *inside), dim) for dim in range(len(outer.shape))]
+    counts = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.int64)
+    for part in inside:
+        counts[_cells_of(part, edges)] += 1
+    for index in np.argwhere(counts != 1):
+        at = list(zip(edges, index, strict=True))
+        offset = tuple(int(cuts[i]) for cuts, i in at)
+        shape = tuple(int(cuts[i + 1] - cuts[i]) for cuts, i in at)
+        yield Box(offset=offset, shape=shape), int(counts[tuple(index)])
+
+
+def _edges(boxes: Sequence[Box], dim: int) -> np.ndarray:
+    starts = [box.offset[dim] for box in boxes]
+    ends = [box.offset[dim] + box.shape[dim] for box in boxes]
+    return np.unique(starts + ends)
+
+
+def _cells_of(part: Box, edges: Sequence[np.ndarray]) -> tuple[slice, ...]:
+    spans = zip(edges, part.offset, part.shape, strict=True)
+    return tuple(slice(*np.searchsorted(cuts, (a, a + extent))) for cuts, a, extent in spans)

@@ -1,0 +1,39 @@
+"""The `raymega` command: one typer application, and how errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from raymega.cli.checkpoint import checkpoint_app
+from raymega.cli.data import data_app
+from raymega.cli.plan import plan
+from raymega.cli.schedule import schedule
+from raymega.cli.schema import schema
+from raymega.cli.train import train
+from raymega.errors import RaymegaError
+
+app = typer.Typer(
+    name="raymega",
+    help="Megatron-style training on Ray. Every command has --help with an example.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(plan)
+app.command()(schedule)
+app.command()(schema)
+app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except RaymegaError as error:
+        for fault in error.faults:
+            print(f"{type(error).__name__}: {fault}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

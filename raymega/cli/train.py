@@ -1,0 +1,51 @@
+"""`raymega train`: runs the driver, or with --dry-run everything short of starting workers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raymega import api
+from raymega.cli.plan import show_plan
+from raymega.tracking.console import ConsoleSink
+from raymega.tracking.jsonl import JsonLinesSink
+from raymega.tracking.sink import Sink
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a field: --set run.steps=50")
+]
+
+
+def train(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    overrides: Overrides = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            help="auto joins a running cluster, else starts a local one; local; HOST:PORT."
+        ),
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan, look at the cluster, start nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per event.")] = False,
+) -> None:
+    """Run a job; the same run name continues the same run.
+
+    Exit codes: 0 finished, 2 a mistake in the job, 3 no capacity, 4 retry budget spent, 5 data or
+    numerics, 75 stopped and resumable.
+
+    Example: raymega train jobs/verify.yaml --set run.steps=50
+    """
+    job = api.load_job(job_file, overrides or (), is_for_training=True)
+    if dry_run:
+        plan = api.dry_run(job, address=address)
+        show_plan(plan, as_json=as_json)
+        return
+    sink: Sink = ConsoleSink(sys.stdout, every=job.tracking.console_every)
+    if as_json:
+        sink = JsonLinesSink(sys.stdout)
+    api.train(job, address=address, sinks=(sink,))

@@ -1,0 +1,60 @@
+"""What tells one family from another: a row of parts each, and the assembly of a block from them.
+
+Which tensors a family has (biases, positions) is plan.tensors'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raymega.config.schema import ModelSection
+from raymega.model.attention import Attention
+from raymega.model.block import Block
+from raymega.model.mlp import GeluMlp, SwigluMlp
+from raymega.model.norms import LayerNorm, RmsNorm
+from raymega.model.rope import Rope
+from raymega.parallel.tensor import ParameterFactory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Parts by which a family is built."""
+
+    norm: Callable[[ParameterFactory, str, float], nn.Module]
+    mlp: Callable[[ParameterFactory, str], nn.Module]
+    is_rotary: bool
+
+
+FAMILIES = {
+    "gpt2": Family(norm=LayerNorm, mlp=GeluMlp, is_rotary=False),
+    "llama": Family(norm=RmsNorm, mlp=SwigluMlp, is_rotary=True),
+}
+
+
+def make_norm(factory: ParameterFactory, name: str, model: ModelSection) -> nn.Module:
+    """The family's norm with the tensors called ``name``."""
+    return FAMILIES[model.family].norm(factory, name, model.norm_eps)
+
+
+def make_positions(model: ModelSection, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """What positions do to queries and keys, [S, B, heads, K]; the identity without RoPE."""
+    if FAMILIES[model.family].is_rotary:
+        return Rope(model, dtype=dtype, device=device)
+    return nn.Identity()
+
+
+def make_block(
+    factory: ParameterFactory, layer: int, model: ModelSection, positions: nn.Module
+) -> Block:
+    """Transformer block number ``layer``."""
+    name = f"layers.{layer}"
+    return Block(
+        attention_norm=make_norm(factory, f"{name}.attention_norm", model),
+        attention=Attention(factory, f"{name}.attention", model, positions),
+        mlp_norm=make_norm(factory, f"{name}.mlp_norm", model),
+        mlp=FAMILIES[model.family].mlp(factory, f"{name}.mlp"),
+    )

@@ -1,0 +1,44 @@
+"""From the residual stream to logits and to the loss.
+
+It sums the losses of tokens; what the sum is divided by is the step's business.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from raymega.parallel.cross_entropy import vocab_parallel_cross_entropy
+from raymega.parallel.groups import Group
+from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.tensor import column_linear
+
+
+class Head(nn.Module):
+    """Final norm and the projection to the vocabulary, whose rows are cut over tp.
+
+    The weight is handed in because it may be the token embedding's.
+    """
+
+    def __init__(self, norm: nn.Module, weight: ShardedParameter, tp: Group) -> None:
+        super().__init__()
+        self.norm = norm
+        self.weight = weight
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S, B, D] -> logits [S, B, V/tp]."""
+        return column_linear(self.norm(x), self.weight, None, self.tp)
+
+    def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        """Sum of the token losses where ``mask`` is 1.
+
+        Args:
+            x: [S, B, D].
+            labels: [B, S] int64; any number where ``mask`` is 0.
+            mask: [B, S], 0 or 1.
+
+        Returns:
+            A scalar in max(fp32, dtype), equal on all tensor-parallel ranks.
+        """
+        losses = vocab_parallel_cross_entropy(self(x), labels.t(), self.tp)
+        return (losses * mask.t().to(losses.dtype)).sum()

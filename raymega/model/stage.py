@@ -1,0 +1,118 @@
+"""One pipeline stage of the model: some layers, the embedding before the first, the head last.
+
+It knows which part of the model it is, not how stages talk or in which order they work.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from raymega.config.schema import ModelSection
+from raymega.model.embedding import Embedding
+from raymega.model.families import make_block, make_norm, make_positions
+from raymega.model.head import Head
+from raymega.parallel.groups import Groups
+from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.tensor import ParameterFactory
+from raymega.plan.stages import Stage
+from raymega.plan.tensors import stage_tensors
+
+TOKEN_TABLE = "embedding.tokens.weight"
+
+
+class Tokens(Protocol):
+    """What a stage reads of a micro-batch; each [B, S]."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64; any number where the mask is 0."""
+
+    @property
+    def mask(self) -> Tensor:
+        """1 where the token's loss counts, else 0."""
+
+
+class StageModule(nn.Module):
+    """Stage ``stage`` of ``model`` as one rank holds it, with its initial values.
+
+    Every parameter is a ShardedParameter; together they are plan.tensors' stage_tensors.
+    """
+
+    def __init__(
+        self,
+        model: ModelSection,
+        stage: Stage,
+        *,
+        groups: Groups,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        factory = ParameterFactory(
+            table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
+            tp=groups.tp,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            tied=TOKEN_TABLE if model.is_embedding_tied and stage.num_stages > 1 else "",
+            is_tied_copy=stage.is_last,
+        )
+        positions = make_positions(model, dtype=dtype, device=device)
+        blocks = {str(i): make_block(factory, i, model, positions) for i in stage.layers}
+        self.embedding = Embedding(factory) if stage.is_first else None
+        self.layers = nn.ModuleDict(blocks)
+        self.head = self._make_head(factory, model) if stage.is_last else None
+
+    def _make_head(self, factory: ParameterFactory, model: ModelSection) -> Head:
+        norm = make_norm(factory, "final_norm", model)
+        return Head(norm, self._head_weight(factory, model), factory.tp)
+
+    def _head_weight(self, factory: ParameterFactory, model: ModelSection) -> ShardedParameter:
+        """The head's own, the embedding's when it is here, or a copy of the embedding's."""
+        if not model.is_embedding_tied:
+            return factory.make("head.weight")
+        if self.embedding is not None:
+            return self.embedding.tokens.weight
+        return factory.make(TOKEN_TABLE)
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor, mask: Tensor, hidden: Tensor | None
+    ) -> Tensor:
+        """Work on one micro-batch.
+
+        Args:
+            tokens: [B, S] int64; read by the first stage.
+            labels: [B, S] int64, any number where ``mask`` is 0; read by the last stage.
+            mask: [B, S], 1 where a token's loss counts, else 0; read by the last stage.
+            hidden: [S, B, D] from the stage before, None on the first.
+
+        Returns:
+            [S, B, D] for the next stage, or the last stage's sum of masked token losses, a scalar
+            in max(fp32, dtype) that is equal on all tensor-parallel ranks.
+        """
+        x = self._stream(tokens, hidden)
+        return x if self.head is None else self.head.loss_sum(x, labels, mask)
+
+    def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
+        """:meth:`forward` as a pipeline calls it."""
+        return self(micro_batch.tokens, micro_batch.labels, micro_batch.mask, hidden)
+
+    def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+        """This rank's columns of the logits, [S, B, V/tp]; only on the last stage."""
+        assert self.head is not None, "only the last stage makes logits"
+        return self.head(self._stream(tokens, hidden))
+
+    def _stream(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+        x = hidden if self.embedding is None else self.embedding(tokens)
+        assert x is not None, "a stage that is not the first needs the hidden state before it"
+        for block in self.layers.values():
+            x = block(x)
+        return x

@@ -1,0 +1,386 @@
+"""The driver's loop: a state machine stepped once a tick, owner of attempts, commits and the run.
+
+It decides by asking policies, acts through the worker group, and tells the sink what happened. It
+trains nothing, and every wait it makes is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+from raymega.checkpoint.manifest import find_restore
+from raymega.errors import CapacityError, CheckpointError, Fault, PreemptedError, RaymegaError
+from raymega.messages import Evaluated, Report, Requests, ShardSaved, StepDone, TimelineRecorded
+from raymega.orchestrate import events
+from raymega.orchestrate.attempt import Attempt
+from raymega.orchestrate.clock import Clock
+from raymega.orchestrate.gather import Gather
+from raymega.orchestrate.goodput import GoodputMeter
+from raymega.orchestrate.group import AttemptOrder, WorkerGroup
+from raymega.orchestrate.journal import RunRecord, open_record, write_record
+from raymega.orchestrate.outage import Outage
+from raymega.orchestrate.policies import (
+    Action,
+    Failure,
+    FailureKind,
+    FailurePolicy,
+    give_up_error,
+)
+from raymega.orchestrate.saves import Committed, Refused, Saves
+from raymega.orchestrate.states import RunState, State
+from raymega.plan.run_plan import RunPlan
+from raymega.storage.store import Store
+from raymega.tracking.sink import RunFinished, Sink, TimelineReady, WorkEvent
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""Longest wait of one tick, and so of a stop request for its answer."""
+DRAIN_S = 30.0
+"""Longest wait for a commit under way before a restart looks for the newest checkpoint."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    """What belongs to one attempt and goes with it."""
+
+    attempt: Attempt
+    saves: Saves
+    timelines: Gather[tuple[WorkEvent, ...]]
+    is_announced: bool = False
+
+
+class Controller:
+    """One driver's work on one run. ``run`` does it all; ``tick`` is one step of it."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        store: Store,
+        group: WorkerGroup,
+        sink: Sink,
+        clock: Clock,
+        executor: Executor,
+    ) -> None:
+        """Read the run's record and find where it stands; nothing is started or written.
+
+        Args:
+            plan: What to run.
+            store: The run's own folder.
+            group: Workers; released when the run ends.
+            sink: Gets every event; must not raise and not block.
+            clock: For deadlines and durations.
+            executor: One thread for writes to the store; stays open.
+
+        Raises:
+            ConfigError: The store holds a run of this name with another model, seed or data.
+            CheckpointError: The run has checkpoints, and none can be restored.
+        """
+        self._plan, self._job = plan, plan.job
+        self._store, self._group, self._sink = store, group, sink
+        self._clock, self._executor = clock, executor
+        self._policy = FailurePolicy(max_failures=plan.job.elastic.max_failures)
+        self._failures: list[Failure] = []
+        self._unreadable: set[str] = set()
+        self._outage: Outage | None = None
+        self._error: RaymegaError | None = None
+        self._is_stop_asked = False
+        self._record = open_record(store, plan.job, now=clock.timestamp())
+        self.state = RunState(
+            attempt=self._record.num_attempts,
+            step=0,
+            saved_step=0,
+            since_s=clock.monotonic(),
+            reason="taken up again" if self._record.num_attempts else "first start",
+        )
+        self._restore_key = self._go_back_to_checkpoint()
+        self._meter = GoodputMeter(first_step=self.state.step, now_s=clock.monotonic())
+        self._work = self._new_work()
+        self._handlers = {
+            State.SCHEDULING: self._schedule,
+            State.STARTING: self._wait_for_start,
+            State.RUNNING: self._watch,
+            State.STOPPING: self._wait_for_stop,
+            State.RESTARTING: self._clear_up,
+        }
+
+    def request_stop(self) -> None:
+        """Ask for a stop with a save at the next step; callable from a signal handler."""
+        self._is_stop_asked = True
+
+    def run(self) -> RunFinished:
+        """Step to an end, and leave nothing behind.
+
+        Raises:
+            PreemptedError: The run was stopped before its end and can be continued.
+            RaymegaError: The driver gave up; the class tells the exit code.
+        """
+        uri = self._store.uri
+        self._sink.emit(events.run_started(self._plan, self._record, self.state, uri=uri))
+        try:
+            while not self.state.state.is_end:
+                self.tick()
+        except RaymegaError as error:
+            self._error = error
+            self._move(State.FAILED, str(error))
+        finally:
+            ended = self._end()
+        if self._error is not None:
+            raise self._error
+        if self.state.state is State.PREEMPTED:
+            raise PreemptedError(self._preemption())
+        return ended
+
+    def tick(self) -> None:
+        """One step of the state machine; returns within some TICK_S, but for clearing up."""
+        self._handlers[self.state.state]()
+
+    # One handler a state.
+
+    def _schedule(self) -> None:
+        if self.state.saved_step >= self._job.run.steps:
+            done = f"step {self.state.saved_step} of {self._job.run.steps} is saved"
+            self._move(State.FINISHED, f"nothing is left to do: {done}")
+            return
+        if self._is_stop_asked:
+            self._move(State.PREEMPTED, "stopped before its workers started")
+            return
+        lacking = self._group.reserve(TICK_S)
+        if lacking is None:
+            self._begin_attempt()
+        elif self._seconds_here() > self._job.cluster.capacity_timeout_s:
+            raise CapacityError(lacking)
+
+    def _wait_for_start(self) -> None:
+        failure = self._listen()
+        if failure is not None:
+            self._lose(failure)
+        elif self._is_stop_asked:
+            self._move(State.PREEMPTED, "stopped before its first step")
+        elif self._work.attempt.has_met:
+            self._move(State.RUNNING, "all workers have met")
+
+    def _watch(self) -> None:
+        failure = self._listen() or self._bad_end()
+        if failure is not None:
+            self._lose(failure)
+        elif self._is_done():
+            self._move(State.FINISHED, "every step is done and saved")
+        elif self._is_stop_asked:
+            self._group.request(Requests(stop=True, save=True))
+            self._move(State.STOPPING, "asked to stop")
+
+    def _wait_for_stop(self) -> None:
+        failure = self._listen()
+        limit_s = self._job.elastic.stop_timeout_s
+        if failure is not None:
+            self._lose(failure)
+        elif self._is_done():
+            is_whole = self.state.saved_step >= self._job.run.steps
+            self._move(State.FINISHED if is_whole else State.PREEMPTED, "asked to stop")
+        elif self._seconds_here() > limit_s:
+            reason = f"the last save took longer than elastic.stop_timeout_s={limit_s:g}"
+            self._move(State.PREEMPTED, reason)
+
+    def _clear_up(self) -> None:
+        self._group.release(keep_warm=True)
+        self._work.saves.wait(DRAIN_S)
+        self._take_outcomes()
+        self._restore_key = self._go_back_to_checkpoint()
+        self._meter.rewind(self.state.step)
+        self._move(State.SCHEDULING, self.state.reason)
+
+    # What they do.
+
+    def _begin_attempt(self) -> None:
+        """The attempt's number is on record before anything can be written under it."""
+        self._record = replace(self._record, num_attempts=self._record.num_attempts + 1)
+        self.state = replace(self.state, attempt=self._record.num_attempts)
+        self._move(State.STARTING, self.state.reason)
+        write_record(self._store, self._record_now())
+        self._work = self._new_work()
+        self._sink.emit(events.attempt_started(self._plan, self.state))
+        self._group.start(
+            AttemptOrder(
+                plan_json=self._plan.to_json(),
+                run_uri=self._store.uri,
+                attempt=self.state.attempt,
+                restore=self._restore_key,
+            )
+        )
+
+    def _listen(self) -> Failure | None:
+        """Take in what workers and commits have to say; why the attempt is lost, if it is."""
+        reports = self._group.poll(TICK_S)
+        self._announce_workers()
+        for report in reports:
+            self._work.attempt.observe(report, self._clock.monotonic())
+            self._take(report)
+        self._take_outcomes()
+        return self._work.attempt.failure(self._clock.monotonic())
+
+    def _announce_workers(self) -> None:
+        members = self._group.members()
+        if members and not self._work.is_announced:
+            self._work.is_announced = True
+            self._sink.emit(events.workers_started(self.state, members))
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case StepDone():
+                self._take_step(report)
+            case ShardSaved():
+                self._work.saves.add(report)
+            case Evaluated():
+                self._sink.emit(events.evaluation_finished(self.state, report))
+            case TimelineRecorded():
+                self._take_timeline(report)
+
+    def _take_step(self, report: StepDone) -> None:
+        self.state = replace(self.state, step=report.step)
+        self._meter.add(step=report.step, seconds=report.metrics.get("train/step_time_s", 0.0))
+        self._sink.emit(events.step_finished(self.state, report))
+        if self._outage is not None and self._outage.is_over(report.step):
+            self._sink.emit(
+                self._outage.recovered(
+                    attempt=self.state.attempt,
+                    step=report.step,
+                    restored_step=self._work.attempt.first_step,
+                    now_s=self._clock.monotonic(),
+                )
+            )
+            self._outage = None
+
+    def _take_timeline(self, report: TimelineRecorded) -> None:
+        rows = self._work.timelines.add(rank=report.rank, step=report.step, value=report.events)
+        if rows:
+            attempt = self.state.attempt
+            self._sink.emit(TimelineReady(attempt=attempt, step=report.step, events=rows))
+
+    def _take_outcomes(self) -> None:
+        for outcome in self._work.saves.take_outcomes():
+            match outcome:
+                case Committed():
+                    self.state = replace(self.state, saved_step=outcome.step)
+                    self._restore_key = outcome.key
+                    self._executor.submit(_write_quietly, self._store, self._record_now())
+                    self._sink.emit(events.checkpoint_committed(self.state, outcome))
+                case Refused():
+                    log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
+                    self._sink.emit(events.save_failed(self.state, outcome))
+
+    def _lose(self, failure: Failure) -> None:
+        """The attempt is lost; the policy says what follows."""
+        decision = self._policy.decide(self._failures, failure)
+        self._failures.append(failure)
+        self._note(failure)
+        log.error("%s; %s\n%s", failure.cause, decision.reason, failure.traceback)
+        if decision.action is Action.GIVE_UP:
+            self._error = give_up_error(failure, decision.reason)
+            self._move(State.FAILED, failure.cause)
+        elif self.state.state is State.STOPPING:
+            self._move(State.PREEMPTED, f"the last save was lost: {failure.cause}")
+        else:
+            self._move(State.RESTARTING, failure.cause)
+
+    def _note(self, failure: Failure) -> None:
+        now_s, attempt = self._clock.monotonic(), self._work.attempt
+        self._sink.emit(events.failure_seen(self.state, failure))
+        if self._outage is None:
+            detection_s = now_s - attempt.last_sign_s
+            self._outage = Outage(
+                rank=failure.rank, step=attempt.step, seen_s=now_s, detection_s=detection_s
+            )
+        if failure.error == CheckpointError.__name__ and not attempt.has_restored(failure.rank):
+            self._unreadable.add(self._restore_key)
+
+    def _go_back_to_checkpoint(self) -> str:
+        """Take the state back to the newest checkpoint that can be restored; its manifest's key."""
+        restore = find_restore(self._store, skip=self._unreadable)
+        for fault in restore.broken:
+            log.warning("passed over: %s", fault)
+        if restore.manifest is None and (restore.broken or self._unreadable):
+            raise CheckpointError(*restore.broken, self._nothing_readable())
+        step = restore.manifest.step if restore.manifest else 0
+        self.state = replace(self.state, step=step, saved_step=step)
+        return restore.key
+
+    def _end(self) -> RunFinished:
+        self._group.release(keep_warm=False)
+        self._work.saves.wait(DRAIN_S)
+        self._take_outcomes()
+        _write_quietly(self._store, self._record_now())
+        uri = f"{self._store.uri}/{self._restore_key}" if self._restore_key else ""
+        now_s = self._clock.monotonic()
+        ended = events.run_finished(self.state, self._meter, checkpoint_uri=uri, now_s=now_s)
+        self._sink.emit(ended)
+        return ended
+
+    # What they ask.
+
+    def _is_done(self) -> bool:
+        return self._work.attempt.is_finished and self._work.saves.is_idle
+
+    def _bad_end(self) -> Failure | None:
+        if not self._is_done() or self.state.saved_step >= self._job.run.steps:
+            return None
+        message = f"the workers are done, but only step {self.state.saved_step} is saved"
+        step = self._work.attempt.step
+        return Failure(kind=FailureKind.UNSAVED, rank=-1, step=step, message=message)
+
+    def _seconds_here(self) -> float:
+        return self._clock.monotonic() - self.state.since_s
+
+    def _new_work(self) -> _Work:
+        world_size, now_s = self._plan.grid.world_size, self._clock.monotonic()
+        return _Work(
+            attempt=Attempt(
+                world_size=world_size,
+                first_step=self.state.saved_step,
+                elastic=self._job.elastic,
+                now_s=now_s,
+            ),
+            saves=Saves(
+                plan=self._plan,
+                attempt=self.state.attempt,
+                store=self._store,
+                executor=self._executor,
+                clock=self._clock,
+            ),
+            timelines=Gather(world_size),
+        )
+
+    def _move(self, to: State, reason: str) -> None:
+        log.info("%s -> %s: %s", self.state.state, to, reason)
+        self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
+
+    def _record_now(self) -> RunRecord:
+        state = self.state
+        now = self._clock.timestamp()
+        return replace(self._record, status=state.state.value, step=state.saved_step, updated=now)
+
+    def _preemption(self) -> Fault:
+        return Fault(
+            fact=f"run {self._record.name!r} stopped with step {self.state.saved_step} of "
+            f"{self._job.run.steps} saved ({self.state.reason})",
+            rule="a run that is stopped can be continued",
+            remedy="start the same job again",
+        )
+
+    def _nothing_readable(self) -> Fault:
+        return Fault(
+            fact=f"no checkpoint of run {self._record.name!r} in {self._store.uri} can be restored",
+            rule="a run that has checkpoints never begins again from nothing by itself",
+            remedy="repair one, or take another run.name to begin again",
+        )
+
+
+def _write_quietly(store: Store, record: RunRecord) -> None:
+    """What the record says beyond the attempt's number is repeated from elsewhere."""
+    try:
+        write_record(store, record)
+    except RaymegaError as error:
+        log.warning("the run's record was not written: %s", error)

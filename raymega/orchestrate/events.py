@@ -1,0 +1,114 @@
+"""What the controller tells the sink, built from what it knows. Pure; it emits nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raymega.messages import Evaluated, StepDone
+from raymega.orchestrate.goodput import GoodputMeter
+from raymega.orchestrate.journal import RunRecord
+from raymega.orchestrate.placement import Place
+from raymega.orchestrate.policies import Failure
+from raymega.orchestrate.saves import Committed, Refused, degrees
+from raymega.orchestrate.states import RunState, State
+from raymega.plan.run_plan import RunPlan
+from raymega.tracking.sink import (
+    AttemptStarted,
+    CheckpointCommitted,
+    EvaluationFinished,
+    FailureSeen,
+    RunFinished,
+    RunStarted,
+    RunStatus,
+    SaveFailed,
+    StepFinished,
+    WorkersStarted,
+)
+
+_STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
+
+
+def run_started(plan: RunPlan, record: RunRecord, state: RunState, *, uri: str) -> RunStarted:
+    """The driver took up the run."""
+    return RunStarted(
+        run_id=record.run_id,
+        name=record.name,
+        uri=uri,
+        is_resumed=record.num_attempts > 0,
+        step=state.saved_step,
+        total_steps=plan.job.run.steps,
+        job=plan.job.model_dump(mode="json"),
+    )
+
+
+def attempt_started(plan: RunPlan, state: RunState) -> AttemptStarted:
+    """A worker group is about to start."""
+    return AttemptStarted(
+        attempt=state.attempt,
+        step=state.saved_step,
+        grid=degrees(plan.grid),
+        plan={
+            "world_size": plan.grid.world_size,
+            "num_micro_batches": plan.batch.num_micro_batches,
+            "schedule": plan.job.schedule.name,
+        },
+        reason=state.reason,
+    )
+
+
+def workers_started(state: RunState, members: Mapping[int, Place]) -> WorkersStarted:
+    """Every worker lives."""
+    ranks = sorted(members)
+    return WorkersStarted(
+        attempt=state.attempt,
+        pids={rank: members[rank].pid for rank in ranks},
+        nodes={rank: members[rank].node_id for rank in ranks},
+    )
+
+
+def step_finished(state: RunState, report: StepDone) -> StepFinished:
+    """One more step."""
+    return StepFinished(attempt=state.attempt, step=report.step, metrics=report.metrics)
+
+
+def evaluation_finished(state: RunState, report: Evaluated) -> EvaluationFinished:
+    """Held-out metrics."""
+    return EvaluationFinished(attempt=state.attempt, step=report.step, metrics=report.metrics)
+
+
+def checkpoint_committed(state: RunState, commit: Committed) -> CheckpointCommitted:
+    """A checkpoint exists."""
+    return CheckpointCommitted(
+        attempt=state.attempt,
+        step=commit.step,
+        uri=commit.uri,
+        stall_s=commit.stall_s,
+        save_s=commit.save_s,
+        num_bytes=commit.num_bytes,
+    )
+
+
+def save_failed(state: RunState, refusal: Refused) -> SaveFailed:
+    """A checkpoint does not exist."""
+    return SaveFailed(attempt=state.attempt, step=refusal.step, reason=refusal.reason)
+
+
+def failure_seen(state: RunState, failure: Failure) -> FailureSeen:
+    """The attempt is lost."""
+    return FailureSeen(
+        attempt=state.attempt, rank=failure.rank, step=failure.step, cause=failure.cause
+    )
+
+
+def run_finished(
+    state: RunState, meter: GoodputMeter, *, checkpoint_uri: str, now_s: float
+) -> RunFinished:
+    """The driver is done; a state that is no end means that it was torn away."""
+    return RunFinished(
+        status=_STATUS.get(state.state, "failed"),
+        step=state.saved_step,
+        checkpoint_uri=checkpoint_uri,
+        goodput=meter.goodput(now_s),
+        wall_s=meter.wall_s(now_s),
+        reason=state.reason if state.state.is_end else f"interrupted while {state.state}",
+    )

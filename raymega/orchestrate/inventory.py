@@ -1,0 +1,56 @@
+"""What the cluster offers: living nodes as worker slots. It reserves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import ray
+
+from raymega.config.schema import ClusterSection
+from raymega.messages import NodeSlots
+
+Device = Literal["cpu", "cuda"]
+
+_ROUNDING = 1e-6
+
+
+def list_nodes(cluster: ClusterSection) -> list[NodeSlots]:
+    """Every living node with the number of workers that it could hold, were it idle."""
+    nodes = _living_nodes()
+    device = _device(cluster, nodes)
+    return [
+        NodeSlots(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            num_slots=_num_slots(node["Resources"], device, cluster.cpus_per_worker),
+            labels=dict(node.get("Labels", {})),
+        )
+        for node in nodes
+    ]
+
+
+def find_device(cluster: ClusterSection) -> Device:
+    """The job's device, with ``auto`` resolved: cuda when any node has GPUs."""
+    return _device(cluster, _living_nodes())
+
+
+def worker_resources(device: Device, cpus_per_worker: float) -> dict[str, float]:
+    """What one worker reserves."""
+    return {"CPU": cpus_per_worker} | ({"GPU": 1.0} if device == "cuda" else {})
+
+
+def _living_nodes() -> list[dict[str, Any]]:  # Ray's own table, untyped there
+    table = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in table if node["Alive"]]
+
+
+def _device(cluster: ClusterSection, nodes: list[dict[str, Any]]) -> Device:
+    if cluster.device != "auto":
+        return cluster.device
+    return "cuda" if any(node["Resources"].get("GPU", 0) >= 1 for node in nodes) else "cpu"
+
+
+def _num_slots(resources: Mapping[str, float], device: Device, cpus_per_worker: float) -> int:
+    needs = worker_resources(device, cpus_per_worker)
+    return min(int(resources.get(kind, 0) / amount + _ROUNDING) for kind, amount in needs.items())

@@ -1,0 +1,135 @@
+"""Which worker gets which rank: pure functions of node ids, never of the order Ray lists things in.
+
+It owns the rule that a tensor-parallel group stays on one node, the proof that the cluster has room
+for that, and the map from living workers to ranks. It asks Ray for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raymega.errors import CapacityError, Fault, InternalError
+from raymega.messages import NodeSlots
+from raymega.plan.grid import Grid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a worker's process lives, as the process itself reports it.
+
+    Attributes:
+        node_id: Ray's id of the node. Addresses are no key: nodes may share one.
+        address: IP address for rendezvous.
+        pid: Process id on that node.
+        gpus: Indices of its GPUs on the node; empty on CPUs.
+    """
+
+    node_id: str
+    address: str
+    pid: int
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A worker's rank and its index among the workers of its node."""
+
+    rank: int
+    local_rank: int
+
+
+def block_size(grid: Grid, *, is_tp_across_nodes_allowed: bool) -> int:
+    """Workers that must share a node: a whole tp group, or 1 when it may span nodes."""
+    return 1 if is_tp_across_nodes_allowed else grid.tp
+
+
+def place_ranks(
+    nodes: Sequence[NodeSlots], grid: Grid, *, is_tp_across_nodes_allowed: bool
+) -> tuple[str, ...]:
+    """A node id for each rank: proof, before anything is asked of Ray, that the run fits.
+
+    Raises:
+        CapacityError: The nodes have no room, even when nothing else runs on them.
+    """
+    block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
+    workers = [
+        node.node_id
+        for node in sorted(nodes, key=lambda node: (-node.num_slots, node.node_id))
+        for _ in range(node.num_slots // block * block)
+    ][: grid.world_size]
+    if len(workers) < grid.world_size:
+        raise CapacityError(_no_room(nodes, grid, block))
+    places = [Place(node_id=node_id, address="", pid=0) for node_id in workers]
+    seats = assign_seats(places, grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
+    by_rank = {seat.rank: node_id for seat, node_id in zip(seats, workers, strict=True)}
+    return tuple(by_rank[rank] for rank in range(grid.world_size))
+
+
+def assign_seats(
+    places: Sequence[Place], grid: Grid, *, is_tp_across_nodes_allowed: bool
+) -> tuple[Seat, ...]:
+    """Seats in the order of ``places``: node after node, tp group after tp group.
+
+    The result depends on node ids and GPU indices alone, so the same processes get the same ranks
+    again after a restart.
+
+    Raises:
+        InternalError: A node holds part of a tp group although that is not allowed.
+    """
+    block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
+    queue: list[int] = []
+    for node_id, workers in _by_node(places):
+        if len(workers) % block:
+            raise InternalError(_broken_block(node_id, len(workers), block))
+        queue += workers
+    ranks = [rank for group in grid.groups("tp") for rank in group]
+    rank_of = dict(zip(queue, ranks, strict=True))
+    return _with_local_ranks(places, rank_of)
+
+
+def _by_node(places: Sequence[Place]) -> list[tuple[str, list[int]]]:
+    """Indices of the workers of each node, fullest node first, in order of their GPUs."""
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for index, place in enumerate(places):
+        nodes[place.node_id].append(index)
+    for workers in nodes.values():
+        workers.sort(key=lambda index: ([_number(gpu) for gpu in places[index].gpus], index))
+    return sorted(nodes.items(), key=lambda item: (-len(item[1]), item[0]))
+
+
+def _number(gpu: str) -> tuple[int, str]:
+    """Sort key of a GPU's index; ids that are no numbers come last, by name."""
+    return (int(gpu), "") if gpu.isdecimal() else (2**31, gpu)
+
+
+def _with_local_ranks(places: Sequence[Place], rank_of: dict[int, int]) -> tuple[Seat, ...]:
+    num_seated: dict[str, int] = defaultdict(int)
+    seats: dict[int, Seat] = {}
+    for index in sorted(rank_of, key=lambda index: rank_of[index]):
+        node_id = places[index].node_id
+        seats[index] = Seat(rank=rank_of[index], local_rank=num_seated[node_id])
+        num_seated[node_id] += 1
+    return tuple(seats[index] for index in range(len(places)))
+
+
+def _no_room(nodes: Sequence[NodeSlots], grid: Grid, block: int) -> Fault:
+    slots = sorted((node.num_slots for node in nodes), reverse=True)
+    shown = ", ".join(map(str, slots[:8])) + (", ..." if len(slots) > 8 else "")
+    total = sum(number // block * block for number in slots)
+    whole = f" in tp groups of {block}, each whole on a node" if block > 1 else ""
+    return Fault(
+        fact=f"the cluster has {len(nodes)} nodes with {shown or 'no'} worker slots",
+        rule=f"grid {grid.describe()} needs {grid.world_size} workers{whole}; "
+        f"there is room for {total}",
+        remedy="add nodes, lower cluster.cpus_per_worker, or use a smaller grid",
+    )
+
+
+def _broken_block(node_id: str, num_workers: int, block: int) -> Fault:
+    return Fault(
+        fact=f"node {node_id} holds {num_workers} workers",
+        rule=f"it must hold a multiple of {block}, for a tp group may not span nodes",
+        remedy="reserve each tp group as one bundle",
+    )

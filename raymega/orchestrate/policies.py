@@ -1,0 +1,135 @@
+"""What to do about a failure, as a value: restart the worker group, or give up and say why.
+
+It reads only failures; it neither detects them nor acts on its own decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from raymega.errors import (
+    ConfigError,
+    DataError,
+    Fault,
+    NumericsError,
+    PlanError,
+    RaymegaError,
+    WorkerError,
+)
+
+MAX_EQUAL_ERRORS = 3
+"""The same error of the same rank at the same step so often is no accident."""
+
+_HOPELESS: tuple[type[RaymegaError], ...] = (ConfigError, PlanError, DataError, NumericsError)
+"""Errors that come again however often the run restarts."""
+
+
+class FailureKind(StrEnum):
+    """How an attempt was lost."""
+
+    DIED = "died"
+    """A worker's process or node is gone."""
+    RAISED = "raised"
+    """A worker's training thread raised."""
+    HUNG = "hung"
+    """No worker has made progress within the deadline, or some did not start in time."""
+    UNSAVED = "unsaved"
+    """Every worker is done, but the last checkpoint could not be written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """The first cause of a lost attempt.
+
+    Attributes:
+        kind: How it was lost.
+        rank: Where it began; -1 when nobody knows.
+        step: Completed steps of that rank.
+        error: Class name of the exception; empty unless something was raised.
+        message: What happened, one line.
+        traceback: The worker's own; empty unless something was raised.
+        exit_code: The error's own; 1 unless it is one of raymega's.
+    """
+
+    kind: FailureKind
+    rank: int
+    step: int
+    error: str = ""
+    message: str
+    traceback: str = ""
+    exit_code: int = 1
+
+    @property
+    def cause(self) -> str:
+        """One line for people: who and what."""
+        if self.kind is FailureKind.UNSAVED:
+            return self.message
+        who = "a worker" if self.rank < 0 else f"rank {self.rank}"
+        if self.kind is FailureKind.RAISED:
+            return f"{who} raised {self.error}: {self.message}"
+        return f"{who} {self.kind}: {self.message}"
+
+    def equals(self, other: Failure) -> bool:
+        """Same rank, same step, same error: the training code does it again."""
+        mine = (self.kind, self.rank, self.step, self.error)
+        return mine == (other.kind, other.rank, other.step, other.error)
+
+
+class Action(StrEnum):
+    """What the controller can do about a failure."""
+
+    RESTART = "restart"
+    GIVE_UP = "give up"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """An action and the sentence that explains it."""
+
+    action: Action
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailurePolicy:
+    """Restart ``max_failures`` times, unless restarting cannot help."""
+
+    max_failures: int
+
+    def decide(self, earlier: Sequence[Failure], failure: Failure) -> Decision:
+        """Weigh ``failure`` against the ``earlier`` ones of this driver, oldest first."""
+        if failure.exit_code in {kind.exit_code for kind in _HOPELESS}:
+            return _give_up(f"{failure.error} comes again however often the run restarts")
+        repeats = 1 + _count_equal_at_end(earlier, failure)
+        if failure.kind is FailureKind.RAISED and repeats >= MAX_EQUAL_ERRORS:
+            return _give_up(f"the same error at step {failure.step}, {repeats} times in a row")
+        if len(earlier) >= self.max_failures:
+            return _give_up(f"elastic.max_failures={self.max_failures} restarts are spent")
+        number = len(earlier) + 1
+        return Decision(
+            action=Action.RESTART, reason=f"restart {number} of at most {self.max_failures}"
+        )
+
+
+def give_up_error(failure: Failure, reason: str) -> RaymegaError:
+    """What the driver raises: the error's own kind when that asks for an exit code, else 4."""
+    akin = [kind for kind in _HOPELESS if kind.exit_code == failure.exit_code]
+    named = [kind for kind in akin if kind.__name__ == failure.error]
+    kinds: list[type[RaymegaError]] = [*named, *akin, WorkerError]
+    remedy = "read that rank's log; the same job continues from the last checkpoint"
+    return kinds[0](Fault(fact=failure.cause, rule=reason, remedy=remedy))
+
+
+def _give_up(reason: str) -> Decision:
+    return Decision(action=Action.GIVE_UP, reason=reason)
+
+
+def _count_equal_at_end(earlier: Sequence[Failure], failure: Failure) -> int:
+    count = 0
+    for other in reversed(earlier):
+        if not failure.equals(other):
+            break
+        count += 1
+    return count

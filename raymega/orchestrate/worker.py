@@ -1,0 +1,163 @@
+"""The Ray actor that hosts one rank: training in a thread, the driver's calls beside it.
+
+It owns the process (its output, its thread, its last words) and knows nothing of training: that is
+an entry module, named by string and imported here, with ``host_rendezvous``, ``run_worker`` and
+``abort``. It never retries and never decides anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from threading import Thread
+from typing import Protocol, cast
+
+import ray
+
+from raymega.errors import CommunicationError
+from raymega.messages import (
+    Channel,
+    Progress,
+    Report,
+    Requests,
+    StartWorker,
+    StepDone,
+    WorkerFailed,
+)
+from raymega.orchestrate.outbox import Outbox
+from raymega.orchestrate.placement import Place
+
+log = logging.getLogger(__name__)
+
+MAX_CONCURRENCY = 4
+"""Threads for the driver's calls: a long poll, an abort, and room for short ones."""
+
+
+class Entry(Protocol):
+    """What an entry module offers."""
+
+    def host_rendezvous(self, host: str) -> tuple[str, object]:
+        """Open the place where ranks meet; its ``host:port`` and a handle that keeps it open."""
+
+    def run_worker(self, start: StartWorker, channel: Channel, rendezvous: object) -> None:
+        """Train; called in a thread of its own. Returns at the end or raises."""
+
+    def abort(self) -> None:
+        """Make ``run_worker`` raise if it waits for other ranks; called from another thread."""
+
+
+class Worker:
+    """One process, which may serve several attempts one after the other."""
+
+    def __init__(self, entry: str) -> None:
+        self._entry_name = entry
+        self._rendezvous: object = None
+        self._outbox = Outbox()
+        self._thread = Thread()
+
+    def place(self) -> Place:
+        """Where this process lives."""
+        context = ray.get_runtime_context()
+        return Place(
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            pid=os.getpid(),
+            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+        )
+
+    def preload(self) -> None:
+        """Import the entry, which takes seconds, while the driver is busy with other things."""
+        self._entry()
+
+    def host_rendezvous(self, host: str) -> str:
+        """Rank 0 only: open the meeting place of the next attempt and return its address."""
+        address, self._rendezvous = self._entry().host_rendezvous(host)
+        return address
+
+    def start(self, start: StartWorker, log_path: str) -> None:
+        """Begin an attempt; returns at once."""
+        _write_output_to(Path(log_path), start)
+        self._outbox = Outbox()
+        self._thread = Thread(
+            target=self._train,
+            args=(start, _Steps(self._outbox), self._rendezvous),
+            name=f"training-{start.attempt}",
+            daemon=True,
+        )
+        self._rendezvous = None
+        self._thread.start()
+
+    def next_reports(self, timeout_s: float) -> list[Report]:
+        """The long poll. The driver always has one outstanding, and so sees this process die."""
+        return self._outbox.take(timeout_s)
+
+    def set_requests(self, requests: Requests) -> None:
+        """What the loop shall do at its next step boundary."""
+        self._outbox.set_requests(requests)
+
+    def abort(self, timeout_s: float) -> bool:
+        """End the attempt; whether the training thread is gone, so that the process can go on."""
+        self._outbox.close()
+        if self._thread.is_alive():
+            self._entry().abort()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _entry(self) -> Entry:
+        return cast(Entry, importlib.import_module(self._entry_name))
+
+    def _train(self, start: StartWorker, channel: _Steps, rendezvous: object) -> None:
+        try:
+            self._entry().run_worker(start, channel, rendezvous)
+        except BaseException as error:  # the thread's edge: it becomes a value
+            log.exception("rank %d failed after step %d", start.rank, channel.step)
+            channel.report(_last_words(start.rank, channel.step, error))
+            traceback.clear_frames(error.__traceback__)
+
+
+class _Steps:
+    """A Channel that remembers the last step that went through it."""
+
+    def __init__(self, channel: Outbox) -> None:
+        self._channel = channel
+        self.step = 0
+
+    def report(self, report: Report) -> None:
+        if isinstance(report, StepDone | Progress):
+            self.step = report.step
+        self._channel.report(report)
+
+    def requests(self) -> Requests:
+        return self._channel.requests()
+
+
+def _last_words(rank: int, step: int, error: BaseException) -> WorkerFailed:
+    return WorkerFailed(
+        rank=rank,
+        step=step,
+        error=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        is_secondary=isinstance(error, CommunicationError),
+        exit_code=getattr(error, "exit_code", 1),
+    )
+
+
+def _write_output_to(path: Path, start: StartWorker) -> None:
+    """From now on everything that this process says goes to ``path``, native code included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if start.rank == 0 else logging.WARNING,
+        format=f"%(asctime)s a{start.attempt} r{start.rank} %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )

@@ -1,0 +1,63 @@
+"""Collectives that autograd can see: each function is one half of a conjugate pair.
+
+Tensor-parallel code needs only these two sentences: where a tensor that every rank holds whole
+enters work that is cut over the ranks, its gradient comes back in parts and must be summed
+(`copy_to_tp`); where the parts of a sum leave that work, they are summed and the gradient is
+already whole (`reduce_from_tp`). The transport itself is comm's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raymega.parallel.comm import all_reduce
+from raymega.parallel.groups import Group
+
+
+def copy_to_tp(x: Tensor, group: Group) -> Tensor:
+    """Enter work that is cut over ``group``: identity forward, all-reduce backward.
+
+    Args:
+        x: Any shape, equal on all ranks of ``group``.
+        group: The tensor-parallel ranks.
+    """
+    return x if group.size == 1 else _CopyToTp.apply(x, group)
+
+
+def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
+    """Leave work that is cut over ``group``: all-reduce forward, identity backward.
+
+    Args:
+        x: Any shape, this rank's term of the sum; overwritten with the sum.
+        group: The tensor-parallel ranks.
+    """
+    return x if group.size == 1 else _ReduceFromTp.apply(x, group)
+
+
+class _CopyToTp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A clone, because autograd may hand the same gradient tensor to other branches too.
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _ReduceFromTp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,262 @@
+"""The one wrapper around torch.distributed: collectives and transfers that refuse to be wrong.
+
+gloo moves the wrong elements of a strided tensor without a word, and torch's own functions do
+nothing at all on a group where coalescing once failed. So every operation is checked here, goes
+straight to the group's handle, and turns a failure into a CommunicationError that says who waited
+for whom. It owns no group and differentiates nothing: that is parallel.collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from raymega.errors import CommunicationError, Fault, InternalError
+from raymega.parallel.groups import Group
+
+REDUCTIONS = {
+    "sum": dist.ReduceOp(dist.ReduceOp.SUM),
+    "max": dist.ReduceOp(dist.ReduceOp.MAX),
+}
+DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+    }
+)
+
+
+class Pending:
+    """An operation under way; torch keeps its tensors alive until it is done.
+
+    On a GPU, waiting only orders the current stream behind it, and NCCL's watchdog keeps the
+    timeout that the group was made with.
+    """
+
+    __slots__ = ("_began", "_is_on_host", "_what", "_work")
+
+    def __init__(self, what: str, work: dist.Work | None, *, is_on_host: bool) -> None:
+        self._what, self._work, self._is_on_host = what, work, is_on_host
+        self._began = time.monotonic()
+
+    def is_done(self) -> bool:
+        """True once waiting would not block."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it is complete.
+
+        Raises:
+            CommunicationError: It failed, or took longer than ``timeout_s``.
+        """
+        if self._work is None:
+            return
+        try:
+            if self._is_on_host:
+                self._work.wait(timedelta(seconds=timeout_s))
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            waited_s = time.monotonic() - self._began
+            raise _failure(self._what, waited_s, timeout_s, error) from error
+
+
+def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pending:
+    """Begin :func:`all_reduce`; the tensor must be left alone until it is waited for."""
+    _check("all_reduce", tensor, group)
+    options = c10d.AllreduceOptions()
+    options.reduceOp = REDUCTIONS[op]
+    return _start("all_reduce", tensor, group, lambda handle: handle.allreduce([tensor], options))
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
+    """Combine in place over the group by ``sum`` or ``max``, and return the same tensor."""
+    start_all_reduce(tensor, group, op).wait(group.timeout_s)
+    return tensor
+
+
+def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N, ...] -> [size * N, ...] in group order; the tensor itself when the group has size 1."""
+    _check("all_gather", tensor, group)
+    _check_rows("all_gather", tensor, group, divisor=1)
+    if group.size == 1:
+        return tensor
+    gathered = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
+    _start(
+        "all_gather", tensor, group, lambda handle: handle._allgather_base(gathered, tensor)
+    ).wait(group.timeout_s)
+    return gathered
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N, ...] -> [N / size, ...], own rows of the sum; itself when the group has size 1."""
+    _check("reduce_scatter", tensor, group)
+    _check_rows("reduce_scatter", tensor, group, divisor=group.size)
+    if group.size == 1:
+        return tensor
+    rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    options = c10d.ReduceScatterOptions()
+    _start(
+        "reduce_scatter",
+        tensor,
+        group,
+        lambda handle: handle._reduce_scatter_base(rows, tensor, options),
+    ).wait(group.timeout_s)
+    return rows
+
+
+def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
+    """Overwrite in place with the values of the rank at place ``source``; return the tensor."""
+    _check("broadcast", tensor, group)
+    options = c10d.BroadcastOptions()
+    options.rootRank = source
+    _start("broadcast", tensor, group, lambda handle: handle.broadcast([tensor], options)).wait(
+        group.timeout_s
+    )
+    return tensor
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank of the group has called it; on a GPU it waits for the host too."""
+    if group.handle is None:
+        return
+    is_gpu = group.handle.name() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    all_reduce(torch.zeros(1, device=device), group).item()
+
+
+def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
+    """Begin to send to the rank at place ``peer``; leave the tensor alone until waited for.
+
+    Sends to one peer arrive in order; over gloo the ``tag`` must match as well.
+    """
+    _check("send", tensor, group)
+    _check_peer("send", group, peer)
+    return _start(
+        f"send to rank {group.ranks[peer]}, tag {tag},",
+        tensor,
+        group,
+        lambda handle: handle.send([tensor], peer, tag),
+    )
+
+
+def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
+    """Begin to receive from the rank at place ``peer`` into ``tensor``.
+
+    Shape and dtype must be the sender's: gloo ends the process when the sizes differ.
+    """
+    _check("receive", tensor, group)
+    _check_peer("receive", group, peer)
+    return _start(
+        f"receive from rank {group.ranks[peer]}, tag {tag},",
+        tensor,
+        group,
+        lambda handle: handle.recv([tensor], peer, tag),
+    )
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether another rank is, as a rule, the cause of ``error``."""
+    return isinstance(error, CommunicationError | dist.DistError)
+
+
+def _start(
+    operation: str,
+    tensor: torch.Tensor,
+    group: Group,
+    launch: Callable[[dist.ProcessGroup], dist.Work],
+) -> Pending:
+    """Launch on the group's handle; nothing to do and nothing to wait for at size 1."""
+    what = f"{operation} on group {group.name}"
+    is_on_host = tensor.device.type == "cpu"
+    if group.handle is None:
+        return Pending(what, None, is_on_host=is_on_host)
+    what = f"{what} of ranks {_ranks(group)}"
+    try:
+        return Pending(what, launch(group.handle), is_on_host=is_on_host)
+    except RuntimeError as error:
+        raise _failure(what, 0.0, group.timeout_s, error) from error
+
+
+def _ranks(group: Group) -> str:
+    shown = ", ".join(map(str, group.ranks[:8]))
+    return shown if group.size <= 8 else f"{shown}, ... ({group.size} in all)"
+
+
+def _failure(
+    what: str, waited_s: float, timeout_s: float, error: RuntimeError
+) -> CommunicationError:
+    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return CommunicationError(
+        Fault(
+            fact=f"{what} failed after {waited_s:.1f} s: {cause}",
+            rule=f"every rank must take part within elastic.collective_timeout_s={timeout_s:g} s",
+            remedy="look at the rank that failed first; if all are only slow, raise "
+            "elastic.collective_timeout_s",
+        )
+    )
+
+
+def _check(operation: str, tensor: torch.Tensor, group: Group) -> None:
+    """Refuse what would be silently wrong, at size 1 too so that one rank finds the mistake."""
+    where = f"{operation} on group {group.name}"
+    if not tensor.is_contiguous():
+        raise _mistake(
+            f"{where}: shape {tuple(tensor.shape)} has strides {tensor.stride()}",
+            "gloo moves the wrong elements of a strided tensor without an error",
+            "pass x = tensor.contiguous() and go on with x",
+        )
+    if tensor.dtype not in DTYPES:
+        raise _mistake(
+            f"{where}: dtype {tensor.dtype}",
+            f"it must be one of {', '.join(sorted(str(d)[6:] for d in DTYPES))}",
+            "send another format as tensor.view(torch.uint8), or convert what is to be summed",
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise _mistake(
+            f"{where}: the tensor is part of a gradient graph",
+            "no gradient would flow through the operation",
+            "use parallel.collectives, or detach the tensor",
+        )
+    if group.handle is not None and tensor.device.type not in _device_types(group.handle):
+        raise _mistake(
+            f"{where}: the tensor lives on {tensor.device}",
+            f"the group serves {', '.join(sorted(_device_types(group.handle)))}",
+            "move the tensor to the worker's device",
+        )
+
+
+def _device_types(handle: dist.ProcessGroup) -> set[str]:
+    return {device.type for device in handle._device_types}
+
+
+def _check_rows(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int) -> None:
+    if tensor.ndim == 0 or tensor.shape[0] % divisor:
+        raise _mistake(
+            f"{operation} on group {group.name}: shape {tuple(tensor.shape)}",
+            f"dim 0 must exist and be a multiple of {divisor}",
+            "pad or reshape the tensor",
+        )
+
+
+def _check_peer(operation: str, group: Group, peer: int) -> None:
+    if peer == group.index or not 0 <= peer < group.size:
+        raise _mistake(
+            f"{operation} on group {group.name}: peer {peer} from place {group.index}",
+            f"it must be another place in [0, {group.size})",
+            "name the peer by its place in the group, not by its global rank",
+        )
+
+
+def _mistake(fact: str, rule: str, remedy: str) -> InternalError:
+    return InternalError(Fault(fact=fact, rule=rule, remedy=remedy))

@@ -1,0 +1,100 @@
+"""ShardedParameter: a parameter that knows its place in the whole model, and its first values.
+
+The place itself is sharding.ShardSpec's, the numbers are rng's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+
+from raymega.errors import Fault, InternalError, raise_faults
+from raymega.messages import Box
+from raymega.parallel import rng
+from raymega.parallel.sharding import Piece, ShardSpec
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A rank's part of one or several global tensors.
+
+    Attributes:
+        spec: Which part, who else holds it, and who counts it.
+    """
+
+    spec: ShardSpec
+
+    def __new__(cls, data: torch.Tensor, spec: ShardSpec) -> ShardedParameter:
+        """Wrap ``data`` ([*spec.shape]), which gets no values here."""
+        param = super().__new__(cls, data)
+        param.spec = spec
+        return param
+
+
+def initialise(param: ShardedParameter, seed: int) -> None:
+    """Fill each piece with the values that its block has in the whole tensor, on any layout."""
+    for piece in param.spec.pieces:
+        place = piece.local.within(Box(offset=(0,) * param.ndim, shape=tuple(param.shape)))
+        with torch.no_grad():
+            param[place].copy_(_initial_values(piece, seed, param.device))
+
+
+def check_specs(params: Sequence[ShardedParameter]) -> None:
+    """Hold every spec against its parameter, and the parameters against each other.
+
+    Raises:
+        InternalError: Shapes disagree, pieces do not tile a parameter, or a block is held twice.
+    """
+    faults = [fault for param in params for fault in _spec_faults(param)]
+    pieces = [piece for param in params for piece in param.spec.pieces]
+    raise_faults(InternalError, faults + _overlap_faults(pieces))
+
+
+def _initial_values(piece: Piece, seed: int, device: torch.device) -> torch.Tensor:
+    tensor, box = piece.tensor, piece.box
+    if tensor.init == "normal":
+        stream = rng.key(seed, "init", tensor.name)
+        values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
+        return values.mul_(tensor.init_std)
+    constants = {"zeros": 0.0, "ones": 1.0}
+    return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
+
+
+def _spec_faults(param: ShardedParameter) -> list[Fault]:
+    spec, shape = param.spec, tuple(param.shape)
+    whole = Box(offset=(0,) * len(shape), shape=shape)
+    faults = []
+    if shape != spec.shape:
+        faults.append(
+            _fault(spec.name, f"shape {shape}", f"its spec says {spec.shape}", "build it from spec")
+        )
+    if sum(piece.local.num_elements for piece in spec.pieces) != param.numel() or any(
+        piece.local.intersect(whole) != piece.local for piece in spec.pieces
+    ):
+        faults.append(
+            _fault(spec.name, f"shape {shape}", "pieces must tile it", "cut it with make_spec")
+        )
+    for piece in spec.pieces:
+        tensor = Box(offset=(0,) * len(piece.tensor.shape), shape=piece.tensor.shape)
+        if piece.box.shape != piece.local.shape or piece.box.intersect(tensor) != piece.box:
+            what = f"block {piece.box} of shape {piece.tensor.shape}"
+            rule = f"it must lie inside and be as large as its local block {piece.local}"
+            faults.append(_fault(piece.tensor.name, what, rule, "cut it with make_spec"))
+    return faults
+
+
+def _overlap_faults(pieces: Sequence[Piece]) -> list[Fault]:
+    by_tensor: dict[str, list[Box]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.tensor.name, []).append(piece.box)
+    return [
+        _fault(name, f"blocks {a} and {b}", "a rank holds each element once", "share the parameter")
+        for name, boxes in by_tensor.items()
+        for a, b in combinations(boxes, 2)
+        if a.intersect(b) is not None
+    ]
+
+
+def _fault(name: str, fact: str, rule: str, remedy: str) -> Fault:
+    return Fault(fact=f"parameter {name}: {fact}", rule=rule, remedy=remedy)

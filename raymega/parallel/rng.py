@@ -1,0 +1,125 @@
+"""Counter-based random numbers: an element's value depends on a key and its global index only.
+
+So any block of a tensor equals that block of the whole, whatever the layout. It holds no state;
+which purpose needs which numbers is its callers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from math import log2, prod, tau
+
+import torch
+
+from raymega.messages import Box
+
+# Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; 2011).
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+# Elements drawn at once, which bounds the memory of temporaries. They stay in a CPU's cache, and
+# below the size from which torch starts threads for them; a GPU wants fewer, larger launches.
+CPU_CHUNK = 1 << 14
+GPU_CHUNK = 1 << 22
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def key(seed: int, purpose: str, name: str) -> int:
+    """64-bit key of one stream of numbers, such as the initial values of one tensor."""
+    digest = blake2b(f"{seed}/{purpose}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def uniform(
+    key: int,
+    box: Box,
+    global_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Uniform in [0, 1), in steps that ``dtype`` represents exactly; of ``box.shape``."""
+    digits = 1 - int(log2(torch.finfo(dtype).eps))
+
+    def draw(words: Words) -> torch.Tensor:
+        return _fraction(words[0], words[1], digits).to(dtype)
+
+    return _fill(draw, key, box, global_shape, dtype, device)
+
+
+def normal(
+    key: int,
+    box: Box,
+    global_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Standard normal by Box and Muller, drawn in float64 and rounded to ``dtype``."""
+
+    def draw(words: Words) -> torch.Tensor:
+        radius = (1.0 - _fraction(words[0], words[1], 53)).log_().mul_(-2.0).sqrt_()
+        angle = _fraction(words[2], words[3], 53).mul_(tau)
+        return radius.mul_(angle.cos_())
+
+    return _fill(draw, key, box, global_shape, dtype, device)
+
+
+def philox(counter: Words, key: int) -> Words:
+    """Philox4x32-10: four 32-bit words out of a 128-bit counter and a 64-bit key.
+
+    Words are int64 tensors with values in [0, 2**32). Products wrap as two's complement; what they
+    leave above bit 32 is masked before the next product.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & MASK, key >> 32
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & MASK, p1, (p0 >> 32 ^ c3 ^ k1) & MASK, p0
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return c0, c1 & MASK, c2, c3 & MASK
+
+
+def _fraction(high: torch.Tensor, low: torch.Tensor, digits: int) -> torch.Tensor:
+    """The first ``digits`` (at most 53) of 64 bits as a float64 in [0, 1)."""
+    bits = ((high << 21) | (low >> 11)) >> (53 - digits)
+    return bits.to(torch.float64).mul_(2.0**-digits)
+
+
+def _fill(
+    draw: Callable[[Words], torch.Tensor],
+    key: int,
+    box: Box,
+    global_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> torch.Tensor:
+    values = torch.empty(box.num_elements, dtype=dtype, device=device)
+    chunk = CPU_CHUNK if values.device.type == "cpu" else GPU_CHUNK
+    for start in range(0, values.numel(), chunk):
+        part = values[start : start + chunk]
+        local = torch.arange(start, start + part.numel(), dtype=torch.int64, device=device)
+        index = _global_index(local, box, global_shape)
+        zero = torch.zeros_like(index)
+        part.copy_(draw(philox((index & MASK, index >> 32, zero, zero), key)))
+    return values.view(box.shape)
+
+
+def _global_index(local: torch.Tensor, box: Box, global_shape: tuple[int, ...]) -> torch.Tensor:
+    """Linear index in the whole tensor of the elements with linear index ``local`` in the box."""
+    index = torch.full_like(local, _linear(box.offset, global_shape))
+    for dim, extent in enumerate(box.shape):
+        inner = prod(box.shape[dim + 1 :])
+        index += (local // inner) % extent * prod(global_shape[dim + 1 :])
+    return index
+
+
+def _linear(offset: tuple[int, ...], global_shape: tuple[int, ...]) -> int:
+    index = 0
+    for position, extent in zip(offset, global_shape, strict=True):
+        index = index * extent + position
+    return index

@@ -1,0 +1,48 @@
+"""Merges what the executors of all ranks recorded into one trace for Chrome or Perfetto.
+
+It makes plain values that json can write; it opens no file and draws nothing. The format is
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raymega.schedule.timeline import EventTuple
+
+US_PER_S = 1e6
+
+
+def merge_trace(rows: Mapping[int, Sequence[EventTuple]]) -> dict[str, object]:
+    """The trace of one step: a row a rank, a span an instruction, times in microseconds.
+
+    Args:
+        rows: Events by rank, in seconds since a start that all ranks share.
+    """
+    names = [_row_name(rank) for rank in sorted(rows)]
+    spans = [_span(rank, event) for rank in sorted(rows) for event in rows[rank]]
+    return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
+
+
+def _row_name(rank: int) -> dict[str, object]:
+    return {
+        "ph": "M",
+        "name": "thread_name",
+        "pid": 0,
+        "tid": rank,
+        "args": {"name": f"rank {rank}"},
+    }
+
+
+def _span(rank: int, event: EventTuple) -> dict[str, object]:
+    name, micro_batch, chunk, start_s, end_s = event
+    return {
+        "ph": "X",
+        "name": f"{name} {micro_batch}",
+        "cat": name,
+        "pid": 0,
+        "tid": rank,
+        "ts": start_s * US_PER_S,
+        "dur": (end_s - start_s) * US_PER_S,
+        "args": {"micro_batch": micro_batch, "chunk": chunk},
+    }

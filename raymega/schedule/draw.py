@@ -1,0 +1,161 @@
+"""Paints a time line, simulated or recorded, as a picture in SVG.
+
+One row a rank; forwards and backwards are blocks with the micro-batch's number, receives that wait
+are hatched, and what is left is idle. It reads events only and writes no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, log10
+from statistics import median
+from xml.sax.saxutils import escape
+
+from raymega.schedule.instructions import Op
+from raymega.schedule.timeline import COMPUTE, RECEIVE, EventTuple, bubble, span
+
+Rows = Mapping[str, Sequence[EventTuple]]
+
+# Okabe and Ito's palette, which people with any colour vision can tell apart.
+FILLS = {Op.FORWARD: "#56b4e9", Op.BACKWARD: "#e69f00"}
+WAIT_FILL = "url(#wait)"
+LEGEND = (("forward", FILLS[Op.FORWARD]), ("backward", FILLS[Op.BACKWARD]), ("waiting", WAIT_FILL))
+
+# All in pixels. A block of median length is wide enough for its number, within these widths.
+TITLE_PX, LEGEND_PX, AXIS_PX, MARGIN_PX = 34, 30, 44, 16
+ROW_PX, ROW_GAP_PX = 30, 6
+BLOCK_PX, MIN_WIDTH_PX, MAX_WIDTH_PX = 26, 720, 3200
+CHARACTER_PX = 7.2
+TICK_PX = 90
+
+STYLE = """
+text { font: 12px Helvetica, Arial, sans-serif; fill: #222 }
+.title { font-size: 15px; font-weight: bold }
+.number { text-anchor: middle }
+.label { text-anchor: end }
+.row { fill: #f4f4f4 }
+.block { stroke: #fff; stroke-width: 1 }
+.grid { stroke: #bbb; stroke-width: 1 }
+"""
+PATTERN = (
+    '<defs><pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<rect width="6" height="6" fill="#e4e4e4"/>'
+    '<path d="M-1 1L1 -1M0 6L6 0M5 7L7 5" stroke="#a8a8a8" stroke-width="1"/></pattern></defs>'
+)
+
+
+def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float = 1.0) -> str:
+    """The picture of a step as one SVG document.
+
+    Args:
+        rows: Events by row label, such as ``stage 0``; rows are drawn in this order.
+        title: Said above the picture.
+        time_unit: What one unit on the time axis is called.
+        scale: Units on the time axis per unit of the events; 1000 shows seconds as ``ms``.
+    """
+    frame = _make_frame(rows, scale)
+    parts = [
+        PATTERN,
+        _text(MARGIN_PX, 24, title, "title"),
+        *_legend(rows),
+        *_axis(frame, len(rows), time_unit),
+    ]
+    for index, (label, events) in enumerate(rows.items()):
+        parts += _row(frame, index, label, events)
+    height = frame.row_y(len(rows)) + AXIS_PX
+    width = frame.left_px + frame.width_px + MARGIN_PX
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}">\n<style>{STYLE}</style>\n'
+        '<rect width="100%" height="100%" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Frame:
+    """Where times and rows lie on the paper; ``first`` and ``length`` are in scaled time."""
+
+    first: float
+    length: float
+    scale: float
+    left_px: float
+    width_px: float
+
+    def x(self, time: float) -> float:
+        """Pixel of an event's time."""
+        return self.left_px + (time * self.scale - self.first) / self.length * self.width_px
+
+    def row_y(self, index: int) -> float:
+        """Upper edge of a row."""
+        return TITLE_PX + LEGEND_PX + index * (ROW_PX + ROW_GAP_PX)
+
+
+def _make_frame(rows: Rows, scale: float) -> _Frame:
+    first, last = span(rows.values())
+    blocks = [e[4] - e[3] for row in rows.values() for e in row if e[0] == Op.FORWARD]
+    typical = median(blocks) if blocks else 0.0
+    width_px = (last - first) / typical * BLOCK_PX if typical > 0 else 0.0
+    labels_px = CHARACTER_PX * max((len(label) for label in rows), default=0)
+    return _Frame(
+        first=first * scale,
+        length=(last - first) * scale or 1.0,
+        scale=scale,
+        left_px=MARGIN_PX + labels_px + 8,
+        width_px=min(max(width_px, MIN_WIDTH_PX), MAX_WIDTH_PX),
+    )
+
+
+def _row(frame: _Frame, index: int, label: str, events: Sequence[EventTuple]) -> Iterator[str]:
+    y = frame.row_y(index)
+    yield _text(frame.left_px - 8, y + ROW_PX / 2 + 4, label, "label")
+    yield _rect(frame.left_px, y, frame.width_px, "row")
+    for name, micro_batch, chunk, start, end in events:
+        x, width = frame.x(start), frame.x(end) - frame.x(start)
+        if name in RECEIVE and width > 0:
+            yield _rect(x, y, width, "wait", WAIT_FILL)
+        elif name in COMPUTE:
+            hint = f"{name} {micro_batch}" + (f", chunk {chunk}" if chunk else "")
+            yield _rect(x, y, width, "block", FILLS[Op(name)], hint)
+            if width > CHARACTER_PX * len(str(micro_batch)) + 2:
+                yield _text(x + width / 2, y + ROW_PX / 2 + 4, str(micro_batch), "number")
+
+
+def _legend(rows: Rows) -> Iterator[str]:
+    x: float = MARGIN_PX
+    for name, fill in LEGEND:
+        yield f'<rect x="{x:.1f}" y="{TITLE_PX + 2}" width="16" height="16" fill="{fill}"/>'
+        yield _text(x + 22, TITLE_PX + 14, name)
+        x += 22 + CHARACTER_PX * len(name) + 18
+    ratio, rate = bubble(rows.values())
+    yield _text(x, TITLE_PX + 14, f"bubble: {ratio:.3f} of ideal time, {rate:.1%} of all time")
+
+
+def _axis(frame: _Frame, num_rows: int, time_unit: str) -> Iterator[str]:
+    top, bottom = frame.row_y(0), frame.row_y(num_rows)
+    step = _tick_step(frame.length * TICK_PX / frame.width_px)
+    for tick in range(floor(frame.length / step * (1 + 1e-9)) + 1):
+        x = frame.left_px + tick * step / frame.length * frame.width_px
+        yield f'<path class="grid" d="M{x:.1f} {top - 4:.0f}V{bottom + 4:.0f}"/>'
+        yield _text(x, bottom + 18, f"{tick * step:g}", "number")
+    yield _text(frame.left_px + frame.width_px / 2, bottom + 36, f"time ({time_unit})", "number")
+
+
+def _tick_step(least: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
+    power = 10.0 ** floor(log10(least))
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
+
+
+def _rect(x: float, y: float, width: float, kind: str, fill: str = "", hint: str = "") -> str:
+    paint = f' fill="{fill}"' if fill else ""
+    title = f"<title>{escape(hint)}</title>" if hint else ""
+    return (
+        f'<rect class="{kind}" x="{x:.2f}" y="{y:.0f}" width="{width:.2f}" height="{ROW_PX}"'
+        f"{paint}>{title}</rect>"
+    )
+
+
+def _text(x: float, y: float, content: str, kind: str = "") -> str:
+    attribute = f' class="{kind}"' if kind else ""
+    return f'<text{attribute} x="{x:.1f}" y="{y:.0f}">{escape(content)}</text>'

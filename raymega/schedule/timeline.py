@@ -1,0 +1,56 @@
+"""What was done when: the events of a pipeline step, simulated or recorded, and their bubble.
+
+It owns the form of an event and the measures of a time line. The simulator and the executor write
+events; draw and trace show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from raymega.schedule.instructions import Op
+
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD})
+RECEIVE = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
+
+EventTuple = tuple[str, int, int, float, float]
+
+
+class Event(NamedTuple):
+    """One instruction carried out; equal to its plain tuple, which is how it crosses processes.
+
+    ``name`` is the op's value. Times are seconds since the step's start, or the simulator's units.
+    """
+
+    name: str
+    micro_batch: int
+    chunk: int
+    start_s: float
+    end_s: float
+
+
+class Bubble(NamedTuple):
+    """Idle time of all ranks together: ``ratio`` to their working time, ``rate`` of all time."""
+
+    ratio: float
+    rate: float
+
+
+def span(rows: Iterable[Sequence[EventTuple]]) -> tuple[float, float]:
+    """First start and last end of any event; (0, 0) when there is none."""
+    events = [event for row in rows for event in row]
+    if not events:
+        return 0.0, 0.0
+    return min(event[3] for event in events), max(event[4] for event in events)
+
+
+def bubble(rows: Collection[Sequence[EventTuple]]) -> Bubble:
+    """Idle time from the first work of any rank to the last; receiving and waiting are idle."""
+    work = [[event for event in row if event[0] in COMPUTE] for row in rows]
+    busy = sum(end - start for row in work for *_, start, end in row)
+    first, last = span(work)
+    total = len(rows) * (last - first)
+    if busy == 0:
+        return Bubble(0.0, 0.0)
+    return Bubble(ratio=(total - busy) / busy, rate=(total - busy) / total)

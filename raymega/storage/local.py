@@ -1,0 +1,173 @@
+"""Objects as files under a root folder: whole or absent, and on the disk when put returns.
+
+An object is written to a temporary file, synced, and given its name in one step of the file
+system. It needs atomic rename and hard links (ext4, xfs, NFS, Lustre have both), nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from raymega.errors import Fault, StorageError
+from raymega.storage.keys import check_key, is_key
+
+PARTIAL_FOLDER = ".partial"
+STALE_PARTIAL_S = 24 * 3600
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+class LocalStore:
+    """The Store protocol over files; no state beside the root, so safe from any thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def uri(self) -> str:
+        """The root folder."""
+        return str(self._root)
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
+        """Write an object; with ``overwrite`` false an existing key raises FileExistsError."""
+        path = self._path(key)
+        partial = self._root / PARTIAL_FOLDER / uuid4().hex
+        with _failures("write", path):
+            try:
+                _write_synced(partial, chunks)
+                _remove_stale(partial)
+                _make_folder(path.parent)
+                is_published = _publish(partial, path, overwrite=overwrite)
+            finally:
+                partial.unlink(missing_ok=True)
+            _sync_folder(path.parent)
+        if not is_published:
+            raise FileExistsError(key)
+
+    def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
+        """Read bytes [start, start + num_bytes), fewer at the end; -1 is to the end."""
+        path = self._path(key)
+        with _failures("read", path), _absence(key), path.open("rb") as file:
+            file.seek(start)
+            return file.read(num_bytes)
+
+    def size(self, key: str) -> int:
+        """Length of an object in bytes."""
+        path = self._path(key)
+        with _failures("read", path), _absence(key):
+            if path.is_dir():
+                raise IsADirectoryError(key)
+            return path.stat().st_size
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys that begin with ``prefix``, in order."""
+        folder = self._root / prefix.rpartition("/")[0]
+        with _failures("list", folder):
+            keys = sorted(path.relative_to(self._root).as_posix() for path in _files(folder))
+        yield from (key for key in keys if key.startswith(prefix) and is_key(key))
+
+    def delete(self, key: str) -> None:
+        """Remove an object, and the folders that it leaves empty; a missing key is no error."""
+        path = self._path(key)
+        with _failures("delete", path), suppress(*_ABSENT):
+            path.unlink()
+            for folder in path.relative_to(self._root).parents[:-1]:
+                if not _remove_if_empty(self._root / folder):
+                    break
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+
+def _write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    _make_folder(path.parent)
+    with path.open("xb", buffering=0) as file:
+        for chunk in chunks:
+            _write_all(file.fileno(), memoryview(chunk))
+        os.fsync(file.fileno())
+
+
+def _write_all(handle: int, rest: memoryview) -> None:
+    """Write every byte; one call moves at most 2 GiB on Linux."""
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+def _publish(partial: Path, path: Path, *, overwrite: bool) -> bool:
+    """Give ``partial`` its name; false when the name is taken and may not be."""
+    if overwrite:
+        partial.replace(path)
+        return True
+    try:
+        path.hardlink_to(partial)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _remove_stale(partial: Path) -> None:
+    """Remove what killed writers left a day before ``partial``, by the file system's own clock."""
+    newest_s = partial.stat().st_mtime
+    for other in partial.parent.iterdir():
+        with suppress(FileNotFoundError):
+            if newest_s - other.stat().st_mtime > STALE_PARTIAL_S:
+                other.unlink()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make ``folder`` and its parents so that they outlast a power cut."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_if_empty(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, _ABSENT):
+            raise error
+
+    for at, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(at) / name for name in names)
+
+
+@contextmanager
+def _absence(key: str) -> Iterator[None]:
+    try:
+        yield
+    except _ABSENT:
+        raise KeyError(key) from None
+
+
+@contextmanager
+def _failures(verb: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            Fault(
+                fact=f"could not {verb} {str(path)!r}: {error.strerror or error}",
+                rule="a store needs a writable folder with free space, atomic rename and hard links",
+                remedy="free space, correct the permissions, or choose another root",
+            )
+        ) from error

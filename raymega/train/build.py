@@ -1,0 +1,122 @@
+"""The one assembler: from a plan, a rank and its groups to the parts that a step works with.
+
+It opens no process group and restores nothing; entry does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raymega.data.loader import Loader
+from raymega.data.open import Source, open_split
+from raymega.model.stage import StageModule
+from raymega.optim.adamw import AdamW
+from raymega.parallel.grad_buffer import GradBuffer
+from raymega.parallel.groups import Groups
+from raymega.parallel.parameter import ShardedParameter, check_specs
+from raymega.pipeline.executor import Executor
+from raymega.pipeline.p2p import PointToPoint
+from raymega.plan.batch import make_batch
+from raymega.plan.grid import Coords
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.stages import Stage
+from raymega.schedule.table import make_forward_only, make_schedule
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What evaluation needs beside the training parts."""
+
+    loader: Loader
+    executor: Executor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Everything one rank trains with; built once per attempt."""
+
+    plan: RunPlan
+    coords: Coords
+    stage: Stage
+    groups: Groups
+    device: torch.device
+    parameters: list[ShardedParameter]
+    loader: Loader
+    executor: Executor
+    gradients: GradBuffer
+    optimizer: AdamW
+    evaluation: Evaluation | None
+
+
+def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.device) -> Parts:
+    """Assemble rank ``rank`` of ``plan``; parameters get their initial values."""
+    job, coords, stage = plan.job, plan.grid.coords(rank), plan.stage_of(rank)
+    module = StageModule(
+        job.model,
+        stage,
+        groups=groups,
+        dtype=DTYPES[job.precision.dtype],
+        device=device,
+        seed=job.run.seed,
+    )
+    parameters = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
+    check_specs(parameters)
+    p2p = PointToPoint(
+        groups,
+        shape=(job.data.seq_len, plan.batch.micro_batch_size, job.model.width),
+        dtype=DTYPES[job.precision.dtype],
+        device=device,
+        timeout_s=job.elastic.collective_timeout_s,
+    )
+    schedules = make_schedule(
+        job.schedule.name, pp=plan.grid.pp, num_micro_batches=plan.batch.num_micro_batches
+    )
+    gradients = GradBuffer(parameters)
+    return Parts(
+        plan=plan,
+        coords=coords,
+        stage=stage,
+        groups=groups,
+        device=device,
+        parameters=parameters,
+        loader=Loader(
+            _open_source(plan, "train"),
+            plan.batch,
+            dp_rank=coords.dp,
+            seed=job.run.seed,
+            device=device,
+        ),
+        executor=Executor(schedules[coords.pp], module.run, p2p),
+        gradients=gradients,
+        optimizer=AdamW(parameters, gradients, job.optimizer),
+        evaluation=_build_evaluation(plan, coords, module=module, p2p=p2p),
+    )
+
+
+def _open_source(plan: RunPlan, split: str) -> Source:
+    job = plan.job
+    return open_split(job.data.path, split, seq_len=job.data.seq_len, seed=job.run.seed)
+
+
+def _build_evaluation(
+    plan: RunPlan, coords: Coords, *, module: StageModule, p2p: PointToPoint
+) -> Evaluation | None:
+    """One pass over the evaluation samples, or None when the job asks for none."""
+    job = plan.job
+    if job.run.eval_samples == 0:
+        return None
+    source = _open_source(plan, "valid")
+    batch = make_batch(
+        global_batch_size=min(job.run.eval_samples, source.num_windows),
+        micro_batch_size=plan.batch.micro_batch_size,
+        dp=plan.grid.dp,
+    )
+    schedules = make_forward_only(pp=plan.grid.pp, num_micro_batches=batch.num_micro_batches)
+    return Evaluation(
+        loader=Loader(source, batch, dp_rank=coords.dp, seed=job.run.seed, device=p2p.device),
+        executor=Executor(schedules[coords.pp], module.run, p2p),
+    )

@@ -1,0 +1,91 @@
+"""What a worker runs, named by string so that the driver never imports torch.
+
+It opens the world, builds, restores what the driver says, and enters the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import cast
+
+from raymega.checkpoint.manifest import read_manifest
+from raymega.checkpoint.reader import load
+from raymega.checkpoint.writer import CheckpointWriter
+from raymega.messages import Channel, Entered, StartWorker
+from raymega.parallel import groups as world
+from raymega.parallel.groups import Store
+from raymega.plan.run_plan import read_plan
+from raymega.storage.open import open_store
+from raymega.train.build import Parts, build_parts
+from raymega.train.environment import prepare_process
+from raymega.train.loop import run_loop
+from raymega.train.state import TrainState, state_from
+
+log = logging.getLogger(__name__)
+
+
+def host_rendezvous(host: str) -> tuple[str, object]:
+    """Open the store where this attempt's ranks meet, on a fresh port of ``host``."""
+    return world.host_store(host)
+
+
+def abort() -> None:
+    """Fail every collective that this process is stuck in; called from a control thread."""
+    world.abort_world()
+
+
+def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
+    """Train as rank ``start.rank`` until the end, a stop request, or an error (which it raises)."""
+    plan = read_plan(start.plan_json)
+    device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
+    timeout_s = plan.job.elastic.collective_timeout_s
+    clock = _Phases(channel, start.rank)
+    world.open_world(
+        rank=start.rank,
+        world_size=plan.grid.world_size,
+        rendezvous=start.rendezvous,
+        store=cast(Store | None, rendezvous),
+        timeout_s=timeout_s,
+        device=device,
+    )
+    try:
+        groups = world.build_groups(plan.grid, start.rank, timeout_s=timeout_s)
+        clock.passed("rendezvous")
+        parts = build_parts(plan, rank=start.rank, groups=groups, device=device)
+        clock.passed("built")
+        state = _restore(parts, start)
+        clock.passed("restored")
+        writer = CheckpointWriter(
+            open_store(start.run_uri),
+            rank=start.rank,
+            attempt=start.attempt,
+            dp=plan.grid.dp,
+            report=channel.report,
+        )
+        run_loop(parts, state, channel=channel, writer=writer, rank=start.rank)
+    finally:
+        world.close_world()
+
+
+def _restore(parts: Parts, start: StartWorker) -> TrainState:
+    if not start.restore:
+        return TrainState()
+    store = open_store(start.run_uri)
+    manifest = read_manifest(store, start.restore)
+    load(store, manifest, parts.optimizer.state_tensors())
+    parts.optimizer.sync_params()
+    log.info("restored step %d from %s", manifest.step, start.restore)
+    return state_from(manifest.state)
+
+
+class _Phases:
+    """Reports how long each phase of the start took."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel, self._rank, self._since = channel, rank, time.monotonic()
+
+    def passed(self, phase: str) -> None:
+        now = time.monotonic()
+        self._channel.report(Entered(rank=self._rank, phase=phase, seconds=now - self._since))
+        self._since = now

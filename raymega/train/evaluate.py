@@ -1,0 +1,25 @@
+"""Held-out loss: the first eval_samples windows of the validation split, in their own order."""
+
+from __future__ import annotations
+
+from math import exp
+
+import torch
+
+from raymega.parallel.comm import all_reduce
+from raymega.train.build import Parts
+
+
+def evaluate(parts: Parts) -> dict[str, float]:
+    """Loss in nats per token and its exponential; equal on all ranks, empty when it is off."""
+    if parts.evaluation is None:
+        return {}
+    micro_batches = parts.evaluation.loader.micro_batches(0)
+    loss_sum = parts.evaluation.executor.run(micro_batches, is_recording=False).loss_sum
+    is_counted = parts.stage.is_last and parts.coords.tp == 0
+    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
+    mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
+    totals = torch.tensor(mine, dtype=torch.float64, device=parts.device)
+    total_loss, total_tokens = all_reduce(totals, parts.groups.world).tolist()
+    loss = total_loss / total_tokens
+    return {"eval/loss": loss, "eval/perplexity": exp(min(loss, 700.0))}

@@ -1,0 +1,90 @@
+"""The training loop in plain view: step, report, evaluate, save, and stop when asked.
+
+It decides when; the parts know how. It never retries and never decides to resume.
+"""
+
+from __future__ import annotations
+
+import time
+
+from raymega.checkpoint.writer import CheckpointWriter
+from raymega.messages import (
+    Channel,
+    Evaluated,
+    Progress,
+    StepDone,
+    TimelineRecorded,
+    WorkerFinished,
+)
+from raymega.parallel.comm import barrier
+from raymega.train.build import Parts
+from raymega.train.evaluate import evaluate
+from raymega.train.state import TrainState
+from raymega.train.step import StepOutcome, train_step
+
+
+def run_loop(
+    parts: Parts, state: TrainState, *, channel: Channel, writer: CheckpointWriter, rank: int
+) -> TrainState:
+    """Train from ``state`` to the job's last step, or until the driver asks to stop."""
+    job = parts.plan.job
+    stopped = False
+    while state.step < job.run.steps and not stopped:
+        is_recording = _is_due(state.step + 1, job.tracking.timeline_every)
+        if is_recording:
+            barrier(parts.groups.world)
+        began = time.monotonic()
+        outcome = train_step(parts, state, channel.requests(), is_recording=is_recording)
+        seconds = time.monotonic() - began
+        state = state.advance(samples=job.data.global_batch_size, tokens=outcome.tokens)
+        _report_step(channel, rank, state, outcome, seconds, parts.plan.grid.world_size)
+        stopped = outcome.stop
+
+        is_last = stopped or state.step == job.run.steps
+        if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
+            _report_evaluation(channel, rank, state.step, evaluate(parts))
+        if is_last or outcome.save or _is_due(state.step, job.checkpoint.every):
+            writer.save(
+                state.step,
+                parts.optimizer.state_tensors(),
+                state.scalars(),
+                dp_rank=parts.coords.dp,
+            )
+    writer.wait()
+    channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
+    return state
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _report_step(
+    channel: Channel,
+    rank: int,
+    state: TrainState,
+    outcome: StepOutcome,
+    seconds: float,
+    world_size: int,
+) -> None:
+    if outcome.events:
+        channel.report(TimelineRecorded(rank=rank, step=state.step, events=outcome.events))
+    if rank != 0:
+        channel.report(Progress(rank=rank, step=state.step))
+        return
+    metrics = {
+        "train/loss": outcome.loss,
+        "train/grad_norm": outcome.grad_norm,
+        "train/lr": outcome.lr,
+        "train/tokens": float(state.tokens),
+        "train/samples": float(state.samples),
+        "train/step_time_s": seconds,
+        "train/tokens_per_s": outcome.tokens / seconds,
+        "train/tokens_per_s_per_worker": outcome.tokens / seconds / world_size,
+    }
+    channel.report(StepDone(rank=rank, step=state.step, metrics=metrics))
+
+
+def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:
+    if rank == 0 and metrics:
+        channel.report(Evaluated(rank=rank, step=step, metrics=metrics))

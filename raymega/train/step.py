@@ -1,0 +1,113 @@
+"""One optimizer step, as the paper would write it; the only place that divides a loss.
+
+The objective is the sum of token losses over the global count of unmasked tokens. Every rank
+learns the same totals from one small all-reduce, so every rank takes the same decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import torch
+
+from raymega.data.loader import MicroBatch
+from raymega.errors import Fault, NumericsError
+from raymega.messages import Requests
+from raymega.optim.clip import clip_factor, local_norm_sq
+from raymega.optim.lr_schedule import learning_rate
+from raymega.parallel.comm import all_reduce
+from raymega.pipeline.executor import Event
+from raymega.train.build import Parts
+from raymega.train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What a step did; equal on all ranks but for ``events``.
+
+    ``loss`` is in nats per token, ``grad_norm`` the global norm before clipping. ``stop`` and
+    ``save`` are true when the driver asked any rank for it.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    stop: bool
+    save: bool
+    events: tuple[Event, ...]
+
+
+def train_step(
+    parts: Parts, state: TrainState, wishes: Requests, *, is_recording: bool
+) -> StepOutcome:
+    """Forward, backward, reduce, clip, update.
+
+    Raises:
+        NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
+    """
+    micro_batches = parts.loader.micro_batches(state.samples)
+    parts.gradients.zero()
+    output = parts.executor.run(micro_batches, is_recording=is_recording)
+    parts.gradients.reduce(parts.groups)
+
+    totals = _sum_over_world(parts, output.loss_sum, micro_batches, wishes)
+    loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens
+    _refuse_non_finite(state.step + 1, loss, grad_norm)
+
+    optimizer = parts.plan.job.optimizer
+    lr = learning_rate(optimizer, total_steps=parts.plan.job.run.steps, step=state.step)
+    parts.gradients.scale(clip_factor(grad_norm, optimizer.clip_norm) / totals.tokens)
+    parts.optimizer.step(lr=lr, step=state.step + 1)
+    return StepOutcome(
+        loss=loss, grad_norm=grad_norm, lr=lr, tokens=totals.tokens, stop=totals.stop,
+        save=totals.save, events=output.events,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Totals:
+    loss_sum: float
+    tokens: int
+    norm_sq: float
+    stop: bool
+    save: bool
+
+
+def _sum_over_world(
+    parts: Parts, loss_sum: torch.Tensor, micro_batches: list[MicroBatch], wishes: Requests
+) -> _Totals:
+    """Sum what each rank knows: each loss once (tp rank 0), each gradient once (dp rank 0)."""
+    here = parts.coords
+    counts_loss = parts.stage.is_last and here.tp == 0
+    tokens = sum(float(batch.mask.sum()) for batch in micro_batches) if counts_loss else 0.0
+    norm_sq = local_norm_sq(parts.parameters, parts.gradients) if here.dp == 0 else 0.0
+    mine = [
+        float(loss_sum) if counts_loss else 0.0,
+        tokens,
+        float(norm_sq),
+        wishes.stop,
+        wishes.save,
+    ]
+    totals = torch.tensor(mine, dtype=torch.float64, device=parts.device)
+    total = all_reduce(totals, parts.groups.world).tolist()
+    return _Totals(
+        loss_sum=total[0],
+        tokens=round(total[1]),
+        norm_sq=total[2],
+        stop=total[3] > 0,
+        save=total[4] > 0,
+    )
+
+
+def _refuse_non_finite(step: int, loss: float, grad_norm: float) -> None:
+    if isfinite(loss) and isfinite(grad_norm):
+        return
+    raise NumericsError(
+        Fault(
+            fact=f"step {step}: loss={loss!r}, gradient norm={grad_norm!r}",
+            rule="both must be finite numbers; the parameters were not updated",
+            remedy="lower optimizer.lr, raise precision.dtype or look at the data of this step",
+        )
+    )

@@ -1,0 +1,83 @@
+"""Cross entropy over a cut vocabulary equals torch's over the whole one."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from raymega.parallel.cross_entropy import vocab_parallel_cross_entropy
+from raymega.plan.grid import Grid
+from tests.support import reference
+from tests.support.ranks import run_grid
+from tests.support.tolerances import BFLOAT16_ROUNDING, FLOAT64_LAYER
+
+pytestmark = pytest.mark.dist
+degrees = pytest.mark.parametrize("tp", [1, 2, 4], ids=lambda tp: f"tp{tp}")
+
+S, B, V = 6, 3, 20
+
+
+def _inputs(scale, dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(S, B, V, generator=generator).double()
+    labels = torch.randint(0, V, (B, S), generator=generator).t()
+    return logits.to(dtype), labels, torch.rand(S, B, generator=generator)
+
+
+def _run(env, logits, labels, grad):
+    tp = env.groups.tp
+    mine = logits.chunk(tp.size, -1)[tp.index].contiguous().requires_grad_()
+    losses = vocab_parallel_cross_entropy(mine, labels, tp)
+    losses.backward(grad.to(losses.dtype))
+    return losses.detach(), mine.grad
+
+
+def _run_cases(env, cases):
+    return [_run(env, *case) for case in cases]
+
+
+def _joined(results, case):
+    """Losses, equal on all ranks, and the whole gradient of one case."""
+    losses = [result[case][0] for result in results]
+    assert all(torch.equal(loss, losses[0]) for loss in losses), "ranks disagree"
+    return losses[0], torch.cat([result[case][1] for result in results], -1)
+
+
+def _wanted(logits, labels, grad):
+    logits = logits.double().requires_grad_()
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    losses.backward(grad.double())
+    return losses.detach(), logits.grad
+
+
+@degrees
+def test_losses_and_gradients_are_those_of_the_whole_vocabulary(tp):
+    cases = [_inputs(scale, torch.float64) for scale in (1.0, 1e4)]
+    results = run_grid(_run_cases, Grid(tp=tp), cases)
+    for case, inputs in enumerate(cases):
+        losses, grad = _joined(results, case)
+        wanted, grad_wanted = _wanted(*inputs)
+        assert losses.dtype == torch.float64
+        assert reference.difference(losses, wanted) < FLOAT64_LAYER
+        assert reference.difference(grad, grad_wanted) < FLOAT64_LAYER
+
+
+@degrees
+def test_bfloat16_logits_give_float32_losses(tp):
+    inputs = _inputs(3.0, torch.bfloat16)
+    losses, grad = _joined(run_grid(_run_cases, Grid(tp=tp), [inputs]), 0)
+    wanted, grad_wanted = _wanted(*inputs)
+    assert losses.dtype == torch.float32 and grad.dtype == torch.bfloat16
+    assert reference.difference(losses, wanted) < 1e-6
+    assert reference.difference(grad, grad_wanted) < BFLOAT16_ROUNDING
+
+
+@degrees
+def test_labels_outside_the_vocabulary_are_finite_and_harmless(tp):
+    logits, _, _ = _inputs(1.0, torch.float64)
+    labels = torch.tensor([-100, -1, V, V + 1, 2**40, 0]).repeat(B, 1).t()
+    grad = torch.zeros(S, B)
+    losses, grad = _joined(run_grid(_run_cases, Grid(tp=tp), [(logits, labels, grad)]), 0)
+    assert all(math.isfinite(loss) for loss in losses.flatten().tolist())
+    assert not grad.any()

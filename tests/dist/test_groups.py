@@ -1,0 +1,180 @@
+"""Groups: members and order on gloo, large grids on torch's fake backend, taking the world down."""
+
+import random
+import threading
+import time
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raymega.errors import CommunicationError
+from raymega.parallel import groups as world
+from raymega.parallel.comm import all_gather, all_reduce, is_communication_error
+from raymega.plan.grid import Grid
+from tests.support.ranks import run_alone, run_grid, run_ranks
+
+pytestmark = pytest.mark.dist
+
+AXES = {"tp": "tp", "dp": "dp", "pp_forward": "pp", "pp_backward": "pp", "model": ("tp", "pp")}
+
+
+def _members(env):
+    """What each group's own collective says about who is in it, and in which order."""
+    here = torch.tensor([env.rank])
+    return {
+        field.name: all_gather(here, getattr(env.groups, field.name)).tolist()
+        for field in fields(env.groups)
+    }
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(tp=2, dp=2, pp=2),
+        Grid(pp=3, tp=2),
+        Grid(pp=4),
+        Grid(tp=2, dp=2, pp=2, order="pp-dp-cp-ep-tp"),
+    ],
+    ids=lambda grid: f"{grid.describe()}-{grid.order}",
+)
+def test_groups_hold_the_ranks_of_the_grid_in_ascending_order(grid):
+    for rank, members in enumerate(run_grid(_members, grid)):
+        assert members.pop("world") == list(range(grid.world_size))
+        stage = grid.coords(rank).pp
+        ends = [grid.rank(replace(grid.coords(rank), pp=p)) for p in (0, grid.pp - 1)]
+        is_end = grid.pp > 1 and stage in (0, grid.pp - 1)
+        assert members.pop("embedding") == (ends if is_end else [rank])
+        assert members == {n: sorted(grid.group(axes, rank)) for n, axes in AXES.items()}
+
+
+LARGE = [Grid(tp=8, pp=16, dp=128), Grid(tp=4, pp=8, dp=16), Grid(tp=2, pp=3, dp=5)]
+
+
+def _open_on_fake_backend(grid, ranks):
+    """Rank lists and torch's name of every group, for each of ``ranks``; seconds that it took."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    seen = {}
+    began = time.monotonic()
+    for rank in ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
+        groups = world.build_groups(grid, rank, timeout_s=5.0)
+        seen[rank] = {
+            field.name: (
+                dist.get_process_group_ranks(group.handle) if group.handle else [rank],
+                group.handle.group_name if group.handle else "",
+                group.index,
+            )
+            for field in fields(groups)
+            for group in [getattr(groups, field.name)]
+        }
+        dist.destroy_process_group()
+    return seen, time.monotonic() - began
+
+
+@pytest.mark.parametrize("grid", LARGE, ids=Grid.describe)
+def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
+    """Members that compute different names would wait for each other for ever on a real backend."""
+    sampled = set(random.Random(0).sample(range(grid.world_size), k=min(64, grid.world_size)))
+    sampled |= {*grid.group(("tp", "pp"), 0), *grid.group("dp", 5), grid.world_size - 1}
+    seen, seconds = run_alone(_open_on_fake_backend, grid, sorted(sampled))
+    names = {}
+    for rank, groups in seen.items():
+        for name, axes in AXES.items():
+            ranks, _, index = groups[name]
+            assert ranks == sorted(grid.group(axes, rank))
+            assert ranks[index] == rank
+        assert groups["world"][0] == list(range(grid.world_size))
+        for name, (ranks, torch_name, _) in groups.items():
+            assert names.setdefault((name, tuple(ranks)), torch_name) == torch_name
+    assert len(set(names.values()) - {""}) == sum(len(ranks) > 1 for _, ranks in names)
+    assert seconds / len(seen) < 0.1
+
+
+def _wait_for_a_rank_that_never_comes(env, path):
+    if env.rank == 1:
+        dist.FileStore(path, 2).get("rank 0 is free")
+        return None
+    threading.Timer(0.3, world.abort_world).start()
+    began = time.monotonic()
+    try:
+        all_reduce(torch.ones(1), env.groups.world)
+    except CommunicationError as error:
+        waited_s = time.monotonic() - began
+        dist.FileStore(path, 2).set("rank 0 is free", "yes")
+        return waited_s, is_communication_error(error), dist.is_initialized()
+
+
+def test_abort_from_another_thread_frees_a_rank_that_is_stuck(tmp_path):
+    results = run_grid(_wait_for_a_rank_that_never_comes, Grid(dp=2), str(tmp_path / "f"))
+    waited_s, is_communication, is_open = results[0]
+    assert 0.2 < waited_s < 3
+    assert is_communication and not is_open
+
+
+def _meet_again_after_abort(rank, world_size, folder):
+    first = world.build_groups(Grid(tp=world_size), rank, timeout_s=20.0)
+    sums = [all_reduce(torch.tensor([rank]), first.tp).item()]
+    world.abort_world()
+    for attempt in (1, 2):
+        world.open_world(
+            rank=rank,
+            world_size=world_size,
+            rendezvous="",
+            store=dist.FileStore(f"{folder}/{attempt}", world_size),
+            timeout_s=20.0,
+            device=torch.device("cpu"),
+        )
+        groups = world.build_groups(Grid(tp=world_size), rank, timeout_s=20.0)
+        sums.append(all_reduce(torch.tensor([rank + attempt]), groups.tp).item())
+        world.close_world()
+    return sums
+
+
+def test_the_same_processes_meet_again_after_an_abort_and_a_close(tmp_path):
+    assert run_ranks(_meet_again_after_abort, 2, str(tmp_path)) == [[1, 3, 5]] * 2
+
+
+def _meet_over_tcp(address, rank, timeout_s):
+    world.open_world(
+        rank=rank,
+        world_size=2,
+        rendezvous=address,
+        store=None,
+        timeout_s=timeout_s,
+        device=torch.device("cpu"),
+    )
+
+
+def _meet_by_rendezvous(rank, _world_size, path):
+    """Rank 0 hosts the store of a second world and passes its address through a file."""
+    world.close_world()
+    if rank == 0:
+        address, store = world.host_store("127.0.0.1")
+        dist.FileStore(path, 2).set("address", address)
+    else:
+        address, store = dist.FileStore(path, 2).get("address").decode(), None
+    _meet_over_tcp(address, rank, 30.0)
+    group = world.build_groups(Grid(dp=2), rank, timeout_s=30.0).world
+    return all_reduce(torch.ones(1), group).item(), store is not None
+
+
+def test_ranks_meet_at_a_store_on_a_fresh_port(tmp_path):
+    assert run_ranks(_meet_by_rendezvous, 2, str(tmp_path / "f")) == [(2.0, True), (2.0, False)]
+
+
+def _meet_nobody():
+    address, _store = world.host_store("127.0.0.1")
+    try:
+        _meet_over_tcp(address, 0, 1.0)
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_rank_is_told_with_seconds_and_setting():
+    text = run_alone(_meet_nobody)
+    assert "rank 0 could not open the world" in text
+    assert "elastic.collective_timeout_s=1 s" in text

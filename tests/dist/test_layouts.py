@@ -1,0 +1,97 @@
+"""Whole runs: any legal layout trains the same run as one rank, to rounding in float64."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from raymega.messages import Requests
+from raymega.plan.run_plan import read_plan
+from raymega.train.build import build_parts
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.ranks import run_grid
+
+pytestmark = pytest.mark.dist
+
+LIMIT = 1e-9
+STEPS = 4
+MODELS = {
+    "gpt2-tied": ["model.family=gpt2", "model.num_kv_heads=num_heads"],
+    "gpt2-untied": [
+        "model.family=gpt2",
+        "model.num_kv_heads=num_heads",
+        "model.is_embedding_tied=false",
+    ],
+    "llama-gqa-tied": [],
+    "llama-gqa-untied": ["model.is_embedding_tied=false"],
+}
+LAYOUTS = ["tp2", "pp2", "dp2", "tp4-pp2", "pp4-dp2", "tp2-pp2-dp2", "dp3"]
+
+
+def _train(env, plan_json):
+    """Steps of one rank: losses, norms, and the blocks of its final parameters."""
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    state, curve = TrainState(), []
+    for _ in range(STEPS):
+        outcome = train_step(parts, state, Requests(), is_recording=False)
+        state = state.advance(samples=plan.batch.global_batch_size, tokens=outcome.tokens)
+        curve.append((outcome.loss, outcome.grad_norm))
+    blocks = [
+        (f"{kind}/{piece.tensor.name}", piece.tensor.shape, piece.box, tensor[_slices(piece.local)].numpy().copy())
+        for kind, param, tensor in parts.optimizer.state_tensors()
+        for piece in param.spec.pieces
+    ]  # fmt: skip
+    return curve, blocks
+
+
+def _slices(box):
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+def _run(overrides):
+    plan = make_test_plan(*overrides)
+    results = run_grid(_train, plan.grid, plan.to_json())
+    whole = {}
+    for _, blocks in results:
+        for name, shape, box, values in blocks:
+            target = whole.setdefault(name, np.full(shape, np.nan))
+            held = target[_slices(box)]
+            same = np.isnan(held) | (np.abs(held - values) <= LIMIT)
+            assert same.all(), f"{name}: replicas differ"
+            target[_slices(box)] = values
+    return [curve for curve, _ in results], whole
+
+
+@cache
+def _reference(model: str):
+    curves, whole = _run([*MODELS[model], *layout_overrides("tp1")])
+    return curves[0], whole
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_the_same_run(model, layout):
+    if model != "llama-gqa-tied" and layout in ("tp2", "pp2", "dp2"):
+        layout = {"tp2": "tp2-dp2", "pp2": "tp2-pp2", "dp2": "pp2-dp2"}[layout]
+    curve, whole = _reference(model)
+    curves, tensors = _run([*MODELS[model], *layout_overrides(layout)])
+    assert all(other == curves[0] for other in curves), "ranks disagree on loss or norm"
+    np.testing.assert_allclose(curves[0], curve, rtol=LIMIT)
+    assert tensors.keys() == whole.keys()
+    for name, values in whole.items():
+        assert np.isfinite(tensors[name]).all(), f"{name}: not covered by the ranks"
+        np.testing.assert_allclose(tensors[name], values, rtol=0, atol=LIMIT, err_msg=name)
+
+
+def test_batch_with_masked_tail_and_uneven_dp_is_the_same_run():
+    wanted = [*layout_overrides("dp3"), "schedule.micro_batch_size=3"]
+    curves, _ = _run(wanted)
+    np.testing.assert_allclose(curves[0], _reference("llama-gqa-tied")[0], rtol=LIMIT)
+
+
+def test_loss_falls_in_the_reference_run():
+    curve, _ = _reference("llama-gqa-tied")
+    assert curve[-1][0] < curve[0][0]

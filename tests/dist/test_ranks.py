@@ -1,0 +1,120 @@
+"""The harness itself: results, failures told once and soon, and no process left behind."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from raymega.parallel.comm import all_reduce, barrier
+from raymega.plan.grid import Grid
+from tests.support.ranks import RankFailureError, run_alone, run_grid, run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def _sum_ranks(env, offset):
+    return all_reduce(torch.tensor([env.rank + offset]), env.groups.world)
+
+
+def test_results_come_back_by_rank():
+    results = run_grid(_sum_ranks, Grid(dp=3), 10.0)
+    assert [result.tolist() for result in results] == [[33.0]] * 3
+
+
+def _settings(_rank, _world_size):
+    return os.getpid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+
+def test_processes_are_fresh_and_have_one_thread():
+    seen = run_ranks(_settings, 2) + run_ranks(_settings, 2)
+    assert len({pid for pid, _, _ in seen}) == 4
+    assert {(variable, threads) for _, variable, threads in seen} == {("1", 1)}
+
+
+def _fail_on_rank_1(env, how):
+    if env.rank == 1:
+        how()
+    barrier(env.groups.world)
+
+
+def _raise():
+    raise ValueError("the cause")
+
+
+def test_an_exception_is_shown_once_though_others_suffer():
+    with pytest.raises(RankFailureError) as caught:
+        run_grid(_fail_on_rank_1, Grid(dp=3), _raise)
+    text = str(caught.value)
+    assert text.startswith("rank 1 of 3: Traceback")
+    assert text.count("Traceback") == 1 and text.count("ValueError: the cause") == 1
+    assert "\nrank 0: " in text and "\nrank 2: " in text
+
+
+def test_an_abort_of_one_rank_fails_the_test_within_seconds():
+    began = time.monotonic()
+    with pytest.raises(RankFailureError, match="rank 1 of 2: the process died of SIGABRT"):
+        run_grid(_fail_on_rank_1, Grid(dp=2), os.abort)
+    assert time.monotonic() - began < 10
+
+
+def _hang_on_rank_1(env):
+    if env.rank == 1:
+        time.sleep(60)
+
+
+def test_a_rank_that_hangs_is_ended_at_the_timeout():
+    began = time.monotonic()
+    with pytest.raises(RankFailureError, match="rank 1 of 2: no result after 3 s"):
+        run_grid(_hang_on_rank_1, Grid(dp=2), timeout=3)
+    assert time.monotonic() - began < 10
+
+
+SESSION = """
+import time
+from tests.support.ranks import run_alone
+from tests.dist.test_ranks import write_pid_and_hang
+run_alone(write_pid_and_hang, {path!r})
+"""
+
+
+def write_pid_and_hang(path):
+    Path(path).write_text(f"{os.getpid()} {os.getppid()}\n")
+    time.sleep(60)
+
+
+def test_ranks_and_forkserver_end_when_the_session_is_killed(tmp_path):
+    path = tmp_path / "pids"
+    root = Path(__file__).parents[2]
+    session = subprocess.Popen([sys.executable, "-c", SESSION.format(path=str(path))], cwd=root)
+    _wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+    session.kill()
+    session.wait()
+    for pid in map(int, path.read_text().split()):
+        _wait_until(lambda pid=pid: not _is_alive(pid))
+
+
+def _is_alive(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def _wait_until(is_true, limit_s=20):
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def _has_world():
+    return torch.distributed.is_initialized()
+
+
+def test_one_process_may_run_without_a_world():
+    assert run_alone(_has_world) is False

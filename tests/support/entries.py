@@ -1,0 +1,162 @@
+"""An entry module without torch: what workers run in tests of the driver on Ray.
+
+Ranks really depend on each other: every step is one exchange with a hub that rank 0 hosts, so a
+lost rank breaks the others' connections as a collective would. Faults stand in the run's name,
+``demo.kill-2-7``: rank 2 kills itself before step 7 of the first attempt. Faults are kill, raise,
+stop (SIGSTOP), hang, nan (every attempt) and bug (every attempt).
+"""
+
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Client, Listener
+
+from raymega.checkpoint.keys import data_file, folder_of
+from raymega.checkpoint.manifest import read_manifest
+from raymega.errors import CommunicationError, NumericsError
+from raymega.messages import (
+    Box,
+    Entered,
+    Evaluated,
+    Progress,
+    SavedBox,
+    ShardSaved,
+    StepDone,
+    WorkerFinished,
+)
+from raymega.plan.run_plan import read_plan
+from raymega.storage.open import open_store
+
+STEP_S = 0.02
+KEY = b"test"
+LINES = []
+
+
+def host_rendezvous(host):
+    listener = Listener((host, 0), backlog=64, authkey=KEY)
+    return f"{host}:{listener.address[1]}", listener
+
+
+def abort():
+    for line in LINES:
+        line.close()
+
+
+def run_worker(start, channel, rendezvous):
+    plan = read_plan(start.plan_json)
+    if start.rank == 0:
+        args = (rendezvous, plan.grid.world_size)
+        threading.Thread(target=_serve, args=args, daemon=True).start()
+    host, _, port = start.rendezvous.rpartition(":")
+    line = Client((host, int(port)), authkey=KEY)
+    LINES[:] = [line]
+    try:
+        _enter(start, channel, line)
+        step = _restored_step(start)
+        _train(start, plan, channel, line, step)
+    finally:
+        line.close()
+
+
+def _serve(listener, world_size):
+    """The hub: hears every rank, answers every rank with whether any wants to stop."""
+    lines = [listener.accept() for _ in range(world_size)]
+    try:
+        while True:
+            wishes = [line.recv() for line in lines]
+            for line in lines:
+                line.send(any(wishes))
+    except (EOFError, OSError):
+        for line in lines:
+            line.close()
+        listener.close()
+
+
+def _exchange(line, wish):
+    try:
+        line.send(wish)
+        return line.recv()
+    except (EOFError, OSError) as error:
+        raise CommunicationError(f"the hub is gone: {error!r}") from error
+
+
+def _enter(start, channel, line):
+    for phase in ("rendezvous", "built", "restored"):
+        _exchange(line, False)
+        channel.report(Entered(rank=start.rank, phase=phase, seconds=0.0))
+
+
+def _restored_step(start):
+    if not start.restore:
+        return 0
+    return read_manifest(open_store(start.run_uri), start.restore).step
+
+
+def _train(start, plan, channel, line, step):
+    job, stopped = plan.job, False
+    print(f"training prints {start.rank}", flush=True)
+    while step < job.run.steps and not stopped:
+        _suffer(start, job.run.name, step + 1)
+        time.sleep(STEP_S)
+        stopped = _exchange(line, channel.requests().stop)
+        step += 1
+        if start.rank == 0:
+            metrics = {"train/loss": 1.0 / step, "train/step_time_s": STEP_S}
+            channel.report(StepDone(rank=0, step=step, metrics=metrics))
+        else:
+            channel.report(Progress(rank=start.rank, step=step))
+        if stopped or step == job.run.steps or step % job.checkpoint.every == 0:
+            channel.report(_save(start, plan, step))
+    if start.rank == 0:
+        channel.report(Evaluated(rank=0, step=step, metrics={"eval/loss": 0.5}))
+    channel.report(WorkerFinished(rank=start.rank, step=step, stopped=stopped))
+
+
+def _suffer(start, name, step):
+    for fault in name.split(".")[1:]:
+        kind, rank, at = fault.split("-")
+        if (int(rank), int(at)) != (start.rank, step):
+            continue
+        if kind == "nan":
+            raise NumericsError(f"step {step}: loss=nan")
+        if kind == "bug":
+            raise ValueError("a mistake in the training code")
+        if start.attempt == 1:
+            _suffer_once(kind)
+
+
+def _suffer_once(kind):
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "raise":
+        raise ValueError("a passing error")
+    if kind == "hang":
+        threading.Event().wait()
+
+
+def _save(start, plan, step):
+    name = data_file(attempt=start.attempt, rank=start.rank)
+    open_store(start.run_uri).put(folder_of(step) + name, [b"12345678"], overwrite=True)
+    box = SavedBox(
+        tensor="model/weight",
+        dtype="float64",
+        global_shape=(plan.grid.world_size,),
+        box=Box(offset=(start.rank,), shape=(1,)),
+        file=name,
+        start=0,
+        num_bytes=8,
+        crc32=0,
+    )
+    state = {"step": step, "samples": 0, "tokens": 0}
+    return ShardSaved(
+        rank=start.rank,
+        step=step,
+        boxes=(box,),
+        state=state,
+        stall_s=0.001,
+        write_s=0.002,
+        num_bytes=8,
+    )

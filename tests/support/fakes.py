@@ -1,0 +1,193 @@
+"""Fakes of what the controller works with: a group on lists, a clock by hand, a sink that keeps.
+
+None of them starts a process, touches a disk or waits.
+"""
+
+from concurrent.futures import Executor, Future
+
+from raymega.checkpoint.keys import data_file, folder_of
+from raymega.messages import (
+    Box,
+    Entered,
+    Progress,
+    SavedBox,
+    ShardSaved,
+    StepDone,
+    WorkerDied,
+    WorkerFailed,
+    WorkerFinished,
+)
+from raymega.orchestrate.placement import Place
+
+
+class FakeClock:
+    """Stands still unless told to go on."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def timestamp(self):
+        return f"2026-01-01T00:00:{self.now_s:06.3f}"
+
+    def advance(self, seconds):
+        self.now_s += seconds
+
+
+class MemorySink:
+    """Keeps every event."""
+
+    def __init__(self):
+        self.events = []
+        self.is_closed = False
+
+    def emit(self, event):
+        self.events.append(event)
+
+    def close(self, timeout_s):
+        self.is_closed = True
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class InlineExecutor(Executor):
+    """Runs what is submitted at once, in the caller's thread."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class FakeWorkerGroup:
+    """A WorkerGroup whose workers are a script: each attempt is a list of polls.
+
+    ``script`` holds, for each attempt, the lists of reports that successive polls return. A poll
+    beyond the script returns nothing and lets ``clock`` go on by the whole timeout. ``lacking`` is
+    what successive reserves return before the slots are there.
+    """
+
+    def __init__(self, clock, store, *, world_size, script, lacking=()):
+        self.clock, self.store, self.world_size = clock, store, world_size
+        self.script = [list(polls) for polls in script]
+        self.lacking = list(lacking)
+        self.orders, self.requested, self.releases = [], [], []
+        self._polls = []
+
+    @property
+    def is_released(self):
+        return bool(self.releases) and not self.releases[-1]
+
+    def reserve(self, timeout_s):
+        if not self.lacking:
+            return None
+        self.clock.advance(timeout_s)
+        lack = self.lacking.pop(0)
+        if isinstance(lack, Exception):
+            raise lack
+        return lack
+
+    def start(self, order):
+        self.orders.append(order)
+        self._polls = self.script.pop(0) if self.script else []
+
+    def members(self):
+        return {
+            rank: Place(node_id=f"node{rank // 2}", address="10.0.0.1", pid=1000 + rank)
+            for rank in range(self.world_size if self.orders else 0)
+        }
+
+    def poll(self, timeout_s):
+        if self._polls:
+            reports = list(self._polls.pop(0))
+            self.write_files(reports)
+            return reports
+        self.clock.advance(timeout_s)
+        return []
+
+    def request(self, requests):
+        self.requested.append(requests)
+
+    def release(self, *, keep_warm):
+        self.releases.append(keep_warm)
+        self._polls = []
+
+    def write_files(self, reports):
+        """A manifest is whole only when its files are there."""
+        for report in reports:
+            if isinstance(report, ShardSaved) and not report.error:
+                key = folder_of(report.step) + report.boxes[0].file
+                self.store.put(key, [b"12345678"], overwrite=True)
+
+
+class FakeWorkers:
+    """The reports that real workers of one attempt would send, as polls for a FakeWorkerGroup."""
+
+    def __init__(self, world_size, *, step=0, attempt=1):
+        self.ranks, self.step, self.attempt = range(world_size), step, attempt
+
+    def enter(self):
+        phases = ("rendezvous", "built", "restored")
+        return [[Entered(rank=r, phase=p, seconds=0.1) for p in phases for r in self.ranks]]
+
+    def steps(self, count, *, seconds=1.0):
+        return [poll for _ in range(count) for poll in self._one_step(seconds)]
+
+    def save(self, *, errors=()):
+        """Every rank's part; ``errors`` are ranks that could not write theirs."""
+        return [[self.shard(r, error="disk full" if r in errors else "") for r in self.ranks]]
+
+    def finish(self, *, stopped=False):
+        return [[WorkerFinished(rank=r, step=self.step, stopped=stopped) for r in self.ranks]]
+
+    def die(self, rank):
+        return [[WorkerDied(rank=rank, cause="SIGKILL")]]
+
+    def fail(self, rank, error="ValueError", *, is_secondary=False, exit_code=1):
+        return [
+            [
+                WorkerFailed(
+                    rank=rank,
+                    step=self.step,
+                    error=error,
+                    message=f"{error} happened",
+                    traceback="Traceback ...",
+                    is_secondary=is_secondary,
+                    exit_code=exit_code,
+                )
+            ]
+        ]
+
+    def shard(self, rank, *, error=""):
+        box = SavedBox(
+            tensor="model/weight",
+            dtype="float64",
+            global_shape=(len(self.ranks),),
+            box=Box(offset=(rank,), shape=(1,)),
+            file=data_file(attempt=self.attempt, rank=rank),
+            start=0,
+            num_bytes=8,
+            crc32=0,
+        )
+        return ShardSaved(
+            rank=rank,
+            step=self.step,
+            boxes=() if error else (box,),
+            state={"step": self.step, "samples": 0, "tokens": 0},
+            stall_s=0.5,
+            write_s=1.0,
+            num_bytes=8,
+            error=error,
+        )
+
+    def _one_step(self, seconds):
+        self.step += 1
+        metrics = {"train/loss": 1.0, "train/step_time_s": seconds}
+        others = [Progress(rank=r, step=self.step) for r in self.ranks if r]
+        return [[StepDone(rank=0, step=self.step, metrics=metrics), *others]]

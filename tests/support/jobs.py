@@ -1,0 +1,19 @@
+"""Jobs for tests: the verify job with changes, as a plan."""
+
+from pathlib import Path
+
+from raymega.config.load import parse_job
+from raymega.plan.run_plan import RunPlan, make_plan
+
+VERIFY = Path(__file__).parents[2] / "jobs" / "verify.yaml"
+
+
+def make_test_plan(*overrides: str) -> RunPlan:
+    """The plan of jobs/verify.yaml with ``overrides`` applied."""
+    return make_plan(parse_job(VERIFY, overrides).job())
+
+
+def layout_overrides(layout: str) -> list[str]:
+    """``tp2-pp2-dp1`` as overrides; axes that are not named are 1."""
+    degrees = {part[:2]: part[2:] for part in layout.split("-")}
+    return [f"parallel.{axis}={degrees.get(axis, '1')}" for axis in ("tp", "pp", "dp")]

@@ -1,0 +1,216 @@
+"""Several ranks for one test: fresh processes from one forkserver that has torch loaded already.
+
+A process costs about 10 ms instead of the seconds that importing torch takes. Every call gets new
+processes and a new gloo world, so a rank that dies or hangs harms its own test only.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raymega.parallel import groups
+from raymega.parallel.comm import is_communication_error
+from raymega.plan.grid import Coords, Grid
+
+PRELOADED = ["torch", "torch.distributed", "numpy", "pytest", "raymega.train.entry"]
+GRACE_S = 2.0
+"""How long the others may go on after a rank has failed, so that they can tell what they saw."""
+
+
+class RankFailureError(Exception):
+    """Ranks raised, died or took too long; the text says which and shows the first cause once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnv:
+    """What a rank of :func:`run_grid` knows."""
+
+    rank: int
+    grid: Grid
+    coords: Coords
+    groups: groups.Groups
+    device: torch.device
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    index: int
+    process: ForkServerProcess
+    pipe: Connection
+    result: Any = None
+    failure: str = ""
+    is_secondary: bool = False
+    is_done: bool = False
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list:
+    """``fn(rank, world_size, *args)`` on every rank of a gloo world; the results by rank.
+
+    ``fn`` must be a top-level function. Collectives time out before ``timeout`` seconds do.
+    """
+    # A file, not a TCPStore: that looks every peer's address up in the DNS, which may take seconds.
+    with tempfile.TemporaryDirectory() as folder:
+        work = pickle.dumps((_in_world, (world_size, f"{folder}/store", timeout, fn, args)))
+        return _run([_start(rank, work) for rank in range(world_size)], timeout)
+
+
+def run_grid(fn: Callable[..., Any], grid: Grid, *args: Any, timeout: float = 60) -> list:
+    """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
+    return run_ranks(_in_grid, grid.world_size, fn, grid, timeout, args, timeout=timeout)
+
+
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+    """``fn(*args)`` in one fresh process with no world; for tests that change global state."""
+    return _run([_start(0, pickle.dumps((_without_world, (fn, args))))], timeout)[0]
+
+
+def _in_world(
+    rank: int, world_size: int, store: str, timeout: float, fn: Callable[..., Any], args: tuple
+) -> Any:
+    groups.open_world(
+        rank=rank,
+        world_size=world_size,
+        rendezvous="",
+        store=dist.FileStore(store, world_size),
+        timeout_s=_collective_timeout_s(timeout),
+        device=torch.device("cpu"),
+    )
+    result = fn(rank, world_size, *args)
+    groups.close_world()
+    return result
+
+
+def _without_world(_rank: int, fn: Callable[..., Any], args: tuple) -> Any:
+    return fn(*args)
+
+
+def _in_grid(
+    rank: int, _world_size: int, fn: Callable[..., Any], grid: Grid, timeout: float, args: tuple
+) -> Any:
+    env = RankEnv(
+        rank=rank,
+        grid=grid,
+        coords=grid.coords(rank),
+        groups=groups.build_groups(grid, rank, timeout_s=_collective_timeout_s(timeout)),
+        device=torch.device("cpu"),
+    )
+    return fn(env, *args)
+
+
+def _collective_timeout_s(timeout: float) -> float:
+    return timeout * 0.75
+
+
+@functools.cache
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    """The session's one forkserver; it starts with the first process and ends with pytest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _run(ranks: list[_Rank], timeout: float) -> list:
+    try:
+        _collect(ranks, timeout)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.pipe.close()
+    _raise_failures(ranks)
+    return [rank.result for rank in ranks]
+
+
+def _start(index: int, work: bytes) -> _Rank:
+    context = _forkserver()
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(index, work, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(index=index, process=process, pipe=mine)
+
+
+def _main(index: int, work: bytes, pipe: Connection) -> None:
+    """Body of a rank's process: do the work and send one outcome back."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        fn, args = pickle.loads(work)
+        outcome = (True, fn(index, *args), False)
+    except BaseException as error:  # noqa: BLE001  the edge of the process: becomes a value
+        outcome = (False, traceback.format_exc(), is_communication_error(error))
+    # Not pipe.send: its pickler would share tensors with a process that is about to end.
+    pipe.send_bytes(pickle.dumps(outcome))
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _collect(ranks: list[_Rank], timeout: float) -> None:
+    """Wait for every outcome, until ``timeout`` or for a while after the first failure."""
+    deadline = time.monotonic() + timeout
+    while waiting := {rank.pipe: rank for rank in ranks if not rank.is_done}:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            _receive(waiting[pipe])
+        if any(rank.failure for rank in ranks):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+    is_secondary = any(rank.failure for rank in ranks)
+    for rank in waiting.values():
+        rank.failure = (
+            "did not end after that" if is_secondary else f"no result after {timeout:g} s"
+        )
+        rank.is_secondary = is_secondary
+
+
+def _receive(rank: _Rank) -> None:
+    rank.is_done = True
+    try:
+        is_good, value, rank.is_secondary = pickle.loads(rank.pipe.recv_bytes())
+    except EOFError:
+        rank.process.join()
+        rank.failure = _describe_exit(rank.process.exitcode)
+        return
+    if is_good:
+        rank.result = value
+    else:
+        rank.failure = value
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        return f"the process died of {signal.Signals(-code).name}"
+    return f"the process ended with exit code {code} and no result"
+
+
+def _raise_failures(ranks: list[_Rank]) -> None:
+    failed = [rank for rank in ranks if rank.failure]
+    if not failed:
+        return
+    causes = [rank for rank in failed if not rank.is_secondary] or failed
+    lines = [f"rank {causes[0].index} of {len(ranks)}: {causes[0].failure}"]
+    for rank in failed:
+        if rank is not causes[0]:
+            lines.append(f"rank {rank.index}: {rank.failure.strip().splitlines()[-1]}")
+    raise RankFailureError("\n".join(lines))

@@ -1,0 +1,169 @@
+"""One-rank references: plain GPT-2 and Llama on whole weights, written without raymega's layers.
+
+Layout is [B, S, ...] throughout, attention is the written-out softmax, RoPE is a complex product.
+Also here: drawing whole weights, cutting them into sharded parameters, putting pieces together.
+"""
+
+import math
+
+import torch
+from torch.nn import functional
+
+from raymega.config.schema import ModelSection
+from raymega.messages import Box
+
+
+def make_model(family: str, **changes) -> ModelSection:
+    """A tiny model whose sizes all differ and suit tp up to 4."""
+    sizes = {
+        "num_layers": 3,
+        "width": 48,
+        "num_heads": 8,
+        "num_kv_heads": 4 if family == "llama" else "num_heads",
+        "ffn_width": 80,
+        "vocab_size": 52,
+        "max_positions": 16,
+    }
+    return ModelSection(family=family, **{**sizes, **changes})
+
+
+def draw_weights(tensors, seed=0) -> dict:
+    """Random values for every tensor: no zero biases or unit norms that would hide a mistake."""
+    generator = torch.Generator().manual_seed(seed)
+    return {t.name: 0.3 * torch.randn(t.shape, generator=generator).double() for t in tensors}
+
+
+def draw_batch(model, *, batch=3, seq=7, seed=1):
+    """tokens, labels, mask [B, S]; the last sequence is padding with labels outside the range."""
+    generator = torch.Generator().manual_seed(seed)
+    windows = torch.randint(0, model.vocab_size, (batch, seq + 1), generator=generator)
+    tokens, labels = windows[:, :-1].clone(), windows[:, 1:].clone()
+    mask = torch.ones(batch, seq, dtype=torch.float64)
+    tokens[-1], mask[-1] = 0, 0
+    labels[-1] = torch.arange(seq) * 1000 - 100
+    mask[0, 2], labels[0, 2] = 0, -1
+    return tokens, labels, mask
+
+
+def loss_sum(model, weights, tokens, labels, mask):
+    """Sum of unmasked token losses."""
+    kept = mask.bool()
+    return functional.cross_entropy(
+        logits(model, weights, tokens)[kept], labels[kept], reduction="sum"
+    )
+
+
+def gradients(model, weights, batch) -> dict:
+    """Gradient of the loss sum by every whole weight, and the loss itself as ``loss``."""
+    leaves = {name: values.clone().requires_grad_() for name, values in weights.items()}
+    loss = loss_sum(model, leaves, *batch)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+def logits(model, weights, tokens):
+    """tokens: [B, S] -> [B, S, V]."""
+    x = weights["embedding.tokens.weight"][tokens]
+    if model.family == "gpt2":
+        x = x + weights["embedding.positions.weight"][: tokens.shape[1]]
+    for layer in range(model.num_layers):
+        x = block(model, weights, f"layers.{layer}", x)
+    x = norm(model, weights, "final_norm", x)
+    tied = model.is_embedding_tied
+    return x @ weights["embedding.tokens.weight" if tied else "head.weight"].T
+
+
+def block(model, weights, at, x):
+    """x: [B, S, D] -> the same."""
+    x = x + attention(
+        model, weights, f"{at}.attention", norm(model, weights, f"{at}.attention_norm", x)
+    )
+    return x + mlp(model, weights, f"{at}.mlp", norm(model, weights, f"{at}.mlp_norm", x))
+
+
+def norm(model, weights, at, x):
+    """LayerNorm or RMSNorm, from their definitions."""
+    if model.family == "gpt2":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + model.norm_eps)
+    return x * weights[f"{at}.weight"] + weights.get(f"{at}.bias", 0.0)
+
+
+def linear(weights, at, x):
+    return functional.linear(x, weights[f"{at}.weight"], weights.get(f"{at}.bias"))
+
+
+def attention(model, weights, at, x):
+    """Each query head by itself: softmax over earlier positions of its kv head."""
+    seq, width = x.shape[1], model.head_width
+    q, k, v = (linear(weights, f"{at}.{n}", x).unflatten(-1, (-1, width)) for n in "qkv")
+    if model.family == "llama":
+        q, k = rotate(model, q), rotate(model, k)
+    later = torch.ones(seq, seq).triu(1).bool()
+    heads = []
+    for head in range(model.num_heads):
+        kv_head = head // (model.num_heads // model.kv_heads)
+        scores = q[:, :, head] @ k[:, :, kv_head].transpose(1, 2) / math.sqrt(width)
+        heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ v[:, :, kv_head])
+    return linear(weights, f"{at}.out", torch.cat(heads, -1))
+
+
+def rotate(model, x):
+    """RoPE of x: [B, S, heads, K] as a product of complex numbers x[i] + x[i + K/2] j."""
+    half = model.head_width // 2
+    positions = torch.arange(x.shape[1], dtype=torch.float64)
+    speed = [model.rope_base ** (-2 * i / model.head_width) for i in range(half)]
+    angles = positions[:, None] * torch.tensor(speed, dtype=torch.float64)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    y = torch.complex(x[..., :half], x[..., half:]) * turn
+    return torch.cat((y.real, y.imag), -1)
+
+
+def mlp(model, weights, at, x):
+    if model.family == "llama":
+        gate = linear(weights, f"{at}.gate", x)
+        return linear(
+            weights, f"{at}.down", gate * torch.sigmoid(gate) * linear(weights, f"{at}.up", x)
+        )
+    h = linear(weights, f"{at}.up", x)
+    h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    return linear(weights, f"{at}.down", h)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """The block as an index."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+@torch.no_grad()
+def fill(params, weights) -> None:
+    """Give every sharded parameter its blocks of the whole weights."""
+    for param in params:
+        for piece in param.spec.pieces:
+            param[slices(piece.local)] = weights[piece.tensor.name][slices(piece.box)].to(param)
+
+
+def gradient_blocks(params) -> list:
+    """(tensor name, box, gradient) of every piece that counts, and of tied copies."""
+    return [
+        (piece.tensor.name, piece.box, param.grad[slices(piece.local)].clone())
+        for param in params
+        if param.spec.is_primary or param.spec.is_tied
+        for piece in param.spec.pieces
+    ]
+
+
+def assemble(weights, blocks) -> dict:
+    """Whole tensors from blocks; blocks that overlap (tied copies) add up."""
+    whole = {name: torch.zeros_like(values) for name, values in weights.items()}
+    for name, box, values in blocks:
+        whole[name][slices(box)] += values
+    return whole
+
+
+def difference(value, wanted) -> float:
+    """Largest difference, relative to max(1, largest wanted value); NaN counts as infinite."""
+    value, wanted = torch.as_tensor(value).detach(), torch.as_tensor(wanted).detach()
+    assert value.shape == wanted.shape, f"{tuple(value.shape)} is not {tuple(wanted.shape)}"
+    gap = float((value.double() - wanted.double()).abs().max() / wanted.abs().max().clamp(min=1.0))
+    return math.inf if math.isnan(gap) else gap

@@ -1,0 +1,47 @@
+"""Parts of the model without communication: factories and stages for one rank of any layout."""
+
+import torch
+
+from raymega.model.stage import StageModule
+from raymega.parallel.groups import Group, Groups
+from raymega.parallel.tensor import ParameterFactory
+from raymega.plan.stages import make_stages
+from raymega.plan.tensors import model_tensors
+
+CPU = torch.device("cpu")
+
+
+def make_group(size: int = 1, index: int = 0) -> Group:
+    """A group that can be built with; at size 1 it can also be computed with."""
+    return Group(name="tp", ranks=tuple(range(size)), index=index, timeout_s=60, handle=None)
+
+
+def make_groups(tp: Group | None = None) -> Groups:
+    """Groups of one rank, but for ``tp``."""
+    names = Groups.__dataclass_fields__
+    return Groups(**{**{name: make_group() for name in names}, "tp": tp or make_group()})
+
+
+def make_factory(tensors, *, tp: Group | None = None, dtype=torch.float64) -> ParameterFactory:
+    table = {tensor.name: tensor for tensor in tensors}
+    return ParameterFactory(table=table, tp=tp or make_group(), dtype=dtype, device=CPU, seed=7)
+
+
+def make_model_factory(model, **options) -> ParameterFactory:
+    return make_factory(model_tensors(model), **options)
+
+
+def make_stage_modules(model, *, num_stages=1, tp=None, dtype=torch.float64, seed=7):
+    """Every stage of ``model`` as one tensor-parallel rank holds it."""
+    return [
+        StageModule(model, stage, groups=make_groups(tp), dtype=dtype, device=CPU, seed=seed)
+        for stage in make_stages(num_layers=model.num_layers, num_stages=num_stages)
+    ]
+
+
+def run_stages(modules, batch):
+    """The loss sum of one micro-batch, stage after stage in this process."""
+    hidden = None
+    for module in modules:
+        hidden = module(*batch, hidden)
+    return hidden

@@ -1,0 +1,33 @@
+"""Families: each differs from the other in the parts its row names."""
+
+import pytest
+import torch
+from torch import nn
+
+from raymega.config.schema import ModelSection
+from raymega.model.families import FAMILIES, make_block, make_norm, make_positions
+from raymega.model.mlp import GeluMlp, SwigluMlp
+from raymega.model.norms import LayerNorm, RmsNorm
+from raymega.model.rope import Rope
+from raymega.plan.tensors import layer_tensors
+from tests.support import reference
+from tests.unit.model.parts import CPU, make_model_factory
+
+PARTS = {"gpt2": (LayerNorm, nn.Identity, GeluMlp), "llama": (RmsNorm, Rope, SwigluMlp)}
+
+
+def test_every_family_of_the_schema_has_a_row():
+    assert set(FAMILIES) == set(ModelSection.model_fields["family"].annotation.__args__)
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_family_builds_its_parts(family):
+    model = reference.make_model(family)
+    factory = make_model_factory(model)
+    positions = make_positions(model, dtype=torch.float64, device=CPU)
+    block = make_block(factory, 1, model, positions)
+    norm, rotation, mlp = PARTS[family]
+    assert type(make_norm(factory, "final_norm", model)) is norm
+    assert type(positions) is rotation and type(block.mlp) is mlp
+    names = {piece.tensor.name for p in block.parameters() for piece in p.spec.pieces}
+    assert names == {tensor.name for tensor in layer_tensors(model, 1)}

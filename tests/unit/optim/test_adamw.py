@@ -1,0 +1,119 @@
+"""AdamW: the paper's result, masters of low-precision parameters, exact continuation."""
+
+import numpy as np
+import pytest
+import torch
+
+from raymega.config.schema import OptimizerSection
+from raymega.optim.adamw import AdamW
+from raymega.parallel.grad_buffer import GradBuffer
+from tests.support.params import make_param, make_tensor
+
+SECTION = OptimizerSection(lr=1e-2, weight_decay=0.1)
+RATES = [1e-3, 1e-2, 5e-3, 2e-3, 1e-3, 1e-3]
+
+
+def _params(dtype=torch.float64):
+    shapes = {"matrix": (5, 7), "bias": (37,), "other": (3, 3)}
+    return [
+        make_param(make_tensor(name, shape, has_decay=len(shape) > 1), dtype=dtype)
+        for name, shape in shapes.items()
+    ]
+
+
+def _gradients(step):
+    source = torch.Generator().manual_seed(step)
+    shapes = [(5, 7), (37,), (3, 3)]
+    return [torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes]
+
+
+class _Trainer:
+    """Parameters with an optimizer, fed with gradients that depend on the step only."""
+
+    def __init__(self, dtype=torch.float64):
+        self.params = _params(dtype)
+        self.buffer = GradBuffer(self.params)
+        self.optimizer = AdamW(self.params, self.buffer, SECTION)
+
+    def train(self, steps):
+        for step in steps:
+            for param, gradient in zip(self.params, _gradients(step), strict=True):
+                self.buffer.view(param).copy_(gradient)
+            self.optimizer.step(lr=RATES[step], step=step + 1)
+
+    def states(self):
+        return {(k, p.spec.name): t for k, p, t in self.optimizer.state_tensors()}
+
+
+def _by_the_paper():
+    """Loshchilov and Hutter, Decoupled weight decay regularization, algorithm 2, in numpy."""
+    values = [param.detach().numpy().copy() for param in _params()]
+    moments = [(np.zeros_like(x), np.zeros_like(x)) for x in values]
+    beta1, beta2 = SECTION.beta1, SECTION.beta2
+    for step, rate in enumerate(RATES, start=1):
+        for x, (m, v), g in zip(values, moments, _gradients(step - 1), strict=True):
+            m[:] = beta1 * m + (1 - beta1) * g.numpy()
+            v[:] = beta2 * v + (1 - beta2) * g.numpy() ** 2
+            m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+            decay = SECTION.weight_decay if x.ndim > 1 else 0.0
+            x -= rate * (m_hat / (np.sqrt(v_hat) + SECTION.eps) + decay * x)
+    return values
+
+
+def test_steps_are_those_of_the_paper():
+    trainer = _Trainer()
+    trainer.train(range(len(RATES)))
+    for param, expected in zip(trainer.params, _by_the_paper(), strict=True):
+        np.testing.assert_allclose(param.detach(), expected, rtol=0, atol=1e-14)
+
+
+def test_weight_decay_falls_on_tensors_that_have_it_only():
+    trainer = _Trainer()
+    before = [param.detach().clone() for param in trainer.params]
+    trainer.optimizer.step(lr=0.5, step=1)
+    factors = [1 - 0.5 * SECTION.weight_decay, 1.0, 1 - 0.5 * SECTION.weight_decay]
+    for param, start, factor in zip(trainer.params, before, factors, strict=True):
+        np.testing.assert_allclose(param.detach(), start * factor, rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_precise_parameter_is_its_own_master(dtype):
+    trainer = _Trainer(dtype)
+    for kind, param, tensor in trainer.optimizer.state_tensors():
+        assert tensor.shape == param.shape and tensor.dtype == dtype
+        assert (tensor.data_ptr() == param.data_ptr()) == (kind == "model")
+
+
+def test_bfloat16_follows_its_float32_master():
+    trainer = _Trainer(torch.bfloat16)
+    start = trainer.params[0].detach().clone()
+    for step in range(8):
+        trainer.buffer.view(trainer.params[0]).fill_(1.0)
+        trainer.optimizer.step(lr=1e-4, step=step + 1)
+    master = trainer.states()["model", "matrix"]
+    assert master.dtype == torch.float32
+    assert torch.equal(trainer.params[0], master.to(torch.bfloat16))
+    expected = start.float() * (1 - 1e-4 * SECTION.weight_decay) ** 8 - 8e-4
+    np.testing.assert_allclose(master, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_continuing_after_a_load_equals_never_stopping_bit_for_bit(dtype):
+    whole, first, second = _Trainer(dtype), _Trainer(dtype), _Trainer(dtype)
+    whole.train(range(6))
+    first.train(range(3))
+    saved = {name: tensor.clone() for name, tensor in first.states().items()}
+    for name, tensor in second.states().items():
+        tensor.copy_(saved[name])
+    second.optimizer.sync_params()
+    second.train(range(3, 6))
+    for one, other in zip(whole.params, second.params, strict=True):
+        assert torch.equal(one, other)
+    states = second.states()
+    assert all(torch.equal(tensor, states[name]) for name, tensor in whole.states().items())
+
+
+def test_state_names_each_kind_of_each_parameter_once():
+    kinds = ("model", "adam.exp_avg", "adam.exp_avg_sq")
+    names = [(k, p.spec.name) for k, p, _ in _Trainer().optimizer.state_tensors()]
+    assert names == [(kind, name) for name in ("matrix", "bias", "other") for kind in kinds]

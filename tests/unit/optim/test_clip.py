@@ -1,0 +1,46 @@
+"""Clipping: who counts in the norm, in which precision, and the factor."""
+
+import pytest
+import torch
+
+from raymega.optim.clip import clip_factor, local_norm_sq
+from raymega.parallel.grad_buffer import GradBuffer
+from tests.support.params import make_param, make_tensor
+
+
+def test_only_primary_parameters_count():
+    tied = {"is_tied": True, "is_tied_copy": True}
+    params = [
+        make_param(make_tensor("cut", (4, 2), tp_dim=0), tp=2, tp_rank=1),
+        make_param(make_tensor("replica", (3,)), tp=2, tp_rank=1),
+        make_param(make_tensor("tied", (4, 2), tp_dim=0), tp=2, tp_rank=1, **tied),
+    ]
+    buffer = GradBuffer(params)
+    for param, value in zip(params, (1.0, 10.0, 100.0), strict=True):
+        buffer.view(param).fill_(value)
+    assert local_norm_sq(params, buffer) == pytest.approx(4.0)
+    assert local_norm_sq(params[1:], buffer) == 0.0
+
+
+def test_norm_is_summed_in_float64():
+    params = [make_param(make_tensor("w", (1000,)), dtype=torch.float32)]
+    buffer = GradBuffer(params)
+    buffer.view(params[0]).fill_(1e-30)
+    norm_sq = local_norm_sq(params, buffer)
+    assert norm_sq.dtype == torch.float64
+    assert float(norm_sq) == pytest.approx(1e-57, rel=1e-6)
+
+
+def test_a_gradient_that_is_no_number_shows():
+    params = [make_param(make_tensor("w", (4,)))]
+    buffer = GradBuffer(params)
+    buffer.view(params[0])[2] = float("nan")
+    assert local_norm_sq(params, buffer).isnan()
+
+
+@pytest.mark.parametrize(
+    ("norm", "clip_norm", "expected"),
+    [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (9.0, 0.0, 1.0)],
+)
+def test_factor_shrinks_to_the_limit_and_never_grows(norm, clip_norm, expected):
+    assert clip_factor(norm, clip_norm) == expected
