@@ -16,7 +16,7 @@ from raymega.checkpoint.dtypes import element_type
 from raymega.checkpoint.items import Item, block_of, dtype_name
 from raymega.checkpoint.manifest import Manifest
 from raymega.checkpoint.tiling import uneven_cells
-from raymega.errors import CheckpointError, Fault, raise_faults
+from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.messages import Box, SavedBox
 from raymega.storage.store import Store
 
@@ -47,13 +47,15 @@ def load(
         CheckpointError: With everything that the manifest lacks, before anything is read; or with
             the first file whose bytes are not what was written, and then the tensors are not to
             be used.
+        ConfigError: Values would have to narrow; an older checkpoint would not help.
     """
     targets = list(_targets(items))
     saved = manifest.tensors()
-    faults = [fault for target in targets for fault in _missing(target, saved, manifest)]
+    lacking = [fault for target in targets for fault in _missing(target, saved, manifest)]
+    raise_faults(CheckpointError, lacking)
     if not is_narrowing_allowed:
-        faults += [fault for target in targets for fault in _narrowing(target, saved)]
-    raise_faults(CheckpointError, faults)
+        too_narrow = [fault for target in targets for fault in _narrowing(target, saved)]
+        raise_faults(ConfigError, too_narrow)
     return _fill(store, manifest, targets)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,6 @@ from raymega import api
 from raymega.cli.plan import show_plan
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.jsonl import JsonLinesSink
-from raymega.tracking.sink import Sink
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a field: --set run.steps=50")
@@ -45,7 +45,11 @@ def train(
         plan = api.dry_run(job, address=address)
         show_plan(plan, as_json=as_json)
         return
-    sink: Sink = ConsoleSink(sys.stdout, every=job.tracking.console_every)
-    if as_json:
-        sink = JsonLinesSink(sys.stdout)
-    api.train(job, address=address, sinks=(sink,))
+    if not as_json:
+        console = ConsoleSink(sys.stdout, every=job.tracking.console_every)
+        api.train(job, address=address, sinks=(console,))
+        return
+    # Libraries that print must not break the lines: to them, stdout is stderr.
+    lines = JsonLinesSink(sys.stdout)
+    with redirect_stdout(sys.stderr):
+        api.train(job, address=address, sinks=(lines,))

@@ -22,12 +22,24 @@ from raymega.errors import ConfigError, Fault
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does."""
+    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number, and on, off, yes and no are words."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's own form
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    re.compile(
+        r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -182,7 +194,11 @@ def _read_section(
             faults.append(_missing(path, field))
             continue
         try:
-            values[path] = field.get_default(call_default_factory=True) if value is _ABSENT else _validate(field, value)
+            values[path] = (
+                field.get_default(call_default_factory=True)
+                if value is _ABSENT
+                else _validate(field, value)
+            )
         except ValidationError as error:
             faults.append(_invalid(path, value, field, error))
     return faults

@@ -354,7 +354,7 @@ class Controller:
         )
 
     def _move(self, to: State, reason: str) -> None:
-        log.info("%s -> %s: %s", self.state.state, to, reason)
+        log.debug("%s -> %s: %s", self.state.state, to, reason)
         self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
 
     def _record_now(self) -> RunRecord:

@@ -7,6 +7,7 @@ by itself: the controller does.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ LONG_POLL_S = 1.0
 ABORT_PATIENCE_S = 2.0
 ANSWER_MARGIN_S = 1.0
 FETCH_TIMEOUT_S = 30.0
+MAX_CAUSE_LENGTH = 300
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,10 +160,13 @@ class RayWorkerGroup:
         )
 
     def _spawn(self, slot: _Slot) -> ActorHandle[Any]:
+        """A new process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
+
+        A runtime environment would do no more, and would keep Ray from using an idle process.
+        """
         assert self._reserved is not None, "start follows a reserve that held the slots"
-        cpus = self._cluster.cpus_per_worker
         options = {
-            "num_cpus": cpus,
+            "num_cpus": self._cluster.cpus_per_worker,
             "num_gpus": 1 if self._device == "cuda" else 0,
             "max_concurrency": MAX_CONCURRENCY,
             "max_restarts": 0,
@@ -169,7 +174,6 @@ class RayWorkerGroup:
                 placement_group=self._reserved,
                 placement_group_bundle_index=slot.index // self._block,
             ),
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(max(1, int(cpus)))}},
         }
         return cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(self._entry))
 
@@ -292,5 +296,7 @@ def _broken_call(slot: _Slot, error: Exception) -> WorkerFailed:
 
 
 def _death_cause(error: RayActorError) -> str:
-    """What Ray knows of a death, as one line."""
-    return " ".join(str(error).split())
+    """What Ray knows of a death, without ids before it and general advice behind it."""
+    text = " ".join(str(error).split())
+    *_, detail = re.split(r"Worker exit detail: | ip: \S+ ", text)
+    return detail.partition(" Some common causes")[0].rstrip(".")[:MAX_CAUSE_LENGTH]

@@ -23,6 +23,8 @@ REDUCTIONS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
+# How often a rank that waits for a collective looks whether its world was aborted.
+TURN_S = 0.1
 DTYPES = frozenset(
     {
         torch.float64,
@@ -43,32 +45,22 @@ class Pending:
     timeout that the group was made with.
     """
 
-    __slots__ = ("_began", "_is_on_host", "_what", "_work")
+    __slots__ = ("_wait", "_what")
 
-    def __init__(self, what: str, work: dist.Work | None, *, is_on_host: bool) -> None:
-        self._what, self._work, self._is_on_host = what, work, is_on_host
-        self._began = time.monotonic()
-
-    def is_done(self) -> bool:
-        """True once waiting would not block."""
-        return self._work is None or self._work.is_completed()
+    def __init__(self, what: str, wait: Callable[[float], object]) -> None:
+        self._what, self._wait = what, wait
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is complete.
 
         Raises:
-            CommunicationError: It failed, or took longer than ``timeout_s``.
+            CommunicationError: It failed, was aborted, or took longer than ``timeout_s``.
         """
-        if self._work is None:
-            return
+        began = time.monotonic()
         try:
-            if self._is_on_host:
-                self._work.wait(timedelta(seconds=timeout_s))
-            else:
-                self._work.wait()
+            self._wait(timeout_s)
         except RuntimeError as error:
-            waited_s = time.monotonic() - self._began
-            raise _failure(self._what, waited_s, timeout_s, error) from error
+            raise _failure(self._what, time.monotonic() - began, timeout_s, error) from error
 
 
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pending:
@@ -130,7 +122,7 @@ def barrier(group: Group) -> None:
     """Return when every rank of the group has called it; on a GPU it waits for the host too."""
     if group.handle is None:
         return
-    is_gpu = group.handle.name() == "nccl"
+    is_gpu = group.resolve().name() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
     all_reduce(torch.zeros(1, device=device), group).item()
 
@@ -176,16 +168,45 @@ def _start(
     group: Group,
     launch: Callable[[dist.ProcessGroup], dist.Work],
 ) -> Pending:
-    """Launch on the group's handle; nothing to do and nothing to wait for at size 1."""
-    what = f"{operation} on group {group.name}"
-    is_on_host = tensor.device.type == "cpu"
+    """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
+    what = f"{operation} on group {group.name} of ranks {_ranks(group)}"
     if group.handle is None:
-        return Pending(what, None, is_on_host=is_on_host)
-    what = f"{what} of ranks {_ranks(group)}"
+        return Pending(what, lambda _timeout_s: None)
     try:
-        return Pending(what, launch(group.handle), is_on_host=is_on_host)
+        work = launch(group.resolve())
     except RuntimeError as error:
         raise _failure(what, 0.0, group.timeout_s, error) from error
+    return Pending(what, _waiting(work, operation, tensor.device))
+
+
+def _waiting(work: dist.Work, operation: str, device: torch.device) -> Callable[[float], object]:
+    """How to wait for ``work`` in at most the seconds that the result is called with."""
+    if device.type != "cpu":
+        return lambda _timeout_s: work.wait()
+    if operation.startswith(("send", "receive")):
+        # Waiting in short turns, as below, would not do: gloo closes a pair at the first timeout.
+        return lambda timeout_s: work.wait(_duration(timeout_s))
+    return lambda timeout_s: _wait_in_turns(work, timeout_s)
+
+
+def _wait_in_turns(work: dist.Work, timeout_s: float) -> None:
+    """Wait for a collective of gloo, which nothing interrupts, and look for an abort in between."""
+    end = time.monotonic() + timeout_s
+    while True:
+        turn_end = min(time.monotonic() + TURN_S, end)
+        try:
+            work.wait(_duration(turn_end - time.monotonic()))
+            return
+        except RuntimeError:
+            if time.monotonic() < turn_end or turn_end == end:
+                raise
+        if not dist.is_initialized():
+            raise RuntimeError("the world was aborted")
+
+
+def _duration(seconds: float) -> timedelta:
+    """At least a millisecond, because torch takes 0 for no limit."""
+    return timedelta(seconds=max(seconds, 1e-3))
 
 
 def _ranks(group: Group) -> str:
@@ -228,16 +249,15 @@ def _check(operation: str, tensor: torch.Tensor, group: Group) -> None:
             "no gradient would flow through the operation",
             "use parallel.collectives, or detach the tensor",
         )
-    if group.handle is not None and tensor.device.type not in _device_types(group.handle):
+    if group.handle is None:
+        return
+    served = {device.type for device in group.resolve()._device_types}
+    if tensor.device.type not in served:
         raise _mistake(
             f"{where}: the tensor lives on {tensor.device}",
-            f"the group serves {', '.join(sorted(_device_types(group.handle)))}",
+            f"the group serves {', '.join(sorted(served))}",
             "move the tensor to the worker's device",
         )
-
-
-def _device_types(handle: dist.ProcessGroup) -> set[str]:
-    return {device.type for device in handle._device_types}
 
 
 def _check_rows(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int) -> None:

@@ -5,12 +5,14 @@ Who belongs to a group is plan.grid's; what is sent over one is parallel.comm's.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore, _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
 
 from raymega.errors import CommunicationError, Fault
 from raymega.plan.grid import Grid
@@ -25,19 +27,39 @@ class Group:
         ranks: Global ranks, ascending, which is torch's order too.
         index: Own place in ``ranks``; peers are named by their place as well.
         timeout_s: Longest wait of one operation.
-        handle: torch's group; None when the group has one rank and nothing is ever sent.
+        handle: torch's name for it; None when the group has one rank and nothing is ever sent.
     """
 
     name: str
     ranks: tuple[int, ...]
     index: int
     timeout_s: float
-    handle: dist.ProcessGroup | None
+    handle: str | None
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def resolve(self) -> dist.ProcessGroup:
+        """torch's group, looked up at each use so that nobody else keeps it alive.
+
+        gloo closes a connection only with the last reference to its group. So aborting the world
+        reaches the peers at once, whatever still holds this value.
+
+        Raises:
+            CommunicationError: The world was closed or aborted.
+        """
+        try:
+            return _resolve_process_group(self.handle)
+        except RuntimeError as error:
+            raise CommunicationError(
+                Fault(
+                    fact=f"group {self.name} is gone",
+                    rule="an operation needs the world that the group was built in",
+                    remedy="open a world and build its groups again",
+                )
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,36 +153,41 @@ def build_groups(grid: Grid, rank: int, *, timeout_s: float) -> Groups:
 
 
 def close_world() -> None:
-    """Take down every group in good order; does nothing when there is none."""
+    """Take down every group when all work is done; does nothing when there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abort_world() -> None:
-    """Fail every operation that this process is stuck in; called from another thread.
+    """Fail the operations that this process and its peers wait in; called from any thread.
 
-    The groups are gone afterwards; a new world may be opened on a new store.
+    Afterwards the groups are gone, and a new world may be opened on a new store. With gloo a
+    transfer ends only when its peer aborts as well or dies, and a rank that is still meeting the
+    others ends with its timeout.
     """
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
+    if not dist.is_initialized():
+        return
+    handles = list(c10d._world.pg_map)
+    c10d._abort_process_group()
+    # A gloo group with an operation under way is torn down only after that: not in this thread.
+    while handles:
+        threading.Thread(target=[handles.pop()].clear, daemon=True).start()
 
 
 def _make_group(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> Group:
-    index = ranks.index(rank)
-    if len(ranks) == 1:
-        return Group(name=name, ranks=ranks, index=index, timeout_s=timeout_s, handle=None)
-    if name == "world":
-        handle = dist.group.WORLD
-    else:
+    handle = None
+    if len(ranks) > 1:
         handle = _new_handle(name, ranks, rank=rank, timeout_s=timeout_s)
-    return Group(name=name, ranks=ranks, index=index, timeout_s=timeout_s, handle=handle)
+    return Group(
+        name=name, ranks=ranks, index=ranks.index(rank), timeout_s=timeout_s, handle=handle
+    )
 
 
-def _new_handle(
-    name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float
-) -> dist.ProcessGroup:
+def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> str:
+    if name == "world":
+        return str(dist.group.WORLD.group_name)
     try:
-        handle: dist.ProcessGroup = dist.new_group(
+        group = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=True,
@@ -169,7 +196,7 @@ def _new_handle(
     except RuntimeError as error:
         what = f"group {name} of ranks {', '.join(map(str, ranks))}"
         raise CommunicationError(_meeting_fault(what, rank, timeout_s, error)) from error
-    return handle
+    return str(group.group_name)
 
 
 def _embedding_ranks(grid: Grid, rank: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from raymega.schedule.timeline import bubble
 from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
@@ -17,7 +18,6 @@ from raymega.tracking.sink import (
     StepFinished,
     TimelineReady,
 )
-from raymega.tracking.timeline import measured_bubble
 
 
 def metrics_of(event: RunEvent) -> Mapping[str, float]:
@@ -40,7 +40,7 @@ def metrics_of(event: RunEvent) -> Mapping[str, float]:
                 "run/lost_steps": event.lost_steps,
             }
         case TimelineReady():
-            return {"run/bubble": measured_bubble(event.events)}
+            return {"run/bubble": bubble(event.events.values()).ratio}
         case RunFinished():
             return {"run/goodput": event.goodput, "run/wall_s": event.wall_s}
         case _:

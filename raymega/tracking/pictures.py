@@ -5,11 +5,12 @@ It owns when and where; how they look is tracking.plots' and schedule.draw's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from raymega.schedule.draw import draw_svg
-from raymega.schedule.timeline import bubble
+from raymega.schedule.trace import merge_trace
 from raymega.tracking.plots import draw_curve, load_curve
 from raymega.tracking.sink import (
     ArtefactWritten,
@@ -19,7 +20,6 @@ from raymega.tracking.sink import (
     Sink,
     TimelineReady,
 )
-from raymega.tracking.timeline import write_trace
 
 
 class PicturesSink:
@@ -68,17 +68,13 @@ class PicturesSink:
 
     def _draw_timeline(self, event: TimelineReady) -> None:
         rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
-        measured = bubble(list(rows.values()))
-        title = (
-            f"run {self._name}, step {event.step}, as recorded: bubble {measured.ratio:.2f} of "
-            f"working time, {measured.rate:.2f} of all time"
-        )
+        title = f"run {self._name}, step {event.step}, as recorded"
         path = self._folder / "timeline.svg"
         picture = draw_svg(rows, title=title, time_unit="ms", scale=1000.0)
         path.write_text(picture, encoding="utf-8")
         self._tell(path, "Pipeline time line")
         trace = self._folder / "trace.json"
-        write_trace(event.events, trace)
+        trace.write_text(json.dumps(merge_trace(event.events)), encoding="utf-8")
         self._tell(trace, "Trace for Perfetto")
 
     def _tell(self, path: Path, title: str) -> None:

@@ -99,3 +99,13 @@ def test_every_field_has_a_description():
     for section in Job.model_fields.values():
         for name, field in section.annotation.model_fields.items():
             assert field.description, name
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3e-4", 3e-4), ("1.5", 1.5), ("2", 2), ("off", "off"), ("yes", "yes"), ("true", True)],
+)
+def test_scalars_are_read_as_yaml_1_2_has_them(text, value):
+    raw = parse_job(VERIFY, [f"tracking.mlflow_uri={text}"]).raw
+    assert raw["tracking"]["mlflow_uri"] == value
+    assert type(raw["tracking"]["mlflow_uri"]) is type(value)

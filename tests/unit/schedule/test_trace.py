@@ -2,7 +2,7 @@
 
 import json
 
-from raymega.pipeline.trace import merge_trace
+from raymega.schedule.trace import merge_trace
 
 
 def test_trace_has_a_named_row_a_rank_and_a_span_an_instruction():

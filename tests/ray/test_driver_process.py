@@ -1,0 +1,74 @@
+"""What happens to a run when its driver is killed, and when Ctrl-C is pressed at its terminal."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from raymega.orchestrate.journal import read_record
+from raymega.storage.open import open_store
+
+pytestmark = pytest.mark.ray
+
+JOB = ("run.steps=100000", "checkpoint.every=5")
+
+
+@pytest.fixture
+def start_driver(tmp_path):
+    """A driver as the leader of its own process group, as a shell would start it."""
+    drivers = []
+
+    def start():
+        command = [sys.executable, "-m", "tests.support.driver", str(tmp_path), *JOB]
+        driver = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        drivers.append(driver)
+        return driver
+
+    yield start
+    for driver in drivers:
+        driver.kill()
+        driver.wait(10)
+        driver.stdout.close()
+
+
+def read_until(driver, word, at_least=0):
+    """The numbers of the first line that begins with ``word``, the first of them large enough."""
+    for line in driver.stdout:
+        first, *rest = line.split()
+        if first == word and int(rest[0]) >= at_least:
+            return [int(number) for number in rest]
+    raise AssertionError(f"the driver ended without {word}")
+
+
+def wait_until_gone(pids, timeout_s):
+    deadline_s = time.monotonic() + timeout_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline_s, f"{pids} live on"
+        time.sleep(0.05)
+
+
+def test_killed_driver_is_continued_and_ctrl_c_saves(start_driver, tmp_path):
+    store = open_store(str(tmp_path / "run"))
+
+    first = start_driver()
+    pids = read_until(first, "pids")
+    read_until(first, "step", at_least=8)
+    first.send_signal(signal.SIGKILL)
+    wait_until_gone(pids, timeout_s=20)
+    record = read_record(store)
+    assert record.status == "running"
+
+    second = start_driver()
+    (step,) = read_until(second, "step")
+    assert step % 5 == 1 and step >= 6, "it goes on behind a checkpoint"
+    os.killpg(second.pid, signal.SIGINT)
+    assert second.wait(30) == 75
+    after = read_record(store)
+    assert (after.run_id, after.status, after.num_attempts) == (record.run_id, "preempted", 2)
+    assert after.step >= step

@@ -1,0 +1,113 @@
+"""The driver on a cluster of several nodes, which share one machine and one address."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from raymega import session
+from raymega.errors import CapacityError, PreemptedError
+from raymega.orchestrate.clock import SystemClock
+from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.inventory import find_device, list_nodes
+from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.storage.open import open_store
+from raymega.tracking.sink import FailureSeen, StepFinished, WorkersStarted
+from tests.support.fakes import MemorySink
+from tests.support.jobs import make_test_plan
+from tests.support.local_ray import leftovers
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+GRID = ("parallel.tp=2", "parallel.pp=1", "parallel.dp=2", "cluster.cpus_per_worker=1.0")
+SMALL = (*GRID, "run.steps=12", "checkpoint.every=4", "optimizer.lr_warmup_steps=0")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head without slots and three nodes with 3 slots each: room for one tp pair a node."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        session._reread_environment()
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        try:
+            session.open_session(cluster.address)
+            cluster.workers = [cluster.add_node(num_cpus=3) for _ in range(3)]
+            cluster.wait_for_nodes()
+            yield cluster
+            session.close_session()
+        finally:
+            cluster.shutdown()
+    session._reread_environment()
+
+
+@pytest.fixture
+def make_controller(tmp_path):
+    def make(name, *overrides):
+        plan = make_test_plan(*SMALL, f"run.name={name}", *overrides)
+        group = RayWorkerGroup(plan, log_dir=tmp_path, can_grow=True, entry="tests.support.entries")
+        make.plan = plan
+        return Controller(
+            plan,
+            store=open_store(str(tmp_path / name)),
+            group=group,
+            sink=make.sink,
+            clock=SystemClock(),
+            executor=executor,
+        )
+
+    make.sink = MemorySink()
+    with ThreadPoolExecutor(1) as executor:
+        yield make
+    assert leftovers() == []
+
+
+def nodes_of_tp_groups(plan, workers):
+    return [{workers.nodes[rank] for rank in group} for group in plan.grid.groups("tp")]
+
+
+def test_inventory_counts_slots_by_node_id():
+    section = make_test_plan(*SMALL).job.cluster
+    nodes = list_nodes(section)
+    assert sorted(node.num_slots for node in nodes) == [0, 3, 3, 3]
+    assert len({node.node_id for node in nodes}) == 4
+    assert find_device(section.model_copy(update={"device": "auto"})) == "cpu"
+
+
+def test_tp_groups_stay_on_one_node(make_controller):
+    assert make_controller("calm").run().status == "finished"
+    (workers,) = make_controller.sink.of(WorkersStarted)
+    homes = nodes_of_tp_groups(make_controller.plan, workers)
+    assert [len(home) for home in homes] == [1, 1]
+    assert len(set.union(*homes)) == 2, "3 slots hold one pair, so two nodes are at work"
+
+
+def test_run_that_fits_only_in_torn_groups_waits_and_gives_up(make_controller):
+    overrides = ("parallel.dp=4", "cluster.capacity_timeout_s=0.5")
+    with pytest.raises(CapacityError, match=r"in tp groups of 2.*there is room for 6"):
+        make_controller("torn", *overrides).run()
+
+
+def test_lost_node_is_replaced_by_a_spare_one_and_survivors_stay(cluster, make_controller):
+    controller = make_controller("lost", "run.steps=100000", "checkpoint.every=20")
+    sink, lost = make_controller.sink, []
+    emit = sink.emit
+
+    def lose_a_node_at_step_30(event):
+        emit(event)
+        if isinstance(event, StepFinished) and (event.step, event.attempt) == (30, 1):
+            home = sink.of(WorkersStarted)[0].nodes[0]
+            lost.append(next(node for node in cluster.workers if node.node_id == home))
+            cluster.remove_node(lost[0], allow_graceful=True)
+        if isinstance(event, StepFinished) and event.attempt == 2:
+            controller.request_stop()
+
+    sink.emit = lose_a_node_at_step_30
+    with pytest.raises(PreemptedError):
+        controller.run()
+    assert "node has died" in sink.of(FailureSeen)[0].cause
+    first, second = sink.of(WorkersStarted)
+    assert lost[0].node_id not in second.nodes.values()
+    assert [len(home) for home in nodes_of_tp_groups(make_controller.plan, second)] == [1, 1]
+    survivors = {pid for rank, pid in first.pids.items() if first.nodes[rank] != lost[0].node_id}
+    assert len(survivors) == 2 and survivors < set(second.pids.values())

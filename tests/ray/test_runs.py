@@ -1,0 +1,150 @@
+"""Whole runs on a Ray cluster of three nodes, as a user starts them: kill, resume, stop, refuse."""
+
+import signal
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.support.command import Outcome, Running, train
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+STEPS = 12
+KILL_STEP = 8
+LIMIT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def address():
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def _settings(store, name: str, *more: str) -> list[str]:
+    return [
+        f"run.name={name}",
+        f"checkpoint.uri={store}",
+        f"run.steps={STEPS}",
+        "run.eval_samples=4",
+        "checkpoint.every=3",
+        "optimizer.lr_decay_steps=100",
+        "tracking.mlflow_uri=off",
+        "parallel.tp=2",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(address, store) -> Outcome:
+    """tp2-pp2, never touched."""
+    outcome = train(*_settings(store, "undisturbed"), address=address)
+    assert outcome.code == 0, outcome.stderr
+    return outcome
+
+
+def _once(action):
+    """Call ``action`` at the first sight of KILL_STEP."""
+    done = []
+
+    def on_step(running: Running, step: int) -> None:
+        if step == KILL_STEP and not done:
+            done.append(step)
+            action(running)
+
+    return on_step
+
+
+def test_run_reports_every_step_once_and_its_end(undisturbed):
+    assert [event["step"] for event in undisturbed.all("step")] == list(range(1, STEPS + 1))
+    assert undisturbed.events[-1]["event"] == "finished"
+    assert undisturbed.events[-1]["checkpoint_uri"]
+    assert [event["step"] for event in undisturbed.all("checkpoint")] == [3, 6, 9, 12]
+    assert {event["grid"]["tp"] for event in undisturbed.all("step")} == {2}
+
+
+def test_killed_worker_is_replaced_and_the_losses_are_bit_equal(address, store, undisturbed):
+    outcome = train(
+        *_settings(store, "killed"), address=address, on_step=_once(lambda r: r.kill_worker(3))
+    )
+    assert outcome.code == 0, outcome.stderr
+    (recovered,) = outcome.all("recovered")
+    assert recovered["rank"] == 3 and recovered["detection_s"] < 1.0
+    assert outcome.losses == undisturbed.losses
+    attempts = [event["attempt"] for event in outcome.all("attempt")]
+    assert attempts == [1, 2]
+    final = undisturbed.all("step")[-1]["tokens"]
+    assert outcome.all("step")[-1]["tokens"] == final
+
+
+def test_killed_driver_is_continued_by_the_same_command_on_another_grid(
+    address, store, undisturbed
+):
+    first = train(
+        *_settings(store, "orphan"),
+        address=address,
+        on_step=_once(lambda r: r.signal_driver(signal.SIGKILL)),
+    )
+    assert first.code == -signal.SIGKILL
+    again = train(*_settings(store, "orphan", "parallel.tp=1", "parallel.dp=2"), address=address)
+    assert again.code == 0, again.stderr
+    steps = [event["step"] for event in again.all("step")]
+    assert steps[0] in (4, 7) and steps == list(range(steps[0], STEPS + 1))
+    for step in steps:
+        assert again.losses[step] == pytest.approx(undisturbed.losses[step], rel=LIMIT)
+
+
+def test_interrupted_run_saves_exits_75_and_continues(address, store, undisturbed):
+    first = train(
+        *_settings(store, "stopped"),
+        address=address,
+        on_step=_once(lambda r: r.signal_driver(signal.SIGINT)),
+    )
+    assert first.code == 75, first.stderr
+    saved = first.all("checkpoint")[-1]["step"]
+    assert saved == first.all("step")[-1]["step"] < STEPS
+    again = train(*_settings(store, "stopped"), address=address)
+    assert again.code == 0, again.stderr
+    assert first.losses | again.losses == undisturbed.losses
+
+
+def test_finished_run_says_so_and_more_steps_continue_it(address, store, undisturbed):
+    done = train(*_settings(store, "undisturbed"), address=address)
+    assert done.code == 0 and done.all("step") == []
+    assert done.events[-1]["event"] == "finished" and done.events[-1]["step"] == STEPS
+    more = train(*_settings(store, "undisturbed", f"run.steps={STEPS + 2}"), address=address)
+    assert more.code == 0, more.stderr
+    assert [event["step"] for event in more.all("step")] == [STEPS + 1, STEPS + 2]
+    assert len({e["run_id"] for o in (undisturbed, done, more) for e in o.all("finished")}) == 1
+
+
+@pytest.mark.parametrize(
+    "change", ["run.seed=7", "model.width=64", "data.global_batch_size=8"], ids=lambda c: c
+)
+def test_changed_model_seed_or_data_is_refused(address, store, undisturbed, change):
+    assert undisturbed.code == 0
+    outcome = train(*_settings(store, "undisturbed", change), address=address)
+    assert outcome.code == 2 and outcome.events == []
+    assert change.partition("=")[0] in outcome.stderr
+
+
+def test_cluster_without_room_is_exit_3(address, store):
+    outcome = train(
+        *_settings(store, "large", "cluster.cpus_per_worker=1", "cluster.capacity_timeout_s=1"),
+        address=address,
+    )
+    assert outcome.code == 3, outcome.stderr
+    assert "cluster.cpus_per_worker" in outcome.stderr
+
+
+def test_loss_that_is_no_number_is_exit_5(address, store):
+    outcome = train(*_settings(store, "wild", "optimizer.lr=1e200"), address=address)
+    assert outcome.code == 5, outcome.stderr
+    assert outcome.stderr.count("Traceback") == 1, "the cause is shown once, not once a rank"

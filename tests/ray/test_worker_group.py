@@ -1,0 +1,162 @@
+"""The worker group on a real local Ray, called as the controller calls it."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from raymega.errors import CapacityError
+from raymega.messages import Entered, Requests, WorkerDied, WorkerFailed, WorkerFinished
+from raymega.orchestrate.group import AttemptOrder
+from raymega.orchestrate.worker_group import RayWorkerGroup
+from tests.support.jobs import make_test_plan
+from tests.support.local_ray import leftovers
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+SMALL = ("parallel.tp=2", "checkpoint.every=1000", "optimizer.lr_warmup_steps=0")
+ENTRY = "tests.support.entries"
+
+
+@pytest.fixture
+def make_group(tmp_path):
+    """A group, its slots reserved, and its first attempt begun."""
+    groups = []
+
+    def make(name="calm", *overrides, reserve=True):
+        plan = make_test_plan(*SMALL, f"run.name={name}", *overrides)
+        group = RayWorkerGroup(plan, log_dir=tmp_path, can_grow=False, entry=ENTRY)
+        groups.append(group)
+        if reserve:
+            assert group.reserve(30.0) is None
+            group.start(order(plan, tmp_path, attempt=1))
+        group.plan = plan
+        return group
+
+    yield make
+    for group in groups:
+        group.release(keep_warm=False)
+    assert leftovers() == []
+
+
+def order(plan, tmp_path, *, attempt):
+    return AttemptOrder(
+        plan_json=plan.to_json(), run_uri=str(tmp_path / "run"), attempt=attempt, restore=""
+    )
+
+
+def poll_until(group, is_last, timeout_s=30.0):
+    """Reports up to the first one for which ``is_last`` holds."""
+    deadline_s, seen = time.monotonic() + timeout_s, []
+    while time.monotonic() < deadline_s:
+        for report in group.poll(0.5):
+            seen.append(report)
+            if is_last(report):
+                return seen
+    raise AssertionError(f"not in {timeout_s} s; last came {seen[-5:]}")
+
+
+def wait_for_start(group):
+    return poll_until(group, lambda r: isinstance(r, Entered) and r.phase == "restored")
+
+
+def pids(group):
+    return {rank: place.pid for rank, place in group.members().items()}
+
+
+def test_workers_run_to_the_end_and_leave_nothing(make_group, tmp_path):
+    group = make_group("calm", "run.steps=3")
+    assert len(leftovers(patience_s=0)) == 5, "four actors and a placement group"
+    finished = []
+    while len(finished) < 4:
+        report = poll_until(group, lambda r: isinstance(r, WorkerFinished))[-1]
+        finished.append(report.rank)
+    assert sorted(finished) == [0, 1, 2, 3]
+    assert len(set(pids(group).values())) == 4
+    assert "training prints 2" in (tmp_path / "rank-00002.log").read_text()
+    group.release(keep_warm=False)
+    assert leftovers() == []
+
+
+def test_death_is_seen_in_well_under_a_second(make_group, record_property):
+    group = make_group("calm", "run.steps=100000")
+    wait_for_start(group)
+    pid = pids(group)[2]
+    os.kill(pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    died = poll_until(group, lambda r: isinstance(r, WorkerDied))[-1]
+    seconds = time.monotonic() - killed_s
+    record_property("detection_s", seconds)
+    assert died.rank == 2 and f"process {pid}" in died.cause
+    assert seconds < 1.0
+
+
+def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(make_group, tmp_path):
+    group = make_group("calm", "run.steps=100000")
+    wait_for_start(group)
+    before = pids(group)
+    os.kill(before[1], signal.SIGKILL)
+    poll_until(group, lambda r: isinstance(r, WorkerDied))
+    group.release(keep_warm=True)
+    assert group.members() == {}
+    assert group.reserve(10.0) is None
+    group.start(order(group.plan, tmp_path, attempt=2))
+    wait_for_start(group)
+    after = pids(group)
+    assert {rank for rank in after if after[rank] == before[rank]} == {0, 2, 3}
+
+
+def test_worker_that_does_not_let_go_is_replaced(make_group, tmp_path):
+    group = make_group("x.hang-3-2", "run.steps=100000")
+    wait_for_start(group)
+    before = pids(group)
+    time.sleep(0.2)
+    group.release(keep_warm=True)
+    assert group.reserve(10.0) is None
+    group.start(order(group.plan, tmp_path, attempt=2))
+    wait_for_start(group)
+    after = pids(group)
+    assert {rank for rank in after if after[rank] == before[rank]} == {0, 1, 2}
+
+
+def test_exception_arrives_once_with_rank_and_cause(make_group):
+    group = make_group("x.raise-1-3")
+    failed = poll_until(group, lambda r: isinstance(r, WorkerFailed) and not r.is_secondary)[-1]
+    assert (failed.rank, failed.step, failed.error) == (1, 2, "ValueError")
+    assert "a passing error" in failed.traceback
+
+
+def test_requests_reach_every_rank(make_group):
+    group = make_group("calm", "run.steps=100000")
+    wait_for_start(group)
+    group.request(Requests(stop=True, save=True))
+    assert poll_until(group, lambda r: isinstance(r, WorkerFinished))[-1].stopped
+
+
+def test_failing_entry_is_reported_and_not_raised(make_group, tmp_path):
+    group = make_group("calm", reserve=False)
+    group._entry = "tests.support.no_such_entry"
+    assert group.reserve(30.0) is None
+    group.start(order(group.plan, tmp_path, attempt=1))
+    failed = poll_until(group, lambda r: isinstance(r, WorkerFailed))[-1]
+    assert failed.error == "ModuleNotFoundError"
+
+
+def test_reserve_refuses_what_can_never_fit(make_group):
+    group = make_group("calm", "cluster.cpus_per_worker=1.5", reserve=False)
+    with pytest.raises(CapacityError, match="there is room for 2"):
+        group.reserve(1.0)
+    assert leftovers() == []
+
+
+def test_reserve_waits_while_another_job_has_the_slots(make_group):
+    other = placement_group([{"CPU": 3.9}])
+    ray.get(other.ready(), timeout=20)
+    group = make_group("calm", reserve=False)
+    lacking = group.reserve(0.2)
+    assert "0.1 CPU free" in lacking.fact and "4 workers of 0.1 CPU each" in lacking.rule
+    remove_placement_group(other)
+    assert group.reserve(20.0) is None

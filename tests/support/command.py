@@ -1,0 +1,82 @@
+"""Runs `raymega train --json` as a user does: a process whose lines are read as they come."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+VERIFY = Path(__file__).parents[2] / "jobs" / "verify.yaml"
+
+
+@dataclass
+class Outcome:
+    """How a command ended, and what it said."""
+
+    code: int
+    events: list[dict] = field(default_factory=list)
+    stderr: str = ""
+
+    def all(self, name: str) -> list[dict]:
+        """Events of one kind."""
+        return [event for event in self.events if event["event"] == name]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss by step; of a step that was done twice, the last."""
+        return {event["step"]: event["loss"] for event in self.all("step")}
+
+
+class Running:
+    """What a watcher of the lines may do to the command."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process = process
+        self.pids: dict[str, int] = {}
+
+    def kill_worker(self, rank: int) -> None:
+        os.kill(self.pids[str(rank)], signal.SIGKILL)
+
+    def signal_driver(self, number: int) -> None:
+        self._process.send_signal(number)
+
+
+def train(
+    *overrides: str,
+    address: str,
+    on_step: Callable[[Running, int], None] = lambda _running, _step: None,
+    timeout: float = 90,
+    job: Path = VERIFY,
+) -> Outcome:
+    """``raymega train`` of the verify job; ``on_step`` sees each step as soon as it is printed."""
+    command = [sys.executable, "-c", "from raymega.cli.main import run; run()", "train", str(job)]
+    command += ["--json", "--address", address]
+    for override in overrides:
+        command += ["--set", override]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    watchdog = threading.Timer(timeout, process.kill)
+    watchdog.start()
+    errors: list[str] = []
+    drain = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
+    drain.start()
+    running, events = Running(process), []
+    try:
+        for line in process.stdout:
+            event = json.loads(line)
+            events.append(event)
+            if event["event"] == "workers":
+                running.pids = event["pids"]
+            if event["event"] == "step":
+                on_step(running, event["step"])
+        code = process.wait(timeout)
+    finally:
+        watchdog.cancel()
+        process.kill()
+    drain.join(5)
+    return Outcome(code=code, events=events, stderr="".join(errors))

@@ -1,0 +1,157 @@
+"""Small models whose every element has a known value, on any grid, in one process."""
+
+from dataclasses import dataclass
+from math import prod
+from zlib import crc32
+
+import torch
+
+from raymega.checkpoint.assembly import assemble
+from raymega.checkpoint.manifest import Manifest, commit
+from raymega.checkpoint.writer import CheckpointWriter, Patience
+from raymega.config.schema import ModelSection
+from raymega.errors import StorageError
+from raymega.messages import Box
+from raymega.parallel.sharding import ShardSpec, make_spec
+from raymega.plan.grid import Grid
+from raymega.plan.stages import make_stages
+from raymega.plan.tensors import GlobalTensor, stage_tensors
+from raymega.storage.memory import MemoryStore
+
+KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")
+FUSED = (("attention.q.", "attention.k.", "attention.v."), ("mlp.gate.", "mlp.up."))
+NO_WAIT = Patience(timeout_s=20.0, retry_delays_s=(0.0, 0.0))
+STATE = {"step": 100, "samples": 800, "tokens": 12800.0, "note": "x"}
+
+
+def make_model(family: str, *, is_tied: bool) -> ModelSection:
+    return ModelSection(
+        family=family, num_layers=4, width=16, num_heads=8, num_kv_heads=4, ffn_width=24,
+        vocab_size=40, max_positions=12, is_embedding_tied=is_tied,
+    )  # fmt: skip
+
+
+MODELS = {
+    f"{family}-{'tied' if is_tied else 'untied'}": make_model(family, is_tied=is_tied)
+    for family in ("gpt2", "llama")
+    for is_tied in (True, False)
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Stands for a ShardedParameter."""
+
+    spec: ShardSpec
+
+
+class FailingStore(MemoryStore):
+    """Refuses the next ``failures[method]`` calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.failures = {}
+
+    def put(self, key, chunks, *, overwrite):
+        self._fail("put")
+        super().put(key, chunks, overwrite=overwrite)
+
+    def size(self, key):
+        self._fail("size")
+        return super().size(key)
+
+    def _fail(self, method):
+        if self.failures.get(method, 0) > 0:
+            self.failures[method] -= 1
+            raise StorageError(f"{method} refused")
+
+
+def make_grid(layout: str, order: str = "tp-cp-ep-dp-pp") -> Grid:
+    degrees = {part[:2]: int(part[2:]) for part in layout.split("-")}
+    return Grid(**degrees, order=order)
+
+
+def rank_specs(model: ModelSection, grid: Grid, rank: int) -> list[ShardSpec]:
+    """Specs of one rank, with q, k, v and gate, up as one parameter each."""
+    at = grid.coords(rank)
+    stage = make_stages(num_layers=model.num_layers, num_stages=grid.pp)[at.pp]
+    groups: dict[str, list[GlobalTensor]] = {}
+    for tensor in stage_tensors(model, stage):
+        groups.setdefault(_fused_name(tensor.name), []).append(tensor)
+    is_split = grid.pp > 1 and model.is_embedding_tied
+    return [
+        make_spec(
+            tuple(tensors),
+            tp=grid.tp,
+            tp_rank=at.tp,
+            is_tied=is_split and name == "embedding.tokens.weight",
+            is_tied_copy=is_split and name == "embedding.tokens.weight" and stage.is_last,
+        )
+        for name, tensors in groups.items()
+    ]
+
+
+def _fused_name(name: str) -> str:
+    for first, *others in FUSED:
+        for other in others:
+            name = name.replace(other, first)
+    return name
+
+
+def block_values(name: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """What the block holds: a function of the saved name and the global index, exact in dtype."""
+    if dtype == torch.bfloat16:
+        whole = (torch.arange(prod(shape)) * 7 + crc32(name.encode())) % 251
+    else:
+        whole = torch.arange(prod(shape)) + (crc32(name.encode()) % 1024) * 2**13
+    everything = Box(offset=(0,) * len(shape), shape=shape)
+    return whole.view(shape)[box.within(everything)].to(dtype)
+
+
+def make_items(model, grid, rank, *, dtype=torch.float32, is_filled=True):
+    """A rank's items: filled with their known values, or with NaN."""
+    return [
+        (kind, Parameter(spec), _tensor(kind, spec, dtype, is_filled=is_filled))
+        for kind in KINDS
+        for spec in rank_specs(model, grid, rank)
+    ]
+
+
+def _tensor(kind, spec, dtype, *, is_filled):
+    blocks = [
+        block_values(f"{kind}/{piece.tensor.name}", piece.tensor.shape, piece.box, dtype)
+        for piece in spec.pieces
+    ]
+    return torch.cat(blocks) if is_filled else torch.full(spec.shape, torch.nan, dtype=dtype)
+
+
+def save_shards(store, model, grid, *, step=100, attempt=1, dtype=torch.float32):
+    """Every rank's report of a save."""
+    shards = []
+    for rank in range(grid.world_size):
+        writer = CheckpointWriter(
+            store, rank=rank, attempt=attempt, dp=grid.dp, report=shards.append, patience=NO_WAIT
+        )
+        items = make_items(model, grid, rank, dtype=dtype)
+        writer.save(step, items, {**STATE, "step": step}, dp_rank=grid.coords(rank).dp)
+        assert writer.wait()
+    return shards
+
+
+def assemble_shards(shards, grid, *, attempt=1) -> Manifest:
+    return assemble(
+        shards,
+        world_size=grid.world_size,
+        attempt=attempt,
+        created="2026-01-02T03:04:05+00:00",
+        job={"run": {"name": "t"}},
+        grid={"tp": grid.tp, "pp": grid.pp, "dp": grid.dp},
+    )
+
+
+def save_checkpoint(store, model, grid, *, step=100, attempt=1, dtype=torch.float32) -> Manifest:
+    """A committed checkpoint of known values."""
+    shards = save_shards(store, model, grid, step=step, attempt=attempt, dtype=dtype)
+    manifest = assemble_shards(shards, grid, attempt=attempt)
+    commit(store, manifest)
+    return manifest

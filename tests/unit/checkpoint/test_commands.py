@@ -1,0 +1,84 @@
+"""The commands: tables for people, one JSON object for programs, exit codes; no torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from raymega.cli.checkpoint import checkpoint_app
+from raymega.errors import ConfigError
+from raymega.storage.local import LocalStore
+from tests.unit.checkpoint.support import MODELS, STATE, make_grid, save_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    store = LocalStore(tmp_path)
+    grid = make_grid("tp2")
+    return tmp_path, store, save_checkpoint(store, MODELS["gpt2-tied"], grid, step=100)
+
+
+def _call(*args):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(checkpoint_app, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_list_and_verify_give_every_checkpoint(run, command):
+    root, _, manifest = run
+    done = _call(command, root, "--json")
+    assert done.exit_code == 0
+    told = json.loads(done.stdout)
+    assert told["uri"] == str(root)
+    (row,) = told["checkpoints"]
+    assert row["key"] == manifest.key and row["is_whole"] is True and row["step"] == 100
+    table = _call(command, root)
+    assert table.exit_code == 0 and manifest.key in table.stdout and "yes" in table.stdout
+
+
+def test_verify_exits_1_and_names_what_is_corrupt(run):
+    root, store, manifest = run
+    key = manifest.file_key(manifest.boxes[0])
+    data = bytearray(store.get(key))
+    data[-1] ^= 1
+    store.put(key, [data], overwrite=True)
+    told = _call("verify", root, "--json")
+    assert told.exit_code == 1 and key in json.loads(told.stdout)["checkpoints"][0]["faults"][0]
+    shown = _call("verify", root)
+    assert shown.exit_code == 1 and key in shown.stdout and "crc32" in shown.stdout
+
+
+def test_show_describes_state_grid_and_tensors(run):
+    root, _, manifest = run
+    told = json.loads(_call("show", root, "--json").stdout)
+    assert told["state"] == {**STATE, "step": 100} and told["grid"] == manifest.grid
+    assert told["total_bytes"] == sum(tensor["num_bytes"] for tensor in told["tensors"])
+    names = {tensor["name"]: tensor for tensor in told["tensors"]}
+    assert names["model/embedding.tokens.weight"]["shape"] == [40, 16]
+    assert names["model/embedding.tokens.weight"]["num_boxes"] == 2
+    shown = _call("show", root / "checkpoints" / "step-00000100").stdout
+    assert "samples=800" in shown and "tp=2" in shown and "40 x 16" in shown
+
+
+def test_list_of_an_empty_run_is_empty(tmp_path):
+    assert json.loads(_call("list", tmp_path, "--json").stdout)["checkpoints"] == []
+    assert "no checkpoints" in _call("list", tmp_path).stdout
+
+
+def test_show_of_nothing_is_the_users_mistake(tmp_path):
+    assert isinstance(_call("show", tmp_path).exception, ConfigError)
+
+
+@pytest.mark.parametrize("command", ["list", "show", "verify"])
+def test_help_has_an_example(command):
+    assert f"Example: raymega checkpoint {command}" in _call(command, "--help").stdout
+
+
+def test_commands_and_the_drivers_modules_leave_torch_unloaded():
+    code = (
+        "import sys, raymega.cli.checkpoint, raymega.checkpoint.assembly,"
+        "raymega.checkpoint.retention; sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert done.returncode == 0

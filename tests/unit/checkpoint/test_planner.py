@@ -1,0 +1,98 @@
+"""Sharing: every element of every tensor once, whatever the layout, and fairly."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymega.checkpoint import planner
+from raymega.checkpoint.planner import Holding, share_boxes
+from raymega.parallel.sharding import make_spec
+from raymega.plan.grid import Grid
+from raymega.plan.tensors import GlobalTensor, model_tensors
+from tests.unit.checkpoint.support import MODELS, rank_specs
+
+ORDERS = ("tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp", "dp-tp-pp-cp-ep")
+
+
+def _holdings(specs, dtypes=("float32",)):
+    kinds = ("model", "adam.exp_avg")
+    return [
+        Holding(kind=kind, spec=spec, dtype=dtypes[i % len(dtypes)])
+        for kind in kinds
+        for i, spec in enumerate(specs)
+    ]
+
+
+def _tensor(name, *shape):
+    return GlobalTensor(
+        name=name, shape=shape, tp_dim=-1, init="zeros", init_std=0.0, has_decay=False
+    )
+
+
+def _slices(box):
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    model=st.sampled_from(sorted(MODELS)),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 3, 4]),
+    dp=st.integers(1, 5),
+    order=st.sampled_from(ORDERS),
+    max_box_bytes=st.sampled_from([1, 256, 2**26]),
+)
+def test_every_element_of_every_tensor_is_written_once(model, tp, pp, dp, order, max_box_bytes):
+    model, grid = MODELS[model], Grid(tp=tp, pp=pp, dp=dp, order=order)
+    counts = {
+        f"{kind}/{tensor.name}": np.zeros(tensor.shape, dtype=int)
+        for kind in ("model", "adam.exp_avg")
+        for tensor in model_tensors(model)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "MAX_BOX_BYTES", max_box_bytes)
+        for rank in range(grid.world_size):
+            holdings = _holdings(rank_specs(model, grid, rank))
+            replica = grid.coords(rank).dp
+            for share in share_boxes(holdings, num_replicas=dp, replica=replica):
+                assert share.global_shape == counts[share.tensor].shape
+                counts[share.tensor][_slices(share.box)] += 1
+    assert all((count == 1).all() for count in counts.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1, max_size=8),
+    num_replicas=st.integers(1, 9),
+)
+def test_replicas_get_equal_bytes_to_within_a_row(sizes, num_replicas):
+    specs = [make_spec((_tensor(f"t{i}", *s),), tp=1, tp_rank=0) for i, s in enumerate(sizes)]
+    holdings = _holdings(specs, ("float32", "float64", "bfloat16"))
+    loads, num_boxes = [], 0
+    for replica in range(num_replicas):
+        shares = share_boxes(holdings, num_replicas=num_replicas, replica=replica)
+        loads.append(sum(share.num_bytes for share in shares))
+        num_boxes += len(shares)
+    widest_row = 9 * 8
+    assert max(loads) - sum(loads) / num_replicas <= widest_row
+    assert num_boxes <= len(holdings) + num_replicas - 1
+
+
+def test_box_is_bounded_and_rows_stay_whole(monkeypatch):
+    monkeypatch.setattr(planner, "MAX_BOX_BYTES", 100)
+    specs = [make_spec((_tensor("t", 10, 6), _tensor("wide", 2, 6)), tp=1, tp_rank=0)]
+    holding = Holding(kind="model", spec=specs[0], dtype="float32")
+    shares = share_boxes([holding], num_replicas=1, replica=0)
+    assert [(s.tensor, s.box.offset, s.box.shape) for s in shares] == [
+        ("model/t", (0, 0), (4, 6)),
+        ("model/t", (4, 0), (4, 6)),
+        ("model/t", (8, 0), (2, 6)),
+        ("model/wide", (0, 0), (2, 6)),
+    ]
+    assert shares[-1].local.offset == (10, 0)
+
+
+def test_copy_that_does_not_count_is_not_saved():
+    spec = make_spec((_tensor("t", 4, 2),), tp=2, tp_rank=1)
+    assert share_boxes(_holdings([spec]), num_replicas=1, replica=0) == ()

@@ -1,0 +1,138 @@
+"""The reader: what it reads, and what it refuses before and while it reads."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raymega.checkpoint import planner
+from raymega.checkpoint.reader import load
+from raymega.errors import CheckpointError, ConfigError
+from raymega.storage.memory import MemoryStore
+from tests.unit.checkpoint.support import (
+    MODELS,
+    make_grid,
+    make_items,
+    make_model,
+    save_checkpoint,
+)
+
+MODEL, ALONE = MODELS["llama-untied"], make_grid("tp1")
+
+
+class CountingStore(MemoryStore):
+    def __init__(self):
+        super().__init__()
+        self.reads = []
+
+    def get(self, key, *, start=0, num_bytes=-1):
+        self.reads.append((key, start, num_bytes))
+        return super().get(key, start=start, num_bytes=num_bytes)
+
+
+@pytest.fixture
+def store():
+    return CountingStore()
+
+
+def _same(items, wanted):
+    return all(torch.equal(a[2], b[2]) for a, b in zip(items, wanted, strict=True))
+
+
+def test_each_box_that_is_needed_is_read_once_and_no_other(store, monkeypatch):
+    monkeypatch.setattr(planner, "MAX_BOX_BYTES", 256)
+    manifest = save_checkpoint(store, MODEL, make_grid("dp2"))
+    grid = make_grid("tp4-pp4")
+    store.reads.clear()
+    num_bytes = load(store, manifest, make_items(MODEL, grid, 5, is_filled=False))
+    assert len(set(store.reads)) == len(store.reads)
+    assert sum(n for _, _, n in store.reads) == num_bytes < manifest.total_bytes / 4
+    starts = {(manifest.file_key(box), box.start): box for box in manifest.boxes}
+    read = {starts[key, start].tensor for key, start, _ in store.reads}
+    assert {name.split("/")[1].split(".")[1] for name in read} == {"1"}
+
+
+def test_whole_model_costs_every_byte_once(store):
+    manifest = save_checkpoint(store, MODEL, make_grid("tp2-pp2"))
+    items = make_items(MODEL, ALONE, 0, is_filled=False)
+    assert load(store, manifest, items) == manifest.total_bytes
+    assert _same(items, make_items(MODEL, ALONE, 0))
+
+
+def test_parameter_that_needs_a_gradient_is_filled(store):
+    manifest = save_checkpoint(store, MODEL, ALONE)
+    items = make_items(MODEL, ALONE, 0, is_filled=False)
+    for _, _, tensor in items:
+        tensor.requires_grad_()
+    load(store, manifest, items)
+    assert _same(items, make_items(MODEL, ALONE, 0))
+
+
+def test_every_tensor_that_is_missing_is_named_and_nothing_is_read(store):
+    manifest = save_checkpoint(store, make_model("gpt2", is_tied=True), ALONE)
+    store.reads.clear()
+    with pytest.raises(CheckpointError) as caught:
+        load(store, manifest, make_items(MODEL, ALONE, 0))
+    named = {fault.fact.split()[0] for fault in caught.value.faults}
+    layers = {f"layers.{layer}.mlp.gate.weight" for layer in range(4)}
+    kinds = ("model", "adam.exp_avg", "adam.exp_avg_sq")
+    assert named == {f"{kind}/{name}" for kind in kinds for name in {*layers, "head.weight"}}
+    assert store.reads == []
+
+
+def test_other_shape_is_refused_with_both(store):
+    manifest = save_checkpoint(store, MODEL.model_copy(update={"vocab_size": 80}), ALONE)
+    with pytest.raises(CheckpointError, match=r"tokens.weight is \(80, 16\) in .* \(40, 16\)"):
+        load(store, manifest, make_items(MODEL, ALONE, 0))
+
+
+def test_region_that_no_box_covers_is_named(store):
+    manifest = save_checkpoint(store, MODEL, make_grid("tp4"))
+    boxes = tuple(
+        box
+        for box in manifest.boxes
+        if (box.tensor, box.box.offset) != ("model/layers.2.mlp.down.weight", (0, 12))
+    )
+    holed = replace(manifest, boxes=boxes)
+    expected = r"model/layers.2.mlp.down.weight has its block \(16, 6\) at \(0, 12\) 0 times"
+    with pytest.raises(CheckpointError, match=expected):
+        load(store, holed, make_items(MODEL, make_grid("tp2"), 1))
+    load(store, holed, make_items(MODEL, make_grid("tp2"), 0))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "torn", "missing"])
+def test_corrupt_file_is_named(store, damage):
+    manifest = save_checkpoint(store, MODEL, make_grid("tp2-dp2"))
+    key = sorted(manifest.file_sizes())[2]
+    data = bytearray(store.get(key))
+    data[-1] ^= 0x40
+    if damage == "missing":
+        store.delete(key)
+    else:
+        store.put(key, [data if damage == "flipped" else data[:-1]], overwrite=True)
+    with pytest.raises(CheckpointError, match=key):
+        load(store, manifest, make_items(MODEL, ALONE, 0))
+
+
+def test_values_widen_without_a_word(store):
+    manifest = save_checkpoint(store, MODEL, make_grid("tp2"), dtype=torch.bfloat16)
+    items = make_items(MODEL, ALONE, 0, dtype=torch.float64, is_filled=False)
+    load(store, manifest, items)
+    narrow = make_items(MODEL, ALONE, 0, dtype=torch.bfloat16)
+    assert all(torch.equal(a[2], b[2].double()) for a, b in zip(items, narrow, strict=True))
+
+
+def test_values_narrow_only_when_told(store):
+    manifest = save_checkpoint(store, MODEL, make_grid("tp2"), dtype=torch.float64)
+    items = make_items(MODEL, ALONE, 0, is_filled=False)
+    with pytest.raises(ConfigError, match="saved in float64, this run keeps it in float32"):
+        load(store, manifest, items)
+    load(store, manifest, items, is_narrowing_allowed=True)
+    assert _same(items, make_items(MODEL, ALONE, 0))
+
+
+def test_type_that_cannot_be_saved_is_refused_by_name(store):
+    manifest = save_checkpoint(store, MODEL, ALONE)
+    items = [(kind, param, tensor.long()) for kind, param, tensor in make_items(MODEL, ALONE, 0)]
+    with pytest.raises(CheckpointError, match="int64"):
+        load(store, manifest, items)

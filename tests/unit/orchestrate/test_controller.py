@@ -1,0 +1,473 @@
+"""The controller stepped through its states by a fake group; no process, no disk, no waiting."""
+
+import pytest
+
+from raymega.checkpoint.keys import data_file, folder_of
+from raymega.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    Fault,
+    NumericsError,
+    PreemptedError,
+    WorkerError,
+)
+from raymega.messages import Evaluated, Requests, TimelineRecorded
+from raymega.orchestrate.attempt import PROGRESS_MARGIN_S
+from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.journal import read_record
+from raymega.orchestrate.states import State
+from raymega.storage.memory import MemoryStore
+from raymega.tracking.sink import (
+    AttemptStarted,
+    CheckpointCommitted,
+    EvaluationFinished,
+    FailureSeen,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+    StepFinished,
+    TimelineReady,
+    WorkersStarted,
+)
+from tests.support.fakes import FakeClock, FakeWorkerGroup, FakeWorkers, InlineExecutor, MemorySink
+from tests.support.jobs import make_test_plan
+
+SMALL = ("run.steps=4", "checkpoint.every=2", "optimizer.lr_warmup_steps=0")
+LACKING = Fault(fact="2 slots free", rule="4 needed", remedy="wait")
+
+
+class World:
+    """Everything around one controller; ``drive`` makes another one on the same store."""
+
+    def __init__(self):
+        self.store = MemoryStore()
+        self.clock = FakeClock()
+        self.sink = MemorySink()
+
+    def drive(self, *script, overrides=(), lacking=()):
+        plan = make_test_plan("parallel.tp=2", *SMALL, *overrides)
+        self.group = FakeWorkerGroup(
+            self.clock,
+            self.store,
+            world_size=plan.grid.world_size,
+            script=script,
+            lacking=lacking,
+        )
+        self.controller = Controller(
+            plan,
+            store=self.store,
+            group=self.group,
+            sink=self.sink,
+            clock=self.clock,
+            executor=InlineExecutor(),
+        )
+        return self.controller
+
+    def tick_until(self, state, limit=1000):
+        for _ in range(limit):
+            if self.controller.state.state is state:
+                return
+            self.controller.tick()
+        raise AssertionError(f"still {self.controller.state} after {limit} ticks")
+
+    def steps_seen(self):
+        return [event.step for event in self.sink.of(StepFinished)]
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def whole_run(attempt=1, step=0, steps=4):
+    """Polls of an attempt that goes from ``step`` to the end, saving every second step."""
+    workers = FakeWorkers(4, step=step, attempt=attempt)
+    polls = workers.enter()
+    while workers.step < steps:
+        polls += workers.steps(2) + workers.save()
+    return polls + workers.finish()
+
+
+def lost_run(end, *, steps=3, attempt=1, step=0):
+    """Polls of an attempt that saves at step 2 and then meets ``end(workers)``."""
+    workers = FakeWorkers(4, step=step, attempt=attempt)
+    polls = workers.enter() + workers.steps(2) + workers.save() + workers.steps(steps - 2)
+    return polls + end(workers)
+
+
+def test_run_finishes_when_every_step_is_done_and_saved(world):
+    ended = world.drive(whole_run()).run()
+    assert (ended.status, ended.step) == ("finished", 4)
+    assert ended.checkpoint_uri == "memory:/checkpoints/step-00000004/manifest-a0001.json"
+    assert world.steps_seen() == [1, 2, 3, 4]
+    assert [event.step for event in world.sink.of(CheckpointCommitted)] == [2, 4]
+    assert world.group.is_released
+    assert type(world.sink.events[0]) is RunStarted and world.sink.events[-1] == ended
+
+
+def test_run_passes_through_its_states_in_order(world):
+    controller, seen = world.drive(whole_run()), []
+    while not controller.state.state.is_end:
+        if not seen or seen[-1] is not controller.state.state:
+            seen.append(controller.state.state)
+        controller.tick()
+    assert seen == [State.SCHEDULING, State.STARTING, State.RUNNING]
+    assert controller.state.state is State.FINISHED
+
+
+def test_start_gives_workers_a_fresh_run_with_attempt_1(world):
+    world.drive(whole_run()).run()
+    (order,) = world.group.orders
+    assert (order.attempt, order.restore, order.run_uri) == (1, "", "memory:")
+    (attempt,) = world.sink.of(AttemptStarted)
+    assert (attempt.attempt, attempt.step, attempt.reason) == (1, 0, "first start")
+    assert attempt.grid["tp"] == attempt.grid["pp"] == 2
+    (workers,) = world.sink.of(WorkersStarted)
+    assert workers.pids == {0: 1000, 1: 1001, 2: 1002, 3: 1003}
+
+
+def test_attempt_is_on_record_before_its_workers_start(world):
+    world.drive(whole_run())
+    world.tick_until(State.STARTING)
+    record = read_record(world.store)
+    assert (record.num_attempts, record.status) == (1, "starting")
+
+
+def test_record_follows_commits_and_the_end(world):
+    world.drive(lost_run(nothing_more))
+    world.tick_until(State.RUNNING)
+    while world.controller.state.saved_step < 2:
+        world.controller.tick()
+    assert (read_record(world.store).step, read_record(world.store).status) == (2, "running")
+    world.drive(whole_run(attempt=2, step=2)).run()
+    assert (read_record(world.store).step, read_record(world.store).status) == (4, "finished")
+
+
+def test_evaluations_and_timelines_are_told(world):
+    polls, rows = whole_run(), dict.fromkeys(range(4), (("forward", 0, 0, 0.0, 1.0),))
+    polls[-1:-1] = [[Evaluated(rank=0, step=4, metrics={"eval/loss": 2.0})]]
+    polls[-1:-1] = [[TimelineRecorded(rank=r, step=4, events=rows[r])] for r in rows]
+    world.drive(polls).run()
+    assert world.sink.of(EvaluationFinished)[0].metrics == {"eval/loss": 2.0}
+    assert world.sink.of(TimelineReady)[0].events == rows
+
+
+def nothing_more(_workers):
+    """An end of ``lost_run``: the workers fall silent."""
+    return []
+
+
+# Capacity.
+
+
+def test_scheduling_waits_for_slots(world):
+    assert world.drive(whole_run(), lacking=[LACKING] * 5).run().status == "finished"
+
+
+def test_scheduling_gives_up_with_exit_3_when_no_slots_come_in_time(world):
+    lacking = [LACKING] * 1000
+    controller = world.drive(lacking=lacking, overrides=["cluster.capacity_timeout_s=10.0"])
+    with pytest.raises(CapacityError, match="2 slots free") as caught:
+        controller.run()
+    assert caught.value.exit_code == 3
+    assert controller.state.state is State.FAILED
+    assert 110.0 < world.clock.now_s < 112.0
+    assert world.group.is_released and world.sink.of(RunFinished)[0].status == "failed"
+
+
+def test_scheduling_gives_up_at_once_when_no_slots_can_come(world):
+    with pytest.raises(CapacityError):
+        world.drive(lacking=[CapacityError(LACKING)]).run()
+    assert world.group.orders == [] and read_record(world.store).num_attempts == 0
+
+
+# Failures.
+
+
+def test_death_restarts_from_the_last_commit(world):
+    world.drive(lost_run(lambda w: w.die(3)), whole_run(attempt=2, step=2)).run()
+    _, second = world.group.orders
+    assert (second.attempt, second.restore) == (2, "checkpoints/step-00000002/manifest-a0001.json")
+    assert world.steps_seen() == [1, 2, 3, 3, 4]
+    assert world.group.releases == [True, False]
+    (seen,) = world.sink.of(FailureSeen)
+    assert (seen.attempt, seen.rank, seen.step, seen.cause) == (1, 3, 3, "rank 3 died: SIGKILL")
+    assert world.sink.of(AttemptStarted)[1].reason == "rank 3 died: SIGKILL"
+
+
+def test_recovery_is_told_when_the_lost_steps_are_made_up_for(world):
+    controller = world.drive(lost_run(lambda w: w.die(3), steps=4), whole_run(attempt=2, step=2))
+    world.tick_until(State.RESTARTING)
+    world.clock.advance(7.0)
+    controller.run()
+    (recovered,) = world.sink.of(Recovered)
+    assert (recovered.attempt, recovered.rank) == (2, 3)
+    assert (recovered.step, recovered.restored_step, recovered.lost_steps) == (4, 2, 2)
+    assert recovered.recovery_s == 7.0
+
+
+def test_detection_is_counted_from_the_last_sign_of_progress(world):
+    world.drive(lost_run(lambda w: [[], *w.die(3)]), whole_run(attempt=2, step=2))
+    world.tick_until(State.RUNNING)
+    while not world.sink.of(FailureSeen):
+        world.clock.advance(0.5)
+        world.controller.tick()
+    world.controller.run()
+    assert world.sink.of(Recovered)[0].detection_s == 1.0
+
+
+def test_two_failures_in_a_row_are_one_outage(world):
+    second = FakeWorkers(4, step=2, attempt=2)
+    world.drive(
+        lost_run(lambda w: w.die(3)), second.enter() + second.die(1), whole_run(attempt=3, step=2)
+    ).run()
+    assert [event.rank for event in world.sink.of(FailureSeen)] == [3, 1]
+    (recovered,) = world.sink.of(Recovered)
+    assert (recovered.attempt, recovered.rank, recovered.step) == (3, 3, 3)
+
+
+def test_death_before_the_first_step_starts_afresh(world):
+    workers = FakeWorkers(4)
+    world.drive(workers.die(-1), whole_run(attempt=2)).run()
+    assert [order.restore for order in world.group.orders] == ["", ""]
+    assert world.sink.of(Recovered)[0].step == 1
+
+
+def test_lost_connections_are_not_shown_when_the_cause_is_known(world):
+    def end(workers):
+        return workers.fail(0, "CommunicationError", is_secondary=True) + workers.die(2)
+
+    world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
+    (seen,) = world.sink.of(FailureSeen)
+    assert seen.cause == "rank 2 died: SIGKILL"
+
+
+def test_standstill_is_a_failure_after_the_deadline(world):
+    world.drive(lost_run(nothing_more), whole_run(attempt=2, step=2)).run()
+    (seen,) = world.sink.of(FailureSeen)
+    assert seen.cause.startswith("a worker hung: no step after step 3")
+    limit_s = 300.0 + PROGRESS_MARGIN_S
+    assert limit_s <= world.sink.of(Recovered)[0].detection_s < limit_s + 1
+
+
+def test_start_that_does_not_come_is_a_failure_after_the_deadline(world):
+    world.drive([], whole_run(attempt=2)).run()
+    assert "elastic.start_timeout_s=180" in world.sink.of(FailureSeen)[0].cause
+
+
+def test_budget_spent_is_exit_4(world):
+    with pytest.raises(WorkerError, match=r"elastic\.max_failures=1") as caught:
+        world.drive(
+            lost_run(lambda w: w.die(3)),
+            lost_run(lambda w: w.die(2), attempt=2, step=2),
+            overrides=["elastic.max_failures=1"],
+        ).run()
+    assert caught.value.exit_code == 4
+    assert world.sink.events[-1].status == "failed"
+    assert "rank 2 died" in world.sink.events[-1].reason
+    assert world.group.is_released
+
+
+def test_same_error_three_times_stops_before_the_budget(world):
+    def attempt(number):
+        workers = FakeWorkers(4, attempt=number)
+        return workers.enter() + workers.steps(1) + workers.fail(1)
+
+    with pytest.raises(WorkerError, match="3 times in a row"):
+        world.drive(*map(attempt, range(1, 9)), overrides=["elastic.max_failures=99"]).run()
+    assert len(world.group.orders) == 3
+
+
+def test_numerics_guard_is_exit_5_without_a_restart(world):
+    with pytest.raises(NumericsError) as caught:
+        world.drive(lost_run(lambda w: w.fail(0, "NumericsError", exit_code=5))).run()
+    assert caught.value.exit_code == 5
+    assert len(world.group.orders) == 1
+
+
+# Saves.
+
+
+def test_failed_save_is_told_and_the_one_before_is_kept(world):
+    def end(workers):
+        return workers.steps(1) + workers.save(errors=[2]) + workers.die(0)
+
+    world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
+    (refused,) = world.sink.of(SaveFailed)
+    assert refused.step == 4 and "rank 2 failed: disk full" in refused.reason
+    assert world.group.orders[1].restore == "checkpoints/step-00000002/manifest-a0001.json"
+
+
+def test_run_whose_last_save_failed_goes_back_and_tries_again(world):
+    def end(workers):
+        return workers.steps(1) + workers.save(errors=[2]) + workers.finish()
+
+    ended = world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
+    assert (ended.status, ended.step) == ("finished", 4)
+    assert "only step 2 is saved" in world.sink.of(FailureSeen)[0].cause
+
+
+def test_save_that_a_death_cut_short_is_not_committed(world):
+    def end(workers):
+        (shards,) = workers.steps(1) and workers.save()
+        return [shards[:3], *workers.die(3)]
+
+    world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
+    assert [event.step for event in world.sink.of(CheckpointCommitted)] == [2, 4]
+
+
+def test_checkpoint_that_cannot_be_loaded_is_passed_over(world):
+    first = FakeWorkers(4)
+    polls = first.enter() + first.steps(1) + first.save() + first.steps(1) + first.save()
+    second = FakeWorkers(4, step=2, attempt=2)
+    failed = second.enter()[0][:4], second.fail(1, "CheckpointError")[0]
+    world.drive(polls + first.die(3), failed, whole_run(attempt=3, step=1, steps=5)).run()
+    steps = [order.restore.split("/")[1:2] for order in world.group.orders]
+    assert steps == [[], ["step-00000002"], ["step-00000001"]]
+
+
+def test_run_does_not_begin_again_when_no_checkpoint_can_be_restored(world):
+    world.drive(lost_run(nothing_more))
+    world.tick_until(State.RUNNING)
+    while world.controller.state.saved_step < 2:
+        world.controller.tick()
+    world.store.delete(folder_of(2) + data_file(attempt=1, rank=1))
+    with pytest.raises(CheckpointError, match="never begins again from nothing"):
+        world.drive(whole_run(attempt=2))
+
+
+# Stop.
+
+
+def test_stop_saves_and_is_exit_75(world):
+    workers = FakeWorkers(4)
+    polls = workers.enter() + workers.steps(1)
+    after = workers.steps(1) + workers.save() + workers.finish(stopped=True)
+    controller = world.drive(polls + after)
+    world.tick_until(State.RUNNING)
+    controller.request_stop()
+    with pytest.raises(PreemptedError, match="step 2 of 4 saved") as caught:
+        controller.run()
+    assert caught.value.exit_code == 75
+    assert world.group.requested == [Requests(stop=True, save=True)]
+    assert world.sink.events[-1].status == "preempted" and world.group.is_released
+    assert read_record(world.store).status == "preempted"
+
+
+@pytest.mark.parametrize("state", [State.SCHEDULING, State.STARTING, State.RESTARTING])
+def test_stop_before_workers_run_stops_at_once(world, state):
+    workers = FakeWorkers(4)
+    controller = world.drive(workers.enter() + workers.die(0), [])
+    world.tick_until(state)
+    controller.request_stop()
+    with pytest.raises(PreemptedError):
+        controller.run()
+    assert world.group.requested == [] and world.group.is_released
+
+
+def test_stop_at_the_last_step_is_a_finished_run(world):
+    controller = world.drive(whole_run())
+    world.tick_until(State.RUNNING)
+    controller.request_stop()
+    assert controller.run().status == "finished"
+
+
+def test_stop_waits_no_longer_than_its_timeout(world):
+    controller = world.drive(lost_run(nothing_more), overrides=["elastic.stop_timeout_s=20.0"])
+    world.tick_until(State.RUNNING)
+    controller.request_stop()
+    with pytest.raises(PreemptedError, match=r"elastic\.stop_timeout_s=20"):
+        controller.run()
+    assert world.clock.now_s < 125.0
+
+
+def test_death_while_stopping_is_still_a_stop(world):
+    controller = world.drive(lost_run(lambda w: w.die(1)))
+    world.tick_until(State.RUNNING)
+    controller.request_stop()
+    with pytest.raises(PreemptedError, match="the last save was lost: rank 1"):
+        controller.run()
+    assert len(world.group.orders) == 1
+
+
+# The next driver.
+
+
+def killed_driver(world):
+    """A driver that is gone after step 3; step 2 is saved."""
+    world.drive(lost_run(nothing_more))
+    world.tick_until(State.RUNNING)
+    while world.controller.state.step < 3:
+        world.controller.tick()
+
+
+def test_next_driver_continues_the_run(world):
+    killed_driver(world)
+    run_id = read_record(world.store).run_id
+    world.sink.events.clear()
+    ended = world.drive(whole_run(attempt=2, step=2)).run()
+    started = world.sink.of(RunStarted)[0]
+    assert (started.run_id, started.is_resumed, started.step) == (run_id, True, 2)
+    assert world.group.orders[0].attempt == 2
+    assert world.steps_seen() == [3, 4] and ended.status == "finished"
+
+
+def test_next_driver_may_change_the_grid(world):
+    killed_driver(world)
+    two = FakeWorkers(2, step=2, attempt=2)
+    polls = two.enter() + two.steps(2) + two.save() + two.finish()
+    grid = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=2"]
+    assert world.drive(polls, overrides=grid).run().status == "finished"
+
+
+def test_finished_run_says_so_and_starts_nothing(world):
+    world.drive(whole_run()).run()
+    ended = world.drive().run()
+    assert (ended.status, ended.step) == ("finished", 4)
+    assert "nothing is left to do" in ended.reason
+    assert ended.checkpoint_uri.endswith("manifest-a0001.json")
+    assert world.group.orders == []
+
+
+def test_larger_run_steps_continue_a_finished_run(world):
+    world.drive(whole_run()).run()
+    ended = world.drive(whole_run(attempt=2, step=4, steps=6), overrides=["run.steps=6"]).run()
+    assert (ended.status, ended.step) == ("finished", 6)
+    assert world.steps_seen() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("change", ["model.width=64", "run.seed=1", "data.seq_len=16"])
+def test_another_model_seed_or_data_is_refused_with_exit_2(world, change):
+    world.drive(whole_run()).run()
+    with pytest.raises(ConfigError, match=change.partition("=")[0]) as caught:
+        world.drive(whole_run(attempt=2), overrides=[change])
+    assert caught.value.exit_code == 2
+    assert world.group.orders == []
+
+
+# The way out.
+
+
+def test_goodput_counts_surviving_steps_over_wall_time(world):
+    world.drive(lost_run(lambda w: w.die(3)), whole_run(attempt=2, step=2))
+    world.tick_until(State.RUNNING)
+    world.clock.advance(40.0)
+    ended = world.controller.run()
+    assert ended.wall_s == pytest.approx(40.0)
+    assert ended.goodput == pytest.approx(4.0 / 40.0)
+
+
+def test_interrupt_leaves_nothing_behind(world):
+    class Interrupted(FakeWorkerGroup):
+        def poll(self, timeout_s):  # noqa: ARG002 - the protocol's
+            raise KeyboardInterrupt
+
+    controller = world.drive(whole_run())
+    world.group.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        controller.run()
+    assert world.group.is_released
+    assert world.sink.events[-1].status == "failed"
+    assert world.sink.events[-1].reason == "interrupted while starting"

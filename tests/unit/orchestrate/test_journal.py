@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+from raymega.errors import ConfigError, StorageError
+from raymega.orchestrate.journal import RECORD_KEY, open_record, read_record, write_record
+from raymega.storage.memory import MemoryStore
+from tests.support.jobs import make_test_plan
+
+NOW = "2026-01-01T00:00:00"
+
+
+def make_job(*overrides):
+    return make_test_plan(*overrides).job
+
+
+@pytest.fixture
+def store():
+    store = MemoryStore()
+    write_record(store, open_record(store, make_job(), now=NOW))
+    return store
+
+
+def test_open_record_begins_a_run_without_writing():
+    store = MemoryStore()
+    record = open_record(store, make_job(), now=NOW)
+    assert (record.name, record.num_attempts, record.total_steps) == ("verify", 0, 20)
+    assert record.identity["run"] == {"seed": 1234}
+    assert read_record(store) is None
+
+
+def test_open_record_goes_on_with_the_stored_run(store):
+    again = open_record(store, make_job("run.steps=50", "parallel.tp=2"), now="later")
+    assert again.run_id == read_record(store).run_id
+    assert (again.total_steps, again.updated) == (50, "later")
+
+
+@pytest.mark.parametrize(
+    "override", ["model.width=64", "run.seed=1", "data.seq_len=16", "data.global_batch_size=8"]
+)
+def test_open_record_refuses_another_run_of_the_same_name(store, override):
+    path, _, value = override.partition("=")
+    with pytest.raises(ConfigError) as caught:
+        open_record(store, make_job(override), now=NOW)
+    (fault,) = caught.value.faults
+    assert fault.fact == f"{path}={value}"
+    assert f"was begun with {path}=" in fault.rule
+
+
+def test_open_record_reports_every_change_at_once(store):
+    with pytest.raises(ConfigError) as caught:
+        open_record(store, make_job("run.seed=1", "model.width=64"), now=NOW)
+    assert [fault.fact for fault in caught.value.faults] == ["model.width=64", "run.seed=1"]
+
+
+def test_open_record_welcomes_what_does_not_change_the_run(store):
+    changes = ("parallel.dp=2", "optimizer.lr=1e-4", "checkpoint.every=5", "elastic.max_failures=9")
+    assert open_record(store, make_job(*changes), now=NOW).num_attempts == 0
+
+
+def test_read_record_is_the_inverse_of_write_record(store):
+    record = read_record(store)
+    write_record(store, record)
+    assert read_record(store) == record
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}'])
+def test_read_record_refuses_what_is_no_record(text):
+    store = MemoryStore()
+    store.put(RECORD_KEY, [text.encode()], overwrite=True)
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_record(store)
+
+
+def test_read_record_refuses_another_version(store):
+    values = json.loads(store.get(RECORD_KEY)) | {"version": 2}
+    store.put(RECORD_KEY, [json.dumps(values).encode()], overwrite=True)
+    with pytest.raises(StorageError, match="version 2"):
+        read_record(store)

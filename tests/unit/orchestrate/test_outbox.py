@@ -1,0 +1,39 @@
+from raymega.messages import Progress, Requests, StepDone
+from raymega.orchestrate.outbox import Outbox
+
+
+def step(number):
+    return StepDone(rank=0, step=number, metrics={})
+
+
+def beat(number):
+    return Progress(rank=1, step=number)
+
+
+def test_take_returns_reports_in_order_and_once():
+    outbox = Outbox()
+    for number in (1, 2):
+        outbox.report(step(number))
+    assert outbox.take(0.0) == [step(1), step(2)]
+    assert outbox.take(0.0) == []
+
+
+def test_take_keeps_only_the_newest_progress():
+    outbox = Outbox()
+    for number in (1, 2, 3):
+        outbox.report(beat(number))
+    assert outbox.take(0.0) == [beat(3)]
+
+
+def test_close_drops_later_reports_and_waits_for_nobody():
+    outbox = Outbox()
+    outbox.close()
+    outbox.report(step(1))
+    assert outbox.take(60.0) == []
+
+
+def test_requests_are_the_last_ones_set():
+    outbox = Outbox()
+    assert outbox.requests() == Requests()
+    outbox.set_requests(Requests(stop=True))
+    assert outbox.requests().stop

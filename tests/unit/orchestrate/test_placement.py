@@ -1,0 +1,83 @@
+import random
+
+import pytest
+
+from raymega.errors import CapacityError, InternalError
+from raymega.messages import NodeSlots
+from raymega.orchestrate.placement import Place, assign_seats, place_ranks
+from raymega.plan.grid import Grid
+
+GRIDS = [Grid(tp=2, pp=2, dp=2), Grid(tp=4, dp=2), Grid(tp=2, dp=2, order="dp-tp-cp-ep-pp")]
+
+
+def nodes(*slots):
+    return [NodeSlots(node_id=f"n{i}", address="", num_slots=n) for i, n in enumerate(slots)]
+
+
+def places(*node_ids):
+    return [Place(node_id=n, address="", pid=i) for i, n in enumerate(node_ids)]
+
+
+def ranks(seats):
+    return [seat.rank for seat in seats]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.describe()}-{grid.order[:2]}")
+def test_place_ranks_keeps_each_tp_group_on_one_node(grid):
+    placed = place_ranks(nodes(5, 5, 4), grid, is_tp_across_nodes_allowed=False)
+    assert len(placed) == grid.world_size
+    for group in grid.groups("tp"):
+        assert len({placed[rank] for rank in group}) == 1
+
+
+def test_place_ranks_refuses_when_tp_groups_do_not_fit_whole():
+    with pytest.raises(CapacityError) as caught:
+        place_ranks(nodes(3, 3, 1), Grid(tp=2, dp=3), is_tp_across_nodes_allowed=False)
+    assert "3 nodes with 3, 3, 1 worker slots" in str(caught.value)
+    assert "6 workers in tp groups of 2, each whole on a node; there is room for 4" in str(
+        caught.value
+    )
+
+
+def test_place_ranks_uses_every_slot_when_tp_may_cross_nodes():
+    placed = place_ranks(nodes(3, 3), Grid(tp=2, dp=3), is_tp_across_nodes_allowed=True)
+    assert placed == ("n0", "n0", "n0", "n1", "n1", "n1")
+
+
+def test_place_ranks_names_an_empty_cluster():
+    with pytest.raises(CapacityError, match="0 nodes with no worker slots"):
+        place_ranks([], Grid(), is_tp_across_nodes_allowed=False)
+
+
+def test_place_ranks_fills_the_largest_node_first():
+    placed = place_ranks(nodes(1, 4), Grid(dp=4), is_tp_across_nodes_allowed=False)
+    assert set(placed) == {"n1"}
+
+
+def test_assign_seats_does_not_depend_on_the_order_of_the_workers():
+    grid, at = Grid(tp=2, pp=2), places("b", "a", "b", "a")
+    seats = assign_seats(at, grid, is_tp_across_nodes_allowed=False)
+    assert ranks(seats) == [2, 0, 3, 1]
+    assert [seat.local_rank for seat in seats] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.describe()}-{grid.order[:2]}")
+def test_assign_seats_gives_each_rank_once_and_tp_groups_one_node(grid, seed):
+    homes = [f"n{i // 4}" for i in range(grid.world_size)]
+    random.Random(seed).shuffle(homes)
+    seats = assign_seats(places(*homes), grid, is_tp_across_nodes_allowed=False)
+    home_of = {seat.rank: home for seat, home in zip(seats, homes, strict=True)}
+    assert sorted(home_of) == list(range(grid.world_size))
+    for group in grid.groups("tp"):
+        assert len({home_of[rank] for rank in group}) == 1
+
+
+def test_assign_seats_follows_the_gpus_of_a_node_as_numbers():
+    at = [Place(node_id="n", address="", pid=i, gpus=(g,)) for i, g in enumerate(["10", "2", "0"])]
+    assert ranks(assign_seats(at, Grid(dp=3), is_tp_across_nodes_allowed=False)) == [2, 1, 0]
+
+
+def test_assign_seats_refuses_a_torn_tp_group():
+    with pytest.raises(InternalError, match="holds 3 workers"):
+        assign_seats(places("a", "a", "a", "b"), Grid(tp=2, dp=2), is_tp_across_nodes_allowed=False)

@@ -1,0 +1,120 @@
+"""The worker as a plain object; this module is its entry. Ray is not started."""
+
+from threading import Event
+
+import pytest
+
+from raymega.errors import CommunicationError, NumericsError
+from raymega.messages import Progress, Requests, StartWorker, StepDone
+from raymega.orchestrate import worker as worker_module
+from raymega.orchestrate.worker import Worker
+
+STUCK, LET_GO = Event(), Event()
+SCRIPT = {}
+
+
+def host_rendezvous(host):
+    return f"{host}:1", "handle"
+
+
+def abort():
+    LET_GO.set()
+
+
+def run_worker(start, channel, rendezvous):
+    SCRIPT["run"](start, channel, rendezvous)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    monkeypatch.setattr(worker_module, "_write_output_to", lambda *_: None)
+    LET_GO.clear()
+    STUCK.clear()
+    return Worker(__name__)
+
+
+def start(worker, run, rank=1):
+    SCRIPT["run"] = run
+    message = StartWorker(
+        plan_json="{}",
+        run_uri="memory:",
+        attempt=2,
+        rank=rank,
+        local_rank=0,
+        rendezvous="h:1",
+        restore="",
+        device="cpu",
+    )
+    worker.start(message, "unused.log")
+
+
+def test_reports_of_the_thread_come_out_of_the_long_poll(worker):
+    report = StepDone(rank=1, step=1, metrics={})
+    start(worker, lambda *args: args[1].report(report))
+    assert worker.next_reports(10.0) == [report]
+
+
+def test_rank_0_gets_the_handle_that_it_hosts(worker):
+    seen = []
+    assert worker.host_rendezvous("10.0.0.1") == "10.0.0.1:1"
+    start(worker, lambda *args: seen.append(args[2]), rank=0)
+    assert worker.abort(10.0)
+    start(worker, lambda *args: seen.append(args[2]))
+    assert worker.abort(10.0)
+    assert seen == ["handle", None]
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "is_secondary", "exit_code"),
+    [
+        (ValueError("bad"), "ValueError", False, 1),
+        (NumericsError("loss=nan"), "NumericsError", False, 5),
+        (CommunicationError("peer is gone"), "CommunicationError", True, 1),
+    ],
+    ids=lambda value: str(value),
+)
+def test_an_exception_becomes_one_report(worker, error, name, is_secondary, exit_code):
+    def run(_start, channel, _rendezvous):
+        channel.report(Progress(rank=1, step=7))
+        raise error
+
+    start(worker, run)
+    *_, failed = worker.next_reports(10.0)
+    assert (failed.rank, failed.step, failed.error) == (1, 7, name)
+    assert (failed.is_secondary, failed.exit_code) == (is_secondary, exit_code)
+    assert failed.message == str(error) and "in run" in failed.traceback
+
+
+def test_requests_reach_the_loop(worker):
+    seen = []
+
+    def run(_start, channel, _rendezvous):
+        STUCK.wait(10)
+        seen.append(channel.requests())
+
+    start(worker, run)
+    worker.set_requests(Requests(stop=True))
+    STUCK.set()
+    assert worker.abort(10.0)
+    assert seen == [Requests(stop=True)]
+
+
+def test_abort_frees_a_thread_that_waits_for_others(worker):
+    start(worker, lambda *_: LET_GO.wait(10))
+    assert worker.abort(10.0)
+    assert worker.next_reports(0.0) == []
+
+
+def test_abort_says_no_when_the_thread_does_not_let_go(worker):
+    start(worker, lambda *_: STUCK.wait(10))
+    assert not worker.abort(0.0)
+    STUCK.set()
+
+
+def test_reports_of_an_aborted_attempt_do_not_reach_the_next(worker):
+    channels = []
+    start(worker, lambda *args: channels.append(args[1]))
+    assert worker.abort(10.0)
+    start(worker, lambda *_: None)
+    channels[0].report(StepDone(rank=1, step=1, metrics={}))
+    assert worker.next_reports(0.0) == []

@@ -1,0 +1,137 @@
+"""Both stores keep one contract; the local one also through crashes and refusals of the disk."""
+
+import os
+
+import pytest
+
+from raymega.errors import StorageError
+from raymega.storage import local
+from raymega.storage.local import PARTIAL_FOLDER, LocalStore
+from raymega.storage.memory import MemoryStore
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request, tmp_path):
+    return LocalStore(tmp_path / "root") if request.param == "local" else MemoryStore()
+
+
+@pytest.fixture
+def files(tmp_path):
+    return LocalStore(tmp_path / "root")
+
+
+def _put(store, key, data=b"data", *, overwrite=False):
+    store.put(key, [data], overwrite=overwrite)
+
+
+def test_object_reads_back_whole_and_by_range(store):
+    store.put("a/b.bin", [b"0123", memoryview(b"456789")], overwrite=False)
+    assert store.get("a/b.bin") == b"0123456789"
+    assert store.get("a/b.bin", start=3, num_bytes=4) == b"3456"
+    assert store.get("a/b.bin", start=8) == b"89"
+    assert store.get("a/b.bin", start=8, num_bytes=9) == b"89"
+    assert store.size("a/b.bin") == 10
+
+
+def test_put_refuses_a_taken_key_unless_told(store):
+    _put(store, "k", b"first")
+    with pytest.raises(FileExistsError):
+        _put(store, "k", b"second")
+    assert store.get("k") == b"first"
+    _put(store, "k", b"third", overwrite=True)
+    assert store.get("k") == b"third"
+
+
+def test_list_gives_keys_by_prefix_in_order(store):
+    for key in ("b/x", "a/y", "a-1", "a/x/deep", "ab"):
+        _put(store, key)
+    assert list(store.list("")) == ["a-1", "a/x/deep", "a/y", "ab", "b/x"]
+    assert list(store.list("a")) == ["a-1", "a/x/deep", "a/y", "ab"]
+    assert list(store.list("a/")) == ["a/x/deep", "a/y"]
+    assert list(store.list("none/")) == []
+
+
+def test_missing_object_is_a_key_error_and_deletes_quietly(store):
+    _put(store, "folder/file")
+    for key in ("absent", "folder", "folder/file/below"):
+        with pytest.raises(KeyError):
+            store.get(key)
+        with pytest.raises(KeyError):
+            store.size(key)
+    for key in ("absent", "folder/file/below", "folder/file"):
+        store.delete(key)
+    assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/abs", "../up", "a/../../up", "a//b", ".hidden", "a/.b", "-x"]
+)
+def test_key_cannot_leave_the_root(store, key):
+    for use in (lambda: _put(store, key), lambda: store.delete(key)):
+        with pytest.raises(StorageError, match="object key"):
+            use()
+
+
+def test_delete_removes_emptied_folders_but_not_the_root(files, tmp_path):
+    _put(files, "a/b/one")
+    _put(files, "a/two")
+    files.delete("a/b/one")
+    assert not (tmp_path / "root/a/b").exists() and list(files.list("")) == ["a/two"]
+    files.delete("a/two")
+    assert (tmp_path / "root").is_dir() and not (tmp_path / "root/a").exists()
+
+
+def test_failed_put_leaves_nothing_and_keeps_the_old_object(files, tmp_path):
+    _put(files, "k", b"old")
+
+    def chunks():
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StorageError, match="No space left"):
+        files.put("k", chunks(), overwrite=True)
+    assert files.get("k") == b"old"
+    assert list((tmp_path / "root" / PARTIAL_FOLDER).iterdir()) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_object_is_synced_before_it_has_its_name(files, monkeypatch, overwrite):
+    calls = []
+    fsync, publish, sync_folder = os.fsync, local._publish, local._sync_folder
+
+    def note(name, real):
+        return lambda *args, **kwargs: (calls.append(name), real(*args, **kwargs))[1]
+
+    _put(files, "folder/other")
+    monkeypatch.setattr(local, "_publish", note("name", publish))
+    monkeypatch.setattr(local, "_sync_folder", note("sync folder", sync_folder))
+    monkeypatch.setattr(os, "fsync", note("sync", fsync))
+    _put(files, "folder/k", overwrite=overwrite)
+    assert calls == ["sync", "name", "sync folder", "sync"]
+
+
+def test_partial_object_of_a_killed_writer_is_invisible_and_goes_after_a_day(files, tmp_path):
+    _put(files, "k")
+    partials = tmp_path / "root" / PARTIAL_FOLDER
+    old, young = partials / "old", partials / "young"
+    old.write_bytes(b"torn")
+    young.write_bytes(b"torn")
+    day_ago = young.stat().st_mtime - local.STALE_PARTIAL_S - 60
+    os.utime(old, (day_ago, day_ago))
+    assert list(files.list("")) == ["k"]
+    _put(files, "other")
+    assert list(partials.iterdir()) == [young]
+
+
+def test_large_write_goes_on_after_a_short_one(files, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:3]))
+    _put(files, "k", b"0123456789")
+    monkeypatch.undo()
+    assert files.get("k") == b"0123456789"
+
+
+def test_file_in_the_place_of_a_folder_is_a_storage_error(files):
+    _put(files, "k")
+    with pytest.raises(StorageError, match=r"could not write .*k/below"):
+        _put(files, "k/below")

@@ -1,0 +1,49 @@
+"""From a URI to a store, and what is said when there is none."""
+
+import pytest
+
+from raymega.errors import StorageError
+from raymega.storage.open import open_store, store_faults
+
+
+def test_path_and_file_uri_name_the_same_store(tmp_path):
+    root = tmp_path / "a b"
+    open_store(str(root)).put("k", [b"x"], overwrite=False)
+    for uri in (f"file://{root}", f"file://localhost{tmp_path}/a%20b", f"FILE://{root}"):
+        assert open_store(uri).get("k") == b"x"
+        assert open_store(uri).uri == str(root)
+
+
+@pytest.mark.parametrize(
+    ("uri", "rule", "remedy"),
+    [
+        ("s3://bucket/runs", "s3:// stores are not built yet", "file:///path"),
+        ("fiel:///runs", "'fiel' is unknown; known are file and plain paths", "nearest is file://"),
+        ("s4://bucket", "'s4' is unknown", "nearest is s3:// (not built yet)"),
+        ("file://runs/a", "names 'runs'", "three slashes"),
+        ("", "must name a folder", "give a path"),
+    ],
+)
+def test_unusable_uri_is_one_fault_that_names_the_way_out(uri, rule, remedy):
+    (fault,) = store_faults(uri)
+    assert fault.fact == f"checkpoint.uri={uri!r}"
+    assert rule in fault.rule and remedy in fault.remedy
+    with pytest.raises(StorageError):
+        open_store(uri)
+
+
+def test_writable_root_has_no_fault_and_keeps_no_litter(tmp_path):
+    assert store_faults(str(tmp_path / "new" / "run")) == []
+    assert store_faults(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_root_below_a_file_is_a_fault(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (fault,) = store_faults(str(tmp_path / "file" / "run"), field="URI")
+    assert fault.fact.startswith("URI=") and "cannot be written to: Not a directory" in fault.fact
+
+
+def test_root_where_no_file_can_be_made_is_a_fault():
+    (fault,) = store_faults("/proc/raymega-run")
+    assert "/proc/raymega-run" in fault.fact and "cannot be written to" in fault.fact
