@@ -7,8 +7,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from raymega.checkpoint.inspection import (
     CheckpointSummary,
@@ -17,6 +15,7 @@ from raymega.checkpoint.inspection import (
     verify_checkpoints,
 )
 from raymega.checkpoint.manifest import Manifest
+from raymega.cli.tables import table
 from raymega.messages import SavedBox
 
 checkpoint_app = typer.Typer(help="Look into the checkpoints of a run.", no_args_is_help=True)
@@ -66,16 +65,26 @@ def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bo
         rows = [{**asdict(row), "is_whole": not row.faults} for row in summaries]
         print(json.dumps({"uri": uri, "checkpoints": rows}))
         return
-    console = Console(highlight=False)
-    table = Table("checkpoint", "step", "attempt", "created", "files", "bytes", "whole")
-    for row in summaries:
-        numbers = (row.created, str(row.num_files), f"{row.total_bytes:,}")
-        whole = "no" if row.faults else "yes"
-        table.add_row(row.key, str(row.step), str(row.attempt), *numbers, whole)
-    console.print(table if summaries else f"no checkpoints at {uri}")
-    for row in summaries:
-        for fault in row.faults:
-            console.print(fault, markup=False, soft_wrap=True)
+    if not summaries:
+        print(f"no checkpoints at {uri}")
+        return
+    headers = ("checkpoint", "step", "attempt", "created", "files", "bytes", "whole")
+    lines = [
+        (
+            s.key,
+            s.step,
+            s.attempt,
+            s.created,
+            s.num_files,
+            s.total_bytes,
+            "no" if s.faults else "yes",
+        )
+        for s in summaries
+    ]
+    print(table(headers, lines))
+    for summary in summaries:
+        for fault in summary.faults:
+            print(fault)
 
 
 def _tensor_object(name: str, boxes: list[SavedBox]) -> dict[str, object]:
@@ -104,15 +113,18 @@ def _manifest_object(manifest: Manifest) -> dict[str, object]:
 
 
 def _show_manifest(manifest: Manifest) -> None:
-    console = Console(highlight=False)
-    console.print(f"{manifest.key}, written {manifest.created}", soft_wrap=True)
+    print(f"{manifest.key}, written {manifest.created}")
     for title, values in (("state", manifest.state), ("grid", manifest.grid)):
-        console.print(f"{title}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
-    files = manifest.file_sizes()
-    console.print(f"{manifest.total_bytes:,} bytes of tensors in {len(files)} files")
-    table = Table("tensor", "dtype", "shape", "boxes", "bytes")
-    for name, boxes in sorted(manifest.tensors().items()):
-        shape = " x ".join(map(str, boxes[0].global_shape))
-        num_bytes = sum(box.num_bytes for box in boxes)
-        table.add_row(name, boxes[0].dtype, shape, str(len(boxes)), f"{num_bytes:,}")
-    console.print(table)
+        print(f"{title}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
+    print(f"{manifest.total_bytes:,} bytes of tensors in {len(manifest.file_sizes())} files")
+    rows = [
+        (
+            name,
+            boxes[0].dtype,
+            " x ".join(map(str, boxes[0].global_shape)),
+            len(boxes),
+            sum(box.num_bytes for box in boxes),
+        )
+        for name, boxes in sorted(manifest.tensors().items())
+    ]
+    print(table(("tensor", "dtype", "shape", "boxes", "bytes"), rows))

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
 
+from raymega.cli.tables import table
 from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, inspect_dataset
 
@@ -108,11 +108,8 @@ def _show(meta: DatasetMeta, result: dict[str, object], *, as_json: bool) -> Non
         print(json.dumps(result | description))
         return
     splits = description.pop("splits")
-    console = Console(highlight=False)
-    table = Table("split", "documents", "text bytes", "tokens", "shards", "bytes per token")
-    for name, split in splits.items():
-        table.add_row(name, *(f"{value:,}" for value in split.values()))
-    console.print(table)
+    headers = ("split", "documents", "text bytes", "tokens", "shards", "bytes per token")
+    print(table(headers, [(name, *split.values()) for name, split in splits.items()]))
     for key, value in {**description, **result}.items():
         text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
-        console.print(f"{key.replace('_', ' ')}: {text}")
+        print(f"{key.replace('_', ' ')}: {text}")

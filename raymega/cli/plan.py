@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from raymega import api
+from raymega.cli.tables import table
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
 from raymega.schedule.instructions import Schedule
@@ -20,7 +19,7 @@ from raymega.schedule.table import make_schedule
 from raymega.schedule.text import timetable
 
 MAX_ROWS = 32
-GIB = 2**30
+PARTS = {"weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment"}
 
 
 def plan(
@@ -45,14 +44,13 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_plan_object(plan)))
         return
-    console = Console(highlight=False)
-    _show_summary(console, plan)
-    _show_stages(console, plan)
-    _show_ranks(console, plan)
-    _show_schedule(console, plan)
+    _show_summary(plan)
+    _show_stages(plan)
+    _show_ranks(plan)
+    _show_schedule(plan)
 
 
-def _sizes(plan: RunPlan) -> list[StateSize]:
+def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
     job, grid = plan.job, plan.grid
     return [
         rank_state(
@@ -62,7 +60,7 @@ def _sizes(plan: RunPlan) -> list[StateSize]:
             tp_rank=grid.coords(rank).tp,
             dtype=job.precision.dtype,
         )
-        for rank in range(grid.world_size)
+        for rank in range(min(num_ranks, grid.world_size))
     ]
 
 
@@ -89,70 +87,62 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "bubble": _bubble(plan),
         "ranks": [
             {"rank": rank, **asdict(grid.coords(rank)), **asdict(size), "total": size.total_bytes}
-            for rank, size in enumerate(_sizes(plan))
+            for rank, size in enumerate(_sizes(plan, grid.world_size))
         ],
     }
 
 
-def _show_summary(console: Console, plan: RunPlan) -> None:
-    job, batch = plan.job, plan.batch
-    console.print(
+def _show_summary(plan: RunPlan) -> None:
+    job, batch, grid = plan.job, plan.batch, plan.grid
+    print(
         f"run {job.run.name}: {job.model.family}, {count_parameters(job.model):,} parameters, "
         f"{job.precision.dtype}, {job.run.steps} steps"
     )
-    tail = f", {batch.num_masked} masked slots" if batch.num_masked else ""
-    console.print(
-        f"grid {plan.grid.describe()}: {plan.grid.world_size} workers; order {plan.grid.order}"
-    )
-    console.print(
-        f"batch: {batch.global_batch_size} sequences of {job.data.seq_len} tokens a step = "
+    print(f"grid {grid.describe()}: {grid.world_size} workers, rank order {grid.order}")
+    tail = f"; {batch.num_masked} slots of the tail are masked" if batch.num_masked else ""
+    print(
+        f"batch: {batch.global_batch_size} sequences of {job.data.seq_len} tokens a step, as "
         f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} on each of "
         f"{batch.dp} data-parallel ranks{tail}"
     )
 
 
-def _show_stages(console: Console, plan: RunPlan) -> None:
-    table = Table("stage", "layers", "also", title="stages", title_justify="left")
+def _show_stages(plan: RunPlan) -> None:
+    rows = []
     for stage in plan.stages:
-        also = [
-            name
-            for name, has in (("embedding", stage.is_first), ("head, loss", stage.is_last))
-            if has
-        ]
-        layers = f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}"
-        table.add_row(str(stage.index), layers, ", ".join(also))
-    console.print(table)
+        last = stage.first_layer + stage.num_layers - 1
+        parts = {"embedding": stage.is_first, "final norm, head, loss": stage.is_last}
+        also = ", ".join(name for name, is_here in parts.items() if is_here)
+        rows.append((stage.index, f"{stage.first_layer} to {last}", also))
+    print()
+    print(table(("stage", "layers", "and"), rows))
 
 
-def _show_ranks(console: Console, plan: RunPlan) -> None:
-    table = Table(title="ranks and their state (activations not counted)", title_justify="left")
-    for column in (
-        "rank",
-        "tp",
-        "dp",
-        "pp",
-        "parameters",
-        "weights",
-        "gradients",
-        "masters",
-        "Adam",
-        "GiB",
-    ):
-        table.add_column(column, justify="right")
-    for rank, size in enumerate(_sizes(plan)[:MAX_ROWS]):
+def _show_ranks(plan: RunPlan) -> None:
+    headers = ("rank", "tp", "dp", "pp", "parameters", *PARTS, "state in all")
+    rows = []
+    for rank, size in enumerate(_sizes(plan, MAX_ROWS)):
         at = plan.grid.coords(rank)
-        parts = (size.weight_bytes, size.gradient_bytes, size.master_bytes, size.moment_bytes)
-        numbers = [f"{size.num_parameters:,}", *(f"{part:,}" for part in parts)]
-        row = [str(rank), str(at.tp), str(at.dp), str(at.pp), *numbers]
-        table.add_row(*row, f"{size.total_bytes / GIB:.4f}")
-    console.print(table)
+        parts = (getattr(size, f"{part}_bytes") for part in PARTS.values())
+        rows.append(
+            (rank, at.tp, at.dp, at.pp, size.num_parameters, *parts, _readable(size.total_bytes))
+        )
+    print("\nranks; state in bytes, activations not counted")
+    print(table(headers, rows))
     if plan.grid.world_size > MAX_ROWS:
-        console.print(f"... and {plan.grid.world_size - MAX_ROWS} more; --json lists all")
+        print(f"... and {plan.grid.world_size - MAX_ROWS:,} more ranks; --json lists all")
 
 
-def _show_schedule(console: Console, plan: RunPlan) -> None:
-    console.print(
-        f"schedule {plan.job.schedule.name}: bubble {_bubble(plan):.3f} of ideal time "
-        "(forward 1, backward 2, transfers 0)"
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 1024:.1f} KiB"
+
+
+def _show_schedule(plan: RunPlan) -> None:
+    print(
+        f"\nschedule {plan.job.schedule.name}: bubble {_bubble(plan):.3f} of ideal time (a forward "
+        "takes 1, a backward 2, transfers 0)"
     )
-    console.print(timetable(_schedules(plan)), soft_wrap=True)
+    print(timetable(_schedules(plan)))

@@ -96,9 +96,9 @@ class Attempt:
             self._primary = failure
 
     def _advance(self, rank: int, step: int, now_s: float) -> None:
-        self._steps[rank] = max(step, self._steps[rank])
-        if step > self.step:
-            self.step = step
+        if step > self._steps[rank]:
+            self._steps[rank] = step
+            self.step = max(step, self.step)
             self.last_sign_s = now_s
 
     def _error(self, report: WorkerFailed) -> Failure:

@@ -241,7 +241,7 @@ class Controller:
 
     def _take_step(self, report: StepDone) -> None:
         self.state = replace(self.state, step=report.step)
-        self._meter.add(step=report.step, seconds=report.metrics.get("train/step_time_s", 0.0))
+        self._meter.add(report.metrics.get("train/step_time_s", 0.0))
         self._sink.emit(events.step_finished(self.state, report))
         if self._outage is not None and self._outage.is_over(report.step):
             self._sink.emit(

@@ -17,9 +17,8 @@ class GoodputMeter:
         self._begun_s = now_s
         self._step_times_s = array("d")
 
-    def add(self, *, step: int, seconds: float) -> None:
-        """Step ``step`` took ``seconds``; a step that was there before, and all after it, go."""
-        self.rewind(step - 1)
+    def add(self, seconds: float) -> None:
+        """The next step took ``seconds``."""
         self._step_times_s.append(seconds)
 
     def rewind(self, step: int) -> None:

@@ -90,13 +90,13 @@ def assign_seats(
 
 
 def _by_node(places: Sequence[Place]) -> list[tuple[str, list[int]]]:
-    """Indices of the workers of each node, fullest node first, in order of their GPUs."""
+    """Indices of the workers of each node, in order of their GPUs."""
     nodes: dict[str, list[int]] = defaultdict(list)
     for index, place in enumerate(places):
         nodes[place.node_id].append(index)
     for workers in nodes.values():
         workers.sort(key=lambda index: ([_number(gpu) for gpu in places[index].gpus], index))
-    return sorted(nodes.items(), key=lambda item: (-len(item[1]), item[0]))
+    return sorted(nodes.items())
 
 
 def _number(gpu: str) -> tuple[int, str]:

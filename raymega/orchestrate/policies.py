@@ -20,7 +20,7 @@ from raymega.errors import (
 )
 
 MAX_EQUAL_ERRORS = 3
-"""The same error of the same rank at the same step so often is no accident."""
+"""The same error at the same step so often is no accident."""
 
 _HOPELESS: tuple[type[RaymegaError], ...] = (ConfigError, PlanError, DataError, NumericsError)
 """Errors that come again however often the run restarts."""
@@ -72,9 +72,12 @@ class Failure:
         return f"{who} {self.kind}: {self.message}"
 
     def equals(self, other: Failure) -> bool:
-        """Same rank, same step, same error: the training code does it again."""
-        mine = (self.kind, self.rank, self.step, self.error)
-        return mine == (other.kind, other.rank, other.step, other.error)
+        """Same step, same error: the training code does it again.
+
+        The rank does not matter: when all ranks make the same mistake, any may be heard first.
+        """
+        mine = (self.kind, self.step, self.error)
+        return mine == (other.kind, other.step, other.error)
 
 
 class Action(StrEnum):

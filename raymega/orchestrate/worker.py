@@ -7,6 +7,7 @@ an entry module, named by string and imported here, with ``host_rendezvous``, ``
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -116,7 +117,7 @@ class Worker:
         except BaseException as error:  # the thread's edge: it becomes a value
             log.exception("rank %d failed after step %d", start.rank, channel.step)
             channel.report(_last_words(start.rank, channel.step, error))
-            traceback.clear_frames(error.__traceback__)
+        gc.collect()  # tensors go, and connections close, which frees ranks that wait for this one
 
 
 class _Steps:

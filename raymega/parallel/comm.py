@@ -25,6 +25,8 @@ REDUCTIONS = {
 }
 # How often a rank that waits for a collective looks whether its world was aborted.
 TURN_S = 0.1
+# torch cuts timeouts to whole milliseconds, and takes 0 for no limit.
+TICK_S = 1e-3
 DTYPES = frozenset(
     {
         torch.float64,
@@ -45,10 +47,16 @@ class Pending:
     timeout that the group was made with.
     """
 
-    __slots__ = ("_wait", "_what")
+    __slots__ = ("_wait", "_what", "_work")
 
-    def __init__(self, what: str, wait: Callable[[float], object]) -> None:
-        self._what, self._wait = what, wait
+    def __init__(
+        self, what: str, work: dist.Work | None, wait: Callable[[dist.Work, float], None]
+    ) -> None:
+        self._what, self._work, self._wait = what, work, wait
+
+    def is_done(self) -> bool:
+        """True only if waiting would not block; a transfer over gloo never tells before."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is complete.
@@ -56,9 +64,11 @@ class Pending:
         Raises:
             CommunicationError: It failed, was aborted, or took longer than ``timeout_s``.
         """
+        if self._work is None:
+            return
         began = time.monotonic()
         try:
-            self._wait(timeout_s)
+            self._wait(self._work, timeout_s)
         except RuntimeError as error:
             raise _failure(self._what, time.monotonic() - began, timeout_s, error) from error
 
@@ -170,23 +180,24 @@ def _start(
 ) -> Pending:
     """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
     what = f"{operation} on group {group.name} of ranks {_ranks(group)}"
+    wait = _wait_in_turns if tensor.device.type == "cpu" else _wait_on_stream
+    if operation.startswith(("send", "receive")) and wait is _wait_in_turns:
+        wait = _wait_once
     if group.handle is None:
-        return Pending(what, lambda _timeout_s: None)
+        return Pending(what, None, wait)
     try:
-        work = launch(group.resolve())
+        return Pending(what, launch(group.resolve()), wait)
     except RuntimeError as error:
         raise _failure(what, 0.0, group.timeout_s, error) from error
-    return Pending(what, _waiting(work, operation, tensor.device))
 
 
-def _waiting(work: dist.Work, operation: str, device: torch.device) -> Callable[[float], object]:
-    """How to wait for ``work`` in at most the seconds that the result is called with."""
-    if device.type != "cpu":
-        return lambda _timeout_s: work.wait()
-    if operation.startswith(("send", "receive")):
-        # Waiting in short turns, as below, would not do: gloo closes a pair at the first timeout.
-        return lambda timeout_s: work.wait(_duration(timeout_s))
-    return lambda timeout_s: _wait_in_turns(work, timeout_s)
+def _wait_on_stream(work: dist.Work, _timeout_s: float) -> None:
+    work.wait()
+
+
+def _wait_once(work: dist.Work, timeout_s: float) -> None:
+    """For a transfer over gloo, which closes the pair at the first timeout."""
+    work.wait(_duration(timeout_s))
 
 
 def _wait_in_turns(work: dist.Work, timeout_s: float) -> None:
@@ -198,15 +209,14 @@ def _wait_in_turns(work: dist.Work, timeout_s: float) -> None:
             work.wait(_duration(turn_end - time.monotonic()))
             return
         except RuntimeError:
-            if time.monotonic() < turn_end or turn_end == end:
+            if time.monotonic() < turn_end - TICK_S or turn_end == end:
                 raise
         if not dist.is_initialized():
             raise RuntimeError("the world was aborted")
 
 
 def _duration(seconds: float) -> timedelta:
-    """At least a millisecond, because torch takes 0 for no limit."""
-    return timedelta(seconds=max(seconds, 1e-3))
+    return timedelta(seconds=max(seconds, TICK_S))
 
 
 def _ranks(group: Group) -> str:

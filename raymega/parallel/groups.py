@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from raymega.errors import CommunicationError, Fault
 from raymega.plan.grid import Grid
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +38,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     timeout_s: float
-    handle: str | None
+    handle: GroupName | None
 
     @property
     def size(self) -> int:
@@ -50,6 +54,7 @@ class Group:
         Raises:
             CommunicationError: The world was closed or aborted.
         """
+        assert self.handle is not None, f"group {self.name} has one rank and no torch group"
         try:
             return _resolve_process_group(self.handle)
         except RuntimeError as error:
@@ -183,9 +188,9 @@ def _make_group(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: floa
     )
 
 
-def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> str:
+def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> GroupName:
     if name == "world":
-        return str(dist.group.WORLD.group_name)
+        return c10d._get_default_group().group_name
     try:
         group = dist.new_group(
             list(ranks),
@@ -196,7 +201,7 @@ def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: floa
     except RuntimeError as error:
         what = f"group {name} of ranks {', '.join(map(str, ranks))}"
         raise CommunicationError(_meeting_fault(what, rank, timeout_s, error)) from error
-    return str(group.group_name)
+    return group.group_name
 
 
 def _embedding_ranks(grid: Grid, rank: int) -> tuple[int, ...]:

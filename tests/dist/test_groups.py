@@ -63,8 +63,8 @@ def _open_on_fake_backend(grid, ranks):
         groups = world.build_groups(grid, rank, timeout_s=5.0)
         seen[rank] = {
             field.name: (
-                dist.get_process_group_ranks(group.handle) if group.handle else [rank],
-                group.handle.group_name if group.handle else "",
+                dist.get_process_group_ranks(group.resolve()) if group.handle else [rank],
+                group.handle or "",
                 group.index,
             )
             for field in fields(groups)

@@ -65,6 +65,23 @@ class InlineExecutor(Executor):
         return future
 
 
+class PatientExecutor(InlineExecutor):
+    """Holds what is submitted back until :meth:`let_go`, as a slow store does."""
+
+    def __init__(self):
+        self._waiting = []
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        self._waiting.append((future, fn, args, kwargs))
+        return future
+
+    def let_go(self):
+        waiting, self._waiting = self._waiting, []
+        for future, fn, args, kwargs in waiting:
+            future.set_result(fn(*args, **kwargs))
+
+
 class FakeWorkerGroup:
     """A WorkerGroup whose workers are a script: each attempt is a list of polls.
 

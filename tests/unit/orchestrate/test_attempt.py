@@ -1,7 +1,7 @@
 import pytest
 
 from raymega.config.schema import ElasticSection
-from raymega.messages import Evaluated, WorkerDied
+from raymega.messages import Evaluated, Progress, WorkerDied
 from raymega.orchestrate.attempt import PROGRESS_MARGIN_S, SETTLE_S, Attempt
 from raymega.orchestrate.policies import FailureKind
 from tests.support.fakes import FakeWorkers
@@ -115,6 +115,17 @@ def test_failure_names_ranks_that_stand_still(running, workers):
     failure = running.failure(10.0 + DEADLINE_S)
     assert (failure.kind, failure.rank) == (FailureKind.HUNG, 3)
     assert "no step after step 11" in failure.message and "rank 3" in failure.message
+
+
+def test_failure_does_not_name_ranks_that_are_done(running, workers):
+    (reports,) = workers.finish()
+    feed(running, [reports[:3]], 10.0)
+    assert running.failure(10.0 + DEADLINE_S).rank == 3
+
+
+def test_beats_of_a_rank_that_stands_still_are_no_progress(running):
+    feed(running, [[Progress(rank=1, step=10)]], 50.0)
+    assert running.failure(1.0 + DEADLINE_S) is not None
 
 
 def test_failure_of_many_names_only_some():

@@ -31,7 +31,14 @@ from raymega.tracking.sink import (
     TimelineReady,
     WorkersStarted,
 )
-from tests.support.fakes import FakeClock, FakeWorkerGroup, FakeWorkers, InlineExecutor, MemorySink
+from tests.support.fakes import (
+    FakeClock,
+    FakeWorkerGroup,
+    FakeWorkers,
+    InlineExecutor,
+    MemorySink,
+    PatientExecutor,
+)
 from tests.support.jobs import make_test_plan
 
 SMALL = ("run.steps=4", "checkpoint.every=2", "optimizer.lr_warmup_steps=0")
@@ -45,6 +52,7 @@ class World:
         self.store = MemoryStore()
         self.clock = FakeClock()
         self.sink = MemorySink()
+        self.executor = InlineExecutor()
 
     def drive(self, *script, overrides=(), lacking=()):
         plan = make_test_plan("parallel.tp=2", *SMALL, *overrides)
@@ -61,7 +69,7 @@ class World:
             group=self.group,
             sink=self.sink,
             clock=self.clock,
-            executor=InlineExecutor(),
+            executor=self.executor,
         )
         return self.controller
 
@@ -307,6 +315,17 @@ def test_run_whose_last_save_failed_goes_back_and_tries_again(world):
     ended = world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
     assert (ended.status, ended.step) == ("finished", 4)
     assert "only step 2 is saved" in world.sink.of(FailureSeen)[0].cause
+
+
+def test_run_is_finished_only_when_its_last_commit_is(world):
+    executor = world.executor = PatientExecutor()
+    controller = world.drive(whole_run())
+    for _ in range(50):
+        controller.tick()
+    assert controller.state.state is State.RUNNING
+    executor.let_go()
+    controller.tick()
+    assert (controller.state.state, controller.state.saved_step) == (State.FINISHED, 4)
 
 
 def test_save_that_a_death_cut_short_is_not_committed(world):

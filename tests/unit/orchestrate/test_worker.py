@@ -100,7 +100,11 @@ def test_requests_reach_the_loop(worker):
 
 
 def test_abort_frees_a_thread_that_waits_for_others(worker):
-    start(worker, lambda *_: LET_GO.wait(10))
+    def run(_start, channel, _rendezvous):
+        LET_GO.wait(10)
+        channel.report(StepDone(rank=1, step=1, metrics={}))
+
+    start(worker, run)
     assert worker.abort(10.0)
     assert worker.next_reports(0.0) == []
 

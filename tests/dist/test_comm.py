@@ -1,0 +1,228 @@
+"""comm over gloo: values of every operation, and what a wait that fails says."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raymega.errors import CommunicationError, InternalError
+from raymega.parallel import comm
+from raymega.parallel.groups import abort_world, close_world
+from raymega.plan.grid import Grid
+from tests.support.ranks import run_grid
+
+pytestmark = pytest.mark.dist
+
+
+def _every_collective(env):
+    """Results on this rank, by operation and dtype, as lists."""
+    group, seen = env.groups.dp, {}
+    for dtype in comm.DTYPES:
+        x = torch.arange(1, 2 * group.size + 1).view(-1, 2).to(dtype) + 10 * env.rank
+        seen[dtype] = {
+            "sum": comm.all_reduce(x.clone(), group),
+            "max": comm.all_reduce(x.clone(), group, "max"),
+            "all_gather": comm.all_gather(x, group),
+            "reduce_scatter": comm.reduce_scatter(x, group),
+            "broadcast": comm.broadcast(x.clone(), group, source=1),
+            "unchanged": x,
+        }
+    comm.barrier(group)
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_collectives_give_the_values_of_their_names(size):
+    inputs = [torch.arange(1, 2 * size + 1).view(-1, 2) + 10 * rank for rank in range(size)]
+    total = torch.stack(inputs).sum(0)
+    for rank, seen in enumerate(run_grid(_every_collective, Grid(dp=size))):
+        assert seen.keys() == comm.DTYPES
+        for dtype, results in seen.items():
+            expected = {
+                "sum": total,
+                "max": inputs[-1],
+                "all_gather": torch.cat(inputs),
+                "reduce_scatter": total[rank : rank + 1],
+                "broadcast": inputs[1],
+                "unchanged": inputs[rank],
+            }
+            for name, value in results.items():
+                assert value.dtype == dtype and value.is_contiguous()
+                assert torch.equal(value, expected[name].to(dtype)), (name, dtype)
+
+
+def _after_failed_coalescing(env):
+    """torch's own all_reduce does nothing on such a group, without an error."""
+    group = env.groups.dp
+    try:
+        with dist.distributed_c10d._coalescing_manager(group=group.resolve()):
+            dist.all_reduce(torch.ones(2), group=group.resolve())
+    except RuntimeError:
+        return comm.all_reduce(torch.ones(2), group).tolist()
+    return "gloo can coalesce now"
+
+
+def test_a_failed_coalescing_attempt_does_no_harm():
+    assert run_grid(_after_failed_coalescing, Grid(dp=2)) == [[2.0, 2.0]] * 2
+
+
+def _refusals(env):
+    group, texts = env.groups.dp, []
+    for misuse in (
+        lambda: comm.all_reduce(torch.ones(8)[::2], group),
+        lambda: comm.reduce_scatter(torch.ones(5), group),
+        lambda: comm.isend(torch.ones(1), group, 7, 0),
+        lambda: comm.all_reduce(torch.ones(2, device="meta"), group),
+    ):
+        with pytest.raises(InternalError) as caught:
+            misuse()
+        texts.append(str(caught.value))
+    return texts, comm.all_reduce(torch.ones(1), group).item()
+
+
+def test_a_refused_operation_leaves_the_group_usable():
+    texts, total = run_grid(_refusals, Grid(dp=2))[0]
+    assert "strides (2,)" in texts[0] and "multiple of 2" in texts[1]
+    assert "peer 7 from place 0" in texts[2] and "lives on meta" in texts[3]
+    assert total == 2.0
+
+
+def _late_by_more_than_a_turn(env):
+    """Rank 1 comes to each collective after the others have looked for an abort once or twice."""
+    group, results = env.groups.dp, []
+    x = torch.arange(4.0) + env.rank
+    for operation in (
+        lambda: comm.all_reduce(x.clone(), group),
+        lambda: comm.reduce_scatter(x, group),
+        lambda: comm.all_gather(x, group),
+    ):
+        if env.rank == 1:
+            time.sleep(2.5 * comm.TURN_S)
+        results.append(operation().tolist())
+    return results
+
+
+def test_collectives_that_last_several_turns_are_right():
+    total, gathered = [1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]
+    assert run_grid(_late_by_more_than_a_turn, Grid(dp=2)) == [
+        [total, total[:2], gathered],
+        [total, total[2:], gathered],
+    ]
+
+
+def _transfers(env):
+    """Two messages each way, taken in the other order; sends are posted first on both sides."""
+    group, peer = env.groups.pp_forward, 1 - env.rank
+    sends = [comm.isend(torch.full((3,), 10.0 * env.rank + t), group, peer, t) for t in (0, 1)]
+    received = []
+    for tag in (1, 0):
+        buffer = torch.empty(3)
+        pending = comm.irecv(buffer, group, peer, tag)
+        pending.wait(group.timeout_s)
+        received.append(buffer.tolist())
+    for send in sends:
+        send.wait(group.timeout_s)
+    return received, all(send.is_done() for send in sends)
+
+
+def test_posted_transfers_meet_by_tag():
+    results = run_grid(_transfers, Grid(pp=2))
+    assert results == [([[11.0] * 3, [10.0] * 3], True), ([[1.0] * 3, [0.0] * 3], True)]
+
+
+def _overlapping_reductions(env):
+    tensors = [torch.full((100,), float(i + env.rank)) for i in range(5)]
+    pending = [comm.start_all_reduce(tensor, env.groups.dp) for tensor in tensors]
+    for reduction in reversed(pending):
+        reduction.wait(env.groups.dp.timeout_s)
+    return [tensor.unique().tolist() for tensor in tensors], pending[0].is_done()
+
+
+def test_several_reductions_may_be_under_way():
+    assert run_grid(_overlapping_reductions, Grid(dp=2))[0] == (
+        [[2.0 * i + 1] for i in range(5)],
+        True,
+    )
+
+
+def _error_of(operation):
+    began = time.monotonic()
+    try:
+        operation()
+    except CommunicationError as error:
+        return str(error), time.monotonic() - began, comm.is_communication_error(error)
+    return "no error", 0.0, False
+
+
+def _both_wait(env, kind):
+    """Both ranks wait for something that the other does not do, for half a second."""
+    if kind == "receive":
+        group = env.groups.pp_forward
+        return _error_of(lambda: comm.irecv(torch.ones(1), group, 1 - env.rank, 3).wait(0.5))
+    group = replace(env.groups.tp if env.rank else env.groups.world, timeout_s=0.5)
+    return _error_of(lambda: comm.all_reduce(torch.ones(1), group))
+
+
+def test_a_transfer_that_never_comes_names_peer_tag_seconds_and_setting():
+    for rank, (text, waited_s, is_communication) in enumerate(
+        run_grid(_both_wait, Grid(pp=2), "receive")
+    ):
+        assert f"receive from rank {1 - rank}, tag 3, on group pp_forward of ranks 0, 1" in text
+        assert "failed after 0.5 s" in text and "elastic.collective_timeout_s=0.5 s" in text
+        assert 0.4 < waited_s < 5 and is_communication
+
+
+def test_a_collective_that_never_meets_names_group_ranks_seconds_and_setting():
+    results = run_grid(_both_wait, Grid(tp=2), "all_reduce")
+    for group, (text, waited_s, is_communication) in zip(("world", "tp"), results, strict=True):
+        assert f"all_reduce on group {group} of ranks 0, 1 failed after 0.5 s" in text
+        assert "elastic.collective_timeout_s=0.5 s" in text
+        assert 0.4 < waited_s < 5 and is_communication
+
+
+def _wait_for_a_rank_that_leaves(env, how, kind):
+    group = env.groups.pp_forward
+    if env.rank == 1:
+        how()
+        return None
+    if kind == "receive":
+        return _error_of(lambda: comm.irecv(torch.ones(1), group, 1, 0).wait(group.timeout_s))
+    return _error_of(lambda: comm.all_reduce(torch.ones(1), group))
+
+
+@pytest.mark.parametrize("how", [abort_world, close_world], ids=["aborts", "closes"])
+@pytest.mark.parametrize("kind", ["receive", "all_reduce"])
+def test_a_rank_learns_at_once_that_its_peer_left(how, kind):
+    text, waited_s, is_communication = run_grid(
+        _wait_for_a_rank_that_leaves, Grid(pp=2), how, kind
+    )[0]
+    assert kind in text and waited_s < 5 and is_communication
+
+
+def _outlive_a_peer_that_dies(env, path):
+    if env.rank == 1:
+        os._exit(1)
+    text, _, is_communication = _error_of(
+        lambda: comm.irecv(torch.ones(1), env.groups.pp_forward, 1, 0).wait(30.0)
+    )
+    path.write_text(f"{is_communication} {text}")
+
+
+def test_a_rank_learns_that_its_peer_died(tmp_path):
+    path = tmp_path / "seen"
+    with pytest.raises(Exception, match="rank 1 of 2: the process ended with exit code 1"):
+        run_grid(_outlive_a_peer_that_dies, Grid(pp=2), path)
+    assert path.read_text().startswith("True receive from rank 1, tag 0, on group pp_forward")
+
+
+def _use_after_close(env):
+    close_world()
+    return _error_of(lambda: comm.all_reduce(torch.ones(1), env.groups.dp))[0]
+
+
+def test_a_group_of_a_closed_world_is_gone():
+    text = run_grid(_use_after_close, Grid(dp=2))[0]
+    assert "group dp is gone" in text and "open a world" in text

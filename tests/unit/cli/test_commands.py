@@ -1,0 +1,92 @@
+"""Commands as a user types them: help with an example, JSON on one line, mistakes exit 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raymega.cli.main import app
+from raymega.cli.tables import table
+
+VERIFY = str(Path(__file__).parents[3] / "jobs" / "verify.yaml")
+COMMANDS = [
+    ["train"],
+    ["plan"],
+    ["schedule"],
+    ["schema"],
+    ["data", "prepare"],
+    ["data", "inspect"],
+    ["checkpoint", "list"],
+    ["checkpoint", "show"],
+    ["checkpoint", "verify"],
+]
+
+
+def _run(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def _raymega(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", "from raymega.cli.main import run; run()", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(command):
+    assert "Example: raymega" in " ".join(_run(*command, "--help").split())
+
+
+def test_plan_prints_grid_ranks_and_timetable():
+    text = _run("plan", VERIFY, "--grid", "tp=2,pp=2,dp=2")
+    assert "grid tp2-pp2-dp2: 8 workers" in text
+    assert "45,344 parameters" in text and "bubble 0.250" in text
+    assert "stage 1  .  F0 B0 B0 F1" in text
+
+
+def test_plan_as_json_is_one_object_with_exact_counts():
+    plan = json.loads(_run("plan", VERIFY, "--grid", "tp=2,pp=2,dp=2", "--json"))
+    assert plan["world_size"] == 8 and plan["num_parameters"] == 45344
+    assert [rank["pp"] for rank in plan["ranks"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert plan["ranks"][0]["total"] == 32 * plan["ranks"][0]["num_parameters"]
+
+
+def test_schema_describes_every_section():
+    schema = json.loads(_run("schema"))
+    assert {"run", "model", "data", "parallel", "checkpoint"} <= set(schema["properties"])
+
+
+def test_mistakes_of_all_kinds_are_shown_at_once_and_nothing_is_started(tmp_path):
+    raw = tmp_path / "corpus"
+    raw.mkdir()
+    (raw / "a.txt").write_text("raw text")
+    done = _raymega(
+        "train", VERIFY, "--set", "parallel.tp=3", "--set", "run.setps=5", "--set",
+        f"data.path={raw}", "--set", "checkpoint.uri=s4://bucket", "--set", "cluster.num_workers=9",
+        "--set", "optimizer.lr=fast",
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    for part in (
+        "parallel.tp=3; it must divide model.num_heads=8",
+        "did you mean run.steps?",
+        f"raymega data prepare {raw}",
+        "s4://bucket",
+        "cluster.num_workers=9",
+        "optimizer.lr='fast'",
+    ):
+        assert part in done.stderr
+    assert not list(tmp_path.glob("**/run.json"))
+
+
+def test_missing_job_file_is_exit_2():
+    assert _raymega("plan", "nowhere.yaml").returncode == 2
+
+
+def test_table_aligns_numbers_right_and_cuts_nothing():
+    text = table(("name", "count"), [("a" * 100, 1), ("b", 12345)])
+    assert text.splitlines()[2] == "a" * 100 + "       1"
+    assert text.splitlines()[3].endswith("12,345")
