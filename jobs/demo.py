@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from raymega import api
+from raymega.cli.progress import phase_bars, step_bar
 from raymega.errors import RaymegaError
 from raymega.prepare.pipeline import PrepareOptions, prepare
 from raymega.tracking.console import ConsoleSink
@@ -42,7 +42,8 @@ class Witness:
     def __init__(self, kill_step: int) -> None:
         self._kill_step = kill_step
         self._pids = {}
-        self._has_killed = False
+        self._killed_s = None
+        self.training_again_s = None
         self.tokens_per_s, self.saves = [], []
         self.recovered = None
         self.validation_loss = None
@@ -53,8 +54,10 @@ class Witness:
                 self._pids = dict(event.pids)
             case StepFinished():
                 self.tokens_per_s.append(event.metrics["train/tokens_per_s"])
-                if event.step == self._kill_step and not self._has_killed:
-                    self._has_killed = True
+                if event.attempt > 1 and self.training_again_s is None:
+                    self.training_again_s = time.monotonic() - self._killed_s
+                if event.step == self._kill_step and self._killed_s is None:
+                    self._killed_s = time.monotonic()
                     os.kill(self._pids[VICTIM], signal.SIGKILL)
             case CheckpointCommitted():
                 self.saves.append(event)
@@ -65,22 +68,6 @@ class Witness:
 
     def close(self, timeout_s: float) -> None:
         pass
-
-
-class Bar:
-    """A progress bar over the steps, on a terminal only."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("training", total=steps)
-        self._progress.start()
-
-    def emit(self, event: RunEvent) -> None:
-        if isinstance(event, StepFinished):
-            self._progress.update(self._task, completed=event.step)
-
-    def close(self, timeout_s: float) -> None:
-        self._progress.stop()
 
 
 def prepare_corpus(console: Console, out: Path):
@@ -97,14 +84,7 @@ def prepare_corpus(console: Console, out: Path):
         exclude=NO_PROSE,
         address="local",
     )
-    with Progress(console=console, transient=True) as progress:
-        bars = {}
-
-        def show(phase: str, done: int, total: int) -> None:
-            if phase not in bars:
-                bars[phase] = progress.add_task(phase, total=total)
-            progress.update(bars[phase], completed=done)
-
+    with phase_bars() as show:
         done = prepare(options, on_progress=show)
     meta = done.meta
     how = "found prepared" if done.is_cached else f"prepared in {done.seconds:.1f} s"
@@ -129,9 +109,11 @@ def report(console: Console, witness: Witness, entropy: float, result, seconds: 
         "throughput, median step": f"{statistics.median(witness.tokens_per_s):,.0f} tokens/s",
         "checkpoint stall, median": f"{statistics.median(stalls):.1f} ms",
         "checkpoint save, whole, median": f"{statistics.median(writes):.1f} ms",
-        "kill to detection": f"{recovered.detection_s:.3f} s",
-        "detection to the next step": f"{recovered.recovery_s:.2f} s",
-        "steps done again": str(recovered.lost_steps),
+        "worker killed: detected after": f"{recovered.detection_s:.3f} s",
+        "worker killed: first step of the new attempt after": f"{witness.training_again_s:.1f} s",
+        f"worker killed: the {recovered.lost_steps} lost steps made up for after": (
+            f"{recovered.recovery_s:.1f} s"
+        ),
         "goodput": f"{result.goodput:.1%}",
         "whole demo": f"{seconds:.0f} s",
     }
@@ -165,12 +147,9 @@ def main() -> int:
     job = api.load_job(JOB_FILE, [name], is_for_training=True)
     console.print(f"seed {job.run.seed}; rank {VICTIM} is killed after step {job.run.steps // 2}")
     witness = Witness(job.run.steps // 2)
-    watchers = (
-        witness,
-        ConsoleSink(sys.stdout, every=job.tracking.console_every),
-        Bar(console, job.run.steps),
-    )
-    result = api.train(job, address="local", sinks=watchers)
+    with step_bar() as bar:
+        lines = ConsoleSink(sys.stdout, every=job.tracking.console_every)
+        result = api.train(job, address="local", sinks=(witness, bar, lines))
     has_learnt = report(console, witness, meta.valid_entropy, result, time.monotonic() - began)
     show_places(console, job)
     if not has_learnt:

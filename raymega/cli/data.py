@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, TaskID
 
+from raymega.cli.progress import phase_bars
 from raymega.cli.tables import table
 from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, inspect_dataset
@@ -58,7 +55,7 @@ def prepare(
         exclude=tuple(exclude or []),
         address=address,
     )
-    with _progress() as on_progress:
+    with phase_bars() as on_progress:
         done = run_prepare(options, on_progress=on_progress)
     result = {"output": str(done.folder), "seconds": done.seconds, "is_cached": done.is_cached}
     _show(done.meta, result, as_json=as_json)
@@ -74,32 +71,13 @@ def inspect(
 
     Example: raymega data inspect corpus-tokens --verify
     """
-    with _progress() as on_progress:
+    with phase_bars() as on_progress:
         meta = inspect_dataset(
             uri,
             is_verified=verify,
             on_shard=lambda done, total: on_progress("verifying", done, total),
         )
     _show(meta, {"output": uri, "is_verified": verify}, as_json=as_json)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar a phase, on stderr, gone at the end; nothing at all when no phase begins."""
-    progress = Progress(console=Console(stderr=True), transient=True)
-    bars: dict[str, TaskID] = {}
-
-    def show(phase: str, done: int, total: int) -> None:
-        if phase not in bars:
-            progress.start()
-            bars[phase] = progress.add_task(phase, total=total)
-        progress.update(bars[phase], completed=done)
-
-    try:
-        yield show
-    finally:
-        if bars:
-            progress.stop()
 
 
 def _show(meta: DatasetMeta, result: dict[str, object], *, as_json: bool) -> None:

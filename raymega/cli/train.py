@@ -11,6 +11,7 @@ import typer
 
 from raymega import api
 from raymega.cli.plan import show_plan
+from raymega.cli.progress import step_bar
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.jsonl import JsonLinesSink
 
@@ -46,8 +47,9 @@ def train(
         show_plan(plan, as_json=as_json)
         return
     if not as_json:
-        console = ConsoleSink(sys.stdout, every=job.tracking.console_every)
-        api.train(job, address=address, sinks=(console,))
+        with step_bar() as bar:
+            console = ConsoleSink(sys.stdout, every=job.tracking.console_every)
+            api.train(job, address=address, sinks=(bar, console))
         return
     # Libraries that print must not break the lines: to them, stdout is stderr.
     lines = JsonLinesSink(sys.stdout)
