@@ -14,11 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from raymega.errors import ConfigError, Fault
-
-log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 5.0
 PRIVATE_TOKEN_PREFIX = "raymega-private-"
@@ -74,7 +71,7 @@ def open_session(
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(_refusal(target, error)) from error
     if not log_to_driver:
-        _log_instead_of_printing()
+        _print_nothing()
     return Session(address=ray.get_runtime_context().gcs_address, is_private=is_private)
 
 
@@ -179,18 +176,14 @@ def _set_environment(*, is_private: bool) -> None:
     _reread_environment()
 
 
-def _log_instead_of_printing() -> None:
-    """Raylets' messages to stdout (a paragraph for each dead worker) become debug log lines.
+def _print_nothing() -> None:
+    """Keep raylets' messages (a paragraph on stdout for each dead worker) off the driver's output.
 
-    The driver reports a death itself, once, with the rank. Ray has no setting for it.
+    The driver reports a death itself, once, with the rank. Ray has no public setting for it.
     """
     import ray._private.worker as core
 
-    def log_lines(data: dict[str, Any], ignore_prefix: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
-        log.debug("%s: %s", data.get("pid"), " ".join(data.get("lines", ())))
-
-    if hasattr(core, "print_to_stdstream"):
-        core.print_to_stdstream = log_lines
+    core._worker_logs_enabled = False
 
 
 def _has_token() -> bool:

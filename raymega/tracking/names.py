@@ -59,7 +59,9 @@ METRICS = (
     _gauge("run/attempt", "1", "Number of the worker group at work, from 1."),
     _gauge("run/bubble", "1", "Measured pipeline idle time over busy time, all ranks."),
     _gauge("run/detection_s", "s", "Time from the last sign of progress to a failure's detection."),
-    _gauge("run/recovery_s", "s", "Time from a failure's detection to the next completed step."),
+    _gauge(
+        "run/recovery_s", "s", "From a failure's detection until its lost steps are made up for."
+    ),
     _gauge("run/lost_steps", "steps", "Completed steps that a failure made to be done again."),
     _gauge("run/goodput", "1", "Share of the driver's wall time spent on steps that count."),
     _gauge("run/wall_s", "s", "Wall time of the driver."),

@@ -12,8 +12,10 @@ from typing import cast
 from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.writer import CheckpointWriter
+from raymega.errors import CommunicationError
 from raymega.messages import Channel, Entered, StartWorker
 from raymega.parallel import groups as world
+from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
 from raymega.plan.run_plan import read_plan
 from raymega.storage.open import open_store
@@ -64,6 +66,11 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
             report=channel.report,
         )
         run_loop(parts, state, channel=channel, writer=writer, rank=start.rank)
+    except RuntimeError as error:
+        # A backend's own error, from inside torch: tell it from a mistake in the training code.
+        if is_communication_error(error):
+            raise CommunicationError(str(error)) from error
+        raise
     finally:
         world.close_world()
 

@@ -12,7 +12,7 @@ import pytest
 from raymega.orchestrate.journal import read_record
 from raymega.storage.open import open_store
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 JOB = ("run.steps=100000", "checkpoint.every=5")
 

@@ -46,7 +46,7 @@ class MemorySink:
     def emit(self, event):
         self.events.append(event)
 
-    def close(self, timeout_s):  # noqa: ARG002 - the protocol's
+    def close(self, timeout_s):
         self.is_closed = True
 
     def of(self, kind):
@@ -60,7 +60,7 @@ class InlineExecutor(Executor):
         future = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - it belongs to the future
+        except Exception as error:
             future.set_exception(error)
         return future
 

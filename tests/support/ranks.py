@@ -153,7 +153,7 @@ def _main(index: int, work: bytes, pipe: Connection) -> None:
     try:
         fn, args = pickle.loads(work)
         outcome = (True, fn(index, *args), False)
-    except BaseException as error:  # noqa: BLE001  the edge of the process: becomes a value
+    except BaseException as error:
         outcome = (False, traceback.format_exc(), is_communication_error(error))
     # Not pipe.send: its pickler would share tensors with a process that is about to end.
     pipe.send_bytes(pickle.dumps(outcome))

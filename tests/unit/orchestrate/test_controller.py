@@ -480,7 +480,7 @@ def test_goodput_counts_surviving_steps_over_wall_time(world):
 
 def test_interrupt_leaves_nothing_behind(world):
     class Interrupted(FakeWorkerGroup):
-        def poll(self, timeout_s):  # noqa: ARG002 - the protocol's
+        def poll(self, timeout_s):
             raise KeyboardInterrupt
 
     controller = world.drive(whole_run())

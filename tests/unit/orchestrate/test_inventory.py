@@ -1,0 +1,41 @@
+import pytest
+import ray
+
+from raymega.config.schema import ClusterSection
+from raymega.orchestrate.inventory import find_device, list_nodes, worker_resources
+
+HEAD = {"NodeID": "h", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 2.0}}
+GPUS = HEAD | {"NodeID": "g", "Labels": {"zone": "a"}, "Resources": {"CPU": 12.0, "GPU": 8.0}}
+DEAD = GPUS | {"NodeID": "d", "Alive": False}
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [HEAD, GPUS, DEAD])
+
+
+@pytest.mark.parametrize(
+    ("device", "cpus", "slots"),
+    [
+        ("cpu", 1.0, {"h": 2, "g": 12}),
+        ("cpu", 0.1, {"h": 20, "g": 120}),
+        ("cuda", 1.0, {"h": 0, "g": 8}),
+        ("cuda", 2.0, {"h": 0, "g": 6}),
+        ("auto", 1.0, {"h": 0, "g": 8}),
+    ],
+)
+def test_list_nodes_counts_slots_of_living_nodes(device, cpus, slots):
+    nodes = list_nodes(ClusterSection(device=device, cpus_per_worker=cpus))
+    assert {node.node_id: node.num_slots for node in nodes} == slots
+    assert nodes[1].labels == {"zone": "a"}
+
+
+def test_find_device_is_cpu_when_no_living_node_has_gpus(monkeypatch):
+    assert find_device(ClusterSection()) == "cuda"
+    monkeypatch.setattr(ray, "nodes", lambda: [HEAD, DEAD])
+    assert find_device(ClusterSection()) == "cpu"
+
+
+def test_worker_resources_have_a_gpu_only_on_cuda():
+    assert worker_resources("cpu", 0.5) == {"CPU": 0.5}
+    assert worker_resources("cuda", 1.0) == {"CPU": 1.0, "GPU": 1.0}
