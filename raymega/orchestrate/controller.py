@@ -277,14 +277,15 @@ class Controller:
         decision = self._policy.decide(self._failures, failure)
         self._failures.append(failure)
         self._note(failure)
-        log.error("%s; %s\n%s", failure.cause, decision.reason, failure.traceback)
+        if failure.traceback:
+            log.error("%s; %s\n%s", failure.headline, decision.reason, failure.traceback)
         if decision.action is Action.GIVE_UP:
             self._error = give_up_error(failure, decision.reason)
             self._move(State.FAILED, failure.cause)
         elif self.state.state is State.STOPPING:
             self._move(State.PREEMPTED, f"the last save was lost: {failure.cause}")
         else:
-            self._move(State.RESTARTING, failure.cause)
+            self._move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
     def _note(self, failure: Failure) -> None:
         now_s, attempt = self._clock.monotonic(), self._work.attempt

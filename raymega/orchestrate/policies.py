@@ -62,14 +62,15 @@ class Failure:
     exit_code: int = 1
 
     @property
-    def cause(self) -> str:
-        """One line for people: who and what."""
-        if self.kind is FailureKind.UNSAVED:
-            return self.message
+    def headline(self) -> str:
+        """A few words: who and how."""
         who = "a worker" if self.rank < 0 else f"rank {self.rank}"
-        if self.kind is FailureKind.RAISED:
-            return f"{who} raised {self.error}: {self.message}"
-        return f"{who} {self.kind}: {self.message}"
+        return f"{who} raised {self.error}" if self.error else f"{who} {self.kind}"
+
+    @property
+    def cause(self) -> str:
+        """One line for people: who, how and why."""
+        return f"{self.headline}: {self.message}"
 
     def equals(self, other: Failure) -> bool:
         """Same step, same error: the training code does it again.

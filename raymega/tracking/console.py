@@ -138,8 +138,7 @@ def _run_finished(event: RunFinished, name: str) -> str:
 def _trouble(event: SaveFailed | FailureSeen) -> str:
     if isinstance(event, SaveFailed):
         return f"The checkpoint of step {event.step} failed, training goes on: {event.reason}"
-    where = f"Worker {event.rank}" if event.rank >= 0 else f"Attempt {event.attempt}"
-    return f"{where} was lost after step {event.step}: {event.cause}"
+    return f"Attempt {event.attempt} was lost after step {event.step}: {event.cause}"
 
 
 def _recovered(event: Recovered) -> str:

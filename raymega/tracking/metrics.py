@@ -5,9 +5,10 @@ It owns the map from events to names; the names' meaning is tracking.names'.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from raymega.schedule.timeline import bubble
+from raymega.schedule.instructions import Op
+from raymega.schedule.timeline import COMPUTE, bubble
 from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
@@ -15,8 +16,11 @@ from raymega.tracking.sink import (
     Recovered,
     RunEvent,
     RunFinished,
+    RunStarted,
     StepFinished,
     TimelineReady,
+    WorkEvent,
+    WorkersStarted,
 )
 
 
@@ -45,3 +49,49 @@ def metrics_of(event: RunEvent) -> Mapping[str, float]:
             return {"run/goodput": event.goodput, "run/wall_s": event.wall_s}
         case _:
             return {}
+
+
+def standing_metrics_of(event: RunEvent) -> Mapping[str, float]:
+    """Where the run stands after the event: what a sink without a step axis shows beside."""
+    match event:
+        case RunStarted():
+            return {
+                "run/step": event.step,
+                "run/total_steps": event.total_steps,
+                "checkpoint/step": event.step,
+                "checkpoint/every_steps": _checkpoint_every(event.job),
+            }
+        case WorkersStarted():
+            return {"run/world_size": len(event.pids)}
+        case AttemptStarted() | StepFinished():
+            return {"run/step": event.step}
+        case CheckpointCommitted():
+            return {"checkpoint/step": event.step}
+        case _:
+            return {}
+
+
+def rank_metrics_of(event: RunEvent) -> Mapping[int, Mapping[str, float]]:
+    """Metrics that each rank has of its own, by rank."""
+    if not isinstance(event, TimelineReady):
+        return {}
+    return {rank: _parts(row) for rank, row in event.events.items()}
+
+
+def _parts(row: Sequence[WorkEvent]) -> dict[str, float]:
+    parts = dict.fromkeys(("worker/forward_s", "worker/backward_s", "worker/transfer_s"), 0.0)
+    for name, _micro_batch, _chunk, start_s, end_s in row:
+        parts[_part(name)] += end_s - start_s
+    return parts
+
+
+def _part(op: str) -> str:
+    if op not in COMPUTE:
+        return "worker/transfer_s"
+    return "worker/forward_s" if op == Op.FORWARD else "worker/backward_s"
+
+
+def _checkpoint_every(job: Mapping[str, object]) -> float:
+    section = job.get("checkpoint")
+    every = section.get("every") if isinstance(section, Mapping) else None
+    return every if isinstance(every, int) else 0

@@ -21,6 +21,7 @@ class Metric:
     unit: str
     kind: Literal["gauge", "counter"]
     help: str
+    is_per_rank: bool = False
 
     @property
     def short_name(self) -> str:
@@ -35,6 +36,10 @@ class Metric:
 
 def _gauge(name: str, unit: str, help_line: str) -> Metric:
     return Metric(name=name, unit=unit, kind="gauge", help=help_line)
+
+
+def _rank_gauge(name: str, unit: str, help_line: str) -> Metric:
+    return Metric(name=name, unit=unit, kind="gauge", help=help_line, is_per_rank=True)
 
 
 def _counter(name: str, unit: str, help_line: str) -> Metric:
@@ -55,7 +60,14 @@ METRICS = (
     _gauge("checkpoint/stall_s", "s", "Time that training stood still for the save."),
     _gauge("checkpoint/save_s", "s", "Time from the save's begin to the manifest's commit."),
     _gauge("checkpoint/bytes", "bytes", "Size of the checkpoint."),
+    _gauge("checkpoint/step", "steps", "Step of the newest checkpoint."),
+    _gauge("checkpoint/every_steps", "steps", "The job's checkpoint.every."),
+    _gauge("checkpoint/failed_saves", "saves", "Saves that failed since the driver began."),
     _gauge("memory/peak_bytes", "bytes", "Highest device memory in use on any rank."),
+    _gauge("run/step", "steps", "Completed steps of the run."),
+    _gauge("run/total_steps", "steps", "The job's run.steps."),
+    _gauge("run/last_step_unix_s", "s", "Unix time of the last completed step."),
+    _gauge("run/world_size", "workers", "Workers of the attempt that are at work."),
     _gauge("run/attempt", "1", "Number of the worker group at work, from 1."),
     _gauge("run/bubble", "1", "Measured pipeline idle time over busy time, all ranks."),
     _gauge("run/detection_s", "s", "Time from the last sign of progress to a failure's detection."),
@@ -65,6 +77,9 @@ METRICS = (
     _gauge("run/lost_steps", "steps", "Completed steps that a failure made to be done again."),
     _gauge("run/goodput", "1", "Share of the driver's wall time spent on steps that count."),
     _gauge("run/wall_s", "s", "Wall time of the driver."),
+    _rank_gauge("worker/forward_s", "s", "Time in forward work of one step, by time line."),
+    _rank_gauge("worker/backward_s", "s", "Time in backward work of one step, by time line."),
+    _rank_gauge("worker/transfer_s", "s", "Time in pipeline transfers, waiting included."),
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS}

@@ -202,7 +202,7 @@ def test_death_restarts_from_the_last_commit(world):
     assert world.group.releases == [True, False]
     (seen,) = world.sink.of(FailureSeen)
     assert (seen.attempt, seen.rank, seen.step, seen.cause) == (1, 3, 3, "rank 3 died: SIGKILL")
-    assert world.sink.of(AttemptStarted)[1].reason == "rank 3 died: SIGKILL"
+    assert world.sink.of(AttemptStarted)[1].reason == "rank 3 died, restart 1 of at most 3"
 
 
 def test_recovery_is_told_when_the_lost_steps_are_made_up_for(world):

@@ -46,7 +46,7 @@ def test_every_event_is_one_sentence_on_one_line():
     assert lines[2] == "2 workers at work on 1 node."
     assert lines[5] == "Validation at step 2: loss 5.2500, perplexity 190.57."
     assert lines[6].startswith("Checkpoint of step 2: 12.0 MiB, training stood still 12 ms")
-    assert lines[9] == "Worker 3 was lost after step 3: killed by signal 9"
+    assert lines[9] == "Attempt 1 was lost after step 3: killed by signal 9"
     assert lines[12] == (
         "Recovered: noticed in 0.5 s, training again 3.0 s later from the state of step 2; "
         "1 step done again."

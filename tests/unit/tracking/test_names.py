@@ -1,7 +1,7 @@
 import pytest
 
 from raymega.errors import InternalError
-from raymega.tracking.metrics import metrics_of
+from raymega.tracking.metrics import metrics_of, rank_metrics_of, standing_metrics_of
 from raymega.tracking.names import METRICS, check_names, find_metric
 from raymega.tracking.sink import EvaluationFinished, StepFinished
 from tests.unit.tracking.events import whole_run
@@ -28,8 +28,19 @@ def test_names_carry_their_unit():
 
 def test_names_hold_every_metric_that_a_run_emits():
     emitted = {name for event in whole_run() for name in metrics_of(event)}
+    emitted |= {name for event in whole_run() for name in standing_metrics_of(event)}
+    by_rank = [row for event in whole_run() for row in rank_metrics_of(event).values()]
+    emitted |= {name for row in by_rank for name in row}
     check_names(emitted)
-    assert {metric.name for metric in METRICS} - emitted == {"memory/peak_bytes"}
+    assert {find_metric(name).is_per_rank for row in by_rank for name in row} == {True}
+    kept_by_the_sink = {"run/last_step_unix_s", "checkpoint/failed_saves"}
+    assert {metric.name for metric in METRICS} - emitted - kept_by_the_sink == {"memory/peak_bytes"}
+
+
+def test_rank_metrics_split_a_rank_s_time():
+    (row,) = [rank_metrics_of(event) for event in whole_run() if rank_metrics_of(event)]
+    assert row[0] == {"worker/forward_s": 1.0, "worker/backward_s": 2.0, "worker/transfer_s": 0.0}
+    assert row[1] == {"worker/forward_s": 1.0, "worker/backward_s": 0.0, "worker/transfer_s": 1.0}
 
 
 def test_find_metric_refuses_an_unknown_name():

@@ -1,0 +1,103 @@
+"""What RayMetricsSink publishes, seen by instruments that write it down; and Ray's without a Ray."""
+
+import logging
+
+import pytest
+
+from raymega.orchestrate.ray_metrics import RayInstruments, RayMetricsSink
+from raymega.tracking.names import METRICS, find_metric
+from raymega.tracking.sink import SaveFailed
+from tests.unit.tracking.events import attempt_started, run_started, step_finished, whole_run
+
+LONG_S = 60.0
+
+
+class Notebook:
+    """Remembers the last value of each series, in the order in which they were first shown."""
+
+    def __init__(self):
+        self.series = {}
+
+    def publish(self, metric, value, tags):
+        self.series[metric.name, tuple(sorted(tags.items()))] = value
+
+    def value(self, name, **tags):
+        found = {
+            key: value
+            for key, value in self.series.items()
+            if key[0] == name and set(tags.items()) <= set(key[1])
+        }
+        assert len(found) == 1, found
+        return next(iter(found.values()))
+
+
+@pytest.fixture
+def notebook():
+    return Notebook()
+
+
+@pytest.fixture
+def sink(notebook):
+    """Publishes when it is closed, and not before."""
+    return RayMetricsSink(clock=lambda: 1000.0, instruments=notebook, refresh_s=LONG_S)
+
+
+def test_whole_run_shows_every_metric_that_something_measures(sink, notebook):
+    for event in whole_run():
+        sink.emit(event)
+        sink._publish()
+    sink.close(1.0)
+    shown = {name for name, _ in notebook.series}
+    assert {metric.name for metric in METRICS} - shown == {"memory/peak_bytes"}
+    for name, tags in notebook.series:
+        keys = {"run", "attempt", "rank"} if find_metric(name).is_per_rank else {"run", "attempt"}
+        assert dict(tags).keys() == keys, name
+
+
+def test_values_carry_run_attempt_and_rank(sink, notebook):
+    for event in whole_run():
+        sink.emit(event)
+    sink.close(1.0)
+    assert notebook.value("train/loss", run="demo", attempt="2") == 10.0 / 4
+    assert notebook.value("run/attempt", attempt="2") == 2
+    assert notebook.value("worker/backward_s", rank="0", attempt="2") == 2.0
+    assert notebook.value("checkpoint/step") == 4
+    assert notebook.value("checkpoint/failed_saves") == 1
+    assert notebook.value("run/last_step_unix_s") == 1000.0
+
+
+def test_attempt_begins_without_the_values_of_the_one_before(sink, notebook):
+    for event in (run_started(), attempt_started(1), step_finished(3), attempt_started(2, step=2)):
+        sink.emit(event)
+    sink.close(1.0)
+    assert {tags for _, tags in notebook.series} == {(("attempt", "2"), ("run", "demo"))}
+    assert "train/loss" not in {name for name, _ in notebook.series}
+    assert notebook.value("run/step") == 2
+
+
+def test_failed_saves_are_counted_over_attempts(sink, notebook):
+    failed = SaveFailed(attempt=1, step=3, reason="disk is full")
+    for event in (run_started(), attempt_started(1), failed, attempt_started(2), failed):
+        sink.emit(event)
+    sink.close(1.0)
+    assert notebook.value("checkpoint/failed_saves") == 2
+
+
+def test_instruments_that_raise_end_the_thread_with_one_line(caplog):
+    class Broken:
+        def publish(self, metric, value, tags):
+            raise ConnectionError("agent is gone")
+
+    sink = RayMetricsSink(clock=lambda: 0.0, instruments=Broken(), refresh_s=0.001)
+    with caplog.at_level(logging.WARNING):
+        sink.emit(run_started())
+        sink._thread.join(5.0)
+        sink.emit(step_finished(1))
+        sink.close(1.0)
+    assert caplog.text.count("agent is gone") == 1
+
+
+def test_ray_instruments_make_nothing_without_a_ray():
+    instruments = RayInstruments()
+    instruments.publish(find_metric("train/loss"), 1.0, {"run": "demo", "attempt": "1"})
+    assert instruments._gauges == {}
