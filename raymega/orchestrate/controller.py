@@ -7,7 +7,7 @@ trains nothing, and every wait it makes is bounded.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass, replace
 
 from raymega.checkpoint.manifest import find_restore
@@ -313,7 +313,10 @@ class Controller:
         self._group.release(keep_warm=False)
         self._work.saves.wait(DRAIN_S)
         self._take_outcomes()
-        _write_quietly(self._store, self._record_now())
+        # Through the executor too, whose one thread keeps the order: an older record under way
+        # must not come last.
+        written = self._executor.submit(_write_quietly, self._store, self._record_now())
+        wait([written], timeout=DRAIN_S)
         uri = f"{self._store.uri}/{self._restore_key}" if self._restore_key else ""
         now_s = self._clock.monotonic()
         ended = events.run_finished(self.state, self._meter, checkpoint_uri=uri, now_s=now_s)

@@ -3,7 +3,7 @@
 gloo moves the wrong elements of a strided tensor without a word, and torch's own functions do
 nothing at all on a group where coalescing once failed. So every operation is checked here, goes
 straight to the group's handle, and turns a failure into a CommunicationError that says who waited
-for whom. It owns no group and differentiates nothing: that is parallel.collectives.
+for whom. It owns no group, and differentiates nothing: that is parallel.collectives.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ DTYPES = frozenset(
     }
 )
 
+# How to wait for an operation in at most so many seconds.
+Wait = Callable[[dist.Work, float], None]
+
 
 class Pending:
     """An operation under way; torch keeps its tensors alive until it is done.
@@ -49,9 +52,7 @@ class Pending:
 
     __slots__ = ("_wait", "_what", "_work")
 
-    def __init__(
-        self, what: str, work: dist.Work | None, wait: Callable[[dist.Work, float], None]
-    ) -> None:
+    def __init__(self, what: str, work: dist.Work | None, wait: Wait) -> None:
         self._what, self._work, self._wait = what, work, wait
 
     def is_done(self) -> bool:
@@ -78,7 +79,13 @@ def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pen
     _check("all_reduce", tensor, group)
     options = c10d.AllreduceOptions()
     options.reduceOp = REDUCTIONS[op]
-    return _start("all_reduce", tensor, group, lambda handle: handle.allreduce([tensor], options))
+    return _start(
+        "all_reduce",
+        tensor,
+        group,
+        lambda handle: handle.allreduce([tensor], options),
+        _wait_in_turns,
+    )
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
@@ -95,7 +102,11 @@ def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
         return tensor
     gathered = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
     _start(
-        "all_gather", tensor, group, lambda handle: handle._allgather_base(gathered, tensor)
+        "all_gather",
+        tensor,
+        group,
+        lambda handle: handle._allgather_base(gathered, tensor),
+        _wait_in_turns,
     ).wait(group.timeout_s)
     return gathered
 
@@ -113,6 +124,7 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
         tensor,
         group,
         lambda handle: handle._reduce_scatter_base(rows, tensor, options),
+        _wait_in_turns,
     ).wait(group.timeout_s)
     return rows
 
@@ -122,9 +134,13 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
     _check("broadcast", tensor, group)
     options = c10d.BroadcastOptions()
     options.rootRank = source
-    _start("broadcast", tensor, group, lambda handle: handle.broadcast([tensor], options)).wait(
-        group.timeout_s
-    )
+    _start(
+        "broadcast",
+        tensor,
+        group,
+        lambda handle: handle.broadcast([tensor], options),
+        _wait_in_turns,
+    ).wait(group.timeout_s)
     return tensor
 
 
@@ -149,6 +165,7 @@ def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
         tensor,
         group,
         lambda handle: handle.send([tensor], peer, tag),
+        _wait_once,
     )
 
 
@@ -164,6 +181,7 @@ def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
         tensor,
         group,
         lambda handle: handle.recv([tensor], peer, tag),
+        _wait_once,
     )
 
 
@@ -177,12 +195,12 @@ def _start(
     tensor: torch.Tensor,
     group: Group,
     launch: Callable[[dist.ProcessGroup], dist.Work],
+    wait: Wait,
 ) -> Pending:
     """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
     what = f"{operation} on group {group.name} of ranks {_ranks(group)}"
-    wait = _wait_in_turns if tensor.device.type == "cpu" else _wait_on_stream
-    if operation.startswith(("send", "receive")) and wait is _wait_in_turns:
-        wait = _wait_once
+    if tensor.device.type != "cpu":
+        wait = _wait_on_stream
     if group.handle is None:
         return Pending(what, None, wait)
     try:

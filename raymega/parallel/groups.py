@@ -135,9 +135,9 @@ def open_world(
 def build_groups(grid: Grid, rank: int, *, timeout_s: float) -> Groups:
     """Make the groups of ``rank``, after :func:`open_world` (a world of one needs none).
 
-    A rank makes only groups that it belongs to, and waits only for their members. torch names a
-    group by its ranks and by how many groups the process has made before, so members must have
-    made equally many: ``embedding``, which middle stages lack, has to come last.
+    A rank makes only groups that it belongs to, with their members. torch names a group by its
+    ranks and by how many groups the process has made before, so members must have made equally
+    many: ``embedding``, which middle stages lack, has to come last.
 
     Raises:
         CommunicationError: A member did not come in time.
@@ -146,7 +146,7 @@ def build_groups(grid: Grid, rank: int, *, timeout_s: float) -> Groups:
     def make(name: str, ranks: tuple[int, ...]) -> Group:
         return _make_group(name, tuple(sorted(ranks)), rank=rank, timeout_s=timeout_s)
 
-    return Groups(
+    groups = Groups(
         world=make("world", tuple(range(grid.world_size))),
         tp=make("tp", grid.group("tp", rank)),
         dp=make("dp", grid.group("dp", rank)),
@@ -155,6 +155,9 @@ def build_groups(grid: Grid, rank: int, *, timeout_s: float) -> Groups:
         model=make("model", grid.group(("tp", "pp"), rank)),
         embedding=make("embedding", _embedding_ranks(grid, rank)),
     )
+    if groups.world.size > 1:
+        _wait_for_all(rank, timeout_s)
+    return groups
 
 
 def close_world() -> None:
@@ -202,6 +205,15 @@ def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: floa
         what = f"group {name} of ranks {', '.join(map(str, ranks))}"
         raise CommunicationError(_meeting_fault(what, rank, timeout_s, error)) from error
     return group.group_name
+
+
+def _wait_for_all(rank: int, timeout_s: float) -> None:
+    """Meet once more: a rank that left while others still connect to it would make them fail."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        raise CommunicationError(_meeting_fault("all groups", rank, timeout_s, error)) from error
 
 
 def _embedding_ranks(grid: Grid, rank: int) -> tuple[int, ...]:

@@ -59,7 +59,11 @@ def normal(
     *,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Standard normal by Box and Muller, drawn in float64 and rounded to ``dtype``."""
+    """Standard normal by Box and Muller, drawn in float64 and rounded to ``dtype``.
+
+    Logarithm and cosine are the device's own: a GPU's float64 may differ from a CPU's in the last
+    bit, which rounding to fewer bits all but hides.
+    """
 
     def draw(words: Words) -> torch.Tensor:
         radius = (1.0 - _fraction(words[0], words[1], 53)).log_().mul_(-2.0).sqrt_()

@@ -9,6 +9,8 @@ import logging
 import time
 from typing import cast
 
+import torch
+
 from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.writer import CheckpointWriter
@@ -17,7 +19,7 @@ from raymega.messages import Channel, Entered, StartWorker
 from raymega.parallel import groups as world
 from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
-from raymega.plan.run_plan import read_plan
+from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.storage.open import open_store
 from raymega.train.build import Parts, build_parts
 from raymega.train.environment import prepare_process
@@ -41,38 +43,45 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
     """Train as rank ``start.rank`` until the end, a stop request, or an error (which it raises)."""
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
-    timeout_s = plan.job.elastic.collective_timeout_s
-    clock = _Phases(channel, start.rank)
-    world.open_world(
-        rank=start.rank,
-        world_size=plan.grid.world_size,
-        rendezvous=start.rendezvous,
-        store=cast(Store | None, rendezvous),
-        timeout_s=timeout_s,
-        device=device,
-    )
     try:
-        groups = world.build_groups(plan.grid, start.rank, timeout_s=timeout_s)
-        clock.passed("rendezvous")
-        parts = build_parts(plan, rank=start.rank, groups=groups, device=device)
-        clock.passed("built")
-        state = _restore(parts, start)
-        clock.passed("restored")
-        writer = CheckpointWriter(
-            open_store(start.run_uri),
+        phases = _Phases(channel, start.rank)
+        world.open_world(
             rank=start.rank,
-            attempt=start.attempt,
-            dp=plan.grid.dp,
-            report=channel.report,
+            world_size=plan.grid.world_size,
+            rendezvous=start.rendezvous,
+            store=cast(Store | None, rendezvous),
+            timeout_s=plan.job.elastic.collective_timeout_s,
+            device=device,
         )
-        run_loop(parts, state, channel=channel, writer=writer, rank=start.rank)
-    except RuntimeError as error:
-        # A backend's own error, from inside torch: tell it from a mistake in the training code.
-        if is_communication_error(error):
+        _train(plan, start, channel, device, phases)
+    except Exception as error:
+        # Closing would wait for operations under way; peers must be let go of at once.
+        world.abort_world()
+        if is_communication_error(error) and not isinstance(error, CommunicationError):
             raise CommunicationError(str(error)) from error
         raise
-    finally:
-        world.close_world()
+    world.close_world()
+
+
+def _train(
+    plan: RunPlan, start: StartWorker, channel: Channel, device: torch.device, phases: _Phases
+) -> None:
+    """Build, restore and loop, in a world that is open."""
+    timeout_s = plan.job.elastic.collective_timeout_s
+    groups = world.build_groups(plan.grid, start.rank, timeout_s=timeout_s)
+    phases.passed("rendezvous")
+    parts = build_parts(plan, rank=start.rank, groups=groups, device=device)
+    phases.passed("built")
+    state = _restore(parts, start)
+    phases.passed("restored")
+    writer = CheckpointWriter(
+        open_store(start.run_uri),
+        rank=start.rank,
+        attempt=start.attempt,
+        dp=plan.grid.dp,
+        report=channel.report,
+    )
+    run_loop(parts, state, channel=channel, writer=writer, rank=start.rank)
 
 
 def _restore(parts: Parts, start: StartWorker) -> TrainState:

@@ -55,14 +55,12 @@ def test_collectives_give_the_values_of_their_names(size):
 
 
 def _after_failed_coalescing(env):
-    """torch's own all_reduce does nothing on such a group, without an error."""
-    group = env.groups.dp
-    try:
-        with dist.distributed_c10d._coalescing_manager(group=group.resolve()):
-            dist.all_reduce(torch.ones(2), group=group.resolve())
-    except RuntimeError:
-        return comm.all_reduce(torch.ones(2), group).tolist()
-    return "gloo can coalesce now"
+    """From then on dist.all_reduce returns at once and does nothing on this group."""
+    group = env.groups.dp.resolve()
+    attempt = dist.distributed_c10d._coalescing_manager(group=group, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="startCoalescing"), attempt:
+        dist.all_reduce(torch.ones(2), group=group)
+    return comm.all_reduce(torch.ones(2), env.groups.dp).tolist()
 
 
 def test_a_failed_coalescing_attempt_does_no_harm():
@@ -172,7 +170,7 @@ def test_a_transfer_that_never_comes_names_peer_tag_seconds_and_setting():
     ):
         assert f"receive from rank {1 - rank}, tag 3, on group pp_forward of ranks 0, 1" in text
         assert "failed after 0.5 s" in text and "elastic.collective_timeout_s=0.5 s" in text
-        assert 0.4 < waited_s < 5 and is_communication
+        assert 0.4 < waited_s < 20 and is_communication
 
 
 def test_a_collective_that_never_meets_names_group_ranks_seconds_and_setting():
@@ -180,7 +178,16 @@ def test_a_collective_that_never_meets_names_group_ranks_seconds_and_setting():
     for group, (text, waited_s, is_communication) in zip(("world", "tp"), results, strict=True):
         assert f"all_reduce on group {group} of ranks 0, 1 failed after 0.5 s" in text
         assert "elastic.collective_timeout_s=0.5 s" in text
-        assert 0.4 < waited_s < 5 and is_communication
+        assert 0.4 < waited_s < 20 and is_communication
+
+
+def _wait_no_time(env):
+    group = env.groups.pp_forward
+    return _error_of(lambda: comm.irecv(torch.ones(1), group, 1 - env.rank, 3).wait(0.0))
+
+
+def test_a_timeout_of_zero_is_not_taken_for_no_limit():
+    assert all(waited_s < 20 for _, waited_s, _ in run_grid(_wait_no_time, Grid(pp=2)))
 
 
 def _wait_for_a_rank_that_leaves(env, how, kind):
@@ -199,7 +206,7 @@ def test_a_rank_learns_at_once_that_its_peer_left(how, kind):
     text, waited_s, is_communication = run_grid(
         _wait_for_a_rank_that_leaves, Grid(pp=2), how, kind
     )[0]
-    assert kind in text and waited_s < 5 and is_communication
+    assert kind in text and waited_s < 20 and is_communication
 
 
 def _outlive_a_peer_that_dies(env, path):

@@ -58,7 +58,7 @@ def test_an_abort_of_one_rank_fails_the_test_within_seconds():
     began = time.monotonic()
     with pytest.raises(RankFailureError, match="rank 1 of 2: the process died of SIGABRT"):
         run_grid(_fail_on_rank_1, Grid(dp=2), os.abort)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 def _hang_on_rank_1(env):
@@ -70,7 +70,7 @@ def test_a_rank_that_hangs_is_ended_at_the_timeout():
     began = time.monotonic()
     with pytest.raises(RankFailureError, match="rank 1 of 2: no result after 3 s"):
         run_grid(_hang_on_rank_1, Grid(dp=2), timeout=3)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 SESSION = """
@@ -105,7 +105,7 @@ def _is_alive(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def _wait_until(is_true, limit_s=20):
+def _wait_until(is_true, limit_s=60):
     deadline = time.monotonic() + limit_s
     while not is_true():
         assert time.monotonic() < deadline, "it did not happen in time"

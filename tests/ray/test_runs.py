@@ -5,7 +5,7 @@ import signal
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.support.command import Outcome, Running, train
+from tests.support.command import VERIFY, Outcome, Running, raymega, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -142,6 +142,17 @@ def test_cluster_without_room_is_exit_3(address, store):
     )
     assert outcome.code == 3, outcome.stderr
     assert "cluster.cpus_per_worker" in outcome.stderr
+
+
+def test_dry_run_plans_checks_the_cluster_and_starts_nothing(address, store):
+    settings = [word for pair in _settings(store, "dry") for word in ("--set", pair)]
+    command = ["train", str(VERIFY), "--dry-run", "--address", address, *settings]
+    fits = raymega(*command)
+    assert fits.returncode == 0, fits.stderr
+    assert "grid tp2-pp2: 4 workers" in fits.stdout
+    too_large = raymega(*command, "--set", "cluster.cpus_per_worker=1")
+    assert too_large.returncode == 3 and "cluster.cpus_per_worker" in too_large.stderr
+    assert not (store / "dry").exists()
 
 
 def test_loss_that_is_no_number_is_exit_5(address, store):

@@ -45,6 +45,16 @@ class Running:
         self._process.send_signal(number)
 
 
+RAYMEGA = [sys.executable, "-c", "from raymega.cli.main import run; run()"]
+
+
+def raymega(*words: str, timeout: float = 60) -> subprocess.CompletedProcess:
+    """The command with ``words``, to its end."""
+    return subprocess.run(
+        [*RAYMEGA, *words], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
 def train(
     *overrides: str,
     address: str,
@@ -53,8 +63,7 @@ def train(
     job: Path = VERIFY,
 ) -> Outcome:
     """``raymega train`` of the verify job; ``on_step`` sees each step as soon as it is printed."""
-    command = [sys.executable, "-c", "from raymega.cli.main import run; run()", "train", str(job)]
-    command += ["--json", "--address", address]
+    command = [*RAYMEGA, "train", str(job), "--json", "--address", address]
     for override in overrides:
         command += ["--set", override]
     process = subprocess.Popen(

@@ -91,6 +91,7 @@ def _in_world(
         timeout_s=_collective_timeout_s(timeout),
         device=torch.device("cpu"),
     )
+    dist.barrier()
     result = fn(rank, world_size, *args)
     groups.close_world()
     return result

@@ -1,8 +1,6 @@
 """Commands as a user types them: help with an example, JSON on one line, mistakes exit 2."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from typer.testing import CliRunner
 
 from raymega.cli.main import app
 from raymega.cli.tables import table
+from tests.support.command import raymega
 
 VERIFY = str(Path(__file__).parents[3] / "jobs" / "verify.yaml")
 COMMANDS = [
@@ -29,11 +28,6 @@ def _run(*words: str) -> str:
     result = CliRunner().invoke(app, list(words), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def _raymega(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", "from raymega.cli.main import run; run()", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -64,7 +58,7 @@ def test_mistakes_of_all_kinds_are_shown_at_once_and_nothing_is_started(tmp_path
     raw = tmp_path / "corpus"
     raw.mkdir()
     (raw / "a.txt").write_text("raw text")
-    done = _raymega(
+    done = raymega(
         "train", VERIFY, "--set", "parallel.tp=3", "--set", "run.setps=5", "--set",
         f"data.path={raw}", "--set", "checkpoint.uri=s4://bucket", "--set", "cluster.num_workers=9",
         "--set", "optimizer.lr=fast",
@@ -83,7 +77,7 @@ def test_mistakes_of_all_kinds_are_shown_at_once_and_nothing_is_started(tmp_path
 
 
 def test_missing_job_file_is_exit_2():
-    assert _raymega("plan", "nowhere.yaml").returncode == 2
+    assert raymega("plan", "nowhere.yaml").returncode == 2
 
 
 def test_table_aligns_numbers_right_and_cuts_nothing():
