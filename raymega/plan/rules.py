@@ -130,15 +130,15 @@ def _chunks(chunks: int) -> list[Fault]:
     ]
 
 
-def _lr_steps(warmup: int, decay: int | str, steps: int) -> list[Fault]:
-    end = steps if decay == "steps" else int(decay)
-    if warmup < end:
+def _lr_steps(warmup: int, decay: int | str) -> list[Fault]:
+    # With decay at run.steps a run that is shorter than its warm-up is legal: it only warms up.
+    if decay == "steps" or warmup < int(decay):
         return []
     return [
         Fault(
             fact=f"optimizer.lr_warmup_steps={warmup}",
-            rule=f"the decay must end after it, and it ends at step {end}",
-            remedy=f"use at most {end - 1} warm-up steps, or more steps",
+            rule=f"the decay must end after it, and optimizer.lr_decay_steps={decay}",
+            remedy=f"use at most {int(decay) - 1} warm-up steps, or a later end",
         )
     ]
 
@@ -172,8 +172,5 @@ RULES = (
     Rule(reads=("parallel.pp", "model.num_layers"), check=_layers),
     Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
     Rule(reads=("schedule.chunks",), check=_chunks),
-    Rule(
-        reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps", "run.steps"),
-        check=_lr_steps,
-    ),
+    Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=_lr_steps),
 )

@@ -25,12 +25,12 @@ def test_plan_names_the_stage_of_each_rank():
 
 def test_plan_refuses_all_broken_rules_at_once():
     job = parse_job(
-        VERIFY, ["parallel.pp=8", "data.seq_len=999", "optimizer.lr_warmup_steps=20"]
+        VERIFY, ["parallel.pp=8", "data.seq_len=999", "optimizer.lr_decay_steps=5"]
     ).job()
     with pytest.raises(PlanError) as caught:
         make_plan(job)
     text = str(caught.value)
-    assert "parallel.pp=8" in text and "data.seq_len=999" in text and "lr_warmup_steps=20" in text
+    assert "parallel.pp=8" in text and "data.seq_len=999" in text and "lr_warmup_steps=5" in text
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,7 @@ def test_plan_refuses_all_broken_rules_at_once():
 def test_each_rule_names_its_fact(override, fact):
     with pytest.raises(PlanError, match=re.escape(fact)):
         make_plan(parse_job(VERIFY, [override, "parallel.tp=2"]).job())
+
+
+def test_run_shorter_than_its_warmup_is_legal():
+    assert make_plan(parse_job(VERIFY, ["run.steps=2"]).job()).job.run.steps == 2
