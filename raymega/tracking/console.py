@@ -143,8 +143,8 @@ def _trouble(event: SaveFailed | FailureSeen) -> str:
 
 def _recovered(event: Recovered) -> str:
     return (
-        f"Recovered: noticed in {event.detection_s:.1f} s, training again {event.recovery_s:.1f} s "
-        f"later from the state of step {event.restored_step}; "
+        f"Recovered: noticed in {event.detection_s:.1f} s, back where it was {event.recovery_s:.1f} s "
+        f"later, from the state of step {event.restored_step}; "
         f"{_count(event.lost_steps, 'step')} done again."
     )
 

@@ -48,7 +48,7 @@ def test_every_event_is_one_sentence_on_one_line():
     assert lines[6].startswith("Checkpoint of step 2: 12.0 MiB, training stood still 12 ms")
     assert lines[9] == "Attempt 1 was lost after step 3: killed by signal 9"
     assert lines[12] == (
-        "Recovered: noticed in 0.5 s, training again 3.0 s later from the state of step 2; "
+        "Recovered: noticed in 0.5 s, back where it was 3.0 s later, from the state of step 2; "
         "1 step done again."
     )
     assert lines[-1].startswith("Run demo finished at step 4 after 4 min 12 s; goodput 93.0%")
