@@ -1,4 +1,4 @@
-"""The plain functions behind the commands: load a job, plan it, train it.
+"""The plain functions behind the commands: load a job, plan it, train it, verify it.
 
 They wire the parts together; what the parts do is theirs.
 """
@@ -15,8 +15,7 @@ from typing import Any
 from raymega.config.load import parse_job
 from raymega.config.schema import Job
 from raymega.data.checks import data_faults
-from raymega.data.format import local_folder as data_folder
-from raymega.data.format import read_meta
+from raymega.data.remote import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.orchestrate.clock import SystemClock
@@ -24,24 +23,35 @@ from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.inventory import list_nodes
 from raymega.orchestrate.journal import open_record
 from raymega.orchestrate.placement import place_ranks
+from raymega.orchestrate.probes import cluster_version_faults
+from raymega.orchestrate.ray_metrics import RayMetricsSink
 from raymega.orchestrate.signals import stop_on_signals
+from raymega.orchestrate.submission import credential_faults, relative_path_faults
+from raymega.orchestrate.train_tab import TrainTabSink
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
-from raymega.storage.open import open_store, store_faults
+from raymega.storage.open import local_path, open_store, store_faults
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
 from raymega.tracking.pictures import PicturesSink
 from raymega.tracking.sink import RunFinished, Sink
+from raymega.verify.run import Options, Report, Watcher, verify_job
 
 SINK_CLOSE_S = 30.0
+VERSIONS_TIMEOUT_S = 30.0
+"""How long the nodes have to name their versions before a run; those that are late are let in."""
 METRICS_FILE = "metrics.jsonl"
 
 
 def load_job(
-    path: Path | str, overrides: Iterable[str] = (), *, is_for_training: bool = False
+    path: Path | str,
+    overrides: Iterable[str] = (),
+    *,
+    is_for_training: bool = False,
+    is_in_ray_job: bool = False,
 ) -> Job:
     """Read and check a job file.
 
@@ -49,12 +59,15 @@ def load_job(
         path: The YAML file.
         overrides: ``section.field=value`` texts.
         is_for_training: Also look at the job's data and at its checkpoint store.
+        is_in_ray_job: The working folder is Ray's copy, so that relative paths mean nothing.
 
     Raises:
         ConfigError: With every fault at once.
     """
     parsed = parse_job(path, overrides)
-    faults = [*parsed.faults, *job_faults(parsed.values)]
+    faults = [*parsed.faults, *job_faults(parsed.values), *credential_faults(parsed.values)]
+    if is_in_ray_job:
+        faults += relative_path_faults(Path(path), overrides)
     if is_for_training:
         faults += _outside_faults(parsed.values)
     raise_faults(ConfigError, faults)
@@ -73,10 +86,7 @@ def run_uri(job: Job) -> str:
 
 def local_folder(job: Job) -> Path:
     """Where the driver keeps logs, metrics.jsonl and pictures: the run's folder if it is local."""
-    uri = run_uri(job).removeprefix("file://")
-    if "://" in uri:
-        return Path.home() / ".raymega" / "runs" / job.run.name
-    return Path(uri)
+    return local_path(run_uri(job)) or Path.home() / ".raymega" / "runs" / job.run.name
 
 
 def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> RunFinished:
@@ -88,7 +98,7 @@ def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> Run
         sinks: Watchers beside metrics.jsonl, MLflow and the pictures. They are closed at the end.
 
     Raises:
-        ConfigError: The run exists with another model, seed or data.
+        ConfigError: The run exists with another model, seed or data, or a node has other versions.
         CapacityError: The cluster has no room.
         PreemptedError: It was asked to stop, and saved.
         WorkerError: The retry budget is spent.
@@ -99,6 +109,8 @@ def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> Run
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     session = open_session(address)
     try:
+        if not session.is_private:
+            raise_faults(ConfigError, cluster_version_faults(timeout_s=VERSIONS_TIMEOUT_S))
         with _watching(job, sinks) as sink, ThreadPoolExecutor(max_workers=1) as executor:
             group = RayWorkerGroup(
                 plan, log_dir=local_folder(job) / "logs", can_grow=not session.is_private
@@ -125,20 +137,35 @@ def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     return plan
 
 
+def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None = None) -> Report:
+    """Prove that the job trains the same run on any layout, or find one on which it does not.
+
+    It needs no cluster: ranks are CPU processes of this machine, and the job is shrunk to fit.
+
+    Raises:
+        ConfigError: The job cannot be made small enough, or has no layout to draw.
+        WorkerError: The run on one rank failed.
+    """
+    return verify_job(job, options or Options(), watcher or Watcher())
+
+
 @contextmanager
 def _watching(job: Job, sinks: Sequence[Sink]) -> Iterator[Sink]:
     """All sinks of a run behind one, closed at the end."""
     folder = local_folder(job)
     metrics = folder / METRICS_FILE
-    watchers: list[Sink] = [open_jsonl(metrics), *sinks]
+    ray_metrics = RayMetricsSink(clock=_unix_s)
+    watchers: list[Sink] = [open_jsonl(metrics), ray_metrics, *sinks]
     if job.tracking.mlflow_uri != "off":
         watchers.append(
             MlflowSink(
                 uri=tracking_uri(job.tracking.mlflow_uri, folder),
                 experiment=job.tracking.experiment,
-                clock=lambda: datetime.now(UTC).timestamp(),
+                clock=_unix_s,
             )
         )
+    if job.tracking.ray_train_tab:
+        watchers.append(TrainTabSink(clock=_unix_s))
     others = CompositeSink(watchers)
     pictures = PicturesSink(
         folder, metrics=metrics, references=_loss_references(job), watcher=others
@@ -150,11 +177,15 @@ def _watching(job: Job, sinks: Sequence[Sink]) -> Iterator[Sink]:
         sink.close(SINK_CLOSE_S)
 
 
+def _unix_s() -> float:
+    return datetime.now(UTC).timestamp()
+
+
 def _loss_references(job: Job) -> dict[str, float]:
     """Level lines for the loss curve."""
     if job.data.path == SYNTHETIC_PATH:
         return {}
-    meta = read_meta(data_folder(job.data.path))
+    meta = meta_at(job.data.path)
     return {"unigram entropy of the validation text": meta.valid_entropy}
 
 
@@ -169,5 +200,6 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             needs_valid=values.get("run.eval_samples", 0) > 0,
         )
     if "checkpoint.uri" in values:
-        faults += store_faults(values["checkpoint.uri"])
+        run = f"/{values['run.name']}" if "run.name" in values else ""
+        faults += store_faults(values["checkpoint.uri"].rstrip("/") + run)
     return faults

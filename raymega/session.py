@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, Fault, RaymegaError
 
 PROBE_TIMEOUT_S = 5.0
 PRIVATE_TOKEN_PREFIX = "raymega-private-"
@@ -70,6 +70,8 @@ def open_session(
         )
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(_refusal(target, error)) from error
+    except Exception as error:  # Ray raises bare ones when its processes do not come up in time
+        raise RaymegaError(_no_start(target, error)) from error
     if not log_to_driver:
         _print_nothing()
     return Session(address=ray.get_runtime_context().gcs_address, is_private=is_private)
@@ -159,6 +161,14 @@ def _refusal(target: str, error: Exception) -> Fault:
         rule="the cluster's token and this process's must agree",
         remedy="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH), or "
         "RAY_AUTH_MODE=disabled for a cluster without tokens",
+    )
+
+
+def _no_start(target: str, error: Exception) -> Fault:
+    return Fault(
+        fact=f"Ray at {target!r} did not start ({str(error).strip().splitlines()[0]})",
+        rule="its processes must come up before a run can begin",
+        remedy="try again when the machine is less busy; Ray's own logs are in /tmp/ray",
     )
 
 

@@ -19,8 +19,8 @@ from raymega.checkpoint.manifest import (
     list_manifests,
     read_manifest,
 )
-from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
-from raymega.storage.open import open_store
+from raymega.errors import CheckpointError, ConfigError, Fault, StorageError, raise_faults
+from raymega.storage.open import open_store, reading_faults
 from raymega.storage.store import Store
 
 _PART_OF_RUN = re.compile(rf"(?P<run>.*)/(?P<part>{ROOT}step-\d+(/[^/]+)?)/?")
@@ -81,7 +81,9 @@ def open_checkpoint(uri: str) -> tuple[Store, Manifest]:
 def _locate(uri: str) -> tuple[Store, list[str]]:
     """The run's store, and the keys of the manifests that ``uri`` names in it, newest first."""
     match = _PART_OF_RUN.fullmatch(uri)
-    store = open_store(match["run"] if match else uri)
+    root = match["run"] if match else uri
+    raise_faults(StorageError, reading_faults(root, field="URI"))
+    store = open_store(root)
     prefix = f"{match['part']}/" if match else ROOT
     return store, [key for key in list_manifests(store) if f"{key}/".startswith(prefix)]
 

@@ -20,7 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @data_app.command()
 def prepare(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders, URIs.")],
-    out: Annotated[str, typer.Option(help="Folder of the dataset; all nodes must see it.")],
+    out: Annotated[str, typer.Option(help="Folder that all nodes see, or s3://bucket/prefix.")],
     tokenizer: Annotated[
         str, typer.Option(help="bytes, bpe:N (trained on the corpus), or a tokenizers file.")
     ],
@@ -57,13 +57,13 @@ def prepare(
     )
     with phase_bars() as on_progress:
         done = run_prepare(options, on_progress=on_progress)
-    result = {"output": str(done.folder), "seconds": done.seconds, "is_cached": done.is_cached}
+    result = {"output": done.uri, "seconds": done.seconds, "is_cached": done.is_cached}
     _show(done.meta, result, as_json=as_json)
 
 
 @data_app.command()
 def inspect(
-    uri: Annotated[str, typer.Argument(help="Folder of the dataset.")],
+    uri: Annotated[str, typer.Argument(help="The dataset.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -8,10 +8,13 @@ import typer
 
 from raymega.cli.checkpoint import checkpoint_app
 from raymega.cli.data import data_app
+from raymega.cli.doctor import doctor
 from raymega.cli.plan import plan
 from raymega.cli.schedule import schedule
 from raymega.cli.schema import schema
+from raymega.cli.submit import submit
 from raymega.cli.train import train
+from raymega.cli.verify import verify
 from raymega.errors import RaymegaError
 
 app = typer.Typer(
@@ -22,7 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(submit)
+app.command()(doctor)
 app.command()(plan)
+app.command()(verify)
 app.command()(schedule)
 app.command()(schema)
 app.add_typer(data_app, name="data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -41,7 +42,12 @@ def train(
 
     Example: raymega train jobs/verify.yaml --set run.steps=50
     """
-    job = api.load_job(job_file, overrides or (), is_for_training=True)
+    job = api.load_job(
+        job_file,
+        overrides or (),
+        is_for_training=True,
+        is_in_ray_job="RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ,
+    )
     if dry_run:
         plan = api.dry_run(job, address=address)
         show_plan(plan, as_json=as_json)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,27 @@ class _Yaml12Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's own form
         first: [
-            (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if not tag.endswith((":bool", ":float", ":int"))
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+        """Refuse a key that stands twice, of which PyYAML silently takes the last."""
+        keys = [key.value for key, _ in node.value]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice[0]!r} stands twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
 
+
+_Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")
+)
 _Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
@@ -80,11 +96,11 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
         ConfigError: When the file is missing or is not a YAML mapping; field faults are returned.
     """
     raw = _read(Path(path))
-    for override in overrides:
-        _apply(raw, override)
+    faults = [fault for override in overrides for fault in _apply(raw, override)]
     for section, key in (("data", "path"), ("checkpoint", "uri")):
         _make_absolute(raw.get(section), key)
-    return parse_mapping(raw)
+    parsed = parse_mapping(raw)
+    return replace(parsed, faults=(*faults, *parsed.faults))
 
 
 def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
@@ -117,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             Fault(
-                fact=f"{path} is not YAML: {' '.join(str(error).split())}",
+                fact=f"{path} is not YAML: {_one_line(error)}",
                 rule="a job is a YAML mapping of sections",
                 remedy="correct the line named",
             )
@@ -133,21 +149,31 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
+    """Put one override into ``raw``, or say why it cannot be read."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) != 2 or not all(keys):
-        raise ConfigError(
-            Fault(
-                fact=f"override {override!r}",
-                rule="it must read section.field=value",
-                remedy="write for example --set run.steps=50",
-            )
-        )
+        return [_bad_override(override, "it must read section.field=value")]
+    try:
+        value = yaml.load(text, Loader=_Yaml12Loader)
+    except yaml.YAMLError as error:
+        return [_bad_override(override, f"its value must be YAML ({_one_line(error)})")]
     section = raw.setdefault(keys[0], {})
     if not isinstance(section, dict):
         raw[keys[0]] = section = {}
-    section[keys[1]] = yaml.load(text, Loader=_Yaml12Loader)
+    section[keys[1]] = value
+    return []
+
+
+def _bad_override(override: str, rule: str) -> Fault:
+    return Fault(
+        fact=f"override {override!r}", rule=rule, remedy="write for example --set run.steps=50"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _make_absolute(section: object, key: str) -> None:
@@ -155,7 +181,9 @@ def _make_absolute(section: object, key: str) -> None:
         return
     path = section[key]
     if "://" not in path and path not in ("", "synthetic"):
-        section[key] = str(Path(path).expanduser().absolute())
+        with suppress(RuntimeError):  # ~name of nobody: left for the checks to refuse
+            path = Path(path).expanduser()
+        section[key] = str(Path(path).absolute())
 
 
 def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) -> list[Fault]:

@@ -13,14 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Base of every section: frozen, strict scalars, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class RunSection(Section):
@@ -95,8 +98,8 @@ class DataSection(Section):
     """Which tokens, in which portions."""
 
     path: str = Field(
-        description="Folder or URI written by `raymega data prepare`, or `synthetic` for built-in "
-        "tokens that need no file."
+        description="Folder or s3://bucket/prefix written by `raymega data prepare`, or `synthetic` "
+        "for built-in tokens that need no file."
     )
     seq_len: Positive = Field(description="S, tokens of one sequence.")
     global_batch_size: Positive = Field(description="Sequences of one optimizer step, all ranks.")
@@ -152,13 +155,13 @@ class OptimizerSection(Section):
         default="steps",
         description="Step at which the cosine reaches its end; `steps` is run.steps.",
     )
-    beta1: Fraction = Field(default=0.9, description="Decay of the first moment.")
-    beta2: Fraction = Field(default=0.95, description="Decay of the second moment.")
+    beta1: Decay = Field(default=0.9, description="Decay of the first moment.")
+    beta2: Decay = Field(default=0.95, description="Decay of the second moment.")
     eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.1, description="Decoupled weight decay of matrices; norms and biases have none."
     )
-    clip_norm: Annotated[float, Field(ge=0)] = Field(
+    clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.0, description="Largest global gradient norm; 0 turns clipping off."
     )
 
@@ -178,7 +181,7 @@ class CheckpointSection(Section):
 
     uri: str = Field(
         default_factory=lambda: str(Path.home() / ".raymega" / "runs"),
-        description="Root folder or URI; the run lives in <uri>/<run.name>/. Default: "
+        description="Root folder or s3://bucket/prefix; the run lives in <uri>/<run.name>/. Default: "
         "~/.raymega/runs.",
     )
     every: NonNegative = Field(
@@ -217,6 +220,11 @@ class TrackingSection(Section):
     timeline_every: NonNegative = Field(
         default=0, description="Steps between recorded pipeline time lines; 0 is never."
     )
+    ray_train_tab: bool = Field(
+        default=False,
+        description="Put the run into Ray Train's list of runs too, which a Train tab shows. Uses "
+        "private parts of Ray, and leaves one small process of Ray's on the cluster.",
+    )
 
 
 class ClusterSection(Section):
@@ -230,10 +238,10 @@ class ClusterSection(Section):
         description="Workers that the job expects; the grid's product must equal it. `grid` takes "
         "the product as it is.",
     )
-    cpus_per_worker: PositiveFloat = Field(
+    cpus_per_worker: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = Field(
         default=1.0, description="CPUs that Ray reserves for a worker. 0.1 suits laptop runs."
     )
-    capacity_timeout_s: Annotated[float, Field(ge=0)] = Field(
+    capacity_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=60.0, description="Longest wait for free slots before exit 3."
     )
 

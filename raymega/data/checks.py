@@ -5,12 +5,18 @@ It owns the questions; the answers about one dataset come from data.format.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 
 from raymega.data.format import META_FILE, DatasetMeta, local_folder, read_meta, size_faults
 from raymega.data.open import missing_split, short_split
+from raymega.data.remote import is_remote, meta_at, missing_shards
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import Fault, RaymegaError
+from raymega.storage.open import reading_faults
+
+MIN_BPE_VOCAB_SIZE = 257
+"""Every byte and the end of a document."""
 
 
 def data_faults(
@@ -27,24 +33,58 @@ def data_faults(
     if path == SYNTHETIC_PATH:
         return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, vocab_size)
     try:
+        if is_remote(path):
+            return _remote_faults(path, seq_len, vocab_size, needs_valid=needs_valid)
         folder = local_folder(path)
         if not (folder / META_FILE).is_file():
             return [_not_prepared(path, folder, vocab_size)]
         meta = read_meta(folder)
     except RaymegaError as error:
         return [fault for fault in error.faults if isinstance(fault, Fault)]
+    faults = _content_faults(path, meta, seq_len, vocab_size, needs_valid=needs_valid)
+    return [*faults, *size_faults(folder, meta)]
+
+
+def dataset_identity(path: str) -> str:
+    """What the dataset at ``path`` holds, in 16 characters; the same wherever a copy of it lies.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if path == SYNTHETIC_PATH:
+        return SYNTHETIC_PATH
+    shards = [
+        (name, shard.num_tokens, shard.crc32)
+        for name, split in sorted(meta_at(path).splits.items())
+        for shard in split.shards
+    ]
+    return blake2b(repr(shards).encode(), digest_size=8).hexdigest()
+
+
+def _remote_faults(path: str, seq_len: int, vocab_size: int, *, needs_valid: bool) -> list[Fault]:
+    """The same for a dataset in an object store, which is asked only when it answers at all."""
+    refusals = reading_faults(path, field="data.path")
+    if refusals:
+        return refusals
+    meta = meta_at(path)
+    faults = _content_faults(path, meta, seq_len, vocab_size, needs_valid=needs_valid)
+    return [*faults, *missing_shards(path, meta)]
+
+
+def _content_faults(
+    path: str, meta: DatasetMeta, seq_len: int, vocab_size: int, *, needs_valid: bool
+) -> list[Fault]:
     lacks_valid = needs_valid and "valid" not in meta.splits
     return [
         *([missing_split(path, "valid")] if lacks_valid else []),
         *_vocabulary_faults(path, meta.vocab_size, vocab_size),
         *_length_faults(path, meta, seq_len),
-        *size_faults(folder, meta),
     ]
 
 
 def _not_prepared(path: str, folder: Path, vocab_size: int) -> Fault:
     rule = f"it must be `{SYNTHETIC_PATH}` or a folder with the {META_FILE} of a prepared dataset"
-    command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{vocab_size or 32768}"
+    command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{max(vocab_size or 32768, MIN_BPE_VOCAB_SIZE)}"
     if not folder.exists():
         line = command.format("INPUT...", path)
         return Fault(fact=f"data.path={path!r} does not exist", rule=rule, remedy=f"run `{line}`")

@@ -111,7 +111,7 @@ class DatasetMeta:
 
 
 def local_folder(uri: str) -> Path:
-    """The folder that ``uri`` names; the one place that decides which schemes hold datasets.
+    """The folder that ``uri`` names; datasets in object stores are data.remote's.
 
     Raises:
         ConfigError: The scheme is not a local folder's.
@@ -123,8 +123,7 @@ def local_folder(uri: str) -> Path:
         return Path(path)
     fault = Fault(
         fact=f"dataset URI {uri!r}",
-        rule="a dataset lives in a local folder (a path or file://), because shards are mapped "
-        f"into memory; {scheme}:// is not built yet",
+        rule=f"a folder is a path or file://, and {scheme}:// is none",
         remedy="use a folder that every node sees",
     )
     raise ConfigError(fault)
@@ -139,13 +138,22 @@ def read_meta(folder: Path) -> DatasetMeta:
     """
     path = folder / META_FILE
     if not path.is_file():
-        raise ConfigError(_no_dataset(f"{path} does not exist"))
+        raise ConfigError(no_dataset(f"{path} does not exist"))
+    return parse_meta(path.read_bytes(), str(path))
+
+
+def parse_meta(content: bytes, name: str) -> DatasetMeta:
+    """The description in ``content``, which messages call ``name``.
+
+    Raises:
+        DataError: It is not of this layout.
+    """
     try:
-        return _ADAPTER.validate_json(path.read_bytes())
+        return _ADAPTER.validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        fact = f"{path} is not a version 1 description: {first['loc']}: {first['msg']}"
-        raise DataError(_no_dataset(fact)) from error
+        fact = f"{name} is not a version 1 description: {first['loc']}: {first['msg']}"
+        raise DataError(no_dataset(fact)) from error
 
 
 def encode_meta(meta: DatasetMeta) -> bytes:
@@ -175,7 +183,8 @@ def shard_fault(fact: str, rule: str) -> Fault:
     )
 
 
-def _no_dataset(fact: str) -> Fault:
+def no_dataset(fact: str) -> Fault:
+    """The fault of a place that holds no dataset, or none that this version reads."""
     return Fault(
         fact=fact,
         rule=f"a dataset is a folder with a {META_FILE} written by `raymega data prepare`",

@@ -6,7 +6,6 @@ It owns the check of checksums; sizes are data.format's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from raymega.data.arrow import file_crc32
@@ -15,11 +14,12 @@ from raymega.data.format import (
     ShardMeta,
     SplitMeta,
     local_folder,
-    read_meta,
     shard_fault,
     size_faults,
 )
-from raymega.errors import DataError, Fault, raise_faults
+from raymega.data.remote import is_remote, meta_at, missing_shards, shard_crc32
+from raymega.errors import DataError, Fault, StorageError, raise_faults
+from raymega.storage.open import open_store, reading_faults
 
 
 def inspect_dataset(
@@ -35,13 +35,16 @@ def inspect_dataset(
     Raises:
         ConfigError: There is no dataset.
         DataError: Some of its shards are not what was written; all are named.
+        StorageError: Its store cannot be reached.
     """
-    folder = local_folder(uri)
-    meta = read_meta(folder)
-    raise_faults(DataError, size_faults(folder, meta))
+    if is_remote(uri):
+        raise_faults(StorageError, reading_faults(uri, field="URI"))
+    meta = meta_at(uri)
+    gaps = missing_shards(uri, meta) if is_remote(uri) else size_faults(local_folder(uri), meta)
+    raise_faults(DataError, gaps)
     if is_verified:
         shards = [shard for split in meta.splits.values() for shard in split.shards]
-        raise_faults(DataError, _checksum_faults(folder, shards, on_shard))
+        raise_faults(DataError, _checksum_faults(uri, shards, on_shard))
     return meta
 
 
@@ -72,13 +75,19 @@ def _describe_split(split: SplitMeta) -> dict[str, float]:
 
 
 def _checksum_faults(
-    folder: Path, shards: list[ShardMeta], on_shard: Callable[[int, int], None]
+    uri: str, shards: list[ShardMeta], on_shard: Callable[[int, int], None]
 ) -> list[Fault]:
     faults = []
     for done, shard in enumerate(shards, start=1):
-        crc = file_crc32(folder / shard.file)
+        crc = _crc32(uri, shard)
         if crc != shard.crc32:
-            fact = f"{folder / shard.file} has crc32 {crc:08x}"
+            fact = f"{uri.rstrip('/')}/{shard.file} has crc32 {crc:08x}"
             faults.append(shard_fault(fact, f"dataset.json says {shard.crc32:08x}"))
         on_shard(done, len(shards))
     return faults
+
+
+def _crc32(uri: str, shard: ShardMeta) -> int:
+    if is_remote(uri):
+        return shard_crc32(open_store(uri), shard)
+    return file_crc32(local_folder(uri) / shard.file)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.data.arrow import TokenStream
-from raymega.data.format import local_folder, read_meta, size_faults
+from raymega.data.format import read_meta, size_faults
+from raymega.data.remote import local_copy
 from raymega.data.synthetic import SYNTHETIC_PATH, SyntheticSource
 from raymega.errors import DataError, Fault, raise_faults
 
@@ -30,19 +31,29 @@ class Source(Protocol):
 class StreamSource:
     """Windows of a token stream: window i holds tokens [i * S, i * S + S], both ends included."""
 
-    def __init__(self, stream: TokenStream, *, seq_len: int) -> None:
-        """The stream must be longer than one window."""
+    def __init__(self, stream: TokenStream, *, seq_len: int, vocab_size: int) -> None:
+        """The stream must be longer than one window; its tokens are below ``vocab_size``."""
         self.num_windows = (stream.num_tokens - 1) // seq_len
-        self._stream, self._seq_len = stream, seq_len
+        self._stream, self._seq_len, self._vocab_size = stream, seq_len, vocab_size
 
     def window(self, index: int) -> npt.NDArray[np.int64]:
-        """Tokens of window ``index``: [S + 1]."""
+        """Tokens of window ``index``: [S + 1].
+
+        Raises:
+            DataError: A token is outside the vocabulary: the shard is not what was written. Cut
+                embeddings would take it for a token of another rank and train on.
+        """
         start = index * self._seq_len
-        return self._stream.read(start, start + self._seq_len + 1)
+        tokens = self._stream.read(start, start + self._seq_len + 1)
+        if int(tokens.max()) >= self._vocab_size:
+            raise DataError(_strange_token(start, int(tokens.max()), self._vocab_size))
+        return tokens
 
 
 def open_split(path: str, split: str, *, seq_len: int, seed: int) -> Source:
     """Open one split; sizes of its files are checked, their content is not read yet.
+
+    A dataset in an object store is first brought to this node, whole; see data.remote.
 
     Args:
         path: A prepared dataset, or ``synthetic``.
@@ -53,17 +64,27 @@ def open_split(path: str, split: str, *, seq_len: int, seed: int) -> Source:
     Raises:
         ConfigError: There is no dataset at the path.
         DataError: It is torn, has no such split, or less than one window.
+        StorageError: Its store cannot be reached.
     """
     if path == SYNTHETIC_PATH:
         return SyntheticSource(split=split, seq_len=seq_len, seed=seed)
-    folder = local_folder(path)
+    folder = local_copy(path)
     meta = read_meta(folder)
     raise_faults(DataError, size_faults(folder, meta))
     if split not in meta.splits:
         raise DataError(missing_split(path, split))
     if meta.splits[split].num_tokens <= seq_len:
         raise DataError(short_split(path, split, meta.splits[split].num_tokens, seq_len))
-    return StreamSource(TokenStream(folder, meta.splits[split]), seq_len=seq_len)
+    stream = TokenStream(folder, meta.splits[split])
+    return StreamSource(stream, seq_len=seq_len, vocab_size=meta.vocab_size)
+
+
+def _strange_token(position: int, token: int, vocab_size: int) -> Fault:
+    return Fault(
+        fact=f"a window at token {position} of the split holds token {token}",
+        rule=f"the dataset's tokens are below its vocab_size={vocab_size}",
+        remedy="run `raymega data inspect --verify` on it and prepare it again",
+    )
 
 
 def missing_split(path: str, split: str) -> Fault:

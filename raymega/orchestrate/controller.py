@@ -11,15 +11,29 @@ from concurrent.futures import Executor, wait
 from dataclasses import dataclass, replace
 
 from raymega.checkpoint.manifest import find_restore
-from raymega.errors import CapacityError, CheckpointError, Fault, PreemptedError, RaymegaError
+from raymega.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    PreemptedError,
+    RaymegaError,
+    raise_faults,
+)
 from raymega.messages import Evaluated, Report, Requests, ShardSaved, StepDone, TimelineRecorded
-from raymega.orchestrate import events
+from raymega.orchestrate import events, verdicts
 from raymega.orchestrate.attempt import Attempt
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.gather import Gather
 from raymega.orchestrate.goodput import GoodputMeter
 from raymega.orchestrate.group import AttemptOrder, WorkerGroup
-from raymega.orchestrate.journal import RunRecord, open_record, write_record
+from raymega.orchestrate.journal import (
+    RunRecord,
+    claim_attempt,
+    open_record,
+    precision_faults,
+    write_quietly,
+    write_record,
+)
 from raymega.orchestrate.outage import Outage
 from raymega.orchestrate.policies import (
     Action,
@@ -28,7 +42,7 @@ from raymega.orchestrate.policies import (
     FailurePolicy,
     give_up_error,
 )
-from raymega.orchestrate.saves import Committed, Refused, Saves
+from raymega.orchestrate.saves import Committed, Refused, Saves, Superseded
 from raymega.orchestrate.states import RunState, State
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
@@ -88,6 +102,7 @@ class Controller:
         self._outage: Outage | None = None
         self._error: RaymegaError | None = None
         self._is_stop_asked = False
+        self._is_superseded = False
         self._record = open_record(store, plan.job, now=clock.timestamp())
         self.state = RunState(
             attempt=self._record.num_attempts,
@@ -131,7 +146,7 @@ class Controller:
         if self._error is not None:
             raise self._error
         if self.state.state is State.PREEMPTED:
-            raise PreemptedError(self._preemption())
+            raise PreemptedError(verdicts.stopped(self._record, self.state))
         return ended
 
     def tick(self) -> None:
@@ -197,7 +212,8 @@ class Controller:
 
     def _begin_attempt(self) -> None:
         """The attempt's number is on record before anything can be written under it."""
-        self._record = replace(self._record, num_attempts=self._record.num_attempts + 1)
+        number = claim_attempt(self._store, now=self._clock.timestamp())
+        self._record = replace(self._record, num_attempts=number)
         self.state = replace(self.state, attempt=self._record.num_attempts)
         self._move(State.STARTING, self.state.reason)
         write_record(self._store, self._record_now())
@@ -266,14 +282,24 @@ class Controller:
                 case Committed():
                     self.state = replace(self.state, saved_step=outcome.step)
                     self._restore_key = outcome.key
-                    self._executor.submit(_write_quietly, self._store, self._record_now())
+                    self._executor.submit(write_quietly, self._store, self._record_now())
                     self._sink.emit(events.checkpoint_committed(self.state, outcome))
                 case Refused():
                     log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
                     self._sink.emit(events.save_failed(self.state, outcome))
+                case Superseded():
+                    self._is_superseded = True
+                    raise PreemptedError(
+                        verdicts.taken_over(self._record, self.state, by=outcome.by)
+                    )
 
     def _lose(self, failure: Failure) -> None:
         """The attempt is lost; the policy says what follows."""
+        if self._is_unreadable_checkpoint(failure) and self.state.state is State.RUNNING:
+            self._unreadable.add(self._restore_key)
+            self._note(failure)
+            self._move(State.RESTARTING, "the checkpoint cannot be read, the one before is next")
+            return
         decision = self._policy.decide(self._failures, failure)
         self._failures.append(failure)
         self._note(failure)
@@ -295,16 +321,23 @@ class Controller:
             self._outage = Outage(
                 rank=failure.rank, step=attempt.step, seen_s=now_s, detection_s=detection_s
             )
-        if failure.error == CheckpointError.__name__ and not attempt.has_restored(failure.rank):
-            self._unreadable.add(self._restore_key)
+
+    def _is_unreadable_checkpoint(self, failure: Failure) -> bool:
+        has_restored = self._work.attempt.has_restored(failure.rank)
+        return failure.error == CheckpointError.__name__ and not has_restored
 
     def _go_back_to_checkpoint(self) -> str:
         """Take the state back to the newest checkpoint that can be restored; its manifest's key."""
         restore = find_restore(self._store, skip=self._unreadable)
         for fault in restore.broken:
             log.warning("passed over: %s", fault)
-        if restore.manifest is None and (restore.broken or self._unreadable):
-            raise CheckpointError(*restore.broken, self._nothing_readable())
+        had_one = max(self._record.step, self.state.saved_step) > 0
+        if restore.manifest is None and (restore.broken or self._unreadable or had_one):
+            raise CheckpointError(
+                *restore.broken, verdicts.nothing_readable(self._record, self._store)
+            )
+        if restore.manifest is not None:
+            raise_faults(ConfigError, precision_faults(restore.manifest.job, self._job))
         step = restore.manifest.step if restore.manifest else 0
         self.state = replace(self.state, step=step, saved_step=step)
         return restore.key
@@ -313,10 +346,11 @@ class Controller:
         self._group.release(keep_warm=False)
         self._work.saves.wait(DRAIN_S)
         self._take_outcomes()
-        # Through the executor too, whose one thread keeps the order: an older record under way
-        # must not come last.
-        written = self._executor.submit(_write_quietly, self._store, self._record_now())
-        wait([written], timeout=DRAIN_S)
+        if not self._is_superseded:
+            # Through the executor too, whose one thread keeps the order: an older record under way
+            # must not come last.
+            written = self._executor.submit(write_quietly, self._store, self._record_now())
+            wait([written], timeout=DRAIN_S)
         uri = f"{self._store.uri}/{self._restore_key}" if self._restore_key else ""
         now_s = self._clock.monotonic()
         ended = events.run_finished(self.state, self._meter, checkpoint_uri=uri, now_s=now_s)
@@ -362,29 +396,5 @@ class Controller:
         self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
 
     def _record_now(self) -> RunRecord:
-        state = self.state
-        now = self._clock.timestamp()
-        return replace(self._record, status=state.state.value, step=state.saved_step, updated=now)
-
-    def _preemption(self) -> Fault:
-        return Fault(
-            fact=f"run {self._record.name!r} stopped with step {self.state.saved_step} of "
-            f"{self._job.run.steps} saved ({self.state.reason})",
-            rule="a run that is stopped can be continued",
-            remedy="start the same job again",
-        )
-
-    def _nothing_readable(self) -> Fault:
-        return Fault(
-            fact=f"no checkpoint of run {self._record.name!r} in {self._store.uri} can be restored",
-            rule="a run that has checkpoints never begins again from nothing by itself",
-            remedy="repair one, or take another run.name to begin again",
-        )
-
-
-def _write_quietly(store: Store, record: RunRecord) -> None:
-    """What the record says beyond the attempt's number is repeated from elsewhere."""
-    try:
-        write_record(store, record)
-    except RaymegaError as error:
-        log.warning("the run's record was not written: %s", error)
+        status, step = self.state.state.value, self.state.saved_step
+        return replace(self._record, status=status, step=step, updated=self._clock.timestamp())

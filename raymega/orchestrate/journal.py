@@ -7,16 +7,22 @@ manifests' to say; the record repeats it for people.
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault, StorageError, raise_faults
+from raymega.data.checks import dataset_identity
+from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
+from raymega.plan.state_size import DTYPE_BYTES
 from raymega.storage.store import Store
 
+log = logging.getLogger(__name__)
+
 RECORD_KEY = "run.json"
+CLAIMS = "attempts/"
 VERSION = 1
 
 
@@ -96,6 +102,59 @@ def write_record(store: Store, record: RunRecord) -> None:
     store.put(RECORD_KEY, [text.encode()], overwrite=True)
 
 
+def write_quietly(store: Store, record: RunRecord) -> None:
+    """:func:`write_record` where a failure is only logged: manifests and claims say it all too."""
+    try:
+        write_record(store, record)
+    except RaymegaError as error:
+        log.warning("the run's record was not written: %s", error)
+
+
+def claim_attempt(store: Store, *, now: str) -> int:
+    """Take the next attempt's number; a create-only put lets no two drivers have the same.
+
+    The newest claim also says who may commit: an older driver that still lives is to stop.
+    """
+    number = newest_attempt(store) + 1
+    while True:
+        try:
+            store.put(f"{CLAIMS}{number:06d}.json", [_claim(now)], overwrite=False)
+        except FileExistsError:
+            number += 1
+        else:
+            return number
+
+
+def newest_attempt(store: Store) -> int:
+    """Highest number that any driver has claimed; 0 for a run that was never begun."""
+    numbers = [key.removeprefix(CLAIMS).removesuffix(".json") for key in store.list(CLAIMS)]
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
+def precision_faults(saved: Mapping[str, Any], job: Job) -> list[Fault]:
+    """The fault of a run whose checkpoint holds wider numbers than the job would keep."""
+    before = saved.get("precision", {}).get("dtype")
+    now = job.precision.dtype
+    if before not in DTYPE_BYTES or _master_bytes(before) <= _master_bytes(now):
+        return []
+    return [
+        Fault(
+            fact=f"precision.dtype={now!r}",
+            rule=f"the run's checkpoint was written with {before!r}, whose masters are wider, and a "
+            "run does not drop digits by itself",
+            remedy=f"set precision.dtype={before}, or take another run.name",
+        )
+    ]
+
+
+def _master_bytes(dtype: str) -> int:
+    return max(4, DTYPE_BYTES[dtype])
+
+
+def _claim(now: str) -> bytes:
+    return json.dumps({"claimed": now}).encode()
+
+
 def identity_faults(record: RunRecord, job: Job) -> list[Fault]:
     """Every field of the job that would make another run of it."""
     then, now = dict(_flatten(record.identity)), dict(_flatten(_identity(job)))
@@ -112,8 +171,13 @@ def identity_faults(record: RunRecord, job: Job) -> list[Fault]:
 
 
 def _identity(job: Job) -> dict[str, Any]:
-    plain = job.model_dump(mode="json", include={"model": True, "data": True, "run": {"seed"}})
-    return dict(plain)
+    """Data are known by their content, so that a dataset may move but not change."""
+    plain = dict(
+        job.model_dump(mode="json", include={"model": True, "data": True, "run": {"seed"}})
+    )
+    del plain["data"]["path"]
+    plain["data"]["content"] = dataset_identity(job.data.path)
+    return plain
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -18,6 +18,7 @@ from raymega.errors import RaymegaError
 from raymega.messages import ShardSaved
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.gather import Gather
+from raymega.orchestrate.journal import newest_attempt
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
@@ -47,6 +48,17 @@ class Refused:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Superseded:
+    """Another driver has begun attempt ``by`` of the run; this one may not commit any more."""
+
+    step: int
+    by: int
+
+
+Outcome = Committed | Refused | Superseded
+
+
 class Saves:
     """The saves of one attempt."""
 
@@ -57,7 +69,7 @@ class Saves:
         self._plan, self._attempt = plan, attempt
         self._store, self._executor, self._clock = store, executor, clock
         self._shards: Gather[ShardSaved] = Gather(plan.grid.world_size)
-        self._under_way: list[Future[Committed | Refused]] = []
+        self._under_way: list[Future[Outcome]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -70,7 +82,7 @@ class Saves:
         if shards:
             self._under_way.append(self._executor.submit(self._finish, shards))
 
-    def take_outcomes(self) -> list[Committed | Refused]:
+    def take_outcomes(self) -> list[Outcome]:
         """What became of saves since the last call; never blocks."""
         done = [future for future in self._under_way if future.done()]
         self._under_way = [future for future in self._under_way if not future.done()]
@@ -80,11 +92,14 @@ class Saves:
         """Block until every commit under way has an outcome."""
         wait(self._under_way, timeout=timeout_s)
 
-    def _finish(self, shards: Mapping[int, ShardSaved]) -> Committed | Refused:
+    def _finish(self, shards: Mapping[int, ShardSaved]) -> Outcome:
         step = next(iter(shards.values())).step
         begun_s = self._clock.monotonic()
         try:
             manifest = self._assemble(shards)
+            newest = newest_attempt(self._store)
+            if newest > self._attempt:
+                return Superseded(step=step, by=newest)
             commit(self._store, manifest)
         except RaymegaError as error:
             return Refused(step=step, reason=str(error))

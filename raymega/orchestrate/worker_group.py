@@ -162,10 +162,13 @@ class RayWorkerGroup:
     def _spawn(self, slot: _Slot) -> ActorHandle[Any]:
         """A new process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
 
-        A runtime environment would do no more, and would keep Ray from using an idle process.
+        A runtime environment would do no more, and would keep Ray from using an idle process. Its
+        name is for people: run, attempt it was made for, slot. Ranks are given out later, by where
+        processes turn out to live, and Ray renames nothing.
         """
-        assert self._reserved is not None, "start follows a reserve that held the slots"
+        assert self._reserved and self._order, "start follows a reserve that held the slots"
         options = {
+            "name": f"{self._plan.job.run.name}/attempt-{self._order.attempt}/slot-{slot.index}",
             "num_cpus": self._cluster.cpus_per_worker,
             "num_gpus": 1 if self._device == "cuda" else 0,
             "max_concurrency": MAX_CONCURRENCY,

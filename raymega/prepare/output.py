@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from raymega.data.format import (
@@ -22,6 +25,39 @@ from raymega.errors import ConfigError, DataError, Fault, raise_faults
 CLAIM_FILE = "preparing.json"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderOutput:
+    """A dataset in the making in ``folder``, which all nodes see; travels to the tasks."""
+
+    folder: Path
+
+    @property
+    def uri(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+    def find_finished(self, recipe: dict[str, str]) -> DatasetMeta | None:
+        """See the function of that name."""
+        return find_finished(self.folder, recipe)
+
+    def claim(self, recipe: dict[str, str]) -> None:
+        """See the function of that name."""
+        claim(self.folder, recipe)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write one of the dataset's small files."""
+        write_whole(self.folder / name, content)
+
+    @contextmanager
+    def task_folder(self) -> Iterator[Path]:
+        """Where a task writes its shards and finds the tokenizer."""
+        yield self.folder
+
+    def commit(self, meta: DatasetMeta) -> None:
+        """See the function of that name."""
+        commit(self.folder, meta)
+
+
 def find_finished(folder: Path, recipe: dict[str, str]) -> DatasetMeta | None:
     """The dataset that ``folder`` holds when it is whole and of this recipe, None when none is.
 
@@ -33,7 +69,7 @@ def find_finished(folder: Path, recipe: dict[str, str]) -> DatasetMeta | None:
         return None
     meta = read_meta(folder)
     if meta.recipe != recipe:
-        raise ConfigError(_other_recipe(folder, meta.recipe, recipe))
+        raise ConfigError(other_recipe(str(folder), meta.recipe, recipe))
     raise_faults(DataError, size_faults(folder, meta))
     return meta
 
@@ -49,7 +85,7 @@ def claim(folder: Path, recipe: dict[str, str]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()) and not (folder / CLAIM_FILE).is_file():
-        raise ConfigError(_occupied(folder))
+        raise ConfigError(occupied(str(folder)))
     write_whole(folder / CLAIM_FILE, json.dumps(recipe, indent=1).encode())
     for split in SPLITS:
         shutil.rmtree(folder / split, ignore_errors=True)
@@ -68,19 +104,21 @@ def write_whole(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def _other_recipe(folder: Path, there: dict[str, str], here: dict[str, str]) -> Fault:
+def other_recipe(out: str, there: dict[str, str], here: dict[str, str]) -> Fault:
+    """The fault of an output that is a dataset of something else."""
     keys = [key for key in here | there if here.get(key) != there.get(key)]
     changes = ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
     return Fault(
-        fact=f"--out {folder} holds a dataset of another recipe ({changes})",
+        fact=f"--out {out} holds a dataset of another recipe ({changes})",
         rule="a finished dataset is never overwritten",
         remedy="give another --out, or remove that folder",
     )
 
 
-def _occupied(folder: Path) -> Fault:
+def occupied(out: str) -> Fault:
+    """The fault of an output where something else lies."""
     return Fault(
-        fact=f"--out {folder} is not empty and is no dataset",
+        fact=f"--out {out} is not empty and is no dataset",
         rule="shards are written to a folder of their own",
         remedy="give a new or empty folder",
     )

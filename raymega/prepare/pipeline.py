@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from time import monotonic
@@ -24,10 +25,12 @@ from raymega.data.format import (
     SourceMeta,
     local_folder,
 )
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.data.remote import is_remote
+from raymega.errors import ConfigError, Fault, StorageError, raise_faults
 from raymega.prepare.documents import read_documents
-from raymega.prepare.output import claim, commit, find_finished, write_whole
-from raymega.prepare.shards import GroupDone, write_group
+from raymega.prepare.output import FolderOutput
+from raymega.prepare.remote import StoreOutput
+from raymega.prepare.shards import Counts, GroupDone, write_group
 from raymega.prepare.sources import (
     Group,
     SourceFile,
@@ -42,6 +45,7 @@ from raymega.session import session_at
 
 SAMPLE_BYTES = 8 << 20
 OnProgress = Callable[[str, int, int], None]
+Output = FolderOutput | StoreOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +54,8 @@ class PrepareOptions:
 
     Attributes:
         inputs: Files, folders or URIs.
-        out: Folder of the dataset; on several nodes, one that all of them see.
+        out: Folder of the dataset, on several nodes one that all of them see; or a URI in an object
+            store.
         tokenizer: ``bytes``, ``bpe:N`` or a `tokenizers` file.
         valid_fraction: Share of documents held out, chosen by a hash of their names; 0 is none.
         include: Patterns of which a file must match one.
@@ -69,9 +74,9 @@ class PrepareOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The dataset that is now at ``folder``; ``is_cached`` when it was there before."""
+    """The dataset that is now at ``uri``; ``is_cached`` when it was there before."""
 
-    folder: Path
+    uri: str
     meta: DatasetMeta
     seconds: float
     is_cached: bool
@@ -89,26 +94,35 @@ def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
 
     Raises:
         ConfigError: An option, an input or the output folder is wrong; nothing was committed.
+        StorageError: The output's object store cannot be used.
     """
     started = monotonic()
-    folder = local_folder(options.out).absolute()
-    recipe, files = _plan_work(options, folder)
-    meta = find_finished(folder, recipe)
+    output = _output_at(options.out)
+    recipe, files = _plan_work(options, output)
+    meta = output.find_finished(recipe)
     is_cached = meta is not None
     if meta is None:
-        claim(folder, recipe)
-        meta = _write_dataset(options, recipe, folder, files, on_progress)
-        commit(folder, meta)
-    return Prepared(folder=folder, meta=meta, seconds=monotonic() - started, is_cached=is_cached)
+        output.claim(recipe)
+        meta = _write_dataset(options, recipe, output, files, on_progress)
+        output.commit(meta)
+    return Prepared(uri=output.uri, meta=meta, seconds=monotonic() - started, is_cached=is_cached)
 
 
-def _plan_work(options: PrepareOptions, folder: Path) -> tuple[dict[str, str], list[SourceFile]]:
+def _output_at(out: str) -> Output:
+    if is_remote(out):
+        return StoreOutput(uri=out)
+    return FolderOutput(folder=local_folder(out).absolute())
+
+
+def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str], list[SourceFile]]:
     """What the dataset is a function of, and the files to read."""
     raise_faults(ConfigError, _option_faults(options))
     tokenizer = check_tokenizer(options.tokenizer)
     files = list_files(options.inputs, include=options.include, exclude=options.exclude)
-    if any(Path(file.path).is_relative_to(folder) for file in files):
-        raise ConfigError(_output_in_input(folder))
+    if isinstance(output, FolderOutput) and any(
+        Path(file.path).is_relative_to(output.folder) for file in files
+    ):
+        raise ConfigError(_output_in_input(output.folder))
     recipe = {
         "inputs": files_digest(files),
         "tokenizer": tokenizer,
@@ -120,7 +134,7 @@ def _plan_work(options: PrepareOptions, folder: Path) -> tuple[dict[str, str], l
 def _write_dataset(
     options: PrepareOptions,
     recipe: dict[str, str],
-    folder: Path,
+    output: Output,
     files: Sequence[SourceFile],
     on_progress: OnProgress,
 ) -> DatasetMeta:
@@ -128,17 +142,17 @@ def _write_dataset(
     groups = make_groups(files)
     sample = _draw_sample(groups, options, on_progress)
     tokenizer = make_tokenizer(options.tokenizer, sample)
-    write_whole(folder / TOKENIZER_FILE, tokenizer.encode())
+    output.put(TOKENIZER_FILE, tokenizer.encode())
     encoder = Encoder(tokenizer)
     totals = Totals(encoder.vocab_size)
     on_progress("tokenising", 0, len(groups))
     with session_at(options.address):
-        for done in _run_groups(groups, folder, options.valid_fraction):
+        for done in _run_groups(groups, output, options.valid_fraction):
             totals.add(done)
             on_progress("tokenising", totals.num_groups, len(groups))
     raise_faults(ConfigError, totals.faults or totals.split_faults(options.valid_fraction))
     for name, counts in totals.counts.items():
-        np.save(folder / name / COUNTS_FILE, counts)
+        output.put(f"{name}/{COUNTS_FILE}", _npy(counts))
     return DatasetMeta(
         recipe=recipe,
         vocab_size=encoder.vocab_size,
@@ -178,22 +192,35 @@ def _draw_sample(
 
 
 def _run_groups(
-    groups: Sequence[Group], folder: Path, valid_fraction: float
+    groups: Sequence[Group], output: Output, valid_fraction: float
 ) -> Iterator[GroupDone]:
     """Run one task a group; results come as they finish."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    run = partial(_run_task, folder=folder, valid_fraction=valid_fraction)
+    run = partial(_run_task, output=output, valid_fraction=valid_fraction)
     items = ray.data.from_items(list(groups), override_num_blocks=len(groups))
     for row in items.map(run, num_cpus=1).iter_rows():
         yield row["item"]
 
 
-def _run_task(row: dict[str, Any], *, folder: Path, valid_fraction: float) -> dict[str, Any]:
+def _run_task(row: dict[str, Any], *, output: Output, valid_fraction: float) -> dict[str, Any]:
     """Rows of Ray Data are dicts; ours hold one value."""
-    return {"item": write_group(row["item"], folder=folder, valid_fraction=valid_fraction)}
+    group: Group = row["item"]
+    try:
+        with output.task_folder() as folder:
+            done = write_group(group, folder=folder, valid_fraction=valid_fraction)
+    except StorageError as error:
+        faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
+        done = GroupDone(index=group.index, faults=faults)
+    return {"item": done}
+
+
+def _npy(counts: Counts) -> bytes:
+    buffer = BytesIO()
+    np.save(buffer, counts)
+    return buffer.getvalue()
 
 
 def _option_faults(options: PrepareOptions) -> list[Fault]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from raymega.errors import Fault, StorageError, raise_faults
@@ -13,22 +15,56 @@ from raymega.storage.local import LocalStore
 from raymega.storage.store import Store
 
 
-def _open_file(uri: str) -> Store:
-    return LocalStore(_folder(uri))
+class _UriFaults(Protocol):
+    def __call__(self, uri: str, *, field: str) -> list[Fault]: ...
 
 
-SCHEMES: dict[str, Callable[[str], Store]] = {"file": _open_file}
-PLANNED_SCHEMES = ("s3",)
+class _AccessFaults(Protocol):
+    def __call__(self, uri: str, *, field: str, is_for_writing: bool) -> list[Fault]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """What a scheme offers.
+
+    Attributes:
+        open: The store at a URI without faults; touches nothing.
+        uri_faults: What is wrong with the URI itself.
+        access_faults: What keeps it from being used, found out in seconds and without a trace.
+    """
+
+    open: Callable[[str], Store]
+    uri_faults: _UriFaults
+    access_faults: _AccessFaults
+
+
+def _folders() -> Backend:
+    return Backend(
+        open=lambda uri: LocalStore(_folder(uri)),
+        uri_faults=_folder_uri_faults,
+        access_faults=_folder_faults,
+    )
+
+
+def _s3() -> Backend:
+    from raymega.storage import s3  # its client takes a while to import
+
+    return Backend(open=s3.open_s3, uri_faults=s3.uri_faults, access_faults=s3.access_faults)
+
+
+SCHEMES: dict[str, Callable[[], Backend]] = {"file": _folders, "s3": _s3}
 
 
 def open_store(uri: str) -> Store:
-    """The store whose root is ``uri``: a path or ``file:///path``. Touches nothing yet.
+    """The store whose root is ``uri``: a path, ``file:///path`` or ``s3://bucket/prefix``.
+
+    Touches nothing yet.
 
     Raises:
-        StorageError: The URI's scheme is not one that is built.
+        StorageError: The URI is not one of these.
     """
     raise_faults(StorageError, _uri_faults(uri, field="uri"))
-    return SCHEMES[_scheme(uri)](uri)
+    return SCHEMES[_scheme(uri)]().open(uri)
 
 
 def store_faults(uri: str, *, field: str = "checkpoint.uri") -> list[Fault]:
@@ -38,7 +74,29 @@ def store_faults(uri: str, *, field: str = "checkpoint.uri") -> list[Fault]:
         uri: Root of a store; it need not exist yet.
         field: What the user calls it, for the message.
     """
-    return _uri_faults(uri, field=field) or _folder_faults(_folder(uri), field=field)
+    return _access_faults(uri, field, is_for_writing=True)
+
+
+def reading_faults(uri: str, *, field: str) -> list[Fault]:
+    """What keeps ``uri`` from being read, as far as its store answers; whether it exists is open.
+
+    Args:
+        uri: Root of a store.
+        field: What the user calls it, for the message.
+    """
+    return _access_faults(uri, field, is_for_writing=False)
+
+
+def _access_faults(uri: str, field: str, *, is_for_writing: bool) -> list[Fault]:
+    faults = _uri_faults(uri, field=field)
+    if faults:
+        return faults
+    return SCHEMES[_scheme(uri)]().access_faults(uri, field=field, is_for_writing=is_for_writing)
+
+
+def local_path(uri: str) -> Path | None:
+    """The folder that ``uri`` names on this machine, or None for an object store."""
+    return _folder(uri) if _scheme(uri) == "file" else None
 
 
 def _scheme(uri: str) -> str:
@@ -55,23 +113,26 @@ def _uri_faults(uri: str, *, field: str) -> list[Fault]:
     fact = f"{field}={uri!r}"
     if not uri:
         return [Fault(fact=fact, rule="it must name a folder", remedy="give a path")]
-    if scheme in PLANNED_SCHEMES:
-        rule = f"{scheme}:// stores are not built yet"
-        return [Fault(fact=fact, rule=rule, remedy="use a path or file:///path")]
     if scheme not in SCHEMES:
-        near = get_close_matches(scheme, (*SCHEMES, *PLANNED_SCHEMES), n=1, cutoff=0.0)
+        near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.0)
         rule = f"scheme {scheme!r} is unknown; known are {', '.join(SCHEMES)} and plain paths"
-        note = " (not built yet)" if near[0] in PLANNED_SCHEMES else ""
-        remedy = f"nearest is {near[0]}://{note}; or use a path"
-        return [Fault(fact=fact, rule=rule, remedy=remedy)]
+        return [Fault(fact=fact, rule=rule, remedy=f"nearest is {near[0]}://; or use a path")]
+    return SCHEMES[scheme]().uri_faults(uri, field=field)
+
+
+def _folder_uri_faults(uri: str, *, field: str) -> list[Fault]:
     if "://" in uri and urlsplit(uri).netloc not in ("", "localhost"):
         rule = f"file URIs have no host, but this one names {urlsplit(uri).netloc!r}"
-        return [Fault(fact=fact, rule=rule, remedy="write file:///path with three slashes")]
+        remedy = "write file:///path with three slashes"
+        return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
     return []
 
 
-def _folder_faults(folder: Path, *, field: str) -> list[Fault]:
+def _folder_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
     """Write and remove a probe in the nearest folder that exists."""
+    if not is_for_writing:
+        return []
+    folder = _folder(uri)
     try:
         existing = next(at for at in (folder, *folder.parents) if at.exists())
         with tempfile.TemporaryDirectory(dir=existing, prefix=".raymega-probe-") as probe:

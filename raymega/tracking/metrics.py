@@ -19,8 +19,8 @@ from raymega.tracking.sink import (
     RunStarted,
     StepFinished,
     TimelineReady,
-    WorkEvent,
     WorkersStarted,
+    WorkEvent,
 )
 
 

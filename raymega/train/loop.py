@@ -20,7 +20,7 @@ from raymega.parallel.comm import barrier
 from raymega.train.build import Parts
 from raymega.train.evaluate import evaluate
 from raymega.train.state import TrainState
-from raymega.train.step import StepOutcome, train_step
+from raymega.train.step import StepOutcome, refuse_non_finite_state, train_step
 
 
 def run_loop(
@@ -44,6 +44,7 @@ def run_loop(
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
         if is_last or outcome.save or _is_due(state.step, job.checkpoint.every):
+            refuse_non_finite_state(parts, state.step)
             writer.save(
                 state.step,
                 parts.optimizer.state_tensors(),

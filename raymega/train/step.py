@@ -66,6 +66,23 @@ def train_step(
     )  # fmt: skip
 
 
+def refuse_non_finite_state(parts: Parts, step: int) -> None:
+    """Keep parameters or moments that are no finite numbers out of a checkpoint.
+
+    Raises:
+        NumericsError: Some are not; the checkpoint before stays the newest.
+    """
+    for kind, parameter, tensor in parts.optimizer.state_tensors():
+        if not bool(torch.isfinite(tensor).all()):
+            raise NumericsError(
+                Fault(
+                    fact=f"after step {step}: {kind} of {parameter.spec.name} is not finite",
+                    rule="a checkpoint holds finite numbers only; the one before is kept",
+                    remedy="lower optimizer.lr, raise precision.dtype or look at the data",
+                )
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Totals:
     loss_sum: float

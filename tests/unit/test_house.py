@@ -11,6 +11,8 @@ import pytest
 from raymega import errors
 from raymega.config.load import parse_job
 from raymega.plan.run_plan import make_plan
+from raymega.tracking.names import METRICS
+from tests.support.prometheus import dashboard_queries, metric_names
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "raymega").rglob("*.py"))
@@ -59,6 +61,14 @@ def test_command_line_and_driver_leave_torch_unloaded():
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda p: p.name)
 def test_shipped_jobs_load_and_plan(path):
     assert make_plan(parse_job(path).job()).grid.world_size >= 1
+
+
+def test_dashboards_and_alerts_know_only_declared_metrics():
+    alerts = (ROOT / "dashboards" / "alerts.yaml").read_text()
+    shown = metric_names(alerts).union(*(metric_names(expr) for _, expr in dashboard_queries()))
+    declared = {f"ray_{metric.prometheus_name}" for metric in METRICS}
+    rays_own = {name for name in shown if name.startswith("ray_node_")}
+    assert {name.removesuffix("_total") for name in shown - rays_own} - declared == set()
 
 
 @pytest.mark.parametrize(

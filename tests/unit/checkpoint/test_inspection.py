@@ -52,8 +52,8 @@ def test_nothing_there_is_the_users_mistake(tmp_path, run):
         for use in (open_checkpoint, verify_checkpoints):
             with pytest.raises(ConfigError, match="there is no checkpoint at"):
                 use(uri)
-    with pytest.raises(StorageError, match="not built yet"):
-        list_checkpoints("s3://bucket/run")
+    with pytest.raises(StorageError, match="scheme 'gs' is unknown"):
+        list_checkpoints("gs://bucket/run")
 
 
 def test_list_notices_a_torn_file_and_a_damaged_manifest(run):

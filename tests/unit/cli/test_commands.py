@@ -13,7 +13,10 @@ from tests.support.command import raymega
 VERIFY = str(Path(__file__).parents[3] / "jobs" / "verify.yaml")
 COMMANDS = [
     ["train"],
+    ["submit"],
+    ["doctor"],
     ["plan"],
+    ["verify"],
     ["schedule"],
     ["schema"],
     ["data", "prepare"],

@@ -80,10 +80,33 @@ def test_missing_file_is_refused(tmp_path):
         parse_job(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize("override", ["steps=3", "run.steps", "=3", "a.b.c=1"])
-def test_malformed_override_is_refused(override):
-    with pytest.raises(ConfigError, match="override"):
-        parse_job(VERIFY, [override])
+@pytest.mark.parametrize(
+    "override", ["steps=3", "run.steps", "=3", "a.b.c=1", "run.name=@x", "run.name={a: 1, a: 2}"]
+)
+def test_malformed_override_is_a_fault_beside_the_others(override):
+    text = _texts(parse_job(VERIFY, [override, "model.widht=3"]))
+    assert f"override {override!r}" in text and "did you mean model.width?" in text
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.lr=.inf", "optimizer.beta2=1.0", "elastic.collective_timeout_s=.inf",
+     "optimizer.clip_norm=.nan", "cluster.cpus_per_worker=0.00001", "run.steps=1:30",
+     "run.seed=0123"],
+)  # fmt: skip
+def test_numbers_that_make_no_run_are_refused(override):
+    assert len(parse_job(VERIFY, [override]).faults) == 1
+
+
+def test_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(VERIFY.read_text().replace("{tp: 1,", "{tp: 1, tp: 2,"))
+    with pytest.raises(ConfigError, match="'tp' stands twice"):
+        parse_job(path)
+
+
+def test_home_of_nobody_is_left_for_the_checks():
+    assert parse_job(VERIFY, ["data.path=~nobody-here/x"]).job().data.path.endswith("here/x")
 
 
 def test_relative_paths_become_absolute_once(tmp_path, monkeypatch):

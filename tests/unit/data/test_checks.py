@@ -43,6 +43,6 @@ def test_all_faults_are_reported_at_once(tmp_path):
 
 
 def test_unfit_paths_become_faults(tmp_path):
-    assert "s3:// is not built yet" in _texts("s3://bucket/tokens")[0]
+    assert "scheme 'gs' is unknown" in _texts("gs://bucket/tokens")[0]
     (tmp_path / "dataset.json").write_text("{}")
     assert "not a version 1 description" in _texts(tmp_path)[0]

@@ -33,5 +33,5 @@ def test_missing_and_cut_shards_are_all_reported(tmp_path):
 def test_uris_name_local_folders_only():
     assert str(local_folder("file:///a/b")) == "/a/b"
     assert str(local_folder("a/b")) == "a/b"
-    with pytest.raises(ConfigError, match="s3:// is not built yet"):
+    with pytest.raises(ConfigError, match="s3:// is none"):
         local_folder("s3://bucket/tokens")

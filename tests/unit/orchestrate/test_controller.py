@@ -15,7 +15,7 @@ from raymega.errors import (
 from raymega.messages import Evaluated, Requests, TimelineRecorded
 from raymega.orchestrate.attempt import PROGRESS_MARGIN_S
 from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.journal import read_record
+from raymega.orchestrate.journal import claim_attempt, read_record
 from raymega.orchestrate.states import State
 from raymega.storage.memory import MemoryStore
 from raymega.tracking.sink import (
@@ -355,6 +355,43 @@ def test_run_does_not_begin_again_when_no_checkpoint_can_be_restored(world):
     world.store.delete(folder_of(2) + data_file(attempt=1, rank=1))
     with pytest.raises(CheckpointError, match="never begins again from nothing"):
         world.drive(whole_run(attempt=2))
+
+
+def test_unreadable_checkpoint_costs_nothing_of_the_budget(world):
+    first = FakeWorkers(4)
+    polls = first.enter() + first.steps(1) + first.save() + first.steps(1) + first.save()
+    killed = world.drive(polls + nothing_more(first), overrides=["elastic.max_failures=0"])
+    world.tick_until(State.RUNNING)
+    while killed.state.saved_step < 2:
+        killed.tick()
+    second = FakeWorkers(4, step=2, attempt=2)
+    failed = second.enter()[0][:4], second.fail(1, "CheckpointError")[0]
+    last = whole_run(attempt=3, step=1, steps=5)
+    assert world.drive(failed, last, overrides=["elastic.max_failures=0"]).run().step == 5
+
+
+def test_run_whose_checkpoints_are_gone_does_not_begin_again(world):
+    world.drive(whole_run()).run()
+    for key in list(world.store.list("checkpoints/")):
+        world.store.delete(key)
+    with pytest.raises(CheckpointError, match="never begins again from nothing"):
+        world.drive(whole_run(attempt=2), overrides=["run.steps=9"])
+
+
+def test_driver_that_another_one_has_overtaken_commits_nothing_more(world):
+    workers = FakeWorkers(4)
+    polls = workers.enter() + workers.steps(2) + workers.save() + workers.steps(2)
+    old = world.drive(polls + workers.save() + workers.finish())
+    world.tick_until(State.RUNNING)
+    while old.state.step < 4:
+        old.tick()
+    claim_attempt(world.store, now="later")
+    before = sorted(world.store.list(""))
+    with pytest.raises(PreemptedError, match="another driver has begun attempt 2"):
+        old.run()
+    manifests = [key for key in world.store.list("checkpoints/") if "manifest" in key]
+    assert len(manifests) == 1 and "step-00000002" in manifests[0]
+    assert set(before) <= set(world.store.list("")), "nothing of the newer driver was deleted"
 
 
 # Stop.

@@ -3,7 +3,15 @@ import json
 import pytest
 
 from raymega.errors import ConfigError, StorageError
-from raymega.orchestrate.journal import RECORD_KEY, open_record, read_record, write_record
+from raymega.orchestrate.journal import (
+    RECORD_KEY,
+    claim_attempt,
+    newest_attempt,
+    open_record,
+    precision_faults,
+    read_record,
+    write_record,
+)
 from raymega.storage.memory import MemoryStore
 from tests.support.jobs import make_test_plan
 
@@ -77,3 +85,36 @@ def test_read_record_refuses_another_version(store):
     store.put(RECORD_KEY, [json.dumps(values).encode()], overwrite=True)
     with pytest.raises(StorageError, match="version 2"):
         read_record(store)
+
+
+def test_claims_give_each_attempt_to_one_driver():
+    store = MemoryStore()
+    assert newest_attempt(store) == 0
+    assert [claim_attempt(store, now="t") for _ in range(3)] == [1, 2, 3]
+    assert newest_attempt(store) == 3
+
+
+def test_claim_that_another_driver_was_faster_to_make_is_left_to_it():
+    class Late(MemoryStore):
+        """Shows the first claim only after it has been tried."""
+
+        def list(self, prefix):
+            return iter(())
+
+    store = Late()
+    assert [claim_attempt(store, now="t") for _ in range(2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "is_refused"),
+    [
+        ("float64", "float32", True),
+        ("float64", "bfloat16", True),
+        ("float32", "bfloat16", False),
+        ("float32", "float64", False),
+        ("bfloat16", "float32", False),
+    ],
+)
+def test_run_does_not_drop_digits_of_its_masters(saved, now, is_refused):
+    job = make_test_plan(f"precision.dtype={now}").job
+    assert bool(precision_faults({"precision": {"dtype": saved}}, job)) is is_refused

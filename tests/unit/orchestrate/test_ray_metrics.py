@@ -1,13 +1,21 @@
 """What RayMetricsSink publishes, seen by instruments that write it down; and Ray's without a Ray."""
 
 import logging
+from threading import Event
 
 import pytest
 
+from raymega.orchestrate import ray_metrics
 from raymega.orchestrate.ray_metrics import RayInstruments, RayMetricsSink
 from raymega.tracking.names import METRICS, find_metric
 from raymega.tracking.sink import SaveFailed
-from tests.unit.tracking.events import attempt_started, run_started, step_finished, whole_run
+from tests.unit.tracking.events import (
+    attempt_started,
+    checkpoint,
+    run_started,
+    step_finished,
+    whole_run,
+)
 
 LONG_S = 60.0
 
@@ -75,12 +83,36 @@ def test_attempt_begins_without_the_values_of_the_one_before(sink, notebook):
     assert notebook.value("run/step") == 2
 
 
+def test_resumed_run_stands_where_its_checkpoint_is(sink, notebook):
+    sink.emit(run_started(is_resumed=True, step=3, job={"checkpoint": {"every": 20}}))
+    sink.close(1.0)
+    assert notebook.value("run/step") == notebook.value("checkpoint/step") == 3
+    assert notebook.value("run/total_steps") == 4
+    assert notebook.value("checkpoint/every_steps") == 20
+
+
 def test_failed_saves_are_counted_over_attempts(sink, notebook):
     failed = SaveFailed(attempt=1, step=3, reason="disk is full")
     for event in (run_started(), attempt_started(1), failed, attempt_started(2), failed):
         sink.emit(event)
     sink.close(1.0)
     assert notebook.value("checkpoint/failed_saves") == 2
+
+
+def test_values_are_shown_again_without_news():
+    shown, seen_again = [], Event()
+
+    class Counting(Notebook):
+        def publish(self, metric, value, tags):
+            shown.append(metric.name)
+            if shown.count("checkpoint/bytes") == 3:
+                seen_again.set()
+
+    sink = RayMetricsSink(clock=lambda: 0.0, instruments=Counting(), refresh_s=0.001)
+    for event in (run_started(), attempt_started(1), checkpoint(2)):
+        sink.emit(event)
+    assert seen_again.wait(5.0), "a gauge that is not set again fades in Ray"
+    sink.close(1.0)
 
 
 def test_instruments_that_raise_end_the_thread_with_one_line(caplog):
@@ -101,3 +133,21 @@ def test_ray_instruments_make_nothing_without_a_ray():
     instruments = RayInstruments()
     instruments.publish(find_metric("train/loss"), 1.0, {"run": "demo", "attempt": "1"})
     assert instruments._gauges == {}
+
+
+def test_counters_rise_to_the_total_of_their_attempt(monkeypatch):
+    increments = []
+
+    class Counter:
+        def __init__(self, name, description, tag_keys):
+            assert tag_keys == ("run", "attempt")
+
+        def inc(self, value, tags):
+            increments.append((tags["attempt"], value))
+
+    monkeypatch.setattr(ray_metrics.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_metrics.ray_metrics, "Counter", Counter)
+    instruments, tokens = RayInstruments(), find_metric("train/tokens")
+    for attempt, total in (("1", 10.0), ("1", 10.0), ("1", 15.0), ("2", 12.0)):
+        instruments.publish(tokens, total, {"run": "demo", "attempt": attempt})
+    assert increments == [("1", 10.0), ("1", 5.0), ("2", 12.0)]

@@ -17,9 +17,12 @@ def test_path_and_file_uri_name_the_same_store(tmp_path):
 @pytest.mark.parametrize(
     ("uri", "rule", "remedy"),
     [
-        ("s3://bucket/runs", "s3:// stores are not built yet", "file:///path"),
-        ("fiel:///runs", "'fiel' is unknown; known are file and plain paths", "nearest is file://"),
-        ("s4://bucket", "'s4' is unknown", "nearest is s3:// (not built yet)"),
+        (
+            "fiel:///runs",
+            "'fiel' is unknown; known are file, s3 and plain paths",
+            "nearest is file://",
+        ),
+        ("s4://bucket", "'s4' is unknown", "nearest is s3://"),
         ("file://runs/a", "names 'runs'", "three slashes"),
         ("", "must name a folder", "give a path"),
     ],

@@ -1,0 +1,323 @@
+"""Writes dashboards/raymega.json, a Grafana dashboard: `python dashboards/generate.py`.
+
+It owns the layout, which is the table ROWS. Names, units and help lines come from
+raymega/tracking/names.py, so a panel of a metric that nothing declares cannot be written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from raymega.tracking.names import Metric, find_metric
+
+FOLDER = Path(__file__).parent
+DASHBOARD = FOLDER / "raymega.json"
+SCHEMA_VERSION = 39
+GRID_WIDTH, PANEL_HEIGHT, STAT_HEIGHT = 24, 8, 4
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+UNITS = {"s": "s", "bytes": "bytes"}
+ATTEMPT_LEGEND = "{{run}}, attempt {{attempt}}"
+WINDOW = "$__rate_interval"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One query of a panel."""
+
+    expr: str
+    legend: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One picture; ``unit`` is Grafana's word for it."""
+
+    title: str
+    help: str
+    lines: tuple[Line, ...]
+    unit: str = "short"
+    width: int = 8
+    kind: Literal["timeseries", "stat"] = "timeseries"
+    is_log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Panels under one heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def series(metric: Metric) -> str:
+    """The name under which Prometheus has it; Ray adds both ends."""
+    return f"ray_{metric.prometheus_name}{'_total' if metric.kind == 'counter' else ''}"
+
+
+def select(name: str) -> str:
+    """The series of ``name`` of the chosen runs."""
+    return f'{series(find_metric(name))}{{run=~"$run"}}'
+
+
+def by_attempt(name: str) -> str:
+    """One value a run and attempt, whichever process showed it."""
+    return f"max by (run, attempt) ({select(name)})"
+
+
+def by_run(name: str) -> str:
+    """One value a run."""
+    return f"max by (run) ({select(name)})"
+
+
+def by_rank(name: str) -> str:
+    """One value a run and rank."""
+    return f"max by (run, rank) ({select(name)})"
+
+
+def curve(title: str, *names: str, width: int = 8, unit: str = "", is_log: bool = False) -> Panel:
+    """A panel of metrics over time, a line an attempt; unit and help are the first one's."""
+    metrics = [find_metric(name) for name in names]
+    lines = tuple(
+        Line(
+            expr=by_attempt(metric.name),
+            legend=ATTEMPT_LEGEND if len(names) == 1 else f"{metric.short_name} {ATTEMPT_LEGEND}",
+        )
+        for metric in metrics
+    )
+    return Panel(
+        title=title,
+        help=" ".join(metric.help for metric in metrics),
+        lines=lines,
+        unit=unit or UNITS.get(metrics[0].unit, "short"),
+        width=width,
+        is_log=is_log,
+    )
+
+
+def number(title: str, name: str, *, unit: str = "") -> Panel:
+    """A panel of the newest value."""
+    metric = find_metric(name)
+    return Panel(
+        title=title,
+        help=metric.help,
+        lines=(Line(expr=by_run(name), legend="{{run}}"),),
+        unit=unit or UNITS.get(metric.unit, "short"),
+        width=4,
+        kind="stat",
+    )
+
+
+def rank_curve(title: str, name: str) -> Panel:
+    """A panel of one metric, a line a rank."""
+    help_line = f"{find_metric(name).help} Needs tracking.timeline_every."
+    line = Line(expr=by_rank(name), legend="{{run}} rank {{rank}}")
+    return Panel(title=title, help=help_line, lines=(line,), unit="s")
+
+
+def formula(title: str, help_line: str, expr: str, *, unit: str = "short") -> Panel:
+    """A panel of something computed from several metrics."""
+    line = Line(expr=expr, legend="{{run}}")
+    return Panel(title=title, help=help_line, lines=(line,), unit=unit)
+
+
+def machine(title: str, help_line: str, expr: str, *, unit: str) -> Panel:
+    """A panel of what Ray itself measures on each node."""
+    line = Line(expr=expr, legend="{{NodeAddress}}")
+    return Panel(title=title, help=help_line, lines=(line,), unit=unit, width=12)
+
+
+ROWS = (
+    Row(
+        title="Now",
+        panels=(
+            number("Step", "run/step"),
+            number("Of", "run/total_steps"),
+            number("Loss", "train/loss"),
+            number("Tokens/s", "train/tokens_per_s"),
+            number("Attempt", "run/attempt"),
+            number("Workers", "run/world_size"),
+        ),
+    ),
+    Row(
+        title="Learning",
+        panels=(
+            curve("Loss", "train/loss", "eval/loss", width=12),
+            curve("Gradient norm", "train/grad_norm", width=6, is_log=True),
+            curve("Learning rate", "train/lr", width=6),
+        ),
+    ),
+    Row(
+        title="Speed",
+        panels=(
+            curve("Tokens/s of a step", "train/tokens_per_s"),
+            curve("Tokens/s of a step, per worker", "train/tokens_per_s_per_worker"),
+            formula(
+                "Tokens/s of wall time",
+                "Tokens over wall time, pauses included.",
+                f"sum by (run) (rate({select('train/tokens')}[{WINDOW}]))",
+            ),
+            curve("Step time", "train/step_time_s"),
+            formula(
+                "Share of wall time in steps",
+                "Steps per second times step time; 1 is a run that does nothing else.",
+                f"max by (run) (deriv({select('run/step')}[{WINDOW}])) "
+                f"* on (run) {by_run('train/step_time_s')}",
+                unit="percentunit",
+            ),
+            curve("Pipeline bubble", "run/bubble", unit="percentunit"),
+        ),
+    ),
+    Row(
+        title="Where a step's time goes, by rank",
+        panels=(
+            rank_curve("Forward", "worker/forward_s"),
+            rank_curve("Backward", "worker/backward_s"),
+            rank_curve("Transfers", "worker/transfer_s"),
+        ),
+    ),
+    Row(
+        title="Checkpoints",
+        panels=(
+            formula(
+                "Steps since the newest checkpoint",
+                "What a failure now would cost.",
+                f"{by_run('run/step')} - {by_run('checkpoint/step')}",
+            ),
+            curve("Time of a save", "checkpoint/save_s", "checkpoint/stall_s"),
+            curve("Size", "checkpoint/bytes", width=4),
+            curve("Failed saves", "checkpoint/failed_saves", width=4),
+        ),
+    ),
+    Row(
+        title="Attempts and failures",
+        panels=(
+            curve("Attempt", "run/attempt", width=6),
+            curve("Detection and recovery", "run/detection_s", "run/recovery_s", width=6),
+            curve("Steps done again", "run/lost_steps", width=6),
+            curve("Goodput, at the end", "run/goodput", width=6, unit="percentunit"),
+        ),
+    ),
+    Row(
+        title="Machines",
+        panels=(
+            machine(
+                "Host memory in use",
+                "As Ray's agent sees it, the whole node.",
+                "max by (NodeAddress) (ray_node_mem_used)",
+                unit="bytes",
+            ),
+            machine(
+                "CPU in use",
+                "As Ray's agent sees it, the whole node.",
+                "max by (NodeAddress) (ray_node_cpu_utilization)",
+                unit="percent",
+            ),
+        ),
+    ),
+)
+
+
+def make_dashboard(rows: Iterable[Row]) -> dict[str, Any]:
+    """The dashboard as Grafana imports it."""
+    return {
+        "uid": "raymega-run",
+        "title": "raymega run",
+        "description": "Written by dashboards/generate.py from raymega/tracking/names.py.",
+        "tags": ["raymega"],
+        "schemaVersion": SCHEMA_VERSION,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "annotations": {"list": []},
+        "templating": {"list": [_datasource_variable(), _run_variable()]},
+        "panels": list(_panels(rows)),
+    }
+
+
+def text() -> str:
+    """The file's content."""
+    return json.dumps(make_dashboard(ROWS), indent=1) + "\n"
+
+
+def _datasource_variable() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
+
+
+def _run_variable() -> dict[str, Any]:
+    query = f"label_values({series(find_metric('run/step'))}, run)"
+    return {
+        "name": "run",
+        "type": "query",
+        "label": "Run",
+        "datasource": DATASOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": "run"},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _panels(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+    """Grafana's flat list: headings and panels, each with its place and a number of its own."""
+    top, number_ = 0, 0
+    for row in rows:
+        number_ += 1
+        yield _heading(row.title, top=top, number_=number_)
+        top, left, height = top + 1, 0, 0
+        for panel in row.panels:
+            if left + panel.width > GRID_WIDTH:
+                top, left, height = top + height, 0, 0
+            number_ += 1
+            height = STAT_HEIGHT if panel.kind == "stat" else PANEL_HEIGHT
+            place = {"x": left, "y": top, "w": panel.width, "h": height}
+            yield _panel(panel, place=place, number_=number_)
+            left += panel.width
+        top += height
+
+
+def _heading(title: str, *, top: int, number_: int) -> dict[str, Any]:
+    place = {"x": 0, "y": top, "w": GRID_WIDTH, "h": 1}
+    return {"id": number_, "type": "row", "title": title, "collapsed": False, "gridPos": place,
+            "panels": []}  # fmt: skip
+
+
+def _panel(panel: Panel, *, place: dict[str, int], number_: int) -> dict[str, Any]:
+    scale = {"type": "log", "log": 10} if panel.is_log else {"type": "linear"}
+    custom = {"scaleDistribution": scale, "spanNulls": True, "showPoints": "auto"}
+    defaults: dict[str, Any] = {"unit": panel.unit}
+    if panel.kind == "timeseries":
+        defaults["custom"] = custom
+    return {
+        "id": number_,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.help,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": {},
+        "targets": [
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": DATASOURCE,
+                "expr": line.expr,
+                "legendFormat": line.legend,
+            }
+            for index, line in enumerate(panel.lines)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    DASHBOARD.write_text(text())

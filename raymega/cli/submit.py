@@ -1,0 +1,92 @@
+"""`raymega submit`: hands a job to a cluster's job server, and can follow or stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raymega import api
+from raymega.cli.train import Overrides
+from raymega.orchestrate import jobs_client
+from raymega.orchestrate.jobs_client import JobsClient
+from raymega.orchestrate.submission import Submission
+
+
+def submit(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    overrides: Overrides = None,
+    address: Annotated[
+        str,
+        typer.Option(help="The head's job server, http://HOST:8265; auto is this machine's."),
+    ] = "auto",
+    working_dir: Annotated[
+        Path, typer.Option(help="Folder that is shipped to the nodes; holds the job file.")
+    ] = Path(),
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show the driver's output; end with its exit code.")
+    ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Ask the run's job to save and stop, and wait for it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per event.")] = False,
+) -> None:
+    """Submit a job to a cluster; the same run name continues the same run.
+
+    Relative paths in the job are resolved here, on your machine. Ctrl-C while following leaves the
+    job running. With --follow and --stop the exit code is the driver's, else 0 means submitted.
+
+    Example: raymega submit jobs/llama-7b-16gpu.yaml --address http://127.0.0.1:8265 --follow
+    """
+    server = _server(address)
+    job = api.load_job(job_file, overrides or ())
+    client = jobs_client.JobsClient(server)
+    if stop:
+        raise typer.Exit(jobs_client.stop_job(job, client=client))
+    submission = jobs_client.submit_job(
+        job,
+        client=client,
+        job_file=job_file,
+        overrides=overrides or (),
+        working_dir=working_dir,
+        as_json=as_json,
+    )
+    _announce(submission, client.address, as_json=as_json)
+    if follow:
+        raise typer.Exit(_follow(client, submission.submission_id, as_json=as_json))
+
+
+def _server(address: str) -> str:
+    """The job server's URL. Ray lets its variable win over an option; here the option wins."""
+    if address == "auto":
+        address = os.environ.get("RAY_API_SERVER_ADDRESS", "auto")
+    os.environ["RAY_API_SERVER_ADDRESS"] = server = jobs_client.job_server(address)
+    return server
+
+
+def _announce(submission: Submission, server: str, *, as_json: bool) -> None:
+    name = submission.submission_id
+    if as_json:
+        event = {"event": "submitted", "submission_id": name, "address": server}
+        print(json.dumps(event | {"entrypoint": submission.entrypoint}), flush=True)
+        return
+    print(f"submitted {name} to {server}: {submission.entrypoint}")
+    print(f"  follow: ray job logs --address {server} --follow {name}")
+    print(f"  save and stop: ray job stop --address {server} {name}", flush=True)
+
+
+def _follow(client: JobsClient, submission_id: str, *, as_json: bool) -> int:
+    def write(text: str) -> None:
+        for line in text.splitlines(keepends=True):
+            is_event = not as_json or line.startswith("{")
+            print(line, end="", file=sys.stdout if is_event else sys.stderr, flush=True)
+
+    try:
+        return client.follow(submission_id, write)
+    except KeyboardInterrupt:
+        print(f"\n{submission_id} goes on without you", file=sys.stderr)
+        return 1

@@ -1,0 +1,203 @@
+"""`raymega verify`: shows the proof of layout invariance; no logic of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from raymega import api
+from raymega.cli.progress import OnProgress, phase_bars
+from raymega.cli.tables import table
+from raymega.verify.compare import Deviation
+from raymega.verify.layout import DEGREES
+from raymega.verify.run import Options, Outcome, Report, Watcher
+from raymega.verify.shrink import Shrunk
+
+HEADERS = (
+    "layout", "schedule", "micro-batch", "rank order", "loss", "gradient norm", "worst tensor",
+    "off by", "seconds",
+)  # fmt: skip
+
+
+def verify(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a field: --set model.num_layers=2")
+    ] = None,
+    layouts: Annotated[int, typer.Option(min=1, help="Layouts to draw.")] = 8,
+    max_ranks: Annotated[int, typer.Option(min=2, help="Processes of the largest layout.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed draws other layouts.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps on each layout.")] = 3,
+    max_params: Annotated[
+        int, typer.Option(min=1, help="Shrink the model to so many parameters.")
+    ] = 2_000_000,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Longest time of one layout.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Prove that this job trains the same run on any layout as on one rank.
+
+    Trains it in float64 over CPU processes on layouts drawn at random, and compares loss, gradient
+    norm and every parameter after every step with the run on one rank. A deviation above 1e-9 is
+    exit 1, with the smallest layout that shows it. A large job is shrunk, its features kept.
+
+    Example: raymega verify jobs/verify.yaml --layouts 16 --seed 7
+    """
+    options = Options(
+        layouts=layouts,
+        max_ranks=max_ranks,
+        seed=seed,
+        steps=steps,
+        max_params=max_params,
+        timeout_s=timeout_s,
+    )
+    job = api.load_job(job_file, overrides or ())
+    out = sys.stdout
+    with phase_bars() as on_progress:
+        watcher = _Screen(on_progress, out, as_json=as_json)
+        report = api.verify(job, options=options, watcher=watcher)
+    if as_json:
+        print(json.dumps(_verdict_object(report)))
+    else:
+        _show_report(report)
+    if not report.is_same:
+        raise typer.Exit(1)
+
+
+class _Screen(Watcher):
+    """The bar, what was shrunk, and with --json a line a layout as soon as it is done."""
+
+    def __init__(self, on_progress: OnProgress, out: TextIO, *, as_json: bool) -> None:
+        self._on_progress, self._out, self._as_json = on_progress, out, as_json
+        self._total = self._done = self._tried = 0
+
+    def on_start(self, shrunk: Shrunk, num_layouts: int) -> None:
+        self._total = num_layouts + 1
+        if not self._as_json:
+            self._print(_shrunk_text(shrunk))
+        self._on_progress("layouts", 0, self._total)
+
+    def on_reference(self) -> None:
+        self._advance()
+
+    def on_layout(self, outcome: Outcome) -> None:
+        self._advance()
+        if self._as_json:
+            self._print(json.dumps({"event": "layout", **_outcome_object(outcome)}))
+
+    def on_shrinking(self) -> None:
+        self._tried += 1
+        self._on_progress("looking for the smallest that fails", self._tried, self._tried + 1)
+
+    def _print(self, text: str) -> None:
+        """While a bar stands, sys.stdout writes above it, to stderr: right for a terminal only."""
+        print(text, file=sys.stdout if self._out.isatty() else self._out, flush=True)
+
+    def _advance(self) -> None:
+        self._done += 1
+        self._on_progress("layouts", self._done, self._total)
+
+
+def _shrunk_text(shrunk: Shrunk) -> str:
+    lines = ["as the job, but for:" if shrunk.changes else "exactly the job"]
+    lines += [f"  {change}" for change in shrunk.changes]
+    lines += ["not tested here:", *(f"  {gap}" for gap in shrunk.untested)]
+    return "\n".join(lines) + "\n"
+
+
+def _show_report(report: Report) -> None:
+    print(table(HEADERS, [_row(outcome) for outcome in report.outcomes]))
+    print()
+    if report.is_same:
+        worst = _worst(report)
+        print(
+            f"same run on all {len(report.outcomes)} layouts over {report.options.steps} steps: "
+            f"largest deviation {worst.value:.1e} ({worst.quantity}, step {worst.step}), limit "
+            f"{report.options.limit:g}; {report.seconds:.1f} s"
+        )
+        return
+    assert report.smallest, "there is one when a layout failed"
+    failed = sum(not outcome.is_same for outcome in report.outcomes)
+    print(f"NOT the same run on {failed} of {len(report.outcomes)} layouts; {report.seconds:.1f} s")
+    print(f"smallest layout that shows it: {report.smallest.layout.describe()}")
+    print(_explain(report.smallest, report.options.limit))
+    print("train it with " + " ".join(f"--set {o}" for o in report.smallest.layout.overrides()))
+
+
+def _explain(outcome: Outcome, limit: float) -> str:
+    if outcome.comparison is None:
+        return f"its ranks failed: {outcome.failure}"
+    first = outcome.comparison.first
+    assert first, "the layout failed"
+    return (
+        f"first at step {first.step}: {first.quantity} deviates by {first.value:.3g}, "
+        f"limit {limit:g}"
+    )
+
+
+def _row(outcome: Outcome) -> tuple[object, ...]:
+    layout, found = outcome.layout, outcome.comparison
+    head = (layout.grid(), layout.schedule, str(layout.micro_batch_size), layout.order)
+    seconds = f"{outcome.seconds:.1f}"
+    if found is None:
+        return (*head, "failed", "-", outcome.failure, "-", seconds)
+    return (
+        *head,
+        f"{found.loss.value:.1e}",
+        f"{found.grad_norm.value:.1e}",
+        found.tensor.quantity,
+        f"{found.tensor.value:.1e}",
+        seconds,
+    )
+
+
+def _worst(report: Report) -> Deviation:
+    found = [outcome.comparison.largest for outcome in report.outcomes if outcome.comparison]
+    return max(found, key=lambda deviation: deviation.value)
+
+
+def _outcome_object(outcome: Outcome) -> dict[str, object]:
+    layout, found = outcome.layout, outcome.comparison
+    described = {
+        "layout": layout.describe(),
+        "grid": {axis: layout.degree(axis) for axis in DEGREES},
+        "schedule": layout.schedule,
+        "micro_batch_size": layout.micro_batch_size,
+        "order": layout.order,
+        "sharding": layout.sharding,
+        "passed": outcome.is_same,
+        "seconds": outcome.seconds,
+    }
+    if found is None:
+        return described | {"failure": outcome.failure}
+    return described | {
+        "loss": _deviation_object(found.loss),
+        "grad_norm": _deviation_object(found.grad_norm),
+        "tensor": _deviation_object(found.tensor),
+        "first_above_limit": _deviation_object(found.first) if found.first else None,
+    }
+
+
+def _deviation_object(found: Deviation) -> dict[str, object]:
+    """JSON has no infinity: what is not a number stands as a text."""
+    value: object = found.value if found.value < float("inf") else "infinite"
+    return {"quantity": found.quantity, "step": found.step, "deviation": value}
+
+
+def _verdict_object(report: Report) -> dict[str, object]:
+    has_any = any(outcome.comparison for outcome in report.outcomes)
+    return {
+        "event": "verdict",
+        "passed": report.is_same,
+        "layouts": len(report.outcomes),
+        "steps": report.options.steps,
+        "limit": report.options.limit,
+        "largest": _deviation_object(_worst(report)) if has_any else None,
+        "smallest_failing": _outcome_object(report.smallest) if report.smallest else None,
+        "changes": [str(change) for change in report.shrunk.changes],
+        "not_tested": list(report.shrunk.untested),
+        "seconds": report.seconds,
+    }

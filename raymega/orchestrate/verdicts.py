@@ -1,0 +1,40 @@
+"""What the driver says when it ends a run: fact, rule and remedy of each way out.
+
+It decides nothing: the controller does, and raises these.
+"""
+
+from __future__ import annotations
+
+from raymega.errors import Fault
+from raymega.orchestrate.journal import RunRecord
+from raymega.orchestrate.states import RunState
+from raymega.storage.store import Store
+
+
+def stopped(record: RunRecord, state: RunState) -> Fault:
+    """The run was asked to stop, and can go on."""
+    return Fault(
+        fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
+        f"saved ({state.reason})",
+        rule="a run that is stopped can be continued",
+        remedy="start the same job again",
+    )
+
+
+def taken_over(record: RunRecord, state: RunState, *, by: int) -> Fault:
+    """A second driver works on the run."""
+    return Fault(
+        fact=f"run {record.name!r}: another driver has begun attempt {by}, this one is at attempt "
+        f"{state.attempt}",
+        rule="only the newest attempt of a run may commit",
+        remedy="leave the run to the other driver, or stop that one first",
+    )
+
+
+def nothing_readable(record: RunRecord, store: Store) -> Fault:
+    """There were checkpoints, and none can be restored."""
+    return Fault(
+        fact=f"no checkpoint of run {record.name!r} in {store.uri} can be restored",
+        rule="a run that has had checkpoints never begins again from nothing by itself",
+        remedy="repair one, or take another run.name to begin again",
+    )

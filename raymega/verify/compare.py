@@ -1,0 +1,156 @@
+"""Deviations of one run from the reference run, and the first one that is too large.
+
+It knows arrays and numbers only. Loss and gradient norm deviate relatively; a tensor by
+max|a - b| / (max|b| + sum of learning rates so far), because a value that starts at zero is as
+large as what the optimizer has added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isnan
+
+import numpy as np
+import numpy.typing as npt
+
+from raymega.messages import Box
+
+Array = npt.NDArray[np.float64]
+LIMIT = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepValues:
+    """Scalars of one step as one rank has them."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A rank's part of a tensor after step ``step`` (from 1)."""
+
+    step: int
+    name: str
+    box: Box
+    values: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankResult:
+    """What one rank brings back."""
+
+    curve: tuple[StepValues, ...]
+    blocks: Iterable[Block]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """The run on one rank: scalars by step, and tensors by (step, name)."""
+
+    curve: tuple[StepValues, ...]
+    tensors: Mapping[tuple[int, str], Array]
+
+    def scale(self, step: int, name: str) -> float:
+        """What a deviation of the tensor after ``step`` is divided by."""
+        moved = sum(values.lr for values in self.curve[:step])
+        return float(np.abs(self.tensors[step, name]).max()) + moved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """How far ``quantity`` (``loss``, ``grad_norm`` or a tensor's name) is off after ``step``."""
+
+    step: int
+    quantity: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The largest deviation of each kind, and the first above the limit, if any is."""
+
+    loss: Deviation
+    grad_norm: Deviation
+    tensor: Deviation
+    first: Deviation | None
+
+    @property
+    def largest(self) -> Deviation:
+        """The worst of all."""
+        return max((self.loss, self.grad_norm, self.tensor), key=lambda found: found.value)
+
+
+def make_reference(result: RankResult) -> Reference:
+    """The reference from its only rank."""
+    tensors = {(block.step, block.name): block.values for block in result.blocks}
+    return Reference(curve=result.curve, tensors=tensors)
+
+
+def compare(results: Sequence[RankResult], reference: Reference, *, limit: float) -> Comparison:
+    """Hold every rank's scalars and blocks, replicas included, against the reference."""
+    curves = [deviation for result in results for deviation in _curve_deviations(result, reference)]
+    tensors = _tensor_deviations(results, reference)
+    return Comparison(
+        loss=_worst(found for found in curves if found.quantity == "loss"),
+        grad_norm=_worst(found for found in curves if found.quantity == "grad_norm"),
+        tensor=_worst(tensors),
+        first=_first([*curves, *tensors], limit),
+    )
+
+
+def relative(value: float, wanted: float) -> float:
+    """|value - wanted| / |wanted|; infinite when it is not a number."""
+    if value == wanted:
+        return 0.0
+    return _number(abs(value - wanted) / abs(wanted)) if wanted else inf
+
+
+def _curve_deviations(result: RankResult, reference: Reference) -> list[Deviation]:
+    return [
+        Deviation(
+            step=step,
+            quantity=quantity,
+            value=relative(getattr(values, quantity), getattr(wanted, quantity)),
+        )
+        for step, (values, wanted) in enumerate(
+            zip(result.curve, reference.curve, strict=True), start=1
+        )
+        for quantity in ("loss", "grad_norm")
+    ]
+
+
+def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> list[Deviation]:
+    """One a step and tensor: the worst block, infinite when no rank holds some element."""
+    worst = dict.fromkeys(reference.tensors, 0.0)
+    is_held = {key: np.zeros(values.shape, dtype=bool) for key, values in reference.tensors.items()}
+    for block in (block for result in results for block in result.blocks):
+        key, place = (block.step, block.name), _slices(block.box)
+        off = np.abs(block.values - reference.tensors[key][place]).max(initial=0.0)
+        worst[key] = max(worst[key], _number(float(off) / reference.scale(*key)))
+        is_held[key][place] = True
+    return [
+        Deviation(step=step, quantity=name, value=value if is_held[step, name].all() else inf)
+        for (step, name), value in worst.items()
+    ]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+def _worst(deviations: Iterable[Deviation]) -> Deviation:
+    return max(deviations, key=lambda found: found.value)
+
+
+def _first(deviations: Sequence[Deviation], limit: float) -> Deviation | None:
+    """Of the first step that has any, the largest."""
+    too_large = [found for found in deviations if found.value > limit]
+    return min(too_large, key=lambda found: (found.step, -found.value), default=None)
+
+
+def _number(value: float) -> float:
+    return inf if isnan(value) else value

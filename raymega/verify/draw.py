@@ -1,0 +1,88 @@
+"""Draws layouts by seed, so that few of them meet every axis and option that exists.
+
+It is pure: the same job, number, bound and seed give the same layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+from random import Random
+
+from raymega.config.schema import Job
+from raymega.plan.grid import AXES
+from raymega.verify.layout import (
+    DEGREES,
+    Layout,
+    is_legal,
+    layout_of,
+    legal_shapes,
+    schedules,
+    shardings,
+)
+
+MICRO_BATCH_SIZES = (1, 2, 3, 4)
+AXIS_WEIGHT = 100
+"""An axis that was not met yet outweighs any number of options that were not."""
+
+
+def draw_layouts(job: Job, *, count: int, max_ranks: int, seed: int) -> tuple[Layout, ...]:
+    """At most ``count`` distinct legal layouts of 2 to ``max_ranks`` ranks.
+
+    The job's own comes first when it is among them. Then each pick is the one that adds most that
+    was not met yet: first axes, then two axes together, schedules, sizes, orders, degrees that are
+    no power of two.
+    """
+    random, shapes = Random(seed), list(legal_shapes(job, max_ranks))
+    own = layout_of(job)
+    is_own_possible = 1 < own.world_size <= max_ranks and is_legal(job, own)
+    chosen = [own] if is_own_possible else []
+    while shapes and len(chosen) < count:
+        candidates = [_dress(job, shape, random) for shape in shapes]
+        candidates = [candidate for candidate in candidates if candidate not in chosen]
+        if not candidates:
+            break
+        random.shuffle(candidates)
+        met = set().union(*map(features, chosen)) if chosen else set()
+        chosen.append(max(candidates, key=lambda layout: _gain(features(layout) - met)))
+    return tuple(chosen[:count])
+
+
+def features(layout: Layout) -> frozenset[tuple[object, ...]]:
+    """What a layout exercises; the unit in which draws are spread."""
+    axes = [axis for axis in DEGREES if layout.degree(axis) > 1]
+    found: set[tuple[object, ...]] = {("axis", axis) for axis in axes}
+    found |= {("pair", a, b) for a in axes for b in axes if a < b}
+    found |= {("uneven", axis) for axis in axes if not is_power_of_two(layout.degree(axis))}
+    found |= {("micro", layout.micro_batch_size), ("sharding", layout.sharding)}
+    found.add(("first axis", layout.order.split("-")[0]))
+    if layout.pp > 1:
+        found.add(("schedule", layout.schedule))
+    return frozenset(found)
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether ``number``, at least 1, is one."""
+    return number & (number - 1) == 0
+
+
+def _dress(job: Job, shape: Layout, random: Random) -> Layout:
+    """The shape with random options, or as it is when they are not legal together."""
+    sizes = [size for size in MICRO_BATCH_SIZES if size <= job.data.global_batch_size]
+    dressed = replace(
+        shape,
+        schedule=random.choice(schedules()),
+        micro_batch_size=random.choice([*sizes, job.schedule.micro_batch_size]),
+        order="-".join(random.choice(_orders())),
+        sharding=random.choice(shardings()),
+    )
+    return dressed if is_legal(job, dressed) else shape
+
+
+def _orders() -> Sequence[tuple[str, ...]]:
+    return list(permutations(AXES))
+
+
+def _gain(new: frozenset[tuple[object, ...]]) -> int:
+    return sum(AXIS_WEIGHT if feature[0] == "axis" else 1 for feature in new)

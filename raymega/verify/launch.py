@@ -1,0 +1,156 @@
+"""Runs layouts in real processes on this machine, without loading torch here.
+
+It owns the nursery's life and the folder of results; what a rank computes is worker's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from raymega.config.schema import Job
+from raymega.errors import Fault, InternalError
+from raymega.plan.run_plan import make_plan
+from raymega.verify.compare import RankResult
+from raymega.verify.layout import Layout, with_layout
+from raymega.verify.results import failure_path, read_result, result_path
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+
+
+class LayoutFailedError(Exception):
+    """Ranks of a layout raised, died or took too long; the text says which, and the first cause."""
+
+
+class Nursery:
+    """Runs one layout at a time; made by :func:`open_nursery`."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path, *, timeout_s: float) -> None:
+        self._process, self._folder, self._timeout_s = process, folder, timeout_s
+
+    @property
+    def pid(self) -> int:
+        """Of the process that forks the ranks."""
+        return self._process.pid
+
+    @contextmanager
+    def run(self, job: Job, layout: Layout, *, steps: int) -> Iterator[list[RankResult]]:
+        """Train ``steps`` steps on ``layout``; the results by rank, readable in the body only.
+
+        Raises:
+            LayoutFailedError: Ranks raised, died or took longer than the timeout.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        try:
+            late = self._ask(job, layout, folder, steps)
+            _raise_failures(folder, layout.world_size, late, self._timeout_s)
+            yield [read_result(folder, rank) for rank in range(layout.world_size)]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _ask(self, job: Job, layout: Layout, folder: Path, steps: int) -> list[int]:
+        assert self._process.stdin and self._process.stdout, "both are pipes"
+        request = {
+            "plan": make_plan(with_layout(job, layout)).to_json(),
+            "folder": str(folder),
+            "world_size": layout.world_size,
+            "steps": steps,
+            "timeout_s": self._timeout_s,
+        }
+        wait_s = self._timeout_s + START_TIMEOUT_S
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        readable, _, _ = select.select([self._process.stdout], [], [], wait_s)
+        answer = self._process.stdout.readline() if readable else ""
+        if not answer:
+            raise self._lost(wait_s)
+        late: list[int] = json.loads(answer)["late"]
+        return late
+
+    def _lost(self, wait_s: float) -> InternalError:
+        log = (self._folder / "log").read_text(errors="replace").strip().splitlines()
+        return InternalError(
+            Fault(
+                fact="the process that starts ranks gave no answer"
+                + (f": {log[-1]}" if log else ""),
+                rule=f"it must stay alive and answer within {wait_s:g} s",
+                remedy="check that torch can be imported and that memory suffices",
+            )
+        )
+
+
+@contextmanager
+def open_nursery(*, timeout_s: float) -> Iterator[Nursery]:
+    """Start the process that forks ranks; afterwards it, the ranks and their files are gone.
+
+    Args:
+        timeout_s: Longest time of one layout.
+    """
+    # Its modules are this process's, wherever they came from.
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        "from raymega.verify.nursery import main; main(sys.argv[1])"
+    )
+    with tempfile.TemporaryDirectory(prefix="raymega-verify-") as folder:
+        with (Path(folder) / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # an interrupt is the driver's to handle
+            )
+        try:
+            yield Nursery(process, Path(folder), timeout_s=timeout_s)
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Close its input, which ends it and its ranks; kill it when that does not help."""
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            if pipe:
+                pipe.close()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _raise_failures(folder: Path, world_size: int, late: list[int], timeout_s: float) -> None:
+    texts = {}
+    for rank in range(world_size):
+        if failure_path(folder, rank).is_file():
+            lines = failure_path(folder, rank).read_text(encoding="utf-8").strip().splitlines()
+            texts[rank] = lines[-1]
+        elif not result_path(folder, rank).is_file():
+            texts[rank] = "killed while it waited" if rank in late else "died without a word"
+    if not texts:
+        return
+    if len(late) == world_size:
+        raise LayoutFailedError(f"no rank ended within {timeout_s:g} s")
+    raise LayoutFailedError(_first_cause(texts))
+
+
+def _first_cause(texts: dict[int, str]) -> str:
+    """One line: a rank that raised something of its own before one that lost its peers."""
+
+    def weight(rank: int) -> tuple[bool, bool, int]:
+        text = texts[rank]
+        return (text.startswith("killed"), "CommunicationError" in text, rank)
+
+    first = min(texts, key=weight)
+    return f"rank {first}: {texts[first]}"

@@ -1,0 +1,111 @@
+"""A process that has torch loaded and forks the ranks of one layout after the other.
+
+A forked rank costs milliseconds where a fresh one takes seconds to import torch. It takes one JSON
+request a line and answers with one; its parent is launch.Nursery. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raymega.verify.results import failure_path
+from raymega.verify.worker import train_rank
+
+GRACE_S = 2.0
+"""How long the others may go on after a rank has failed, so that they can tell what they saw."""
+TURN_S = 0.01
+COLLECTIVE_SHARE = 0.75
+
+
+def main(folder: str) -> None:
+    """Serve requests from stdin until it closes; what libraries print goes to stderr.
+
+    The parent removes ``folder``, unless it was killed.
+    """
+    parent = os.getppid()
+    try:
+        _serve()
+    finally:
+        if os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    requests = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered, so that select tells
+    while line := requests.readline():
+        reply = {"late": _run_layout(json.loads(line))}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+def _run_layout(request: Mapping[str, Any]) -> list[int]:
+    """Run all ranks of a request to their end; the ranks that had to be killed."""
+    ranks = {_fork(rank, request): rank for rank in range(request["world_size"])}
+    deadline = time.monotonic() + request["timeout_s"]
+    try:
+        while ranks and time.monotonic() < deadline:
+            if _reap(ranks):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            _leave_if_alone()
+        return sorted(ranks.values())
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _fork(rank: int, request: Mapping[str, Any]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    folder, code = Path(request["folder"]), 1
+    try:
+        train_rank(
+            rank,
+            request["plan"],
+            folder,
+            steps=request["steps"],
+            timeout_s=request["timeout_s"] * COLLECTIVE_SHARE,
+        )
+        code = 0
+    except BaseException:  # noqa: BLE001  # the edge of the process: it becomes a text
+        failure_path(folder, rank).write_text(traceback.format_exc(), encoding="utf-8")
+    os._exit(code)
+
+
+def _reap(ranks: dict[int, int]) -> bool:
+    """Take out the ranks that ended; whether any of them failed."""
+    is_any_failed = False
+    for pid in list(ranks):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            del ranks[pid]
+            is_any_failed |= status != 0
+    return is_any_failed
+
+
+def _leave_if_alone() -> None:
+    """Wait one turn; input while ranks run can only be its end, so the parent is gone."""
+    readable, _, _ = select.select([0], [], [], TURN_S)
+    if readable:
+        raise SystemExit(1)
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,52 @@
+"""Where ranks leave their numbers and their failures, and how those are read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raymega.messages import Box
+from raymega.verify.compare import Block, RankResult, StepValues
+
+
+def result_path(folder: Path, rank: int) -> Path:
+    """The numbers of a rank."""
+    return folder / f"rank{rank}.npz"
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    """The traceback of a rank that raised."""
+    return folder / f"rank{rank}.failure"
+
+
+def read_result(folder: Path, rank: int) -> RankResult:
+    """What rank ``rank`` left; its blocks are read from the file each time they are iterated."""
+    path = result_path(folder, rank)
+    with np.load(path) as arrays:
+        index: dict[str, Any] = json.loads(str(arrays["index"]))
+    return RankResult(
+        curve=tuple(StepValues(**values) for values in index["curve"]),
+        blocks=_Blocks(path=path, index=index["blocks"]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Blocks:
+    path: Path
+    index: list[dict[str, Any]]
+
+    def __iter__(self) -> Iterator[Block]:
+        with np.load(self.path) as arrays:
+            for place, entry in enumerate(self.index):
+                box = {key: tuple(numbers) for key, numbers in entry["box"].items()}
+                yield Block(
+                    step=entry["step"],
+                    name=entry["name"],
+                    box=Box(**box),
+                    values=arrays[str(place)],
+                )

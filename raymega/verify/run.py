@@ -1,0 +1,197 @@
+"""The proof: shrink the job, train it on one rank and on drawn layouts, compare, explain failures.
+
+It decides what runs and what the verdict is; it prints nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raymega.config.schema import Job
+from raymega.data.checks import data_faults
+from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.errors import ConfigError, Fault, WorkerError
+from raymega.verify.compare import LIMIT, Comparison, Reference, compare, make_reference
+from raymega.verify.draw import draw_layouts
+from raymega.verify.launch import LayoutFailedError, Nursery, open_nursery
+from raymega.verify.layout import Layout, reference_layout
+from raymega.verify.minimise import minimise
+from raymega.verify.shrink import Shrunk, shrink_job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How thorough a proof is.
+
+    Attributes:
+        layouts: How many are drawn.
+        max_ranks: Processes of the largest one.
+        seed: Of the draw.
+        steps: Optimizer steps that each trains.
+        max_params: Parameters of the model, which is shrunk to that.
+        limit: Largest deviation that passes.
+        timeout_s: Longest time of one layout.
+    """
+
+    layouts: int = 8
+    max_ranks: int = 8
+    seed: int = 0
+    steps: int = 3
+    max_params: int = 2_000_000
+    limit: float = LIMIT
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one layout; without a comparison when its ranks failed."""
+
+    layout: Layout
+    comparison: Comparison | None
+    failure: str
+    seconds: float
+
+    @property
+    def is_same(self) -> bool:
+        """The layout trained the reference's run."""
+        return self.comparison is not None and self.comparison.first is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The verdict and what it rests on; ``smallest`` is the smallest layout found to fail."""
+
+    shrunk: Shrunk
+    options: Options
+    outcomes: tuple[Outcome, ...]
+    smallest: Outcome | None
+    seconds: float
+
+    @property
+    def is_same(self) -> bool:
+        """Every layout trained the reference's run."""
+        return all(outcome.is_same for outcome in self.outcomes)
+
+
+class Watcher:
+    """What a caller may want to see while it lasts; does nothing by itself."""
+
+    def on_start(self, shrunk: Shrunk, num_layouts: int) -> None:
+        """Once, before the first process."""
+
+    def on_reference(self) -> None:
+        """The run on one rank is done."""
+
+    def on_layout(self, outcome: Outcome) -> None:
+        """A drawn layout is done."""
+
+    def on_shrinking(self) -> None:
+        """After a failure: a simpler layout is about to run."""
+
+
+def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
+    """Prove that ``job`` trains the same run on any layout, or find one on which it does not.
+
+    Raises:
+        ConfigError: The job cannot be made small enough, or has no layout to draw.
+        WorkerError: The run on one rank failed, so that there is nothing to compare with.
+    """
+    began = time.monotonic()
+    shrunk = shrink_job(
+        job,
+        steps=options.steps,
+        max_params=options.max_params,
+        max_ranks=options.max_ranks,
+        is_data_there=_is_data_there(job),
+    )
+    layouts = draw_layouts(
+        shrunk.job, count=options.layouts, max_ranks=options.max_ranks, seed=options.seed
+    )
+    if not layouts:
+        raise ConfigError(_no_layouts(options))
+    watcher.on_start(shrunk, len(layouts))
+    with open_nursery(timeout_s=options.timeout_s) as nursery:
+        reference = _train_reference(nursery, shrunk.job, options.steps)
+        watcher.on_reference()
+        trial = _Trial(nursery=nursery, job=shrunk.job, reference=reference, options=options)
+        outcomes = []
+        for layout in layouts:
+            outcomes.append(trial.run(layout))
+            watcher.on_layout(outcomes[-1])
+        failed = [outcome for outcome in outcomes if not outcome.is_same]
+        smallest = _find_smallest(trial, failed, watcher.on_shrinking) if failed else None
+    return Report(
+        shrunk=shrunk,
+        options=options,
+        outcomes=tuple(outcomes),
+        smallest=smallest,
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trial:
+    nursery: Nursery
+    job: Job
+    reference: Reference
+    options: Options
+
+    def run(self, layout: Layout) -> Outcome:
+        """Train a layout and hold it against the reference; a failure of its ranks is a value."""
+        began, comparison, failure = time.monotonic(), None, ""
+        try:
+            with self.nursery.run(self.job, layout, steps=self.options.steps) as results:
+                comparison = compare(results, self.reference, limit=self.options.limit)
+        except LayoutFailedError as error:
+            failure = str(error)
+        return Outcome(
+            layout=layout,
+            comparison=comparison,
+            failure=failure,
+            seconds=time.monotonic() - began,
+        )
+
+
+def _train_reference(nursery: Nursery, job: Job, steps: int) -> Reference:
+    try:
+        with nursery.run(job, reference_layout(job), steps=steps) as results:
+            return make_reference(results[0])
+    except LayoutFailedError as error:
+        raise WorkerError(
+            Fault(
+                fact=f"the run on one rank failed: {error}",
+                rule="every layout is compared with it",
+                remedy="make the job train on one rank first",
+            )
+        ) from error
+
+
+def _find_smallest(
+    trial: _Trial, failed: list[Outcome], on_shrinking: Callable[[], None]
+) -> Outcome:
+    """Shrink the failed layout that has the fewest ranks."""
+    start = min(failed, key=lambda outcome: outcome.layout.world_size)
+    seen = {start.layout: start}
+
+    def is_failing(layout: Layout) -> bool:
+        on_shrinking()
+        seen[layout] = trial.run(layout)
+        return not seen[layout].is_same
+
+    return seen[minimise(trial.job, start.layout, is_failing)]
+
+
+def _is_data_there(job: Job) -> bool:
+    return job.data.path == SYNTHETIC_PATH or not data_faults(
+        job.data.path, seq_len=job.data.seq_len, vocab_size=job.model.vocab_size
+    )
+
+
+def _no_layouts(options: Options) -> Fault:
+    return Fault(
+        fact=f"no layout of 2 to {options.max_ranks} ranks could be drawn",
+        rule="a proof compares at least one layout with one rank",
+        remedy="use --layouts 1 or more and --max-ranks 2 or more",
+    )

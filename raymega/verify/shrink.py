@@ -1,0 +1,224 @@
+"""Makes a job small enough to train in float64 on this machine, features and ratios kept.
+
+It is pure. Kept are the family, heads per key-value head, the parity of a head's width, FFN to
+width, depth's parity, ties, biases, norms, the optimizer but for the length of its warm-up, and
+which tensor-parallel degrees up to 8 are legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raymega.config.schema import Job
+from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
+from raymega.errors import ConfigError, Fault
+from raymega.plan.state_size import count_parameters
+from raymega.verify.draw import is_power_of_two
+from raymega.verify.layout import layout_of
+
+MAX_SEQ_LEN = 32
+MAX_BATCH = 16
+MAX_VOCAB = 512
+MAX_LAYERS = 8
+MAX_TP = 8
+MAX_WARMUP_STEPS = 2
+MIN_EPS = 1e-8
+HEAD_WIDTHS = (64, 32, 16, 8, 4, 2)
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One field that is not as the job has it; ``why`` may be empty."""
+
+    field: str
+    old: object
+    new: object
+    why: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.field} {self.old} -> {self.new}"
+        return f"{text} ({self.why})" if self.why else text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shrunk:
+    """The small job, how it differs, and what its proof does not cover."""
+
+    job: Job
+    changes: tuple[Change, ...]
+    untested: tuple[str, ...]
+
+
+def shrink_job(
+    job: Job, *, steps: int, max_params: int, max_ranks: int, is_data_there: bool
+) -> Shrunk:
+    """The job in small.
+
+    Args:
+        job: Checked.
+        steps: Optimizer steps that will be trained.
+        max_params: Parameters that the small model may have.
+        max_ranks: Largest world that will be drawn; only for telling what is not covered.
+        is_data_there: ``data.path`` can be read on this machine.
+
+    Raises:
+        ConfigError: No small model has so few parameters and this job's features.
+    """
+    draft = _Draft(job)
+    _shorten(draft, steps)
+    _narrow(draft, max_params)
+    vocab_size = draft.values["model"]["vocab_size"]
+    if job.data.path != SYNTHETIC_PATH and not is_data_there:
+        draft.set("data.path", SYNTHETIC_PATH, "it cannot be read from here")
+    elif job.data.path != SYNTHETIC_PATH and vocab_size != job.model.vocab_size:
+        draft.set("data.path", SYNTHETIC_PATH, "its tokens need the whole vocabulary")
+    if draft.values["data"]["path"] == SYNTHETIC_PATH and vocab_size < SYNTHETIC_VOCAB_SIZE:
+        draft.set("model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it")
+    return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))
+
+
+class _Draft:
+    """A job's values under change; remembers which fields a reader should know about."""
+
+    def __init__(self, job: Job) -> None:
+        self.values: dict[str, dict[str, Any]] = job.model_dump()
+        self._original: dict[str, dict[str, Any]] = job.model_dump()
+        self._reasons: dict[str, str] = {}
+
+    def set(self, field: str, new: object, why: str = "") -> None:
+        section, _, name = field.partition(".")
+        self.values[section][name] = new
+        self._reasons[field] = why
+
+    def changes(self) -> tuple[Change, ...]:
+        found = []
+        for field, why in self._reasons.items():
+            section, _, name = field.partition(".")
+            old, new = self._original[section][name], self.values[section][name]
+            if old != new:
+                found.append(Change(field=field, old=old, new=new, why=why))
+        return tuple(found)
+
+    def job(self) -> Job:
+        return Job.model_validate(self.values)
+
+
+def _shorten(draft: _Draft, steps: int) -> None:
+    """Everything but the model: length, batch, number format; and what a proof has no use for."""
+    job = draft.job()
+    draft.set("precision.dtype", "float64", "so that rounding is far below any mistake")
+    draft.set("data.seq_len", min(job.data.seq_len, MAX_SEQ_LEN))
+    draft.set("data.global_batch_size", _small_batch(job.data.global_batch_size))
+    micro = min(job.schedule.micro_batch_size, draft.values["data"]["global_batch_size"])
+    draft.set("schedule.micro_batch_size", micro)
+    optimizer = job.optimizer
+    draft.set("optimizer.eps", max(optimizer.eps, MIN_EPS), "less makes values of rounding noise")
+    draft.set("optimizer.lr_warmup_steps", min(optimizer.lr_warmup_steps, MAX_WARMUP_STEPS))
+    draft.set("optimizer.lr_decay_steps", "steps")
+    draft.values["run"] |= {"steps": max(steps, MAX_WARMUP_STEPS + 1), "eval_samples": 0}
+    draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}
+    timeout_s = min(job.elastic.collective_timeout_s, TIMEOUT_S)
+    draft.values["elastic"]["collective_timeout_s"] = timeout_s
+    draft.values["parallel"] |= dict.fromkeys(("tp", "cp", "pp", "dp", "ep", "etp"), 1)
+
+
+def _narrow(draft: _Draft, max_params: int) -> None:
+    """Cut positions, vocabulary, depth, heads and head width, in turn, until the model fits."""
+    cuts: tuple[Callable[[_Draft], None], ...] = (
+        _cut_positions,
+        _cut_vocabulary,
+        _cut_depth,
+        _cut_heads,
+        *(_cut_head_width(width) for width in HEAD_WIDTHS),
+    )
+    for cut in cuts:
+        if count_parameters(draft.job().model) <= max_params:
+            return
+        cut(draft)
+    smallest = count_parameters(draft.job().model)
+    if smallest > max_params:
+        raise ConfigError(
+            Fault(
+                fact=f"--max-params {max_params:,}",
+                rule=f"the smallest model with this job's features has {smallest:,} parameters",
+                remedy=f"use {smallest:,} or more",
+            )
+        )
+
+
+def _cut_positions(draft: _Draft) -> None:
+    draft.set("model.max_positions", min(draft.job().model.max_positions, 2 * MAX_SEQ_LEN))
+
+
+def _cut_vocabulary(draft: _Draft) -> None:
+    vocab_size = draft.job().model.vocab_size
+    draft.set("model.vocab_size", _like(vocab_size, min(vocab_size, MAX_VOCAB)))
+
+
+def _cut_depth(draft: _Draft) -> None:
+    layers = draft.job().model.num_layers
+    draft.set("model.num_layers", min(layers, MAX_LAYERS - layers % 2))
+
+
+def _cut_heads(draft: _Draft) -> None:
+    model = draft.job().model
+    kv_heads = max(d for d in range(1, MAX_TP + 1) if model.kv_heads % d == 0)
+    heads = model.num_heads // model.kv_heads * kv_heads
+    _resize(draft, heads=heads, kv_heads=kv_heads, head_width=model.head_width)
+
+
+def _cut_head_width(width: int) -> Callable[[_Draft], None]:
+    def cut(draft: _Draft) -> None:
+        model = draft.job().model
+        wanted = min(model.head_width, width - model.head_width % 2)
+        _resize(draft, heads=model.num_heads, kv_heads=model.kv_heads, head_width=wanted)
+
+    return cut
+
+
+def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> None:
+    """Set heads and width, and the FFN so that it keeps its ratio to the width."""
+    model = draft.job().model
+    width = heads * head_width
+    draft.set("model.num_heads", heads)
+    if model.num_kv_heads != "num_heads":
+        draft.set("model.num_kv_heads", kv_heads)
+    draft.set("model.width", width)
+    draft.set(
+        "model.ffn_width", _like(model.ffn_width, round(model.ffn_width * width / model.width))
+    )
+
+
+def _like(number: int, near: int) -> int:
+    """The number nearest to ``near``, not above if it can be, that the same degrees divide."""
+    degrees = range(2, MAX_TP + 1)
+    wanted = [number % degree == 0 for degree in degrees]
+    span = 840  # the least number that all degrees up to 8 divide
+    nearest = sorted(
+        range(max(1, near - span), near + span), key=lambda n: (n > near, abs(n - near))
+    )
+    return next(n for n in nearest if [n % degree == 0 for degree in degrees] == wanted)
+
+
+def _small_batch(size: int) -> int:
+    """At most MAX_BATCH; a power of two, odd, or neither, as ``size`` is."""
+    if size <= MAX_BATCH:
+        return size
+    if is_power_of_two(size):
+        return MAX_BATCH
+    return MAX_BATCH - 1 if size % 2 else MAX_BATCH - 4
+
+
+def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:
+    gaps = ["evaluation, checkpoints and restarts: only training steps are compared"]
+    if job.precision.dtype != "float64":
+        gaps.append(f"rounding in {job.precision.dtype}")
+    if job.cluster.device != "cpu":
+        gaps.append("GPU kernels and NCCL: ranks are CPU processes over gloo")
+    own = layout_of(job)
+    if own.world_size > max_ranks:
+        gaps.append(f"the job's own {own.grid()} of {own.world_size} ranks: at most {max_ranks}")
+    return tuple(gaps)

@@ -1,0 +1,73 @@
+"""What one rank of a layout does: trains some steps and leaves its numbers in a file.
+
+It is the only module here that loads torch. It builds with train.build as a real run does; it
+compares nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from raymega.messages import Box, Requests
+from raymega.parallel.groups import build_groups, close_world, open_world
+from raymega.plan.run_plan import RunPlan, read_plan
+from raymega.train.build import Parts, build_parts
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
+from raymega.verify.compare import StepValues
+from raymega.verify.results import result_path
+
+
+def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s: float) -> None:
+    """Train rank ``rank`` of the plan in a world of its own and save what it computed."""
+    torch.set_num_threads(1)
+    plan, cpu = read_plan(plan_json), torch.device("cpu")
+    world_size = plan.grid.world_size
+    if world_size > 1:
+        open_world(
+            rank=rank,
+            world_size=world_size,
+            rendezvous="",
+            store=FileStore(str(folder / "store"), world_size),
+            timeout_s=timeout_s,
+            device=cpu,
+        )
+    groups = build_groups(plan.grid, rank, timeout_s=timeout_s)
+    _train(plan, build_parts(plan, rank=rank, groups=groups, device=cpu), steps, folder, rank)
+    close_world()
+
+
+def _train(plan: RunPlan, parts: Parts, steps: int, folder: Path, rank: int) -> None:
+    state, curve = TrainState(), []
+    arrays: dict[str, Any] = {}
+    blocks: list[dict[str, object]] = []
+    for step in range(1, steps + 1):
+        outcome = train_step(parts, state, Requests(), is_recording=False)
+        state = state.advance(samples=plan.batch.global_batch_size, tokens=outcome.tokens)
+        curve.append(StepValues(loss=outcome.loss, grad_norm=outcome.grad_norm, lr=outcome.lr))
+        for name, box, values in _model_blocks(parts):
+            arrays[str(len(blocks))] = values
+            blocks.append({"step": step, "name": name, "box": asdict(box)})
+    index = {"curve": [asdict(values) for values in curve], "blocks": blocks}
+    with result_path(folder, rank).open("wb") as file:
+        np.savez(file, index=np.array(json.dumps(index)), **arrays)
+
+
+def _model_blocks(parts: Parts) -> list[tuple[str, Box, np.ndarray]]:
+    return [
+        (piece.tensor.name, piece.box, tensor[_slices(piece.local)].numpy().copy())
+        for kind, param, tensor in parts.optimizer.state_tensors()
+        if kind == "model"
+        for piece in param.spec.pieces
+    ]  # fmt: skip
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))

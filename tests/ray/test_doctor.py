@@ -1,0 +1,43 @@
+"""The doctor on a living cluster: a sound one, a store that refuses, and what it leaves behind."""
+
+import pytest
+
+from raymega.orchestrate.doctor import check_bandwidth, check_store, examine
+from raymega.orchestrate.probes import cluster_version_faults, living_nodes
+from tests.support.jobs import make_test_plan
+from tests.support.local_ray import leftovers
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+
+def test_sound_cluster_has_no_problems_and_every_axis_is_measured(tmp_path):
+    plan = make_test_plan("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
+    findings = list(examine(plan, store_uri=str(tmp_path)))
+    assert [finding.fact for finding in findings if finding.status == "problem"] == []
+    by_check = {finding.check: finding for finding in findings}
+    assert set(by_check) == {"resources", "versions", "gpus", "clocks", "store", "bandwidth"}
+    assert by_check["resources"].values["cpus"] == 4
+    assert abs(by_check["clocks"].values["largest_s"]) < 0.5, "it is the same clock"
+    axes = [f.values["axis"] for f in findings if f.check == "bandwidth"]
+    assert axes == ["world", "tp", "pp"]
+    assert all(f.values["bytes_per_s"] > 1e6 for f in findings if f.check == "bandwidth")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert leftovers() == []
+
+
+def test_grid_without_room_is_a_problem_of_resources_and_bandwidth():
+    plan = make_test_plan("parallel.tp=4", "parallel.pp=4", "cluster.cpus_per_worker=2")
+    (finding,) = check_bandwidth(plan)
+    assert finding.status == "problem" and "needs 16 workers" in finding.fact
+    assert leftovers() == []
+
+
+def test_store_that_cannot_be_written_is_a_problem(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    nodes = living_nodes()
+    finding, *_ = check_store(list(nodes), nodes, str(tmp_path / "file"))
+    assert finding.status == "problem" and finding.remedy
+
+
+def test_nodes_have_the_drivers_versions():
+    assert cluster_version_faults(timeout_s=30) == []

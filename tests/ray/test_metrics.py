@@ -1,0 +1,144 @@
+"""A live run seen through Prometheus and Ray's dashboard: every query has an answer."""
+
+import json
+import math
+import time
+import urllib.request
+from pathlib import Path
+from signal import SIGINT
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from raymega.tracking.names import METRICS
+from tests.support.command import train
+from tests.support.prometheus import dashboard_queries, free_port, needs_prometheus, prometheus_of
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.prometheus,
+    needs_prometheus,
+    pytest.mark.timeout(180),
+]
+
+RUN = "watched"
+WORLD_SIZE = 2
+STOPPED = 75
+SEEN_S = 4.0
+"""A few publications and scrapes, however fast this machine steps."""
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory):
+    """A run with one killed worker, and the Prometheus that watched it; (server, since, outcome,
+    Ray Train's list).
+
+    Ray's agents report once a second here, where 10 s is Ray's default.
+    """
+    folder, port = tmp_path_factory.mktemp("watched"), free_port()
+    head = {
+        "num_cpus": 2,
+        "include_dashboard": True,
+        "dashboard_host": "127.0.0.1",
+        "dashboard_port": port,
+        "_system_config": {"metrics_report_interval_ms": 1000},
+    }
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        session = Path(cluster.head_node.get_session_dir_path())
+        with prometheus_of(session, folder) as server:
+            since = time.time()
+            outcome = _run(cluster.address, folder)
+            assert outcome.code == STOPPED, outcome.stderr
+            _wait_for(server, "ray_raymega_run_goodput", since=since)
+            yield server, since, outcome, _train_runs(port)
+    finally:
+        cluster.shutdown()
+
+
+def _run(address, folder):
+    """Steps for a while, loses a worker, steps for a while, is asked to stop."""
+    acts = [lambda running: running.kill_worker(1), lambda running: running.signal_driver(SIGINT)]
+    workers, since_s = {}, 0.0
+
+    def act_in_time(running, _step):
+        nonlocal workers, since_s
+        if running.pids != workers:
+            workers, since_s = running.pids, time.monotonic()
+        elif acts and time.monotonic() - since_s > SEEN_S:
+            acts.pop(0)(running)
+            since_s = math.inf
+
+    return train(
+        f"run.name={RUN}",
+        "run.steps=1000000",
+        "run.eval_every=10",
+        "run.eval_samples=2",
+        f"checkpoint.uri={folder / 'runs'}",
+        "checkpoint.every=10",
+        "tracking.timeline_every=5",
+        "tracking.mlflow_uri=off",
+        "tracking.ray_train_tab=true",
+        address=address,
+        on_step=act_in_time,
+    )
+
+
+def _train_runs(port):
+    url = f"http://127.0.0.1:{port}/api/train/v2/runs/v1"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)["train_runs"]
+
+
+def _wait_for(server, expr, *, since, patience_s=15.0):
+    deadline_s = time.monotonic() + patience_s
+    while not server.range(expr, since=since) and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+
+
+def test_every_query_of_the_dashboard_is_answered(scraped):
+    server, since, *_ = scraped
+    silent = [
+        (title, expr)
+        for title, expr in dashboard_queries(run=RUN)
+        if not any(map(math.isfinite, server.values(expr, since=since)))
+    ]
+    assert silent == []
+
+
+def test_every_metric_that_a_run_measures_is_scraped(scraped):
+    server, since, *_ = scraped
+    query = f'{{__name__=~"ray_raymega_.+", run="{RUN}"}}'
+    found = server.range(query, since=since)
+    names = {series["metric"]["__name__"].removesuffix("_total") for series in found}
+    declared = {f"ray_{metric.prometheus_name}" for metric in METRICS}
+    assert declared - names == {"ray_raymega_memory_peak_bytes"}
+    assert names <= declared
+
+
+def test_values_are_those_of_the_run(scraped):
+    server, since, outcome, _ = scraped
+    losses = server.values(f'ray_raymega_train_loss{{run="{RUN}"}}', since=since)
+    assert losses and set(losses) <= {event["loss"] for event in outcome.all("step")}
+    assert server.values("max(ray_raymega_run_step)", since=since)[-1] == outcome.events[-1]["step"]
+    totals = server.values("max(ray_raymega_train_tokens_total)", since=since)
+    assert totals == sorted(totals) and totals[-1] == outcome.all("step")[-1]["tokens"]
+
+
+def test_attempts_and_ranks_are_told_apart_by_stable_labels(scraped):
+    server, since, *_ = scraped
+    attempts = server.range("ray_raymega_run_attempt", since=since)
+    seen = {series["metric"]["attempt"]: series["values"][-1][1] for series in attempts}
+    assert seen == {"1": "1", "2": "2"}
+    ranks = server.range("group by (rank) (ray_raymega_worker_forward_s)", since=since)
+    assert {series["metric"]["rank"] for series in ranks} == {str(r) for r in range(WORLD_SIZE)}
+
+
+def test_run_is_in_ray_train_s_list_with_its_attempts_and_workers(scraped):
+    *_, outcome, (run,) = scraped
+    assert run["id"] == outcome.events[-1]["run_id"]
+    assert (run["name"], run["status"]) == (RUN, "ABORTED")
+    assert [a["status"] for a in run["attempts"]] == ["ERRORED", "ABORTED"]
+    for attempt, event in zip(run["attempts"], outcome.all("workers"), strict=True):
+        shown = {str(worker["world_rank"]): worker["pid"] for worker in attempt["workers"]}
+        assert shown == event["pids"]

@@ -1,0 +1,99 @@
+"""Whole runs whose checkpoints and data lie in an object store, as a user starts them."""
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from raymega.checkpoint.inspection import verify_checkpoints
+from raymega.prepare.pipeline import PrepareOptions, prepare
+from raymega.session import close_session, open_session
+from raymega.storage.open import open_store
+from tests.support.command import train
+from tests.support.s3_server import BUCKET, SECRET_KEY, environment, exported, moto_server
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+RUN = f"s3://{BUCKET}/team/runs/verify"
+LIMIT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The home folder of the processes under test: a run in a store keeps its logs there."""
+    with moto_server() as endpoint:
+        folder = tmp_path_factory.mktemp("home")
+        with exported(environment(endpoint) | {"HOME": str(folder)}):
+            yield folder
+
+
+@pytest.fixture(scope="module")
+def address(home):
+    """A cluster whose nodes have the same environment as the driver."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    yield cluster.address
+    cluster.shutdown()
+
+
+def _settings(*more: str) -> list[str]:
+    return [
+        f"checkpoint.uri={RUN.removesuffix('/verify')}",
+        "run.steps=6",
+        "run.eval_samples=4",
+        "optimizer.lr_decay_steps=100",
+        "tracking.mlflow_uri=off",
+        "checkpoint.every=2",
+        *more,
+    ]
+
+
+def test_run_is_resumed_from_an_object_store_on_another_grid(home, address):
+    first = train(*_settings(), address=address)
+    assert first.code == 0, first.stderr
+    final = first.events[-1]["checkpoint_uri"]
+    assert final.startswith(f"{RUN}/checkpoints/")
+    open_store(RUN).delete(final.removeprefix(f"{RUN}/"))
+    again = train(*_settings("parallel.pp=1", "parallel.dp=2"), address=address)
+    assert again.code == 0, again.stderr
+    assert [event["step"] for event in again.all("step")] == [5, 6]
+    for step in (5, 6):
+        assert again.losses[step] == pytest.approx(first.losses[step], rel=LIMIT)
+    found = verify_checkpoints(RUN)
+    assert [each.step for each in found] == [6, 4, 2] and not any(each.faults for each in found)
+    assert not _holds_secret(home), "no log, metric or picture holds the credentials"
+    assert SECRET_KEY not in first.stderr + again.stderr
+
+
+def test_dataset_is_prepared_into_an_object_store_and_trained_from_it(home, address):
+    corpus, near, far = home / "corpus", home / "tokens", f"s3://{BUCKET}/tokens"
+    corpus.mkdir()
+    for index in range(12):
+        (corpus / f"{index}.txt").write_text(f"the text of file {index}, " * 40)
+    open_session(address)
+    try:
+        made = [_prepare(corpus, out) for out in (str(near), far)]
+    finally:
+        close_session()
+    assert made[0].meta == made[1].meta and made[1].uri == far
+    for name in open_store(far).list(""):
+        assert open_store(far).get(name) == (near / name).read_bytes()
+    assert _prepare(corpus, far).is_cached
+    run = train(
+        *_settings("run.name=tokens", "run.steps=2", "model.vocab_size=264", f"data.path={far}"),
+        address=address,
+    )
+    assert run.code == 0, run.stderr
+    assert len(run.losses) == 2
+    (copy,) = (home / ".raymega" / "cache").iterdir()
+    assert sorted(path.name for path in copy.rglob("*.arrow")) == ["000000.arrow"] * 2
+
+
+def _prepare(corpus, out):
+    options = PrepareOptions(
+        inputs=(str(corpus),), out=out, tokenizer="bytes", valid_fraction=0.3, address="local"
+    )
+    return prepare(options, on_progress=lambda *_: None)
+
+
+def _holds_secret(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if SECRET_KEY.encode() in path.read_bytes()]

@@ -1,0 +1,31 @@
+"""One Ceph for all tests of the folder, where its Debian packages are installed."""
+
+import pytest
+
+from tests.support.ceph_server import PACKAGES, CephServer, missing_programs
+from tests.support.s3_server import BUCKET, environment, exported, raw_client
+
+
+@pytest.fixture(scope="session")
+def ceph(tmp_path_factory):
+    if missing := missing_programs():
+        pytest.skip(f"{', '.join(missing)} not installed; apt-get install {PACKAGES}")
+    server = CephServer(tmp_path_factory.mktemp("ceph"))
+    try:
+        server.start()
+        with exported(environment(server.endpoint)):
+            raw_client(server.endpoint).create_bucket(Bucket=BUCKET)
+            yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def report_rates(capsys):
+    """Prints figures past the capture: they are for people, no test depends on them."""
+
+    def show(line: str) -> None:
+        with capsys.disabled():
+            print(f"\n  {line}")
+
+    return show

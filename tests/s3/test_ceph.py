@@ -1,0 +1,149 @@
+"""The S3 store against a real service: its contract, and uploads through the gateway's death."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+from uuid import uuid4
+
+import pytest
+
+from raymega.storage.open import store_faults
+from raymega.storage.s3 import S3Store
+from tests.support.s3_server import BUCKET, raw_client
+from tests.support.store_contract import *  # noqa: F403  # the tests, against the fixture below
+
+pytestmark = [pytest.mark.s3, pytest.mark.timeout(180)]
+
+PART = 5 << 20
+MIB = 1 << 20
+
+
+@pytest.fixture
+def prefix():
+    return f"p-{uuid4().hex}"
+
+
+@pytest.fixture
+def store(ceph, prefix):
+    return S3Store(BUCKET, prefix, part_bytes=PART)
+
+
+@pytest.fixture
+def raw(ceph):
+    return raw_client(ceph.endpoint)
+
+
+def _open_uploads(raw, prefix):
+    return raw.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", [])
+
+
+class _StoppedError(Exception):
+    """What a trainer may raise while it saves."""
+
+
+@pytest.mark.parametrize("num_bytes", [100, PART + 1, 6 * PART])
+def test_failed_put_leaves_nothing_and_keeps_the_old_object(store, raw, prefix, num_bytes):
+    store.put("k", [b"old"], overwrite=True)
+
+    def chunks():
+        yield os.urandom(num_bytes)
+        raise _StoppedError
+
+    for key, overwrite in (("k", True), ("new", False)):
+        with pytest.raises(_StoppedError):
+            store.put(key, chunks(), overwrite=overwrite)
+    assert list(store.list("")) == ["k"] and store.get("k") == b"old"
+    assert _open_uploads(raw, prefix) == []
+
+
+def test_nothing_is_visible_before_the_last_part(store, raw, prefix):
+    seen = []
+
+    def chunks():
+        for _ in range(4):
+            yield os.urandom(PART)
+            seen.append((list(store.list("")), len(_open_uploads(raw, prefix))))
+
+    store.put("k", chunks(), overwrite=False)
+    assert all(keys == [] for keys, _ in seen) and seen[-1] == ([], 1)
+    assert store.size("k") == 4 * PART and _open_uploads(raw, prefix) == []
+
+
+def test_upload_finishes_through_a_killed_gateway(ceph, store, raw, prefix, report_rates):
+    data = os.urandom(64 * MIB)
+    paced = threading.Event()
+
+    def chunks():
+        for start in range(0, len(data), 4 * MIB):
+            yield memoryview(data)[start : start + 4 * MIB]
+            if start == 32 * MIB:
+                paced.set()
+
+    def kill_and_restart():
+        paced.wait(60)
+        ceph.kill_gateway()
+        time.sleep(2)
+        ceph.start_gateway()
+
+    killer = threading.Thread(target=kill_and_restart)
+    killer.start()
+    began = time.monotonic()
+    try:
+        store.put("k", chunks(), overwrite=False)
+    finally:
+        killer.join(120)
+    report_rates(f"64 MiB through a killed gateway: {time.monotonic() - began:.1f} s")
+    assert store.get("k") == data
+    assert list(store.list("")) == ["k"] and _open_uploads(raw, prefix) == []
+
+
+def test_read_finishes_through_a_killed_gateway(ceph, store):
+    data = os.urandom(64 * MIB)
+    store.put("k", [data], overwrite=False)
+    results = []
+    reader = threading.Thread(target=lambda: results.extend(store.get("k") for _ in range(4)))
+    reader.start()
+    time.sleep(0.3)
+    ceph.kill_gateway()
+    time.sleep(1)
+    ceph.start_gateway()
+    reader.join(150)
+    assert [each == data for each in results] == [True] * 4
+
+
+def test_upload_of_a_killed_writer_is_aborted_when_it_is_old(store, raw, prefix):
+    target = {"Bucket": BUCKET, "Key": f"{prefix}/torn"}
+    upload = raw.create_multipart_upload(**target)
+    raw.upload_part(**target, UploadId=upload["UploadId"], PartNumber=1, Body=b"x" * PART)
+    (open_upload,) = _open_uploads(raw, prefix)
+    begun, day = open_upload["Initiated"], timedelta(hours=24)
+    assert store.abort_stale_uploads(day, now=begun + timedelta(hours=23)) == ()
+    (gone,) = store.abort_stale_uploads(day, now=begun + timedelta(hours=25))
+    assert gone.key == target["Key"] and _open_uploads(raw, prefix) == []
+    assert list(store.list("")) == []
+
+
+def test_usable_uri_has_no_fault_and_an_unusable_one_says_why(ceph, raw, prefix):
+    assert store_faults(f"s3://{BUCKET}/{prefix}") == []
+    assert "Contents" not in raw.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
+    (fault,) = store_faults("s3://no-such-bucket/runs")
+    assert "NoSuchBucket" in fault.fact and ceph.endpoint in fault.fact
+
+
+def test_throughput_is_reported(store, ceph, prefix, report_rates):
+    data = os.urandom(256 * MIB)
+    large = S3Store(BUCKET, prefix)
+    for part in (16, 32):
+        writer = S3Store(BUCKET, prefix, part_bytes=part * MIB)
+        began = time.monotonic()
+        writer.put(f"of-{part}", [data], overwrite=False)
+        report_rates(f"write 256 MiB in parts of {part} MiB: {_rate(began)} MB/s")
+    began = time.monotonic()
+    read = large.get("of-32")
+    report_rates(f"read 256 MiB: {_rate(began)} MB/s")
+    assert read == data
+
+
+def _rate(began):
+    return f"{256 * MIB / 1e6 / (time.monotonic() - began):.0f}"

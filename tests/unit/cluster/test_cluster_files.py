@@ -1,0 +1,182 @@
+"""The cluster files as far as no cloud is needed: Ray's validator, EC2's own model, our own rules."""
+
+import copy
+import re
+import subprocess
+from pathlib import Path
+
+import botocore.session
+import jsonschema
+import pytest
+import yaml
+from botocore.validate import ParamValidator
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+FOLDER = Path(__file__).parents[3] / "cluster"
+RAY_UP = ["aws", "gcp", "on-premise"]
+CLOUDS = ["aws", "gcp"]
+START = ("head_start_ray_commands", "worker_start_ray_commands")
+AUTH = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.ray/auth_token"
+
+# What instances.insert takes at its first level, and what these files use of it below.
+GCE_INSTANCE = {
+    "type": "object",
+    "required": ["machineType", "disks", "networkInterfaces", "serviceAccounts"],
+    "additionalProperties": False,
+    "properties": {
+        "machineType": {"type": "string"},
+        "disks": {
+            "type": "array",
+            "items": {
+                "additionalProperties": False,
+                "properties": {
+                    "boot": {"type": "boolean"},
+                    "autoDelete": {"type": "boolean"},
+                    "type": {"enum": ["PERSISTENT", "SCRATCH"]},
+                    "initializeParams": {
+                        "additionalProperties": False,
+                        "properties": {
+                            "diskSizeGb": {"type": "integer"},
+                            "sourceImage": {"pattern": "^projects/.*/global/images/"},
+                        },
+                    },
+                },
+            },
+        },
+        "networkInterfaces": {
+            "type": "array",
+            "items": {
+                "required": ["subnetwork"],
+                "additionalProperties": False,
+                "properties": {
+                    "nicType": {"enum": ["GVNIC", "VIRTIO_NET"]},
+                    "network": {"type": "string"},
+                    "subnetwork": {"pattern": "^projects/.*/regions/.*/subnetworks/"},
+                },
+            },
+        },
+        "serviceAccounts": {
+            "items": {"required": ["email", "scopes"], "additionalProperties": False,
+                      "properties": {"email": {}, "scopes": {"type": "array"}}},
+        },
+        "resourcePolicies": {"items": {"pattern": "^projects/.*/resourcePolicies/"}},
+        "scheduling": {
+            "additionalProperties": False,
+            "properties": {
+                "onHostMaintenance": {"enum": ["TERMINATE", "MIGRATE"]},
+                "automaticRestart": {"type": "boolean"},
+                "provisioningModel": {"enum": ["SPOT", "STANDARD"]},
+                "instanceTerminationAction": {"enum": ["DELETE", "STOP"]},
+            },
+        },
+    },
+}  # fmt: skip
+
+
+def read(name):
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+def node_types(name):
+    return read(name)["available_node_types"]
+
+
+def ec2_faults(node_config):
+    model = botocore.session.get_session().get_service_model("ec2")
+    parameters = {"MinCount": 1, "MaxCount": 1, **node_config}
+    report = ParamValidator().validate(
+        parameters, model.operation_model("RunInstances").input_shape
+    )
+    return report.generate_report()
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_rays_own_validator_accepts_the_file(name):
+    validate_config(prepare_config(read(name)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_wrokers": 1}, {"head_node_type": "nobody"}, {"max_workers": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_rays_own_validator_refuses_mistakes(change):
+    with pytest.raises((jsonschema.ValidationError, ValueError, RuntimeError)):
+        validate_config(prepare_config(read("aws") | change))
+
+
+@pytest.mark.parametrize("kind", ["head", "gpu-on-demand", "gpu-spot"])
+def test_ec2_accepts_the_nodes(kind):
+    config = node_types("aws")[kind]["node_config"]
+    assert ec2_faults(config) == ""
+    broken = copy.deepcopy(config)
+    broken["InstanceTyp"] = broken.pop("InstanceType")
+    assert "InstanceTyp" in ec2_faults(broken)
+    if "NetworkInterfaces" in config:
+        broken = copy.deepcopy(config)
+        broken["NetworkInterfaces"][3]["Interface"] = "efa"
+        assert "NetworkInterfaces[3]" in ec2_faults(broken)
+
+
+def test_efa_reaches_every_card_of_the_node_inside_one_placement_group():
+    config = node_types("aws")["gpu-on-demand"]["node_config"]
+    cards = config["NetworkInterfaces"]
+    assert [card["NetworkCardIndex"] for card in cards] == list(range(32))
+    assert [card["InterfaceType"] for card in cards] == ["efa"] + 31 * ["efa-only"]
+    assert config["Placement"]["GroupName"]
+
+
+@pytest.mark.parametrize("kind", ["head", "gpu-on-demand", "gpu-spot"])
+def test_compute_engine_accepts_the_nodes(kind):
+    jsonschema.validate(node_types("gcp")[kind]["node_config"], GCE_INSTANCE)
+
+
+def test_gpudirect_has_an_interface_for_each_gpu_and_one_for_the_host():
+    config = node_types("gcp")["gpu-on-demand"]["node_config"]
+    assert len({nic["subnetwork"] for nic in config["networkInterfaces"]}) == 9
+    assert config["resourcePolicies"]
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_head_is_on_demand_and_gpus_come_both_ways(name):
+    types = node_types(name)
+    assert "spot" not in str(types["head"]).lower()
+    assert types["head"]["resources"] == {"CPU": 0}
+    assert "SPOT" in str(types["gpu-spot"]["node_config"]).upper()
+    assert "SPOT" not in str(types["gpu-on-demand"]["node_config"]).upper()
+    assert {types[kind]["resources"]["GPU"] for kind in ("gpu-spot", "gpu-on-demand")} == {8}
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_every_start_carries_its_authentication_and_shows_no_dashboard(name):
+    config = read(name)
+    for key in START:
+        assert AUTH in config[key][-1], key
+        assert "--disable-usage-stats" in config[key][-1]
+    head = config["head_start_ray_commands"][-1]
+    assert "--dashboard-host=127.0.0.1" in head and "0.0.0.0" not in str(config)
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_health_checks_are_tuned_on_the_head(name):
+    head = read(name)["head_start_ray_commands"][-1]
+    settings = dict(re.findall(r"RAY_health_check_(\w+)=(\d+)", head))
+    assert settings == {
+        "initial_delay_ms": "5000", "period_ms": "1000", "timeout_ms": "1000",
+        "failure_threshold": "5",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_no_file_holds_a_secret(path):
+    text = path.read_text()
+    assert not re.search(r"AKIA[0-9A-Z]{16}|BEGIN [A-Z ]*PRIVATE KEY|[0-9a-f]{64}", text)
+    assert "RAY_AUTH_TOKEN=" not in text, "a token on a command line is seen by everyone"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.sh")), ids=lambda path: path.name)
+def test_scripts_are_whole(path):
+    subprocess.run(["bash", "-n", path], check=True, timeout=10)
+    assert path.stat().st_mode & 0o100, "executable"
+    assert "set -euo pipefail" in path.read_text()

@@ -1,0 +1,62 @@
+"""The pages: every field of a job with its default, and no link or path that leads nowhere."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from raymega.config.schema import Job
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FOLDERS = ("raymega", "tests", "docs", "jobs")
+# A path in this repository, and whether the page says that the reader makes the file.
+PATH = re.compile(rf"(?<![\w./~-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)(?![\w*<{{])(`? \(new\))?")
+ROW = re.compile(r"^\| `(\w+)` \| .+ \| (required|`[^`]*`) \| .+ \|$", re.MULTILINE)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def _sections(text: str) -> dict[str, str]:
+    _, *parts = re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _default(field) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if not isinstance(value, str):
+        return f"`{json.dumps(value)}`"
+    return f"`{value.replace(str(Path.home()), '~')}`"
+
+
+def test_job_page_has_every_field_with_its_default_and_no_other():
+    sections = _sections((ROOT / "docs" / "job-file.md").read_text(encoding="utf-8"))
+    assert list(sections) == list(Job.model_fields)
+    for name, section in Job.model_fields.items():
+        fields = section.annotation.model_fields
+        wanted = {field: _default(info) for field, info in fields.items()}
+        assert dict(ROW.findall(sections[name])) == wanted, name
+
+
+@pages
+def test_relative_links_lead_somewhere(page):
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    targets = [link.partition("#")[0] for link in links]
+    assert [t for t in targets if t and not (page.parent / t).exists()] == []
+
+
+@pages
+def test_paths_of_the_repository_exist(page):
+    found = PATH.findall(page.read_text(encoding="utf-8"))
+    new = {path for path, is_new in found if is_new}
+    assert [path for path, _ in found if path not in new and not (ROOT / path).exists()] == []
+    assert [path for path in new if (ROOT / path).exists()] == []
+
+
+@pages
+def test_pages_are_ascii(page):
+    assert page.read_text(encoding="utf-8").isascii()

@@ -1,0 +1,68 @@
+"""Deviations: their scales, holes, replicas, and which one is named first."""
+
+from math import inf, nan
+
+import numpy as np
+import pytest
+
+from raymega.messages import Box
+from raymega.verify.compare import (
+    Block,
+    RankResult,
+    StepValues,
+    compare,
+    make_reference,
+    relative,
+)
+
+LIMIT = 1e-9
+
+
+def _result(values, *, loss=(4.0, 2.0), offset=0, lr=0.5):
+    curve = tuple(StepValues(loss=x, grad_norm=1.0, lr=lr) for x in loss)
+    blocks = [
+        Block(
+            step=step, name="w", box=Box(offset=(offset,), shape=(len(row),)), values=np.array(row)
+        )
+        for step, row in enumerate(values, start=1)
+    ]
+    return RankResult(curve=curve, blocks=blocks)
+
+
+REFERENCE = make_reference(_result([[1.0, -3.0], [2.0, 0.0]]))
+
+
+def test_equal_halves_and_replicas_deviate_by_nothing():
+    left, right = _result([[1.0], [2.0]]), _result([[-3.0], [0.0]], offset=1)
+    found = compare([left, right, right], REFERENCE, limit=LIMIT)
+    assert found.first is None and found.largest.value == 0
+
+
+def test_tensor_deviation_is_over_its_largest_value_and_the_learning_rates_so_far():
+    found = compare([_result([[1.0, -3.0], [2.0, 0.3]])], REFERENCE, limit=LIMIT)
+    assert (found.tensor.step, found.tensor.quantity) == (2, "w")
+    assert found.tensor.value == pytest.approx(0.3 / (2.0 + 2 * 0.5))
+
+
+def test_loss_deviation_is_relative_and_the_first_step_is_named():
+    found = compare([_result([[1.0, -3.0], [9.0, 0.0]], loss=(4.1, 2.0))], REFERENCE, limit=LIMIT)
+    assert found.loss.value == pytest.approx(0.1 / 4.0)
+    assert found.first.step == 1 and found.first.quantity == "loss"
+    assert found.largest.quantity == "w"
+
+
+def test_one_wrong_replica_is_seen():
+    good, bad = _result([[1.0, -3.0], [2.0, 0.0]]), _result([[1.0, -3.0], [2.0, 1.0]])
+    for results in ([good, bad], [bad, good]):
+        assert compare(results, REFERENCE, limit=LIMIT).first.quantity == "w"
+
+
+def test_element_that_no_rank_holds_is_infinitely_off():
+    found = compare([_result([[1.0], [2.0]])], REFERENCE, limit=LIMIT)
+    assert found.tensor.value == inf and found.first.step == 1
+
+
+def test_nan_is_infinitely_off():
+    found = compare([_result([[1.0, -3.0], [nan, 0.0]], loss=(nan, 2.0))], REFERENCE, limit=LIMIT)
+    assert found.loss.value == inf and found.tensor.value == inf
+    assert relative(1.0, 0.0) == inf and relative(0.0, 0.0) == 0.0

@@ -1,0 +1,78 @@
+"""Draws are legal, distinct, repeatable, and meet every axis and option that exists."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymega.schedule.table import SCHEDULES
+from raymega.verify.draw import draw_layouts, features
+from raymega.verify.layout import (
+    Layout,
+    is_legal,
+    layout_of,
+    legal_shapes,
+    reference_layout,
+    with_layout,
+)
+from tests.unit.verify.jobs import make_job
+
+JOB = make_job()
+AXES = {("axis", "tp"), ("axis", "pp"), ("axis", "dp")}
+
+
+def _met(layouts):
+    return set().union(*map(features, layouts))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 12), max_ranks=st.integers(2, 8))
+def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
+    layouts = draw_layouts(JOB, count=count, max_ranks=max_ranks, seed=seed)
+    assert len(set(layouts)) == len(layouts) == count
+    assert all(is_legal(JOB, layout) and 2 <= layout.world_size <= max_ranks for layout in layouts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_three_layouts_meet_every_axis_and_eight_every_schedule_and_an_uneven_degree(seed):
+    assert _met(draw_layouts(JOB, count=3, max_ranks=8, seed=seed)) >= AXES
+    met = _met(draw_layouts(JOB, count=8, max_ranks=8, seed=seed))
+    assert met >= {("schedule", name) for name in SCHEDULES} | {("uneven", "dp")}
+    assert {("pair", "pp", "tp"), ("pair", "dp", "tp"), ("pair", "dp", "pp")} <= met
+    assert len({feature for feature in met if feature[0] == "micro"}) >= 3
+
+
+def test_same_seed_draws_the_same_and_another_seed_others():
+    first, again, other = (draw_layouts(JOB, count=6, max_ranks=8, seed=s) for s in (1, 1, 2))
+    assert first == again and first != other
+
+
+def test_jobs_own_layout_comes_first_when_it_fits():
+    job = make_job("parallel.tp=4", "parallel.pp=1", "schedule.name=gpipe")
+    assert draw_layouts(job, count=1, max_ranks=8, seed=0) == (layout_of(job),)
+    assert draw_layouts(job, count=4, max_ranks=2, seed=0)[0].world_size == 2
+
+
+def test_illegal_degrees_are_not_drawn():
+    shapes = list(legal_shapes(JOB, 8))
+    assert {shape.tp for shape in shapes} == {1, 2, 4}, "tp 8 would cut 4 kv heads"
+    assert {shape.pp for shape in shapes} == {1, 2, 3, 4}, "there are 4 layers"
+    assert {shape.dp for shape in shapes} == set(range(1, 9))
+    assert {shape.cp for shape in shapes} == {1}
+
+
+def test_no_more_data_parallel_ranks_than_samples():
+    job = make_job("data.global_batch_size=3")
+    assert max(shape.dp for shape in legal_shapes(job, 8)) == 3
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp"])
+def test_job_with_layout_has_that_layout(order):
+    layout = Layout(tp=2, pp=2, schedule="1f1b", micro_batch_size=3, order=order)
+    assert layout_of(with_layout(JOB, layout)) == layout
+    assert layout_of(make_job(*layout.overrides())) == layout
+
+
+def test_reference_is_one_rank_with_one_micro_batch():
+    reference = reference_layout(JOB)
+    assert reference.world_size == 1 and reference.micro_batch_size == JOB.data.global_batch_size

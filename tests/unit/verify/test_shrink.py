@@ -1,0 +1,111 @@
+"""Small jobs keep what the large one has: ratios, parities, legal degrees, optimizer."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymega.errors import ConfigError
+from raymega.plan.rules import job_faults
+from raymega.plan.run_plan import job_values
+from raymega.plan.state_size import count_parameters
+from raymega.verify.layout import legal_shapes
+from raymega.verify.shrink import MAX_LAYERS, shrink_job
+from tests.unit.verify.jobs import JOBS, make_job
+
+MAX_PARAMS = 2_000_000
+
+
+def _shrink(job, *, max_params=MAX_PARAMS, is_data_there=False):
+    return shrink_job(job, steps=3, max_params=max_params, max_ranks=8, is_data_there=is_data_there)
+
+
+@pytest.mark.parametrize("file", sorted(p.name for p in JOBS.glob("*.yaml")))
+def test_shipped_job_fits_and_keeps_its_ratios_and_degrees(file):
+    job = make_job("cluster.num_workers=grid", file=file)
+    small = _shrink(job).job
+    was, now = job.model, small.model
+    assert count_parameters(now) <= MAX_PARAMS
+    assert Fraction(was.num_heads, was.kv_heads) == Fraction(now.num_heads, now.kv_heads)
+    assert was.ffn_width / was.width == pytest.approx(now.ffn_width / now.width, rel=0.02)
+    assert not job_faults(job_values(small))
+    wanted = {shape.tp for shape in legal_shapes(job, 8)}
+    assert {shape.tp for shape in legal_shapes(small, 8)} == wanted
+    kept = ("family", "is_embedding_tied", "norm_eps", "rope_base", "init_std", "num_kv_heads")
+    assert was.model_dump(include=set(kept[:-1])) == now.model_dump(include=set(kept[:-1]))
+    assert (was.num_kv_heads == "num_heads") == (now.num_kv_heads == "num_heads")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kv_heads=st.sampled_from([1, 2, 3, 5, 8, 12, 32, 96]),
+    ratio=st.sampled_from([1, 2, 3, 8]),
+    head_width=st.sampled_from([2, 6, 64, 80, 128]),
+    layers=st.integers(1, 130),
+    vocab=st.sampled_from([64, 257, 32000, 50257, 50304]),
+    batch=st.sampled_from([1, 7, 16, 24, 100, 512, 1001]),
+)
+def test_any_job_fits_and_is_of_the_same_kind(kv_heads, ratio, head_width, layers, vocab, batch):
+    heads = kv_heads * ratio
+    job = make_job(
+        f"model.num_heads={heads}", f"model.num_kv_heads={kv_heads}",
+        f"model.width={heads * head_width}", f"model.ffn_width={heads * head_width * 4}",
+        f"model.num_layers={layers}", "parallel.pp=1", f"model.vocab_size={vocab}",
+        f"data.global_batch_size={batch}",
+    )  # fmt: skip
+    small = _shrink(job).job
+    assert count_parameters(small.model) <= MAX_PARAMS and not job_faults(job_values(small))
+    assert small.model.num_heads == ratio * small.model.kv_heads
+    assert small.model.num_layers == layers or (
+        small.model.num_layers <= MAX_LAYERS and small.model.num_layers % 2 == layers % 2
+    )
+    for field in ("ffn_width", "vocab_size"):
+        was, now = getattr(job.model, field), getattr(small.model, field)
+        assert [was % d == 0 for d in range(2, 9)] == [now % d == 0 for d in range(2, 9)], field
+    size = small.data.global_batch_size
+    assert size == batch or (size % 2 == batch % 2 and _is_power(size) == _is_power(batch))
+
+
+def _is_power(number):
+    return number & (number - 1) == 0
+
+
+def test_small_job_is_left_as_it_is():
+    job = make_job("optimizer.lr_warmup_steps=0")
+    shrunk = _shrink(job)
+    assert shrunk.changes == () and shrunk.job.model == job.model and shrunk.job.data == job.data
+
+
+def test_changes_are_named_once_with_the_jobs_own_value():
+    changes = {
+        change.field: change for change in _shrink(make_job(file="llama-70b-512gpu.yaml")).changes
+    }
+    assert str(changes["model.width"]).startswith("model.width 8192 -> ")
+    assert len(changes) == len(_shrink(make_job(file="llama-70b-512gpu.yaml")).changes)
+    assert "cannot be read" in str(changes["data.path"])
+
+
+def test_real_data_is_used_while_the_vocabulary_is_whole():
+    job = make_job("data.path=/corpus", "model.vocab_size=512")
+    assert _shrink(job, is_data_there=True).job.data.path == "/corpus"
+    assert _shrink(job, is_data_there=False).job.data.path == "synthetic"
+    large = make_job("data.path=/corpus", "model.vocab_size=128000", "model.width=128")
+    assert _shrink(large, is_data_there=True).job.data.path == "synthetic"
+
+
+def test_adam_eps_is_raised_and_said():
+    shrunk = _shrink(make_job("optimizer.eps=1e-15"))
+    assert shrunk.job.optimizer.eps == 1e-8
+    assert any(change.field == "optimizer.eps" for change in shrunk.changes)
+
+
+def test_what_is_not_tested_is_said():
+    gaps = " ".join(_shrink(make_job(file="llama-70b-512gpu.yaml")).untested)
+    for part in ("bfloat16", "GPU", "tp8-pp8-dp8 of 512 ranks", "checkpoints"):
+        assert part in gaps
+
+
+def test_bound_below_the_smallest_model_is_refused_with_its_size():
+    with pytest.raises(ConfigError, match=r"--max-params 100; the smallest model .* parameters"):
+        _shrink(make_job(), max_params=100)
