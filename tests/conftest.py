@@ -1,5 +1,8 @@
-"""Set before torch is imported: one thread per process, as several ranks share few cores."""
+"""Set before torch and ray are imported, for every test and the processes that it starts."""
 
 import os
 
+# One thread per process, as several ranks share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A token that some Ray once left in the home folder must not decide how test clusters talk.
+os.environ["RAY_AUTH_MODE"] = "disabled"

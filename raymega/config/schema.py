@@ -35,7 +35,7 @@ class RunSection(Section):
     steps: Positive = Field(description="Optimizer steps in the whole run; may be raised later.")
     seed: NonNegative = Field(
         default=1234,
-        description="Seed of initialisation, data order and dropout. Fixed for the run's life.",
+        description="Seed of initialisation and data order. Fixed for the run's life.",
     )
     eval_every: NonNegative = Field(
         default=0,
@@ -213,7 +213,7 @@ class TrackingSection(Section):
     mlflow_uri: str = Field(
         default="run",
         description="MLflow tracking URI; `run` is a sqlite file in the run's folder (or, for a "
-        "run in an object store, in ~/.raymega/mlflow), `off` is none.",
+        "run in an object store, in ~/.raymega/runs/<run.name>), `off` is none.",
     )
     experiment: str = Field(default="raymega", description="MLflow experiment.")
     console_every: Positive = Field(default=10, description="Steps between console lines.")

@@ -8,7 +8,6 @@ by itself: the controller does.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,16 +83,19 @@ class RayWorkerGroup:
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
+        lacking = None
         try:
             place_ranks(list_nodes(self._cluster), self._grid, **self._placement_rule)
         except CapacityError as error:
             if not self._can_grow:
                 raise
-            time.sleep(timeout_s)
-            return error.faults[0] if isinstance(error.faults[0], Fault) else None
+            lacking = error.faults[0]
         if self._reserved is None:
+            # Also when nothing fits yet: what is asked for is what an autoscaler goes by.
             self._reserved = self._ask_for_slots()
-        return None if self._reserved.wait(timeout_s) else self._not_free()
+        if self._reserved.wait(timeout_s):
+            return None
+        return lacking if isinstance(lacking, Fault) else self._not_free()
 
     def start(self, order: AttemptOrder) -> None:
         """See WorkerGroup."""

@@ -52,7 +52,7 @@ METRICS = (
     _gauge("train/lr", "1", "Learning rate of the step."),
     _counter("train/tokens", "tokens", "Unmasked tokens trained on since the run began."),
     _counter("train/samples", "sequences", "Sequences trained on since the run began."),
-    _gauge("train/step_time_s", "s", "Wall time of the step, as its slowest rank saw it."),
+    _gauge("train/step_time_s", "s", "Wall time of the step on rank 0."),
     _gauge("train/tokens_per_s", "tokens/s", "Unmasked tokens of the step over its wall time."),
     _gauge("train/tokens_per_s_per_worker", "tokens/s", "train/tokens_per_s over the world size."),
     _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),

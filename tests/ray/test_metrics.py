@@ -10,6 +10,7 @@ from signal import SIGINT
 import pytest
 from ray.cluster_utils import Cluster
 
+from raymega import session
 from raymega.tracking.names import METRICS
 from tests.support.command import train
 from tests.support.prometheus import dashboard_queries, free_port, needs_prometheus, prometheus_of
@@ -29,7 +30,17 @@ SEEN_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory):
+def open_cluster():
+    """Clusters of this module ask for no token, whatever this machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        session._reread_environment()
+        yield
+    session._reread_environment()
+
+
+@pytest.fixture(scope="module")
+def scraped(open_cluster, tmp_path_factory):
     """A run with one killed worker, and the Prometheus that watched it; (server, since, outcome,
     Ray Train's list).
 
@@ -45,8 +56,8 @@ def scraped(tmp_path_factory):
     }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        session = Path(cluster.head_node.get_session_dir_path())
-        with prometheus_of(session, folder) as server:
+        session_folder = Path(cluster.head_node.get_session_dir_path())
+        with prometheus_of(session_folder, folder) as server:
             since = time.time()
             outcome = _run(cluster.address, folder)
             assert outcome.code == STOPPED, outcome.stderr
