@@ -123,6 +123,10 @@ def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str],
         Path(file.path).is_relative_to(output.folder) for file in files
     ):
         raise ConfigError(_output_in_input(output.folder))
+    if not any(file.num_bytes for file in files):
+        raise ConfigError(_no_text(options.inputs))
+    if isinstance(output, FolderOutput) and output.folder.exists() and not output.folder.is_dir():
+        raise ConfigError(_output_is_a_file(output.folder))
     recipe = {
         "inputs": files_digest(files),
         "tokenizer": tokenizer,
@@ -233,6 +237,22 @@ def _option_faults(options: PrepareOptions) -> list[Fault]:
             remedy="use 0.02",
         )
     ]
+
+
+def _no_text(inputs: Sequence[str]) -> Fault:
+    return Fault(
+        fact=f"the files of {', '.join(inputs)} are all empty",
+        rule="a dataset needs text",
+        remedy="give files with text in them",
+    )
+
+
+def _output_is_a_file(folder: Path) -> Fault:
+    return Fault(
+        fact=f"--out {folder} is a file",
+        rule="a dataset is a folder",
+        remedy="give another path, or remove the file",
+    )
 
 
 def _output_in_input(folder: Path) -> Fault:

@@ -36,7 +36,7 @@ def check_tokenizer(name: str) -> str:
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(_fault(name, "it must be `bytes`, `bpe:N` or an existing file"))
-    _load(path.read_text(encoding="utf-8"), name)
+    _load(path.read_text(encoding="utf-8", errors="replace"), name)
     return f"file:{zlib.crc32(path.read_bytes()):08x}"
 
 
