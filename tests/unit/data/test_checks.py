@@ -1,4 +1,4 @@
-from raymega.data.checks import data_faults
+from raymega.data.checks import data_faults, dataset_identity
 from tests.unit.data.datasets import write_dataset
 
 
@@ -46,3 +46,16 @@ def test_unfit_paths_become_faults(tmp_path):
     assert "scheme 'gs' is unknown" in _texts("gs://bucket/tokens")[0]
     (tmp_path / "dataset.json").write_text("{}")
     assert "not a version 1 description" in _texts(tmp_path)[0]
+
+
+def test_identity_follows_the_content_and_not_the_place(tmp_path):
+    for name in ("here", "there", "other"):
+        (tmp_path / name).mkdir()
+    write_dataset(tmp_path / "here")
+    write_dataset(tmp_path / "there")
+    write_dataset(tmp_path / "other", train=(50, 31))
+    here, there, other = (
+        dataset_identity(str(tmp_path / name)) for name in ("here", "there", "other")
+    )
+    assert here == there != other
+    assert dataset_identity("synthetic") == "synthetic"

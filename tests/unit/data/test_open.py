@@ -37,3 +37,11 @@ def test_torn_dataset_is_refused_at_open(tmp_path):
     (tmp_path / "valid/000000.arrow").unlink()
     with pytest.raises(DataError, match="does not exist"):
         open_split(str(tmp_path), "train", seq_len=7, seed=0)
+
+
+def test_token_outside_the_vocabulary_is_an_error_on_every_layout(tmp_path):
+    write_dataset(tmp_path, vocab_size=60)  # its tokens go up to 79
+    source = open_split(str(tmp_path), "train", seq_len=7, seed=0)
+    assert source.window(0).max() < 60
+    with pytest.raises(DataError, match="vocab_size=60"):
+        source.window(9)
