@@ -79,7 +79,7 @@ def share_boxes(
 
 def _primary_pieces(holdings: Sequence[Holding]) -> Iterator[Share]:
     for index, holding in enumerate(holdings):
-        for piece in holding.spec.pieces if holding.spec.is_primary else ():
+        for piece in (piece for piece in holding.spec.pieces if piece.is_primary):
             yield Share(
                 holding=index,
                 tensor=f"{holding.kind}/{piece.tensor.name}",

@@ -82,6 +82,29 @@ class ModelSection(Section):
     )
     norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
     rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
+    vocab_multiple: Positive = Field(
+        default=128,
+        description="The table's rows are padded to a multiple of this, whatever the layout is. "
+        "Padded rows stay zero and get no probability; parallel.tp must divide the padded number.",
+    )
+    residual_dropout: Decay = Field(
+        default=0.0,
+        description="Share of features dropped after the embedding and before each residual sum.",
+    )
+    attention_dropout: Decay = Field(
+        default=0.0,
+        description="Share of attention weights dropped. Above 0 attention keeps its S x S weights "
+        "in memory, without the fused kernel.",
+    )
+    label_smoothing: Decay = Field(
+        default=0.0,
+        description="Share of a label's probability that is spread evenly over the vocabulary; "
+        "training loss only.",
+    )
+    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0,
+        description="Weight of log(sum of exp(logits))^2 in each token's loss; training loss only.",
+    )
 
     @property
     def kv_heads(self) -> int:
@@ -94,6 +117,13 @@ class ModelSection(Section):
         return self.width // self.num_heads
 
 
+class BatchStage(Section):
+    """One stage of a batch ramp."""
+
+    until_samples: Positive = Field(description="Samples of the run consumed when it ends.")
+    global_batch_size: Positive = Field(description="Sequences of one optimizer step until then.")
+
+
 class DataSection(Section):
     """Which tokens, in which portions."""
 
@@ -103,6 +133,11 @@ class DataSection(Section):
     )
     seq_len: Positive = Field(description="S, tokens of one sequence.")
     global_batch_size: Positive = Field(description="Sequences of one optimizer step, all ranks.")
+    batch_ramp: tuple[BatchStage, ...] = Field(
+        default=(),
+        description="Smaller batches at the start: each entry holds until so many samples of the "
+        "run are consumed, then the next, then global_batch_size.",
+    )
 
 
 class ParallelSection(Section):
@@ -118,8 +153,15 @@ class ParallelSection(Section):
         default="tp-cp-ep-dp-pp",
         description="Axes from the fastest varying rank digit to the slowest.",
     )
-    sharding: Literal["none"] = Field(
-        default="none", description="What data-parallel ranks share out; only none is built so far."
+    sharding: Literal["none", "optimizer"] = Field(
+        default="none",
+        description="What data-parallel ranks share out. optimizer: masters and moments; gradients "
+        "are reduce-scattered and weights all-gathered.",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Between tensor-parallel layers each tp rank holds S/tp positions only: norms "
+        "and dropout are cut too. Saves activations; needs tp to divide data.seq_len.",
     )
     is_tp_across_nodes_allowed: bool = Field(
         default=False,
@@ -142,7 +184,13 @@ class ScheduleSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW and its schedule."""
+    """The update and its schedule."""
+
+    name: Literal["adamw", "sgd"] = Field(
+        default="adamw",
+        description="adamw: decoupled weight decay. sgd: with momentum, and the decay in the "
+        "gradient.",
+    )
 
     lr: PositiveFloat = Field(description="Peak learning rate.")
     min_lr_ratio: Fraction = Field(
@@ -151,15 +199,36 @@ class OptimizerSection(Section):
     lr_warmup_steps: NonNegative = Field(
         default=0, description="Steps of linear growth from 0 to lr."
     )
+    lr_schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = Field(
+        default="cosine",
+        description="What follows the warm-up. wsd: stable at lr, then a linear decay over the last "
+        "lr_cooldown_steps. inverse_sqrt: lr * sqrt(lr_warmup_steps / step).",
+    )
     lr_decay_steps: Positive | Literal["steps"] = Field(
         default="steps",
-        description="Step at which the cosine reaches its end; `steps` is run.steps.",
+        description="Step at which the schedule reaches its end; `steps` is run.steps.",
+    )
+    lr_cooldown_steps: NonNegative = Field(
+        default=0, description="Steps of wsd's decay, the last ones before lr_decay_steps."
     )
     beta1: Decay = Field(default=0.9, description="Decay of the first moment.")
     beta2: Decay = Field(default=0.95, description="Decay of the second moment.")
     eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
+    momentum: Decay = Field(default=0.9, description="sgd only: share of the last update kept.")
+    embedding_lr_scale: PositiveFloat = Field(
+        default=1.0, description="Times lr for token and position tables."
+    )
+    head_lr_scale: PositiveFloat = Field(
+        default=1.0, description="Times lr for the head's own weight; a tied one is an embedding."
+    )
+    norm_lr_scale: PositiveFloat = Field(
+        default=1.0, description="Times lr for norms' weights and all biases."
+    )
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.1, description="Decoupled weight decay of matrices; norms and biases have none."
+        default=0.1, description="Weight decay of matrices; norms and biases have none."
+    )
+    is_embedding_decayed: bool = Field(
+        default=True, description="Weight decay applies to token and position tables too."
     )
     clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.0, description="Largest global gradient norm; 0 turns clipping off."
@@ -169,10 +238,45 @@ class OptimizerSection(Section):
 class PrecisionSection(Section):
     """Number formats."""
 
-    dtype: Literal["float64", "float32", "bfloat16"] = Field(
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="Format of weights in compute and of activations. Masters, gradient sums, "
         "softmax, norms and the loss are float32 or better.",
+    )
+    loss_scale: PositiveFloat = Field(
+        default=65536.0,
+        description="float16 only: first factor on the loss. Doubles after loss_scale_window good "
+        "steps, halves after loss_scale_hysteresis steps with an overflow.",
+    )
+    loss_scale_window: Positive = Field(
+        default=1000, description="float16 only: good steps in a row before the factor doubles."
+    )
+    loss_scale_hysteresis: Positive = Field(
+        default=2, description="float16 only: overflows before the factor halves."
+    )
+    min_loss_scale: PositiveFloat = Field(
+        default=1.0,
+        description="float16 only: an overflow at this factor ends the run (exit 5).",
+    )
+
+
+class MemorySection(Section):
+    """What is computed again in backward rather than kept."""
+
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="selective: the parts in recompute_parts. full: whole blocks, of which only "
+        "the input is kept.",
+    )
+    recompute_parts: tuple[Literal["attention", "activation", "norm"], ...] = Field(
+        default=("attention",),
+        description="selective only. attention: softmax(q k^T) v. activation: the feed-forward "
+        "layer's nonlinearity. norm: norms' outputs.",
+    )
+    recompute_every: Positive = Field(
+        default=1,
+        description="full only: so many blocks in a row are kept as one input and computed again "
+        "together.",
     )
 
 
@@ -220,6 +324,14 @@ class TrackingSection(Section):
     timeline_every: NonNegative = Field(
         default=0, description="Steps between recorded pipeline time lines; 0 is never."
     )
+    norms_every: NonNegative = Field(
+        default=0,
+        description="Steps between norms of weights and gradients by group of tensors; 0 is never.",
+    )
+    activations_every: NonNegative = Field(
+        default=0,
+        description="Steps between statistics of each block's output and its gradient; 0 is never.",
+    )
     ray_train_tab: bool = Field(
         default=False,
         description="Put the run into Ray Train's list of runs too, which a Train tab shows. Uses "
@@ -256,6 +368,7 @@ class Job(Section):
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection
     precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     tracking: TrackingSection = TrackingSection()

@@ -16,13 +16,14 @@ from raymega.parallel.parameter import ShardedParameter
 def local_norm_sq(params: Sequence[ShardedParameter], gradients: GradBuffer) -> torch.Tensor:
     """This rank's share of the squared norm, a float64 scalar on the gradients' device.
 
-    Only primary parameters count, so tensors that tp ranks or stages hold twice count once. Ranks
+    Only primary pieces count, so tensors that tp ranks or stages hold twice count once. Ranks
     on the dp axis hold equal gradients: add up the shares of one of them.
     """
     norms = [
-        torch.linalg.vector_norm(gradients.view(param), dtype=torch.float64)
+        torch.linalg.vector_norm(gradients.view(param)[piece.place], dtype=torch.float64)
         for param in params
-        if param.spec.is_primary
+        for piece in param.spec.pieces
+        if piece.is_primary
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=params[0].device)

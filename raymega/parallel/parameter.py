@@ -35,9 +35,8 @@ class ShardedParameter(torch.nn.Parameter):
 def initialise(param: ShardedParameter, seed: int) -> None:
     """Fill each piece with the values that its block has in the whole tensor, on any layout."""
     for piece in param.spec.pieces:
-        place = piece.local.within(Box(offset=(0,) * param.ndim, shape=tuple(param.shape)))
         with torch.no_grad():
-            param[place].copy_(_initial_values(piece, seed, param.device))
+            param[piece.place].copy_(_initial_values(piece, seed, param.device))
 
 
 def check_specs(params: Sequence[ShardedParameter]) -> None:

@@ -20,11 +20,22 @@ class Piece:
         tensor: The global tensor.
         box: Which block of it, in global indices.
         local: Where it lies in the parameter, in local indices; same shape as ``box``.
+        is_primary: This rank's copy is the one that counts in norms and is saved, the data-parallel
+            axis apart (there all ranks hold the same).
+        is_partial_over_tp: Other tp ranks hold the same block, and the gradient of each is one term
+            of a sum over them.
     """
 
     tensor: GlobalTensor
     box: Box
     local: Box
+    is_primary: bool
+    is_partial_over_tp: bool
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Slices that select the block in the parameter."""
+        return self.local.within(Box(offset=(0,) * len(self.local.shape), shape=self.local.shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +46,12 @@ class ShardSpec:
 
     Attributes:
         pieces: Blocks that make up the parameter, in local order; they tile it.
-        is_replicated_over_tp: Every tp rank holds the same values.
         is_tied: A copy of the same tensor lives on the first and on the last stage, and the two
             copies' gradients are summed over the embedding group.
-        is_primary: This rank's copy is the one that counts in norms and is saved, the data-parallel
-            axis apart (there all ranks hold the same).
     """
 
     pieces: tuple[Piece, ...]
-    is_replicated_over_tp: bool
     is_tied: bool
-    is_primary: bool
 
     @property
     def name(self) -> str:
@@ -59,6 +65,11 @@ class ShardSpec:
         return (sum(piece.local.shape[0] for piece in self.pieces), *rest)
 
     @property
+    def is_partial_over_tp(self) -> bool:
+        """Some piece's gradient is one term of a sum over tp ranks."""
+        return any(piece.is_partial_over_tp for piece in self.pieces)
+
+    @property
     def has_decay(self) -> bool:
         """Weight decay applies."""
         return self.pieces[0].tensor.has_decay
@@ -69,6 +80,7 @@ def make_spec(
     *,
     tp: int,
     tp_rank: int,
+    is_sequence_parallel: bool = False,
     is_tied: bool = False,
     is_tied_copy: bool = False,
 ) -> ShardSpec:
@@ -78,6 +90,7 @@ def make_spec(
         tensors: One, or several that are cut alike.
         tp: Tensor-parallel degree.
         tp_rank: Coordinate on that axis.
+        is_sequence_parallel: Each tp rank works on its own positions between cut layers.
         is_tied: The tensor is shared with another stage.
         is_tied_copy: This is the last stage's copy, which does not count.
     """
@@ -85,12 +98,15 @@ def make_spec(
     for tensor in tensors:
         box = tensor.box(tp=tp, tp_rank=tp_rank)
         local = Box(offset=(row, *([0] * (len(box.shape) - 1))), shape=box.shape)
-        pieces.append(Piece(tensor=tensor, box=box, local=local))
+        sharers = tensor.sharers(tp=tp)
+        piece = Piece(
+            tensor=tensor,
+            box=box,
+            local=local,
+            is_primary=not is_tied_copy and tp_rank % sharers == 0,
+            is_partial_over_tp=sharers > 1
+            and (tensor.serves_heads or (is_sequence_parallel and tensor.tp_dim < 0)),
+        )
+        pieces.append(piece)
         row += box.shape[0]
-    is_replicated = tp > 1 and tensors[0].tp_dim < 0
-    return ShardSpec(
-        pieces=tuple(pieces),
-        is_replicated_over_tp=is_replicated,
-        is_tied=is_tied,
-        is_primary=not is_tied_copy and (not is_replicated or tp_rank == 0),
-    )
+    return ShardSpec(pieces=tuple(pieces), is_tied=is_tied)

@@ -24,6 +24,10 @@ class GlobalTensor:
         init: ``normal``, ``zeros`` or ``ones``.
         init_std: Standard deviation when ``init`` is ``normal``.
         has_decay: Weight decay applies.
+        tp_units: Blocks into which tp may cut it at most, 0 for no limit; with more ranks,
+            neighbours share a block. Key and value heads.
+        serves_heads: It is used on the query heads of each tp rank apart, so the gradients of ranks
+            that share a block are terms of a sum.
     """
 
     name: str
@@ -32,32 +36,43 @@ class GlobalTensor:
     init: str
     init_std: float
     has_decay: bool
+    tp_units: int = 0
+    serves_heads: bool = False
 
     @property
     def num_elements(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
 
+    def sharers(self, *, tp: int) -> int:
+        """How many neighbouring tensor-parallel ranks hold the same block."""
+        if self.tp_dim < 0:
+            return tp
+        return max(1, tp // self.tp_units) if self.tp_units else 1
+
     def box(self, *, tp: int, tp_rank: int) -> Box:
         """The block that one tensor-parallel rank holds."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         if self.tp_dim >= 0:
-            shape[self.tp_dim] //= tp
-            offset[self.tp_dim] = shape[self.tp_dim] * tp_rank
+            sharers = self.sharers(tp=tp)
+            shape[self.tp_dim] //= tp // sharers
+            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)
         return Box(offset=tuple(offset), shape=tuple(shape))
 
 
-def _weight(name: str, shape: tuple[int, int], *, tp_dim: int, std: float) -> GlobalTensor:
+def _weight(
+    name: str, shape: tuple[int, int], *, tp_dim: int, std: float, kv_heads: int = 0
+) -> GlobalTensor:
     return GlobalTensor(
         name=f"{name}.weight", shape=shape, tp_dim=tp_dim, init="normal", init_std=std,
-        has_decay=True,
+        has_decay=True, tp_units=kv_heads, serves_heads=kv_heads > 0,
     )  # fmt: skip
 
 
-def _bias(name: str, size: int, *, tp_dim: int) -> GlobalTensor:
+def _bias(name: str, size: int, *, tp_dim: int, kv_heads: int = 0) -> GlobalTensor:
     return GlobalTensor(
         name=f"{name}.bias", shape=(size,), tp_dim=tp_dim, init="zeros", init_std=0.0,
-        has_decay=False,
+        has_decay=False, tp_units=kv_heads, serves_heads=kv_heads > 0,
     )  # fmt: skip
 
 
@@ -92,9 +107,11 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     rows = {"attention.out": q_width, "mlp.down": model.ffn_width}
     table = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
     for name, out in columns.items():
-        table.append(_weight(f"{at}.{name}", (out, model.width), tp_dim=0, std=std))
+        kv_heads = model.kv_heads if name in ("attention.k", "attention.v") else 0
+        shape = (out, model.width)
+        table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=std, kv_heads=kv_heads))
         if model.family == "gpt2":
-            table.append(_bias(f"{at}.{name}", out, tp_dim=0))
+            table.append(_bias(f"{at}.{name}", out, tp_dim=0, kv_heads=kv_heads))
     for name, inner in rows.items():
         table.append(_weight(f"{at}.{name}", (model.width, inner), tp_dim=1, std=out_std))
         if model.family == "gpt2":

@@ -76,7 +76,7 @@ def _run_stages(env, model, num_stages):
     reference.fill(params, reference.draw_weights(model_tensors(model)))
     loss = run_stages(modules, reference.draw_batch(model))
     loss.backward()
-    replicated = {p.spec.name: p.grad for p in params if p.spec.is_replicated_over_tp}
+    replicated = {p.spec.name: p.grad for p in params if all(piece.tensor.tp_dim < 0 for piece in p.spec.pieces)}
     return loss.detach(), reference.gradient_blocks(params), replicated
 
 

@@ -148,7 +148,7 @@ def gradient_blocks(params) -> list:
     return [
         (piece.tensor.name, piece.box, param.grad[slices(piece.local)].clone())
         for param in params
-        if param.spec.is_primary or param.spec.is_tied
+        if param.spec.pieces[0].is_primary or param.spec.is_tied
         for piece in param.spec.pieces
     ]
 

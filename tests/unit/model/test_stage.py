@@ -32,7 +32,9 @@ def _modules(model, tp, pp):
 def test_primary_pieces_tile_every_tensor_once(model, tp, pp):
     counts = {t.name: torch.zeros(t.shape, dtype=torch.int64) for t in model_tensors(model)}
     for modules in _modules(model, tp, pp):
-        for param in (p for module in modules for p in module.parameters() if p.spec.is_primary):
+        for param in (
+            p for module in modules for p in module.parameters() if p.spec.pieces[0].is_primary
+        ):
             for piece in param.spec.pieces:
                 counts[piece.tensor.name][reference.slices(piece.box)] += 1
     assert [name for name, count in counts.items() if not (count == 1).all()] == []
@@ -66,7 +68,7 @@ def test_tied_embedding_is_marked_on_both_ends_and_counts_on_the_first(pp):
     modules = make_stage_modules(MODELS["llama-tied"], num_stages=pp)
     tied = [[p.spec for p in module.parameters() if p.spec.is_tied] for module in modules]
     assert [len(specs) for specs in tied] == [1] + [0] * (pp - 2) + [1]
-    assert tied[0][0].is_primary and not tied[-1][0].is_primary
+    assert tied[0][0].pieces[0].is_primary and not tied[-1][0].pieces[0].is_primary
     assert {specs[0].name for specs in (tied[0], tied[-1])} == {"embedding.tokens.weight"}
 
 

@@ -23,10 +23,9 @@ def test_fused_parameter_stacks_its_pieces():
 
 def test_only_the_first_tp_rank_counts_a_replicated_parameter():
     specs = [make_spec((_tensor("n", 8, tp_dim=-1),), tp=2, tp_rank=r) for r in range(2)]
-    assert [spec.is_primary for spec in specs] == [True, False]
-    assert all(spec.is_replicated_over_tp for spec in specs)
+    assert [spec.pieces[0].is_primary for spec in specs] == [True, False]
 
 
 def test_tied_copy_never_counts():
     spec = make_spec((_tensor("e", 8),), tp=2, tp_rank=0, is_tied=True, is_tied_copy=True)
-    assert spec.is_tied and not spec.is_primary
+    assert spec.is_tied and not spec.pieces[0].is_primary
