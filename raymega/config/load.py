@@ -23,7 +23,10 @@ from raymega.errors import ConfigError, Fault
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number, and on, off, yes and no are words."""
+    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number, and on, off, yes and no are words.
+
+    Sequences become tuples, which the strict fields of a job are.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's own form
         first: [
@@ -44,6 +47,12 @@ class _Yaml12Loader(yaml.SafeLoader):
             )
         return super().construct_mapping(node, deep)
 
+    def construct_tuple(self, node: yaml.SequenceNode) -> tuple[Any, ...]:
+        """A sequence, whole at once: PyYAML fills lists later."""
+        return tuple(self.construct_sequence(node, deep=True))
+
+
+_Yaml12Loader.add_constructor("tag:yaml.org,2002:seq", _Yaml12Loader.construct_tuple)
 
 _Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")

@@ -5,21 +5,18 @@ It is pure: the same job, number, bound and seed give the same layouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations
 from random import Random
 
 from raymega.config.schema import Job
-from raymega.plan.grid import AXES
 from raymega.verify.layout import (
     DEGREES,
+    OPTIONS,
     Layout,
+    Option,
     is_legal,
     layout_of,
     legal_shapes,
-    schedules,
-    shardings,
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
@@ -55,10 +52,8 @@ def features(layout: Layout) -> frozenset[tuple[object, ...]]:
     found: set[tuple[object, ...]] = {("axis", axis) for axis in axes}
     found |= {("pair", a, b) for a in axes for b in axes if a < b}
     found |= {("uneven", axis) for axis in axes if not is_power_of_two(layout.degree(axis))}
-    found |= {("micro", layout.micro_batch_size), ("sharding", layout.sharding)}
-    found.add(("first axis", layout.order.split("-")[0]))
-    if layout.pp > 1:
-        found.add(("schedule", layout.schedule))
+    found.add(("micro", layout.micro_batch_size))
+    found |= {_met(option, layout) for option in OPTIONS if option.matters(layout)}
     return frozenset(found)
 
 
@@ -67,21 +62,23 @@ def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
+def _met(option: Option, layout: Layout) -> tuple[object, ...]:
+    """An option's value; of the many rank orders only which axis is the fastest."""
+    value = layout.value(option)
+    return (option.name, value.split("-")[0] if option.name == "order" else value)
+
+
 def _dress(job: Job, shape: Layout, random: Random) -> Layout:
-    """The shape with random options, or as it is when they are not legal together."""
+    """The shape with random options; those that are not legal together are left out."""
     sizes = [size for size in MICRO_BATCH_SIZES if size <= job.data.global_batch_size]
-    dressed = replace(
-        shape,
-        schedule=random.choice(schedules()),
-        micro_batch_size=random.choice([*sizes, job.schedule.micro_batch_size]),
-        order="-".join(random.choice(_orders())),
-        sharding=random.choice(shardings()),
-    )
+    size = random.choice([*sizes, job.schedule.micro_batch_size])
+    dressed = replace(shape, micro_batch_size=size)
+    for option in OPTIONS:
+        value = random.choice(option.values)
+        candidate = dressed.with_value(option.name, value)
+        if option.matters(dressed) and is_legal(job, candidate):
+            dressed = candidate
     return dressed if is_legal(job, dressed) else shape
-
-
-def _orders() -> Sequence[tuple[str, ...]]:
-    return list(permutations(AXES))
 
 
 def _gain(new: frozenset[tuple[object, ...]]) -> int:

@@ -5,12 +5,13 @@ It owns which options a layout has and which ones are legal for a job; it draws 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any, get_args
 
-from raymega.config.schema import Job, ParallelSection
+from raymega.config.schema import Job, MemorySection, ParallelSection
+from raymega.plan.grid import AXES
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values
 from raymega.schedule.table import SCHEDULES
@@ -22,16 +23,20 @@ SIMPLEST_SCHEDULE = "gpipe"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Degrees of the axes, and what else may not change a run's numbers."""
+    """Degrees of the axes, and what else may not change a run's numbers: see OPTIONS."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
-    schedule: str = SIMPLEST_SCHEDULE
     micro_batch_size: int = 1
+    schedule: str = SIMPLEST_SCHEDULE
     order: str = DEFAULT_ORDER
     sharding: str = "none"
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    recompute_parts: tuple[str, ...] = ("attention",)
+    recompute_every: int = 1
 
     @property
     def world_size(self) -> int:
@@ -42,9 +47,13 @@ class Layout:
         """Size of ``axis``."""
         return int(getattr(self, axis))
 
-    def with_degree(self, axis: str, degree: int) -> Layout:
-        """The same but for one degree."""
-        change: dict[str, Any] = {axis: degree}
+    def value(self, option: Option) -> Any:
+        """What the layout has for ``option``."""
+        return getattr(self, option.name)
+
+    def with_value(self, name: str, value: object) -> Layout:
+        """The same but for one degree or option."""
+        change: dict[str, Any] = {name: value}
         return replace(self, **change)
 
     def grid(self) -> str:
@@ -52,36 +61,115 @@ class Layout:
         parts = [f"{axis}{self.degree(axis)}" for axis in DEGREES if self.degree(axis) > 1]
         return "-".join(parts) or "one-rank"
 
+    def extras(self) -> dict[str, str]:
+        """Options but for the schedule that are not the simplest: name to value as text."""
+        return {
+            option.name: _text(self.value(option))
+            for option in OPTIONS
+            if option.name != "schedule" and self.value(option) != option.simplest
+        }
+
     def describe(self) -> str:
         """Everything that differs from the plainest layout of these degrees, and the schedule."""
-        text = f"{self.grid()}, {self.schedule}, micro-batch {self.micro_batch_size}"
-        if self.order != DEFAULT_ORDER:
-            text += f", order {self.order}"
-        return text if self.sharding == "none" else f"{text}, sharding {self.sharding}"
+        extras = "".join(
+            f", {name.replace('_', ' ')} {value}" for name, value in self.extras().items()
+        )
+        return f"{self.grid()}, {self.schedule}, micro-batch {self.micro_batch_size}{extras}"
 
     def overrides(self) -> tuple[str, ...]:
         """The ``--set`` texts that give a job this layout."""
         return (
             *(f"parallel.{axis}={self.degree(axis)}" for axis in DEGREES),
-            f"parallel.order={self.order}",
-            f"parallel.sharding={self.sharding}",
-            f"schedule.name={self.schedule}",
             f"schedule.micro_batch_size={self.micro_batch_size}",
+            *(f"{option.path}={_text(self.value(option))}" for option in OPTIONS),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A field of the job that may differ between layouts of one run.
+
+    Attributes:
+        name: Its name in Layout.
+        path: Its dotted path in the job.
+        values: What may be drawn, the simplest first.
+        matters: Whether it changes anything on a layout; where it does not, the simplest is drawn.
+    """
+
+    name: str
+    path: str
+    values: tuple[Any, ...]
+    matters: Callable[[Layout], bool] = lambda _layout: True
+
+    @property
+    def simplest(self) -> Any:
+        """The value of the plainest layout."""
+        return self.values[0]
+
+
+def _allowed(section: type[Any], field: str) -> tuple[Any, ...]:
+    """What the job file allows for a field, in the order in which it says so."""
+    return get_args(section.model_fields[field].annotation)
+
+
+OPTIONS = (
+    Option(
+        name="schedule",
+        path="schedule.name",
+        values=tuple(sorted(SCHEDULES, key=lambda name: (name != SIMPLEST_SCHEDULE, name))),
+        matters=lambda layout: layout.pp > 1,
+    ),
+    Option(
+        name="order",
+        path="parallel.order",
+        values=(
+            DEFAULT_ORDER,
+            *("-".join(axes) for axes in permutations(AXES) if "-".join(axes) != DEFAULT_ORDER),
+        ),
+    ),
+    Option(
+        name="sharding",
+        path="parallel.sharding",
+        values=_allowed(ParallelSection, "sharding"),
+        matters=lambda layout: layout.dp > 1,
+    ),
+    Option(
+        name="sequence_parallel",
+        path="parallel.sequence_parallel",
+        values=(False, True),
+        matters=lambda layout: layout.tp > 1,
+    ),
+    Option(
+        name="recompute",
+        path="memory.recompute",
+        values=_allowed(MemorySection, "recompute"),
+    ),
+    Option(
+        name="recompute_parts",
+        path="memory.recompute_parts",
+        values=(
+            ("attention",),
+            ("activation",),
+            ("norm",),
+            ("attention", "activation", "norm"),
+        ),
+        matters=lambda layout: layout.recompute == "selective",
+    ),
+    Option(
+        name="recompute_every",
+        path="memory.recompute_every",
+        values=(1, 2),
+        matters=lambda layout: layout.recompute == "full",
+    ),
+)
 
 
 def layout_of(job: Job) -> Layout:
     """The layout that the job asks for."""
-    return Layout(
-        tp=job.parallel.tp,
-        cp=job.parallel.cp,
-        pp=job.parallel.pp,
-        dp=job.parallel.dp,
-        schedule=job.schedule.name,
-        micro_batch_size=job.schedule.micro_batch_size,
-        order=job.parallel.order,
-        sharding=job.parallel.sharding,
-    )
+    values: dict[str, Any] = {axis: getattr(job.parallel, axis) for axis in DEGREES}
+    values["micro_batch_size"] = job.schedule.micro_batch_size
+    values |= {option.name: job_values(job)[option.path] for option in OPTIONS}
+    return Layout(**values)
 
 
 def reference_layout(job: Job) -> Layout:
@@ -93,8 +181,10 @@ def with_layout(job: Job, layout: Layout) -> Job:
     """The job on ``layout``; whether that is legal is :func:`is_legal`'s to say."""
     values = job.model_dump()
     values["parallel"] |= {axis: layout.degree(axis) for axis in DEGREES}
-    values["parallel"] |= {"order": layout.order, "sharding": layout.sharding}
-    values["schedule"] |= {"name": layout.schedule, "micro_batch_size": layout.micro_batch_size}
+    values["schedule"]["micro_batch_size"] = layout.micro_batch_size
+    for option in OPTIONS:
+        section, _, field = option.path.partition(".")
+        values[section][field] = layout.value(option)
     return Job.model_validate(values)
 
 
@@ -115,11 +205,10 @@ def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:
             yield shape
 
 
-def schedules() -> tuple[str, ...]:
-    """Names of all schedules, the simplest first."""
-    return tuple(sorted(SCHEDULES, key=lambda name: (name != SIMPLEST_SCHEDULE, name)))
-
-
-def shardings() -> tuple[str, ...]:
-    """What the job file allows for parallel.sharding, none first."""
-    return get_args(ParallelSection.model_fields["sharding"].annotation)
+def _text(value: object) -> str:
+    """A value as a ``--set`` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value)

@@ -9,15 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from raymega.config.schema import Job
-from raymega.verify.layout import (
-    DEFAULT_ORDER,
-    DEGREES,
-    Layout,
-    is_legal,
-    reference_layout,
-    schedules,
-    shardings,
-)
+from raymega.verify.layout import DEGREES, OPTIONS, Layout, is_legal, reference_layout
 
 
 def minimise(job: Job, layout: Layout, is_failing: Callable[[Layout], bool]) -> Layout:
@@ -52,16 +44,9 @@ def simpler_layouts(job: Job, layout: Layout) -> Iterator[Layout]:
 def _changed(job: Job, layout: Layout) -> Iterator[Layout]:
     for axis in DEGREES:
         for degree in range(1, layout.degree(axis)):
-            yield layout.with_degree(axis, degree)
-    for sharding in _before(shardings(), layout.sharding):
-        yield replace(layout, sharding=sharding)
-    yield replace(layout, order=DEFAULT_ORDER)
-    for schedule in _before(schedules(), layout.schedule):
-        yield replace(layout, schedule=schedule)
+            yield layout.with_value(axis, degree)
+    for option in OPTIONS:
+        yield layout.with_value(option.name, option.simplest)
     whole = -(-job.data.global_batch_size // layout.dp)  # one micro-batch accumulates nothing
     if whole > layout.micro_batch_size:
         yield replace(layout, micro_batch_size=whole)
-
-
-def _before(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    return names[: names.index(name)]

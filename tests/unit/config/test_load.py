@@ -132,3 +132,14 @@ def test_scalars_are_read_as_yaml_1_2_has_them(text, value):
     raw = parse_job(VERIFY, [f"tracking.mlflow_uri={text}"]).raw
     assert raw["tracking"]["mlflow_uri"] == value
     assert type(raw["tracking"]["mlflow_uri"]) is type(value)
+
+
+def test_sequences_become_tuples_in_files_and_overrides(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        VERIFY.read_text()
+        + "\nmemory:\n  recompute: selective\n  recompute_parts: [norm, attention]\n"
+    )
+    job = parse_job(path, ["data.batch_ramp=[{until_samples: 8, global_batch_size: 4}]"]).job()
+    assert job.memory.recompute_parts == ("norm", "attention")
+    assert job.data.batch_ramp[0].global_batch_size == 4
