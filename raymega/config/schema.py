@@ -55,16 +55,21 @@ class RunSection(Section):
 class ModelSection(Section):
     """The network: a family's layers and its widths."""
 
-    family: Literal["gpt2", "llama"] = Field(
+    family: Literal["gpt2", "llama", "qwen2", "qwen3"] = Field(
         description="gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, "
-        "SwiGLU, no biases."
+        "SwiGLU, no biases. qwen2: llama with biases of q, k and v. qwen3: llama with an RMSNorm of "
+        "each query and key head before RoPE."
     )
     num_layers: Positive = Field(description="Transformer blocks.")
     width: Positive = Field(description="D, features of the residual stream.")
-    num_heads: Positive = Field(description="H, query heads; each has width / num_heads features.")
+    num_heads: Positive = Field(description="H, query heads.")
     num_kv_heads: Positive | Literal["num_heads"] = Field(
         default="num_heads",
         description="G, key and value heads; fewer than num_heads is grouped-query attention.",
+    )
+    head_features: Positive | Literal["width / num_heads"] = Field(
+        default="width / num_heads",
+        description="K, features of one head; another number frees it from the width, as in qwen3.",
     )
     ffn_width: Positive = Field(description="F, features inside the feed-forward layer.")
     vocab_size: Positive = Field(description="V, rows of the embedding; at least the tokenizer's.")
@@ -82,6 +87,18 @@ class ModelSection(Section):
     )
     norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
     rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
+    rope_scaling: Literal["none", "llama3"] = Field(
+        default="none",
+        description="llama3: wave lengths above rope_original_positions / rope_low_freq_factor are "
+        "stretched by rope_factor, those below rope_original_positions / rope_high_freq_factor are "
+        "kept, those between in part.",
+    )
+    rope_factor: PositiveFloat = Field(default=8.0, description="llama3 scaling only.")
+    rope_low_freq_factor: PositiveFloat = Field(default=1.0, description="llama3 scaling only.")
+    rope_high_freq_factor: PositiveFloat = Field(default=4.0, description="llama3 scaling only.")
+    rope_original_positions: Positive = Field(
+        default=8192, description="llama3 scaling only: longest sequence before it was stretched."
+    )
     vocab_multiple: Positive = Field(
         default=128,
         description="The table's rows are padded to a multiple of this, whatever the layout is. "
@@ -114,7 +131,9 @@ class ModelSection(Section):
     @property
     def head_width(self) -> int:
         """K, features of one head."""
-        return self.width // self.num_heads
+        if self.head_features == "width / num_heads":
+            return self.width // self.num_heads
+        return self.head_features
 
 
 class BatchStage(Section):

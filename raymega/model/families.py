@@ -1,6 +1,7 @@
 """What tells one family from another: a row of parts each, and the assembly of a block from them.
 
-Which tensors a family has (biases, positions) is plan.tensors'.
+Which tensors a family has (biases, positions, norms of heads) is plan.tensors'; a part takes those
+that are there.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ class Family:
     is_rotary: bool
 
 
+_LLAMA = Family(norm=RmsNorm, mlp=SwigluMlp, is_rotary=True)
 FAMILIES = {
     "gpt2": Family(norm=LayerNorm, mlp=GeluMlp, is_rotary=False),
-    "llama": Family(norm=RmsNorm, mlp=SwigluMlp, is_rotary=True),
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
 }
 
 

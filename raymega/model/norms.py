@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the features of the residual stream.
+"""LayerNorm and RMSNorm over the features of the residual stream, and RMSNorm over those of a head.
 
 Torch's kernels take the statistics in fp32 when x is narrower. The parameters are held whole by
 every tensor-parallel rank, and so are their gradients.
@@ -6,6 +6,7 @@ every tensor-parallel rank, and so are their gradients.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
@@ -37,3 +38,21 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [S, B, D] -> [S, B, D]."""
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class HeadNorms(nn.Module):
+    """RMSNorm of each query and key head; all query heads share a weight, and all key heads."""
+
+    def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.q_weight = factory.make(f"{name}.q_norm.weight")
+        self.k_weight = factory.make(f"{name}.k_norm.weight")
+
+    def forward(self, qk: Tensor, *, num_heads: int) -> Tensor:
+        """qk: [S, B, H/tp + G/tp, K], of which the first ``num_heads`` are queries -> the same."""
+        weights = (
+            self.q_weight.expand(num_heads, -1),
+            self.k_weight.expand(qk.shape[2] - num_heads, -1),
+        )
+        return rms_norm(qk, self.q_weight.shape, None, self.eps) * torch.cat(weights)

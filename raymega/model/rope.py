@@ -1,10 +1,12 @@
 """Rotary position embedding (RoPE), in the rotate-half convention of Llama.
 
 Feature i of a head is paired with feature i + K/2; pair i at position s turns by the angle
-s / base^(2i/K). It owns the table of angles, one for all layers of a stage.
+s / base^(2i/K), or slower where the wave lengths are scaled. It owns the table of angles, one for all layers of a stage.
 """
 
 from __future__ import annotations
+
+from math import pi
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +22,8 @@ class Rope(nn.Module):
 
     def __init__(self, model: ModelSection, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        pairs = torch.arange(0, model.head_width, 2, dtype=torch.float64, device=device)
         positions = torch.arange(model.max_positions, dtype=torch.float64, device=device)
-        angles = positions[:, None] * model.rope_base ** (-pairs / model.head_width)
+        angles = positions[:, None] * _frequencies(model).to(device)
         wide = torch.promote_types(dtype, torch.float32)
         self.register_buffer("cos", angles.cos().to(wide)[:, None, None], persistent=False)
         self.register_buffer("sin", angles.sin().to(wide)[:, None, None], persistent=False)
@@ -32,3 +33,16 @@ class Rope(nn.Module):
         cos, sin = self.cos[: x.shape[0]], self.sin[: x.shape[0]]
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def _frequencies(model: ModelSection) -> Tensor:
+    """Angle per position of each pair of features, [K/2], float64."""
+    pairs = torch.arange(0, model.head_width, 2, dtype=torch.float64)
+    plain = model.rope_base ** (-pairs / model.head_width)
+    if model.rope_scaling == "none":
+        return plain
+    # Llama 3.1: how often a pair turns within the original length decides between plain and slow.
+    turns = model.rope_original_positions * plain / (2 * pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (share + (1 - share) / model.rope_factor)

@@ -74,24 +74,50 @@ def _kv_heads(tp: int, heads: int, kv_heads: int | str) -> list[Fault]:
     return faults
 
 
-def _head_width(width: int, heads: int, family: str) -> list[Fault]:
-    if width % heads:
+def _head_width(width: int, heads: int, features: int | str, family: str) -> list[Fault]:
+    is_derived = features == "width / num_heads"
+    if is_derived and width % heads:
+        lower = width - width % heads
         return [
             Fault(
                 fact=f"model.width={width}",
                 rule=f"it must be a multiple of model.num_heads={heads} (remainder {width % heads})",
-                remedy=f"use {width - width % heads} or {width - width % heads + heads}",
+                remedy=f"use {lower} or {lower + heads}, or set model.head_features",
             )
         ]
-    if family == "llama" and (width // heads) % 2:
+    size = width // heads if is_derived else int(features)
+    if family != "gpt2" and size % 2:
+        what = "model.width / model.num_heads = " if is_derived else "model.head_features="
         return [
             Fault(
-                fact=f"model.width / model.num_heads = {width // heads}",
-                rule="RoPE turns pairs of features, so a llama head's width must be even",
-                remedy="change width or num_heads",
+                fact=f"{what}{size}",
+                rule=f"RoPE turns pairs of features, so a {family} head's width must be even",
+                remedy="change width or num_heads" if is_derived else f"use {size + 1}",
             )
         ]
     return []
+
+
+def _rope_scaling(scaling: str, family: str, low: float, high: float) -> list[Fault]:
+    if scaling == "none":
+        return []
+    if family == "gpt2":
+        return [
+            Fault(
+                fact=f"model.rope_scaling={scaling}",
+                rule="model.family=gpt2 has learned positions and no RoPE to scale",
+                remedy="set model.rope_scaling=none, or take another family",
+            )
+        ]
+    if low < high:
+        return []
+    return [
+        Fault(
+            fact=f"model.rope_low_freq_factor={low:g}",
+            rule=f"it must be less than model.rope_high_freq_factor={high:g}",
+            remedy="use 1 and 4, as Llama 3.1 does",
+        )
+    ]
 
 
 def _layers(pp: int, layers: int) -> list[Fault]:
@@ -168,7 +194,19 @@ RULES = (
     _must_divide("tp", "ffn_width"),
     _must_divide("tp", "vocab_size"),
     Rule(reads=("parallel.tp", "model.num_heads", "model.num_kv_heads"), check=_kv_heads),
-    Rule(reads=("model.width", "model.num_heads", "model.family"), check=_head_width),
+    Rule(
+        reads=("model.width", "model.num_heads", "model.head_features", "model.family"),
+        check=_head_width,
+    ),
+    Rule(
+        reads=(
+            "model.rope_scaling",
+            "model.family",
+            "model.rope_low_freq_factor",
+            "model.rope_high_freq_factor",
+        ),
+        check=_rope_scaling,
+    ),
     Rule(reads=("parallel.pp", "model.num_layers"), check=_layers),
     Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
     Rule(reads=("schedule.chunks",), check=_chunks),

@@ -60,6 +60,39 @@ class GlobalTensor:
         return Box(offset=tuple(offset), shape=tuple(shape))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyTensors:
+    """Which tensors a family has beside those that all have.
+
+    Attributes:
+        biased: Linear layers with a bias.
+        has_positions: It has a table of learned positions.
+        has_gate: The feed-forward layer has a gate.
+        has_norm_bias: Norms have a bias.
+        has_head_norms: Each query and key head has a norm, whose weight all heads share.
+    """
+
+    biased: frozenset[str] = frozenset()
+    has_positions: bool = False
+    has_gate: bool = True
+    has_norm_bias: bool = False
+    has_head_norms: bool = False
+
+
+_QKV = ("attention.q", "attention.k", "attention.v")
+FAMILY_TENSORS = {
+    "gpt2": FamilyTensors(
+        biased=frozenset((*_QKV, "attention.out", "mlp.up", "mlp.down")),
+        has_positions=True,
+        has_gate=False,
+        has_norm_bias=True,
+    ),
+    "llama": FamilyTensors(),
+    "qwen2": FamilyTensors(biased=frozenset(_QKV)),
+    "qwen3": FamilyTensors(has_head_norms=True),
+}
+
+
 def _weight(
     name: str, shape: tuple[int, int], *, tp_dim: int, std: float, kv_heads: int = 0
 ) -> GlobalTensor:
@@ -76,19 +109,25 @@ def _bias(name: str, size: int, *, tp_dim: int, kv_heads: int = 0) -> GlobalTens
     )  # fmt: skip
 
 
-def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
-    scale = GlobalTensor(
-        name=f"{name}.weight", shape=(model.width,), tp_dim=-1, init="ones", init_std=0.0,
-        has_decay=False,
+def _scale(name: str, size: int, *, serves_heads: bool = False) -> GlobalTensor:
+    return GlobalTensor(
+        name=f"{name}.weight", shape=(size,), tp_dim=-1, init="ones", init_std=0.0,
+        has_decay=False, serves_heads=serves_heads,
     )  # fmt: skip
-    return [scale, _bias(name, model.width, tp_dim=-1)] if model.family == "gpt2" else [scale]
+
+
+def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
+    table = [_scale(name, model.width)]
+    if FAMILY_TENSORS[model.family].has_norm_bias:
+        table.append(_bias(name, model.width, tp_dim=-1))
+    return table
 
 
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Token table, and gpt2's position table."""
     std = model.init_std
     table = [_weight("embedding.tokens", (model.vocab_size, model.width), tp_dim=0, std=std)]
-    if model.family == "gpt2":
+    if FAMILY_TENSORS[model.family].has_positions:
         shape = (model.max_positions, model.width)
         table.append(_weight("embedding.positions", shape, tp_dim=-1, std=std))
     return table
@@ -96,25 +135,28 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
 
 def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     """Tensors of one transformer block."""
-    at = f"layers.{layer}"
+    at, family = f"layers.{layer}", FAMILY_TENSORS[model.family]
     std, out_std = model.init_std, model.init_std / sqrt(2 * model.num_layers)
     q_width = model.num_heads * model.head_width
     kv_width = model.kv_heads * model.head_width
     columns = {"attention.q": q_width, "attention.k": kv_width, "attention.v": kv_width}
-    if model.family == "llama":
+    if family.has_gate:
         columns["mlp.gate"] = model.ffn_width
     columns["mlp.up"] = model.ffn_width
     rows = {"attention.out": q_width, "mlp.down": model.ffn_width}
     table = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
+    if family.has_head_norms:
+        for name in ("attention.q_norm", "attention.k_norm"):
+            table.append(_scale(f"{at}.{name}", model.head_width, serves_heads=True))
     for name, out in columns.items():
         kv_heads = model.kv_heads if name in ("attention.k", "attention.v") else 0
         shape = (out, model.width)
         table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=std, kv_heads=kv_heads))
-        if model.family == "gpt2":
+        if name in family.biased:
             table.append(_bias(f"{at}.{name}", out, tp_dim=0, kv_heads=kv_heads))
     for name, inner in rows.items():
         table.append(_weight(f"{at}.{name}", (model.width, inner), tp_dim=1, std=out_std))
-        if model.family == "gpt2":
+        if name in family.biased:
             table.append(_bias(f"{at}.{name}", model.width, tp_dim=-1))
     return table
 

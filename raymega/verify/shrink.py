@@ -182,8 +182,10 @@ def _cut_head_width(width: int) -> Callable[[_Draft], None]:
 def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> None:
     """Set heads and width, and the FFN so that it keeps its ratio to the width."""
     model = draft.job().model
-    width = heads * head_width
+    width = max(1, round(model.width * heads * head_width / (model.num_heads * model.head_width)))
     draft.set("model.num_heads", heads)
+    if model.head_features != "width / num_heads":
+        draft.set("model.head_features", head_width)
     if model.num_kv_heads != "num_heads":
         draft.set("model.num_kv_heads", kv_heads)
     draft.set("model.width", width)

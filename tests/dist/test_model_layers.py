@@ -18,6 +18,9 @@ MODELS = {
     "gpt2": reference.make_model("gpt2"),
     "llama": reference.make_model("llama", num_kv_heads="num_heads"),
     "llama-gqa": reference.make_model("llama"),
+    "llama-rope3": reference.make_model("llama", rope_scaling="llama3", rope_original_positions=8),
+    "qwen2": reference.make_model("qwen2"),
+    "qwen3": reference.make_model("qwen3"),
 }
 S, B = 7, 3
 
@@ -76,14 +79,18 @@ def _run_stages(env, model, num_stages):
     reference.fill(params, reference.draw_weights(model_tensors(model)))
     loss = run_stages(modules, reference.draw_batch(model))
     loss.backward()
-    replicated = {p.spec.name: p.grad for p in params if all(piece.tensor.tp_dim < 0 for piece in p.spec.pieces)}
+    replicated = {
+        p.spec.name: p.grad
+        for p in params
+        if not p.spec.is_partial_over_tp and all(at.tensor.tp_dim < 0 for at in p.spec.pieces)
+    }
     return loss.detach(), reference.gradient_blocks(params), replicated
 
 
 @degrees
 @pytest.mark.parametrize("pp", [1, 2, 5], ids=lambda pp: f"pp{pp}")
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_whole_stages(family, is_tied, pp, tp):
     """Five stages hold three layers, so some stages hold none."""
     model = reference.make_model(family, is_embedding_tied=is_tied)

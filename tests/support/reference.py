@@ -19,7 +19,8 @@ def make_model(family: str, **changes) -> ModelSection:
         "num_layers": 3,
         "width": 48,
         "num_heads": 8,
-        "num_kv_heads": 4 if family == "llama" else "num_heads",
+        "num_kv_heads": "num_heads" if family == "gpt2" else 4,
+        "head_features": 10 if family == "qwen3" else "width / num_heads",
         "ffn_width": 80,
         "vocab_size": 52,
         "max_positions": 16,
@@ -97,7 +98,9 @@ def attention(model, weights, at, x):
     """Each query head by itself: softmax over earlier positions of its kv head."""
     seq, width = x.shape[1], model.head_width
     q, k, v = (linear(weights, f"{at}.{n}", x).unflatten(-1, (-1, width)) for n in "qkv")
-    if model.family == "llama":
+    if model.family == "qwen3":
+        q, k = norm(model, weights, f"{at}.q_norm", q), norm(model, weights, f"{at}.k_norm", k)
+    if model.family != "gpt2":
         q, k = rotate(model, q), rotate(model, k)
     later = torch.ones(seq, seq).triu(1).bool()
     heads = []
@@ -112,15 +115,29 @@ def rotate(model, x):
     """RoPE of x: [B, S, heads, K] as a product of complex numbers x[i] + x[i + K/2] j."""
     half = model.head_width // 2
     positions = torch.arange(x.shape[1], dtype=torch.float64)
-    speed = [model.rope_base ** (-2 * i / model.head_width) for i in range(half)]
+    speed = [_speed(model, model.rope_base ** (-2 * i / model.head_width)) for i in range(half)]
     angles = positions[:, None] * torch.tensor(speed, dtype=torch.float64)
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
     y = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat((y.real, y.imag), -1)
 
 
+def _speed(model, plain):
+    """Llama 3's rule, case by case: short waves stay, long ones are stretched, others in part."""
+    if model.rope_scaling == "none":
+        return plain
+    wave, original = 2 * math.pi / plain, model.rope_original_positions
+    if wave < original / model.rope_high_freq_factor:
+        return plain
+    if wave > original / model.rope_low_freq_factor:
+        return plain / model.rope_factor
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    smooth = (original / wave - low) / (high - low)
+    return (1 - smooth) * plain / model.rope_factor + smooth * plain
+
+
 def mlp(model, weights, at, x):
-    if model.family == "llama":
+    if model.family != "gpt2":
         gate = linear(weights, f"{at}.gate", x)
         return linear(
             weights, f"{at}.down", gate * torch.sigmoid(gate) * linear(weights, f"{at}.up", x)
@@ -144,12 +161,12 @@ def fill(params, weights) -> None:
 
 
 def gradient_blocks(params) -> list:
-    """(tensor name, box, gradient) of every piece that counts, and of tied copies."""
+    """(tensor name, box, gradient) of every piece that counts, of tied copies and of terms."""
     return [
         (piece.tensor.name, piece.box, param.grad[slices(piece.local)].clone())
         for param in params
-        if param.spec.pieces[0].is_primary or param.spec.is_tied
         for piece in param.spec.pieces
+        if piece.is_primary or param.spec.is_tied or piece.is_partial_over_tp
     ]
 
 

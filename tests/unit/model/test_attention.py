@@ -22,7 +22,7 @@ def _attention(model):
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 1], ids=["as-many", "grouped", "one"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_attention_is_the_written_out_softmax(family, kv_heads):
     model = reference.make_model(family, num_kv_heads=kv_heads)
     attention, weights = _attention(model)
@@ -35,7 +35,7 @@ def test_attention_is_the_written_out_softmax(family, kv_heads):
     assert reference.difference(grad, grad_wanted) < FLOAT64_LAYER
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_earlier_positions_do_not_see_later_ones(family):
     model = reference.make_model(family)
     attention, _ = _attention(model)

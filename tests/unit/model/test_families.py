@@ -13,7 +13,10 @@ from raymega.plan.tensors import layer_tensors
 from tests.support import reference
 from tests.unit.model.parts import CPU, make_model_factory
 
-PARTS = {"gpt2": (LayerNorm, nn.Identity, GeluMlp), "llama": (RmsNorm, Rope, SwigluMlp)}
+PARTS = {
+    "gpt2": (LayerNorm, nn.Identity, GeluMlp),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), (RmsNorm, Rope, SwigluMlp)),
+}
 
 
 def test_every_family_of_the_schema_has_a_row():

@@ -48,3 +48,23 @@ def test_far_positions_keep_their_angle_in_bfloat16():
 
 def test_rope_adds_nothing_to_the_state():
     assert _rope()[0].state_dict() == {}
+
+
+SCALED = {
+    "rope_scaling": "llama3",
+    "rope_original_positions": 64,
+    "rope_base": 500.0,
+    "head_features": 16,
+    "max_positions": 256,
+}
+
+
+def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
+    rope, model = _rope(**SCALED)
+    x = torch.randn(256, 2, 3, model.head_width).double()
+    wanted = reference.rotate(model, x.transpose(0, 1)).transpose(0, 1)
+    assert reference.difference(rope(x), wanted) < FLOAT64_LAYER
+    plain, _ = _rope(**{**SCALED, "rope_scaling": "none"})
+    share = (rope.cos[1].arccos() / plain.cos[1].arccos()).flatten()
+    assert share[0] == pytest.approx(1.0) and share[-1] == pytest.approx(1 / model.rope_factor)
+    assert any(0.2 < float(value) < 0.9 for value in share), "some waves are stretched in part"

@@ -39,6 +39,7 @@ def test_plan_refuses_all_broken_rules_at_once():
         ("model.num_kv_heads=3", "model.num_kv_heads=3"),
         ("model.width=36", "model.width=36"),
         ("model.width=24", "model.width / model.num_heads = 3"),
+        ("model.head_features=5", "model.head_features=5"),
         ("schedule.chunks=2", "schedule.chunks=2"),
         ("model.vocab_size=255", "parallel.tp=2"),
     ],
@@ -50,3 +51,20 @@ def test_each_rule_names_its_fact(override, fact):
 
 def test_run_shorter_than_its_warmup_is_legal():
     assert make_plan(parse_job(VERIFY, ["run.steps=2"]).job()).job.run.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fact"),
+    [
+        (["model.family=gpt2"], "model.rope_scaling=llama3; model.family=gpt2 has learned"),
+        (["model.rope_low_freq_factor=4.0"], "model.rope_low_freq_factor=4; it must be less than"),
+    ],
+)
+def test_rope_scaling_rules(overrides, fact):
+    with pytest.raises(PlanError, match=re.escape(fact)):
+        make_plan(parse_job(VERIFY, ["model.rope_scaling=llama3", *overrides]).job())
+
+
+def test_head_features_free_the_head_from_the_width():
+    job = parse_job(VERIFY, ["model.head_features=10", "model.width=36"]).job()
+    assert make_plan(job).job.model.head_width == 10

@@ -40,7 +40,22 @@ def test_llama2_7b_and_llama3_8b_have_their_published_parameter_counts():
     assert count_parameters(llama3) == 8_030_261_248
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_qwen_models_have_their_published_parameter_counts():
+    """Qwen2.5-0.5B and Qwen3-0.6B, whose heads are wider than width / num_heads."""
+    small = {"vocab_size": 151936, "is_embedding_tied": True}
+    qwen2 = _model(
+        family="qwen2", **small, num_layers=24, width=896, num_heads=14, num_kv_heads=2,
+        ffn_width=4864,
+    )  # fmt: skip
+    qwen3 = _model(
+        family="qwen3", **small, num_layers=28, width=1024, num_heads=16, num_kv_heads=8,
+        ffn_width=3072, head_features=128,
+    )  # fmt: skip
+    assert count_parameters(qwen2) == 494_032_768
+    assert count_parameters(qwen3) == 596_049_920
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_hold_every_tensor_once_apart_from_the_tied_copy(family, is_tied, num_stages):
