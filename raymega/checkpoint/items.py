@@ -1,39 +1,30 @@
-"""What is saved and loaded: named tensors that know their place in the model."""
+"""What is saved and loaded, as the planner sees it: blocks of global tensors without their values."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
 from raymega.checkpoint.planner import Holding
 from raymega.messages import Box
-from raymega.parallel.sharding import ShardSpec
+from raymega.parallel.blocks import Block
 
 
-class Sharded(Protocol):
-    """A parameter, as far as a checkpoint needs it."""
-
-    @property
-    def spec(self) -> ShardSpec:
-        """Its place in the model."""
-
-
-Item = tuple[str, Sharded, torch.Tensor]
-"""Kind (``model``, ``adam.exp_avg``), the parameter, and the tensor of that kind, shaped like it."""
-
-
-def holding_of(item: Item) -> Holding:
-    """The item without its values."""
-    kind, parameter, tensor = item
-    return Holding(kind=kind, spec=parameter.spec, dtype=dtype_name(tensor.dtype))
+def holding_of(block: Block) -> Holding:
+    """The block without its values."""
+    return Holding(
+        tensor=block.name,
+        dtype=dtype_name(block.values.dtype),
+        global_shape=block.tensor.shape,
+        box=block.box,
+        is_primary=block.is_primary,
+        is_replicated=block.is_replicated,
+    )
 
 
-def block_of(tensor: torch.Tensor, local: Box) -> torch.Tensor:
-    """A view of the block at ``local``."""
-    whole = Box(offset=(0,) * tensor.ndim, shape=tuple(tensor.shape))
-    assert local.intersect(whole) == local, f"block {local} is outside a tensor of {whole.shape}"
-    return tensor.detach()[local.within(whole)]
+def values_at(block: Block, box: Box) -> torch.Tensor:
+    """A view of the values at ``box``, which lies inside the block."""
+    assert box.intersect(block.box) == box, f"{box} is outside {block.name} at {block.box}"
+    return block.values.detach()[box.within(block.box)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
 """Who writes which elements: a pure function that every rank evaluates for itself.
 
-Data-parallel replicas hold the same values, so they share the work of saving them. No messages are
-exchanged: equal arguments give every replica the same division, and its own part of it.
+Values that all data-parallel replicas hold are shared out among them; values that one holds alone it
+writes itself. No messages are exchanged: replicas whose common holdings are equal, in equal order,
+find the same division, and each its own part of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from raymega.checkpoint.dtypes import element_type
 from raymega.messages import Box
-from raymega.parallel.sharding import ShardSpec
 
 MAX_BOX_BYTES = 64 * 2**20
 """A box is read and verified as a whole, so this bounds a reader's memory and its excess bytes."""
@@ -19,22 +19,28 @@ MAX_BOX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """One tensor that a rank holds: a parameter's values or one of its optimizer states.
+    """One block of a global tensor that a rank holds.
 
     Attributes:
-        kind: ``model``, ``adam.exp_avg``, ...; the first part of the saved name.
-        spec: The parameter's place in the model.
+        tensor: Saved name, ``kind/name``.
         dtype: Element type, numpy's name.
+        global_shape: Shape of the whole tensor.
+        box: Which block of it.
+        is_primary: Of all tp ranks and stages that hold the block, this one saves it.
+        is_replicated: All data-parallel replicas hold it, and not this one alone.
     """
 
-    kind: str
-    spec: ShardSpec
+    tensor: str
     dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    is_primary: bool
+    is_replicated: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """A block of a holding that one replica writes.
+    """A part of a holding that one replica writes.
 
     Attributes:
         holding: Index of the holding.
@@ -42,7 +48,6 @@ class Share:
         dtype: Element type.
         global_shape: Shape of the whole tensor.
         box: Which block of it.
-        local: The same block in the holding's indices.
     """
 
     holding: int
@@ -50,7 +55,6 @@ class Share:
     dtype: str
     global_shape: tuple[int, ...]
     box: Box
-    local: Box
 
     @property
     def num_bytes(self) -> int:
@@ -61,45 +65,44 @@ class Share:
 def share_boxes(
     holdings: Sequence[Holding], *, num_replicas: int, replica: int
 ) -> tuple[Share, ...]:
-    """The blocks that ``replica`` writes.
+    """The blocks that ``replica`` writes, of what it holds and is primary for.
 
-    The primary pieces, laid end to end, are cut into ``num_replicas`` stretches of equal bytes; a
-    row (an index of dim 0) belongs to the stretch in which it begins. So no replica has more than
-    one row too many, and at most num_replicas - 1 pieces are cut at all.
+    What it holds alone it writes whole. What all replicas hold, laid end to end, is cut into
+    ``num_replicas`` stretches of equal bytes; a row (an index of dim 0) belongs to the stretch in
+    which it begins. So no replica has more than one row too many, and at most num_replicas - 1
+    holdings are cut at all.
     """
-    pieces = list(_primary_pieces(holdings))
-    total = sum(piece.num_bytes for piece in pieces)
+    primary = [(i, holding) for i, holding in enumerate(holdings) if holding.is_primary]
+    replicated = [_whole(i, holding) for i, holding in primary if holding.is_replicated]
+    total = sum(share.num_bytes for share in replicated)
     begin, end = (total * index // num_replicas for index in (replica, replica + 1))
     shares: list[Share] = []
-    for piece in pieces:
-        shares += _rows_between(piece, begin, end)
-        begin, end = begin - piece.num_bytes, end - piece.num_bytes
+    for share in replicated:
+        shares += _rows_between(share, begin, end)
+        begin, end = begin - share.num_bytes, end - share.num_bytes
+    for share in (_whole(i, holding) for i, holding in primary if not holding.is_replicated):
+        shares += _rows_between(share, 0, share.num_bytes)
     return tuple(shares)
 
 
-def _primary_pieces(holdings: Sequence[Holding]) -> Iterator[Share]:
-    for index, holding in enumerate(holdings):
-        for piece in (piece for piece in holding.spec.pieces if piece.is_primary):
-            yield Share(
-                holding=index,
-                tensor=f"{holding.kind}/{piece.tensor.name}",
-                dtype=holding.dtype,
-                global_shape=piece.tensor.shape,
-                box=piece.box,
-                local=piece.local,
-            )
+def _whole(index: int, holding: Holding) -> Share:
+    return Share(
+        holding=index,
+        tensor=holding.tensor,
+        dtype=holding.dtype,
+        global_shape=holding.global_shape,
+        box=holding.box,
+    )
 
 
-def _rows_between(piece: Share, begin: int, end: int) -> Iterator[Share]:
-    """Rows that begin in bytes [begin, end) of ``piece``, in blocks of bounded size."""
-    num_rows = piece.box.shape[0]
-    row_bytes = piece.num_bytes // num_rows
+def _rows_between(share: Share, begin: int, end: int) -> Iterator[Share]:
+    """Rows that begin in bytes [begin, end) of ``share``, in blocks of bounded size."""
+    num_rows = share.box.shape[0]
+    row_bytes = share.num_bytes // num_rows
     first, last = (min(max(-(-byte // row_bytes), 0), num_rows) for byte in (begin, end))
     step = max(1, MAX_BOX_BYTES // row_bytes)
     for row in range(first, last, step):
-        count = min(step, last - row)
-        box, local = (_rows(block, row, count) for block in (piece.box, piece.local))
-        yield replace(piece, box=box, local=local)
+        yield replace(share, box=_rows(share.box, row, min(step, last - row)))
 
 
 def _rows(block: Box, first: int, count: int) -> Box:

@@ -16,11 +16,12 @@ from threading import Thread
 import torch
 
 from raymega.checkpoint.data_file import Layout, lay_out, saved_boxes
-from raymega.checkpoint.items import Item, block_of, holding_of
+from raymega.checkpoint.items import holding_of, values_at
 from raymega.checkpoint.keys import data_file, folder_of
 from raymega.checkpoint.planner import share_boxes
 from raymega.errors import StorageError
 from raymega.messages import SavedBox, ShardSaved
+from raymega.parallel.blocks import Block
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,8 @@ class CheckpointWriter:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: Thread | None = None
 
-    def save(self, step: int, items: Sequence[Item], state: State, *, dp_rank: int) -> float:
-        """Copy this replica's share of ``items``, start its write, return the seconds it took.
+    def save(self, step: int, blocks: Sequence[Block], state: State, *, dp_rank: int) -> float:
+        """Copy this replica's share of ``blocks``, start its write, return the seconds it took.
 
         When it returns, the tensors may change. It waits for the save before.
         """
@@ -87,15 +88,15 @@ class CheckpointWriter:
         if not self.wait():
             error = f"the save before is still being written after {self._patience.timeout_s:g} s"
             return self._give_up(step, state, began, error)
-        holdings = [holding_of(item) for item in items]
+        holdings = [holding_of(block) for block in blocks]
         shares = share_boxes(holdings, num_replicas=self._dp, replica=dp_rank)
         layout = lay_out(shares, metadata={"step": str(step), "attempt": str(self._attempt)})
-        is_cuda = any(tensor.is_cuda for _, _, tensor in items)
+        is_cuda = any(block.values.is_cuda for block in blocks)
         try:
             self._reserve(layout.num_bytes, is_pinned=is_cuda)
         except RuntimeError as error:  # how torch reports that host memory is used up
             return self._give_up(step, state, began, f"no host memory for the copy: {error}")
-        self._copy(layout, items)
+        self._copy(layout, blocks)
         if is_cuda:
             torch.cuda.synchronize()
         stall_s = time.monotonic() - began
@@ -114,9 +115,9 @@ class CheckpointWriter:
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
 
-    def _copy(self, layout: Layout, items: Sequence[Item]) -> None:
+    def _copy(self, layout: Layout, blocks: Sequence[Block]) -> None:
         for share, start in zip(layout.shares, layout.starts, strict=True):
-            source = block_of(items[share.holding][2], share.local)
+            source = values_at(blocks[share.holding], share.box)
             place = self._buffer[start : start + share.num_bytes].view(source.dtype)
             place.view(source.shape).copy_(source, non_blocking=True)
 

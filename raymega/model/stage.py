@@ -5,6 +5,7 @@ It knows which part of the model it is, not how stages talk or in which order th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -43,6 +44,8 @@ class StageModule(nn.Module):
     """Stage ``stage`` of ``model`` as one rank holds it, with its initial values.
 
     Every parameter is a ShardedParameter; together they are plan.tensors' stage_tensors.
+    ``before_use`` is called with the embedding, each block and the head before their weights are
+    used: whoever fills these from other ranks waits there.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class StageModule(nn.Module):
         self.embedding = Embedding(factory) if stage.is_first else None
         self.layers = nn.ModuleDict(blocks)
         self.head = self._make_head(factory, model) if stage.is_last else None
+        self.before_use: Callable[[nn.Module], None] = lambda _part: None
 
     def _make_head(self, factory: ParameterFactory, model: ModelSection) -> Head:
         norm = make_norm(factory, "final_norm", model)
@@ -99,7 +103,10 @@ class StageModule(nn.Module):
             in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
         x = self._stream(tokens, hidden)
-        return x if self.head is None else self.head.loss_sum(x, labels, mask)
+        if self.head is None:
+            return x
+        self.before_use(self.head)
+        return self.head.loss_sum(x, labels, mask)
 
     def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as a pipeline calls it."""
@@ -108,11 +115,17 @@ class StageModule(nn.Module):
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         """This rank's columns of the logits, [S, B, V/tp]; only on the last stage."""
         assert self.head is not None, "only the last stage makes logits"
-        return self.head(self._stream(tokens, hidden))
+        x = self._stream(tokens, hidden)
+        self.before_use(self.head)
+        return self.head(x)
 
     def _stream(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
-        x = hidden if self.embedding is None else self.embedding(tokens)
+        x = hidden
+        if self.embedding is not None:
+            self.before_use(self.embedding)
+            x = self.embedding(tokens)
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         for block in self.layers.values():
+            self.before_use(block)
             x = block(x)
         return x

@@ -1,35 +1,60 @@
-"""Clipping by the true global norm: every element of the whole model counts once.
+"""Norms of the whole model from each rank's part: every element counts once, on any layout.
 
 It sums what one rank has; the sum over ranks and the root are train.step's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from raymega.parallel.grad_buffer import GradBuffer
-from raymega.parallel.parameter import ShardedParameter
+from raymega.plan.tensors import GlobalTensor
+
+Shares = Iterable[tuple[GlobalTensor, torch.Tensor]]
+"""Values that a rank counts, by tensor, such as GradBuffer.shares() or Optimizer.shares()."""
 
 
-def local_norm_sq(params: Sequence[ShardedParameter], gradients: GradBuffer) -> torch.Tensor:
-    """This rank's share of the squared norm, a float64 scalar on the gradients' device.
-
-    Only primary pieces count, so tensors that tp ranks or stages hold twice count once. Ranks
-    on the dp axis hold equal gradients: add up the shares of one of them.
-    """
-    norms = [
-        torch.linalg.vector_norm(gradients.view(param)[piece.place], dtype=torch.float64)
-        for param in params
-        for piece in param.spec.pieces
-        if piece.is_primary
-    ]
+def local_norm_sq(shares: Shares, device: torch.device) -> torch.Tensor:
+    """This rank's share of the squared norm, a float64 scalar on ``device``."""
+    norms = [_norm(values) for _, values in shares]
     if not norms:
-        return torch.zeros((), dtype=torch.float64, device=params[0].device)
+        return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(norms).square().sum()
+
+
+def local_norm_sq_by_group(
+    shares: Shares, groups: Sequence[str], device: torch.device
+) -> torch.Tensor:
+    """This rank's share of each group's squared norm, float64 [len(groups)].
+
+    Args:
+        shares: What this rank counts.
+        groups: Names, such as :func:`tensor_groups` of the whole model, equal on all ranks, so that
+            the results of all ranks can be summed.
+        device: Where the result is.
+    """
+    sums = torch.zeros(len(groups), dtype=torch.float64, device=device)
+    for tensor, values in shares:
+        sums[groups.index(tensor_group(tensor.name))] += _norm(values).square()
+    return sums
+
+
+def tensor_groups(tensors: Iterable[GlobalTensor]) -> tuple[str, ...]:
+    """Names of the groups that ``tensors`` belong to, in their order."""
+    return tuple(dict.fromkeys(tensor_group(tensor.name) for tensor in tensors))
+
+
+def tensor_group(name: str) -> str:
+    """The kind of tensor: ``attention.q`` of ``layers.3.attention.q.weight``, ``final_norm``, ..."""
+    parts = name.split(".")[:-1]
+    return ".".join(parts[2:] if parts[0] == "layers" else parts[:1])
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
     """What gradients of global norm ``norm`` are multiplied by; ``clip_norm`` 0 never clips."""
     return clip_norm / norm if 0 < clip_norm < norm else 1.0
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float64)

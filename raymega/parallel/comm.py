@@ -55,6 +55,16 @@ class Pending:
     def __init__(self, what: str, work: dist.Work | None, wait: Wait) -> None:
         self._what, self._work, self._wait = what, work, wait
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing was launched, because the group has one rank."""
+        return self._work is None
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when it is complete, from the thread that completes it."""
+        assert self._work is not None, "nothing was launched"
+        self._work.get_future().add_done_callback(lambda _: callback())
+
     def is_done(self) -> bool:
         """True only if waiting would not block; a transfer over gloo never tells before."""
         return self._work is None or self._work.is_completed()
@@ -127,6 +137,39 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
         _wait_in_turns,
     ).wait(group.timeout_s)
     return rows
+
+
+def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Pending:
+    """Begin to replace this rank's even part of ``tensor`` [N] by the sum; the rest is then void.
+
+    gloo has no reduce-scatter: torch's copies the tensor and all-reduces it. So does this one, but
+    without the copy and so that its completion can be watched.
+    """
+    _check("reduce_scatter", tensor, group)
+    _check_rows("reduce_scatter", tensor, group, divisor=group.size)
+    if tensor.device.type == "cpu":
+        return start_all_reduce(tensor, group)
+    options = c10d.ReduceScatterOptions()
+    return _start(
+        "reduce_scatter",
+        tensor,
+        group,
+        lambda handle: handle._reduce_scatter_base(_own_part(tensor, group), tensor, options),
+        _wait_in_turns,
+    )
+
+
+def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Pending:
+    """Begin to fill ``tensor`` [N], of which each rank has its even part, with all ranks' parts."""
+    _check("all_gather", tensor, group)
+    _check_rows("all_gather", tensor, group, divisor=group.size)
+    return _start(
+        "all_gather",
+        tensor,
+        group,
+        lambda handle: handle._allgather_base(tensor, _own_part(tensor, group)),
+        _wait_in_turns,
+    )
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
@@ -231,6 +274,10 @@ def _wait_in_turns(work: dist.Work, timeout_s: float) -> None:
                 raise
         if not dist.is_initialized():
             raise RuntimeError("the world was aborted")
+
+
+def _own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return tensor.chunk(group.size)[group.index]
 
 
 def _duration(seconds: float) -> timedelta:

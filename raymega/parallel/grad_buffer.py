@@ -1,88 +1,181 @@
 """GradBuffer: where gradients are summed, over micro-batches and then over ranks, once a step.
 
-What the sum is divided by is train.step's; who updates with it is optim's.
+Which part of a sum a rank keeps is buckets'; what the sum is divided by is train.step's; who
+updates with it is optim's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
-from raymega.parallel.comm import all_reduce, start_all_reduce
-from raymega.parallel.groups import Groups
+from raymega.errors import Fault, InternalError
+from raymega.parallel.buckets import Bucket, BucketTable, Range, piece_boxes
+from raymega.parallel.comm import all_reduce, start_all_reduce, start_reduce_scatter_in_place
+from raymega.parallel.comm_log import CommLog, Waitable
+from raymega.parallel.groups import Group, Groups
 from raymega.parallel.parameter import ShardedParameter
-
-BUCKET_BYTES = 32 * 2**20
+from raymega.plan.tensors import GlobalTensor
 
 
 class GradBuffer:
-    """One flat buffer in float32 or better, with a view for each parameter.
+    """Flat buckets in float32 or better, with a view for each parameter.
 
-    Views lie in the order in which backward finishes them, last parameter first, and buckets end
-    between views: so a bucket could be sent as soon as its last gradient is there. A hook adds each
-    ``param.grad`` to its view and drops it; a parameter that got none keeps zeros.
+    A hook adds each ``param.grad`` to its view and drops it; a parameter that got none keeps zeros.
+    An ordinary bucket leaves for the data-parallel ranks in the last backward, as soon as its last
+    gradient is there and all buckets before it have left: so the ranks launch in one order, whatever
+    arrived when. The rest leaves in :meth:`finish`.
     """
 
-    def __init__(
-        self, params: Sequence[ShardedParameter], *, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        dtype = torch.float32
-        for param in params:
-            dtype = torch.promote_types(dtype, param.dtype)
-        num_elements = sum(param.numel() for param in params)
-        self._flat = torch.zeros(num_elements, dtype=dtype, device=params[0].device)
+    def __init__(self, table: BucketTable, groups: Groups, *, log: CommLog | None = None) -> None:
+        self._table, self._groups, self._log = table, groups, log or CommLog()
+        device = table.buckets[0].spans[0].param.device
+        self._flat = torch.zeros(table.num_elements, dtype=table.dtype, device=device)
+        self._buckets = torch.split(self._flat, [bucket.size for bucket in table.buckets])
         self._views: dict[ShardedParameter, torch.Tensor] = {}
-        start = 0
-        for param in reversed(params):
-            view = self._flat[start : start + param.numel()].view(param.shape)
-            param.register_post_accumulate_grad_hook(_add_to(view))
-            self._views[param] = view
-            start += param.numel()
-        self._buckets = torch.split(
-            self._flat, _bucket_sizes(list(self._views.values()), bucket_bytes)
-        )
+        self._ordinary = [bucket for bucket in table.buckets if bucket.is_ordinary]
+        self._missing: list[set[ShardedParameter]] = []
+        self._last_chunks: set[int] = set()
+        self._launched: dict[int, Waitable] = {}
+        for bucket in table.buckets:
+            for span in bucket.spans:
+                view = self._buckets[bucket.index][span.start : span.stop].view(span.param.shape)
+                self._views[span.param] = view
+                if span.param.requires_grad:
+                    span.param.register_post_accumulate_grad_hook(self._adder(bucket, view))
+        self._expect_all()
 
     def view(self, param: ShardedParameter) -> torch.Tensor:
-        """The summed gradient of ``param``, of its shape; always the same memory."""
+        """The sum for ``param``, of its shape; always the same memory.
+
+        After :meth:`finish` only what this rank owns is the sum over all ranks.
+        """
         return self._views[param]
+
+    def owned(self, bucket: Bucket) -> torch.Tensor:
+        """The flat sum of what this rank owns of a bucket; always the same memory."""
+        return self._buckets[bucket.index][self._table.owned(bucket).place]
+
+    def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
+        """Sums that this rank counts, flat, by tensor: over all ranks each element once."""
+        for bucket in self._table.buckets:
+            yield from counted(self._table.share(bucket), self._buckets[bucket.index], begin=0)
 
     def zero(self) -> None:
         """Forget the last step's sums."""
         self._flat.zero_()
+        self._expect_all()
 
-    def reduce(self, groups: Groups) -> None:
-        """Sum over data-parallel ranks, then over the two copies of a tied parameter.
+    def launch_when_full(self, chunk: int = 0) -> None:
+        """The last backward of model chunk ``chunk`` begins: from now on buckets leave when full."""
+        self._last_chunks.add(chunk)
 
-        In that order both copies end with equal bits: a sum of two numbers has no order, while a
-        sum over dp depends on where in the buffer a gradient lies, which differs between stages.
+    def finish(self) -> None:
+        """Sum over all ranks; returns when this rank has the sums that it owns.
+
+        Partial pieces are summed over tp first, then every bucket over dp, then tied ones over the
+        two stages. In that order both copies of a tied parameter end with equal bits: a sum of two
+        numbers has no order, while a sum over dp may have.
         """
-        pending = [start_all_reduce(bucket, groups.dp) for bucket in self._buckets]
-        for reduction in pending:
-            reduction.wait(groups.dp.timeout_s)
-        for param, view in self._views.items():
-            if param.spec.is_tied:
-                all_reduce(view, groups.embedding)
+        self._launch_in_order(is_end=True)
+        for bucket in self._table.buckets:
+            if bucket.is_partial_over_tp:
+                sum_over_tp(bucket, self._buckets[bucket.index], self._groups.tp)
+            if not bucket.is_ordinary:
+                self._launch(bucket)
+        for bucket in self._table.buckets:
+            self._launched[bucket.index].wait(self._table.dp.timeout_s)
+            if bucket.is_tied:
+                tie = start_all_reduce(self.owned(bucket), self._groups.embedding)
+                self._log.track("tie", bucket, tie).wait(self._groups.embedding.timeout_s)
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient by ``factor``."""
-        self._flat.mul_(factor)
+        """Multiply every sum that this rank owns by ``factor``."""
+        for bucket in self._table.buckets:
+            self.owned(bucket).mul_(factor)
+
+    def _expect_all(self) -> None:
+        self._missing = [
+            {span.param for span in bucket.spans if span.param.requires_grad}
+            for bucket in self._ordinary
+        ]
+        self._last_chunks, self._launched = set(), {}
+
+    def _adder(self, bucket: Bucket, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def add_gradient(param: torch.Tensor) -> None:
+            assert param.grad is not None, "the hook runs right after a gradient was accumulated"
+            if bucket.index in self._launched:
+                raise _late(bucket)
+            view.add_(param.grad)
+            param.grad = None
+            if bucket.is_ordinary and bucket.chunk in self._last_chunks:
+                self._missing[bucket.index].discard(param)
+                self._launch_in_order(is_end=False)
+
+        return add_gradient
+
+    def _launch_in_order(self, *, is_end: bool) -> None:
+        """Launch ordinary buckets up to the first that still waits for a gradient, or all."""
+        for bucket in self._ordinary[len(self._launched) :]:
+            if self._missing[bucket.index] and not is_end:
+                break
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        start = start_reduce_scatter_in_place if self._table.is_sharded else start_all_reduce
+        pending = start(self._buckets[bucket.index], self._table.dp)
+        self._launched[bucket.index] = self._log.track("reduce", bucket, pending)
 
 
-def _add_to(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def add_gradient(param: torch.Tensor) -> None:
-        assert param.grad is not None, "the hook runs right after a gradient was accumulated"
-        view.add_(param.grad)
-        param.grad = None
+def counted(
+    part: Range, flat: torch.Tensor, *, begin: int
+) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
+    """The primary pieces' elements in ``part``, by tensor, as flat views.
 
-    return add_gradient
+    Args:
+        part: Elements of a bucket.
+        flat: Values of the bucket from element ``begin`` on.
+        begin: See there.
+    """
+    for extent in part.extents():
+        values = flat[extent.within(begin)]
+        for piece, box, at in piece_boxes(extent):
+            if piece.is_primary:
+                yield piece.tensor, values[at : at + box.num_elements]
 
 
-def _bucket_sizes(views: Sequence[torch.Tensor], bucket_bytes: int) -> list[int]:
-    """Elements of each bucket: whole views, until a bucket has ``bucket_bytes`` or more."""
-    sizes = [0]
-    for view in views:
-        if sizes[-1] * view.element_size() >= bucket_bytes:
-            sizes.append(0)
-        sizes[-1] += view.numel()
-    return sizes
+def sum_over_tp(bucket: Bucket, flat: torch.Tensor, tp: Group) -> None:
+    """Sum the partial pieces of a bucket over the tp ranks that hold the same blocks.
+
+    Every rank adds its blocks to zeros of the whole tensors' shapes. So one all-reduce over all tp
+    ranks serves blocks that some of them share and blocks that all of them share.
+    """
+    pieces = [
+        (piece, flat[span.start : span.stop].view(span.param.shape)[piece.place])
+        for span in bucket.spans
+        for piece in span.param.spec.pieces
+        if piece.is_partial_over_tp
+    ]
+    sizes = [piece.tensor.num_elements for piece, _ in pieces]
+    whole = flat.new_zeros(sum(sizes))
+    blocks = [
+        part.view(piece.tensor.shape)[piece.box.within(piece.tensor.whole)]
+        for (piece, _), part in zip(pieces, torch.split(whole, sizes), strict=True)
+    ]
+    for (_, mine), block in zip(pieces, blocks, strict=True):
+        block.copy_(mine)
+    all_reduce(whole, tp)
+    for (_, mine), block in zip(pieces, blocks, strict=True):
+        mine.copy_(block)
+
+
+def _late(bucket: Bucket) -> InternalError:
+    names = ", ".join(span.param.spec.name for span in bucket.spans[:4])
+    return InternalError(
+        Fault(
+            fact=f"a gradient came after its bucket had left (bucket {bucket.index}: {names})",
+            rule="a bucket leaves in its chunk's last backward, which adds to a parameter once",
+            remedy="call launch_when_full before the last backward of the chunk, not earlier",
+        )
+    )

@@ -62,9 +62,23 @@ class Executor(Generic[MicroBatch]):
         self._schedule, self._stage_fn, self._p2p, self._clock = schedule, stage_fn, p2p, clock
         self._is_training = any(instruction.op == Op.BACKWARD for instruction in schedule)
         self._last = {instruction.micro_batch: instruction for instruction in schedule}
+        backwards = [instruction for instruction in schedule if instruction.op == Op.BACKWARD]
+        self._last_backwards = {instruction.chunk: instruction for instruction in backwards}
 
-    def run(self, micro_batches: Sequence[MicroBatch], *, is_recording: bool) -> StepOutput:
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        is_recording: bool,
+        before_last_backward: Callable[[int], None] = lambda _chunk: None,
+    ) -> StepOutput:
         """Carry out the schedule; in training, gradients add up in the parameters' ``grad``.
+
+        Args:
+            micro_batches: One for each that the schedule knows.
+            is_recording: Return what was done when.
+            before_last_backward: Called with the number of a model chunk before the backward after
+                which its gradients are complete.
 
         Raises:
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
@@ -76,6 +90,8 @@ class Executor(Generic[MicroBatch]):
         with torch.set_grad_enabled(self._is_training):
             for instruction in self._schedule:
                 start = self._clock()
+                if instruction is self._last_backwards.get(instruction.chunk):
+                    before_last_backward(instruction.chunk)
                 self._carry_out(instruction, step)
                 if is_recording:
                     events.append(_event(instruction, start - began, self._clock() - began))

@@ -44,6 +44,11 @@ class GlobalTensor:
         """Elements of the whole tensor."""
         return prod(self.shape)
 
+    @property
+    def whole(self) -> Box:
+        """All of it."""
+        return Box(offset=(0,) * len(self.shape), shape=self.shape)
+
     def sharers(self, *, tp: int) -> int:
         """How many neighbouring tensor-parallel ranks hold the same block."""
         if self.tp_dim < 0:

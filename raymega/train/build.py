@@ -12,10 +12,13 @@ import torch
 from raymega.data.loader import Loader
 from raymega.data.open import Source, open_split
 from raymega.model.stage import StageModule
-from raymega.optim.adamw import AdamW
+from raymega.optim.optimizer import Optimizer
+from raymega.parallel.buckets import make_buckets
+from raymega.parallel.comm_log import CommLog
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter, check_specs
+from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.batch import make_batch
@@ -44,11 +47,12 @@ class Parts:
     stage: Stage
     groups: Groups
     device: torch.device
-    parameters: list[ShardedParameter]
     loader: Loader
     executor: Executor
     gradients: GradBuffer
-    optimizer: AdamW
+    weights: WeightBuffer
+    optimizer: Optimizer
+    comm_log: CommLog
     evaluation: Evaluation | None
 
 
@@ -75,14 +79,18 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
     schedules = make_schedule(
         job.schedule.name, pp=plan.grid.pp, num_micro_batches=plan.batch.num_micro_batches
     )
-    gradients = GradBuffer(parameters)
+    is_sharded = job.parallel.sharding == "optimizer"
+    table = make_buckets([parameters], groups.dp, is_sharded=is_sharded)
+    comm_log = CommLog()
+    gradients = GradBuffer(table, groups, log=comm_log)
+    weights = WeightBuffer(table, log=comm_log)
+    module.before_use = weights.wait_for
     return Parts(
         plan=plan,
         coords=coords,
         stage=stage,
         groups=groups,
         device=device,
-        parameters=parameters,
         loader=Loader(
             _open_source(plan, "train"),
             plan.batch,
@@ -92,7 +100,9 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
         ),
         executor=Executor(schedules[coords.pp], module.run, p2p),
         gradients=gradients,
-        optimizer=AdamW(parameters, gradients, job.optimizer),
+        weights=weights,
+        optimizer=Optimizer(table, gradients, weights, job.optimizer),
+        comm_log=comm_log,
         evaluation=_build_evaluation(plan, coords, module=module, p2p=p2p),
     )
 

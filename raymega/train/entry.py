@@ -89,8 +89,8 @@ def _restore(parts: Parts, start: StartWorker) -> TrainState:
         return TrainState()
     store = open_store(start.run_uri)
     manifest = read_manifest(store, start.restore)
-    load(store, manifest, parts.optimizer.state_tensors())
-    parts.optimizer.sync_params()
+    load(store, manifest, list(parts.optimizer.blocks()))
+    parts.optimizer.sync_weights()
     log.info("restored step %d from %s", manifest.step, start.restore)
     return state_from(manifest.state)
 

@@ -14,6 +14,7 @@ def evaluate(parts: Parts) -> dict[str, float]:
     """Loss in nats per token and its exponential; equal on all ranks, empty when it is off."""
     if parts.evaluation is None:
         return {}
+    parts.weights.start_gather()
     micro_batches = parts.evaluation.loader.micro_batches(0)
     loss_sum = parts.evaluation.executor.run(micro_batches, is_recording=False).loss_sum
     is_counted = parts.stage.is_last and parts.coords.tp == 0

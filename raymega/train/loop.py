@@ -47,7 +47,7 @@ def run_loop(
             refuse_non_finite_state(parts, state.step)
             writer.save(
                 state.step,
-                parts.optimizer.state_tensors(),
+                list(parts.optimizer.blocks()),
                 state.scalars(),
                 dp_rank=parts.coords.dp,
             )

@@ -47,10 +47,15 @@ def train_step(
     Raises:
         NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
     """
+    parts.weights.start_gather()
     micro_batches = parts.loader.micro_batches(state.samples)
     parts.gradients.zero()
-    output = parts.executor.run(micro_batches, is_recording=is_recording)
-    parts.gradients.reduce(parts.groups)
+    output = parts.executor.run(
+        micro_batches,
+        is_recording=is_recording,
+        before_last_backward=parts.gradients.launch_when_full,
+    )
+    parts.gradients.finish()
 
     totals = _sum_over_world(parts, output.loss_sum, micro_batches, wishes)
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens
@@ -72,11 +77,11 @@ def refuse_non_finite_state(parts: Parts, step: int) -> None:
     Raises:
         NumericsError: Some are not; the checkpoint before stays the newest.
     """
-    for kind, parameter, tensor in parts.optimizer.state_tensors():
-        if not bool(torch.isfinite(tensor).all()):
+    for block in parts.optimizer.blocks():
+        if not bool(torch.isfinite(block.values).all()):
             raise NumericsError(
                 Fault(
-                    fact=f"after step {step}: {kind} of {parameter.spec.name} is not finite",
+                    fact=f"after step {step}: {block.kind} of {block.tensor.name} is not finite",
                     rule="a checkpoint holds finite numbers only; the one before is kept",
                     remedy="lower optimizer.lr, raise precision.dtype or look at the data",
                 )
@@ -95,11 +100,11 @@ class _Totals:
 def _sum_over_world(
     parts: Parts, loss_sum: torch.Tensor, micro_batches: list[MicroBatch], wishes: Requests
 ) -> _Totals:
-    """Sum what each rank knows: each loss once (tp rank 0), each gradient once (dp rank 0)."""
+    """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it."""
     here = parts.coords
     counts_loss = parts.stage.is_last and here.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches) if counts_loss else 0.0
-    norm_sq = local_norm_sq(parts.parameters, parts.gradients) if here.dp == 0 else 0.0
+    norm_sq = local_norm_sq(parts.gradients.shares(), parts.device)
     mine = [
         float(loss_sum) if counts_loss else 0.0,
         tokens,

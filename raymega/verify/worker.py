@@ -62,12 +62,7 @@ def _train(plan: RunPlan, parts: Parts, steps: int, folder: Path, rank: int) -> 
 
 def _model_blocks(parts: Parts) -> list[tuple[str, Box, np.ndarray]]:
     return [
-        (piece.tensor.name, piece.box, tensor[_slices(piece.local)].numpy().copy())
-        for kind, param, tensor in parts.optimizer.state_tensors()
-        if kind == "model"
-        for piece in param.spec.pieces
-    ]  # fmt: skip
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+        (block.tensor.name, block.box, block.values.numpy().copy())
+        for block in parts.optimizer.blocks()
+        if block.kind == "model"
+    ]

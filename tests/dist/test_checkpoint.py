@@ -5,75 +5,77 @@ import os
 import pytest
 import torch
 
-from raymega.checkpoint.items import block_of
 from raymega.checkpoint.manifest import commit, find_restore, read_manifest
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.writer import CheckpointWriter
+from raymega.config.schema import OptimizerSection
 from raymega.model.stage import StageModule
 from raymega.parallel.comm import barrier
 from raymega.plan.stages import make_stages
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from raymega.storage.open import open_store
+from tests.support.params import make_optimizer
 from tests.support.ranks import RankFailureError, run_grid, run_ranks
 from tests.unit.checkpoint.support import (
-    KINDS,
     MODELS,
     STATE,
     assemble_shards,
-    block_values,
+    fill,
+    make_blocks,
     make_grid,
-    make_items,
+    same,
 )
 
 pytestmark = pytest.mark.dist
 
 SEED = 7
+SECTION = OptimizerSection(lr=1e-2)
 
 
-def _items(env, model, *, seed):
-    """The items of a model that was built with ``seed``; moments have known values."""
+def _optimizer(env, model, *, seed, is_sharded):
+    """The optimizer of a model that was built with ``seed``; moments have known values."""
     stage = make_stages(num_layers=model.num_layers, num_stages=env.grid.pp)[env.coords.pp]
     module = StageModule(
         model, stage, groups=env.groups, dtype=torch.float32, device=env.device, seed=seed
     )
-    return [
-        (kind, param, param if kind == "model" else _moments(kind, param))
-        for param in module.parameters()
-        for kind in KINDS
-    ]
+    _, weights, optimizer = make_optimizer(
+        list(module.parameters()), SECTION, env.groups, is_sharded=is_sharded, bucket_bytes=2000
+    )
+    fill(block for block in optimizer.blocks() if block.kind != "model")
+    return module, weights, optimizer
 
 
-def _moments(kind, param):
-    tensor = torch.empty(param.shape)
-    for piece in param.spec.pieces:
-        name = f"{kind}/{piece.tensor.name}"
-        values = block_values(name, piece.tensor.shape, piece.box, torch.float32)
-        block_of(tensor, piece.local).copy_(values)
-    return tensor
-
-
-def _save(env, model, uri):
+def _save(env, model, uri, is_sharded):
     shards = []
     writer = CheckpointWriter(
         open_store(uri), rank=env.rank, attempt=1, dp=env.grid.dp, report=shards.append
     )
-    items = _items(env, MODELS[model], seed=SEED)
+    _, _, optimizer = _optimizer(env, MODELS[model], seed=SEED, is_sharded=is_sharded)
     barrier(env.groups.world)
-    writer.save(100, items, STATE, dp_rank=env.coords.dp)
+    writer.save(100, list(optimizer.blocks()), STATE, dp_rank=env.coords.dp)
     assert writer.wait()
-    return shards[0]
+    held = sum(block.values.nbytes for block in optimizer.blocks())
+    return shards[0], writer._buffer.numel(), held // (1 if is_sharded else env.grid.dp)
 
 
-def _load(env, model, uri, key):
+def _load(env, model, uri, key, is_sharded):
     """Names of what differs from a model that was built with the seed of the saved one."""
     store = open_store(uri)
-    items, wanted = (_items(env, MODELS[model], seed=seed) for seed in (SEED + 1, SEED))
-    for kind, _, tensor in items:
-        if kind != "model":
-            tensor.fill_(torch.nan)
-    load(store, read_manifest(store, key), items)
-    pairs = zip(items, wanted, strict=True)
-    return [a[1].spec.name for a, b in pairs if not torch.equal(a[2], b[2])]
+    module, weights, optimizer = _optimizer(
+        env, MODELS[model], seed=SEED + 1, is_sharded=is_sharded
+    )
+    wanted_module, _, wanted = _optimizer(env, MODELS[model], seed=SEED, is_sharded=is_sharded)
+    for block in optimizer.blocks():
+        block.values.fill_(torch.nan)
+    load(store, read_manifest(store, key), list(optimizer.blocks()))
+    optimizer.sync_weights()
+    weights.start_gather()
+    weights.wait_for_all()
+    blocks = zip(optimizer.blocks(), wanted.blocks(), strict=True)
+    params = zip(module.named_parameters(), wanted_module.parameters(), strict=True)
+    return [a.name for a, b in blocks if not torch.equal(a.values, b.values)] + [
+        name for (name, a), b in params if not torch.equal(a, b)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,18 +84,25 @@ def _load(env, model, uri, key):
         ("gpt2-tied", "tp2-pp2", "pp4"),
         ("llama-untied", "pp2-dp2", "tp4"),
         ("llama-tied", "tp4", "pp2-dp2"),
+        ("gpt2-tied", "dp3", "tp2-pp2"),
+        ("gpt2-tied", "tp2-pp2", "dp3"),
+        ("llama-tied", "pp2-dp2", "dp4"),
     ],
-    ids=["tp2-pp2-to-pp4", "pp2-dp2-to-tp4", "tp4-to-pp2-dp2"],
+    ids=lambda name: name,
 )
 def test_ranks_load_what_ranks_of_another_grid_saved(model, saved, loaded, tmp_path):
+    """Every dp axis shards its optimizer; 3 and 4 dp ranks cut these tensors within rows."""
     grid, store = make_grid(saved), LocalStore(tmp_path)
-    manifest = assemble_shards(run_grid(_save, grid, model, str(tmp_path)), grid)
+    results = run_grid(_save, grid, model, str(tmp_path), "dp" in saved)
+    manifest = assemble_shards([shard for shard, _, _ in results], grid)
     commit(store, manifest)
     assert len(manifest.file_sizes()) == grid.world_size
+    assert all(buffer <= held for _, buffer, held in results), "host memory of a save"
     restore = find_restore(store)
     assert restore.manifest == manifest
-    differing = run_grid(_load, make_grid(loaded), model, str(tmp_path), restore.key)
-    assert differing == [[]] * 4
+    grid = make_grid(loaded)
+    differing = run_grid(_load, grid, model, str(tmp_path), restore.key, "dp" in loaded)
+    assert differing == [[]] * grid.world_size
 
 
 class _DyingStore(LocalStore):
@@ -110,11 +119,11 @@ class _DyingStore(LocalStore):
 
 
 def _save_and_die(_rank, _world_size, path):
-    items = make_items(MODELS["gpt2-tied"], make_grid("tp1"), 0)
+    blocks = make_blocks(MODELS["gpt2-tied"], make_grid("tp1"), 0)
     for step, store in ((100, LocalStore(path)), (200, _DyingStore(path))):
         shards = []
         writer = CheckpointWriter(store, rank=0, attempt=1, dp=1, report=shards.append)
-        writer.save(step, items, {**STATE, "step": step}, dp_rank=0)
+        writer.save(step, blocks, {**STATE, "step": step}, dp_rank=0)
         assert writer.wait()
         commit(store, assemble_shards(shards, make_grid("tp1")))
 
@@ -127,7 +136,7 @@ def test_process_that_dies_in_a_write_leaves_the_older_checkpoint(tmp_path):
     assert restore.manifest.step == 100 and restore.broken == ()
     assert len(list((tmp_path / PARTIAL_FOLDER).iterdir())) == 1
     assert not [key for key in store.list("") if "step-00000200" in key]
-    items = make_items(MODELS["gpt2-tied"], make_grid("tp1"), 0, is_filled=False)
-    load(store, restore.manifest, items)
-    wanted = make_items(MODELS["gpt2-tied"], make_grid("tp1"), 0)
-    assert all(torch.equal(a[2], b[2]) for a, b in zip(items, wanted, strict=True))
+    blocks = make_blocks(MODELS["gpt2-tied"], make_grid("tp1"), 0, is_filled=False)
+    load(store, restore.manifest, blocks)
+    wanted = make_blocks(MODELS["gpt2-tied"], make_grid("tp1"), 0)
+    assert same(blocks, wanted)

@@ -1,11 +1,10 @@
-"""GradBuffer.reduce: sums over dp, and two tied copies that stay equal bit for bit."""
+"""GradBuffer.finish: sums over dp, and two tied copies that stay equal bit for bit."""
 
 import pytest
 import torch
 
-from raymega.parallel.grad_buffer import GradBuffer
 from raymega.plan.grid import Grid
-from tests.support.params import make_param, make_tensor
+from tests.support.params import make_buffer, make_param, make_tensor
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
@@ -20,10 +19,10 @@ def _gradient(name, rank, dtype=torch.float64):
 
 def _reduce_over_dp(env, bucket_bytes):
     params = [make_param(make_tensor(name, ROWS)) for name in ("a", "bb", "ccc", "dddd")]
-    buffer = GradBuffer(params, bucket_bytes=bucket_bytes)
+    buffer = make_buffer(params, env.groups, bucket_bytes=bucket_bytes)
     for param in params[:3]:
         (param * _gradient(param.spec.name, env.rank)).sum().backward()
-    buffer.reduce(env.groups)
+    buffer.finish()
     return [buffer.view(param).clone() for param in params]
 
 
@@ -46,10 +45,10 @@ def _reduce_tied(env, dtype):
         make_tensor("tied", ROWS), dtype=dtype, is_tied=env.coords.pp != 1, is_tied_copy=is_copy
     )
     other = make_param(make_tensor("other", (3, 11)), dtype=dtype)
-    buffer = GradBuffer([tied, other] if is_copy else [other, tied])
+    buffer = make_buffer([tied, other] if is_copy else [other, tied], env.groups)
     (tied * _gradient("tied", env.rank, dtype)).sum().backward()
     (other * 1.0).sum().backward()
-    buffer.reduce(env.groups)
+    buffer.finish()
     return buffer.view(tied).clone(), buffer.view(other).clone()
 
 
@@ -72,14 +71,14 @@ def test_tied_copies_end_with_equal_bits_on_every_rank(dtype):
 
 def _reduce_twice(env):
     params = [make_param(make_tensor(name, (50, 40)), dtype=torch.float32) for name in ("a", "b")]
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params, env.groups)
     results = []
     for _ in range(2):
         buffer.zero()
         for param in params:
             source = torch.Generator().manual_seed(env.rank)
             (param * torch.randn(50, 40, generator=source)).sum().backward()
-        buffer.reduce(env.groups)
+        buffer.finish()
         results.append([buffer.view(param).clone() for param in params])
     return results
 

@@ -27,6 +27,7 @@ MODELS = {
     "llama-gqa-tied": [],
     "llama-gqa-untied": ["model.is_embedding_tied=false"],
 }
+SHARDED = ["dp3", "tp2-pp2-dp2", "pp3-dp2", "pp2-dp3", "pp4-dp2", "tp4-dp2"]
 LAYOUTS = ["tp2", "pp2", "dp2", "tp4-pp2", "pp4-dp2", "tp2-pp2-dp2", "dp3"]
 
 
@@ -40,10 +41,9 @@ def _train(env, plan_json):
         state = state.advance(samples=plan.batch.global_batch_size, tokens=outcome.tokens)
         curve.append((outcome.loss, outcome.grad_norm))
     blocks = [
-        (f"{kind}/{piece.tensor.name}", piece.tensor.shape, piece.box, tensor[_slices(piece.local)].numpy().copy())
-        for kind, param, tensor in parts.optimizer.state_tensors()
-        for piece in param.spec.pieces
-    ]  # fmt: skip
+        (block.name, block.tensor.shape, block.box, block.values.numpy().copy())
+        for block in parts.optimizer.blocks()
+    ]
     return curve, blocks
 
 
@@ -76,8 +76,21 @@ def _reference(model: str):
 def test_layout_trains_the_same_run(model, layout):
     if model != "llama-gqa-tied" and layout in ("tp2", "pp2", "dp2"):
         layout = {"tp2": "tp2-dp2", "pp2": "tp2-pp2", "dp2": "pp2-dp2"}[layout]
+    _check([*MODELS[model], *layout_overrides(layout)], model)
+
+
+@pytest.mark.parametrize("model", ["gpt2-tied", "llama-gqa-tied", "llama-gqa-untied"])
+@pytest.mark.parametrize("layout", SHARDED)
+def test_sharded_optimizer_trains_the_same_run(model, layout):
+    _check(
+        [*MODELS[model], *layout_overrides(layout), "parallel.sharding=optimizer"],
+        model,
+    )
+
+
+def _check(overrides, model):
     curve, whole = _reference(model)
-    curves, tensors = _run([*MODELS[model], *layout_overrides(layout)])
+    curves, tensors = _run(overrides)
     assert all(other == curves[0] for other in curves), "ranks disagree on loss or norm"
     np.testing.assert_allclose(curves[0], curve, rtol=LIMIT)
     assert tensors.keys() == whole.keys()

@@ -7,12 +7,10 @@ import torch
 
 from raymega.config.schema import OptimizerSection
 from raymega.messages import Box
-from raymega.optim.adamw import AdamW
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.parallel.comm import all_reduce
-from raymega.parallel.grad_buffer import GradBuffer
 from raymega.plan.grid import Grid
-from tests.support.params import make_param, make_tensor
+from tests.support.params import make_optimizer, make_param, make_tensor
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
@@ -78,25 +76,30 @@ def _build(env):
     return params
 
 
-def _train(env):
+def _train(env, is_sharded):
     params = _build(env)
-    buffer = GradBuffer(params)
-    optimizer = AdamW(params, buffer, SECTION)
+    buffer, weights, optimizer = make_optimizer(
+        params, SECTION, env.groups, is_sharded=is_sharded, bucket_bytes=200
+    )
     norms = []
     for step in range(STEPS):
         buffer.zero()
         _backward(env, params, step)
-        buffer.reduce(env.groups)
-        mine = local_norm_sq(params, buffer) * (env.coords.dp == 0)
+        buffer.finish()
+        mine = local_norm_sq(buffer.shares(), env.device)
         norms.append(sqrt(all_reduce(mine, env.groups.world).item()))
         buffer.scale(clip_factor(norms[-1], SECTION.clip_norm))
         optimizer.step(lr=SECTION.lr, step=step + 1)
+        weights.start_gather()
+        weights.wait_for_all()
     return norms, [(p.spec.pieces[0], p.detach().clone()) for p in params]
 
 
 def _backward(env, params, step):
     """Give each parameter its block of the gradient, in as many parts as this rank has."""
-    parts = [env.coords.dp] if env.grid.dp == 2 else [0, 1]
+    parts = [part for part in (0, 1) if part % min(env.grid.dp, 2) == env.coords.dp]
+    if env.grid.dp == 1:
+        parts = [0, 1]
     for part in parts:
         for param in params:
             (piece,) = param.spec.pieces
@@ -109,13 +112,14 @@ def _backward(env, params, step):
 
 @pytest.mark.parametrize(
     "grid",
-    [Grid(), Grid(dp=2), Grid(tp=2), Grid(pp=2), Grid(tp=2, pp=2), Grid(tp=2, pp=2, dp=2)],
+    [Grid(), Grid(dp=2), Grid(dp=5), Grid(tp=2, pp=2), Grid(pp=2, dp=3), Grid(tp=2, pp=2, dp=2)],
     ids=Grid.describe,
 )
-def test_training_on_any_grid_equals_torch_on_the_whole_model(grid):
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["none", "optimizer"])
+def test_training_on_any_grid_equals_torch_on_the_whole_model(grid, is_sharded):
     expected, expected_norms = _reference()
     held = {}
-    for norms, blocks in run_grid(_train, grid):
+    for norms, blocks in run_grid(_train, grid, is_sharded):
         assert norms == pytest.approx(expected_norms, rel=1e-13)
         for piece, values in blocks:
             whole = Box(offset=(0,) * values.ndim, shape=piece.tensor.shape)

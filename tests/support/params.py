@@ -1,10 +1,18 @@
-"""Sharded parameters for tests, from a name and a shape."""
+"""Sharded parameters for tests, from a name and a shape, and the buffers that they live in."""
 
 import torch
 
+from raymega.optim.optimizer import Optimizer
+from raymega.parallel.buckets import BUCKET_BYTES, make_buckets
+from raymega.parallel.grad_buffer import GradBuffer
+from raymega.parallel.groups import build_groups
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.sharding import make_spec
+from raymega.parallel.weight_buffer import WeightBuffer
+from raymega.plan.grid import Grid
 from raymega.plan.tensors import GlobalTensor
+
+ALONE = build_groups(Grid(), 0, timeout_s=1.0)
 
 
 def make_tensor(name, shape, *, tp_dim=-1, has_decay=True):
@@ -20,3 +28,16 @@ def make_param(tensor, *, tp=1, tp_rank=0, dtype=torch.float64, seed=7, **ties):
     param = ShardedParameter(torch.empty(spec.shape, dtype=dtype), spec)
     initialise(param, seed)
     return param
+
+
+def make_buffer(params, groups=ALONE, *, is_sharded=False, bucket_bytes=BUCKET_BYTES):
+    """A gradient buffer of one model chunk."""
+    table = make_buckets([params], groups.dp, is_sharded=is_sharded, bucket_bytes=bucket_bytes)
+    return GradBuffer(table, groups)
+
+
+def make_optimizer(params, section, groups=ALONE, *, is_sharded=False, bucket_bytes=BUCKET_BYTES):
+    """Gradients, weights and the optimizer of one model chunk."""
+    table = make_buckets([params], groups.dp, is_sharded=is_sharded, bucket_bytes=bucket_bytes)
+    gradients, weights = GradBuffer(table, groups), WeightBuffer(table)
+    return gradients, weights, Optimizer(table, gradients, weights, section)

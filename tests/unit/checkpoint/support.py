@@ -1,6 +1,5 @@
 """Small models whose every element has a known value, on any grid, in one process."""
 
-from dataclasses import dataclass
 from math import prod
 from zlib import crc32
 
@@ -12,6 +11,10 @@ from raymega.checkpoint.writer import CheckpointWriter, Patience
 from raymega.config.schema import ModelSection
 from raymega.errors import StorageError
 from raymega.messages import Box
+from raymega.parallel.blocks import blocks_of
+from raymega.parallel.buckets import make_buckets
+from raymega.parallel.groups import Group
+from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import ShardSpec, make_spec
 from raymega.plan.grid import Grid
 from raymega.plan.stages import make_stages
@@ -36,13 +39,6 @@ MODELS = {
     for family in ("gpt2", "llama")
     for is_tied in (True, False)
 }
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """Stands for a ShardedParameter."""
-
-    spec: ShardSpec
 
 
 class FailingStore(MemoryStore):
@@ -108,32 +104,54 @@ def block_values(name: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype
     return whole.view(shape)[box.within(everything)].to(dtype)
 
 
-def make_items(model, grid, rank, *, dtype=torch.float32, is_filled=True):
-    """A rank's items: filled with their known values, or with NaN."""
-    return [
-        (kind, Parameter(spec), _tensor(kind, spec, dtype, is_filled=is_filled))
-        for kind in KINDS
+def make_blocks(model, grid, rank, *, dtype=torch.float32, is_filled=True, is_sharded=False):
+    """A rank's blocks: filled with their known values, or with NaN.
+
+    Sharded as real buckets are, which are small here so that there are several.
+    """
+    params = [
+        ShardedParameter(torch.zeros(spec.shape, dtype=dtype), spec)
         for spec in rank_specs(model, grid, rank)
     ]
+    dp = Group(
+        name="dp", ranks=grid.group("dp", rank), index=grid.coords(rank).dp, timeout_s=1.0, handle=None
+    )  # fmt: skip
+    table = make_buckets([params], dp, is_sharded=is_sharded, bucket_bytes=2000)
+    blocks = []
+    for kind in KINDS:
+        for part in map(table.owned, table.buckets):
+            values = torch.full((part.end - part.begin,), torch.nan, dtype=dtype)
+            blocks += blocks_of(kind, part, values, is_replicated=not is_sharded)
+    if is_filled:
+        fill(blocks)
+    return blocks
 
 
-def _tensor(kind, spec, dtype, *, is_filled):
-    blocks = [
-        block_values(f"{kind}/{piece.tensor.name}", piece.tensor.shape, piece.box, dtype)
-        for piece in spec.pieces
-    ]
-    return torch.cat(blocks) if is_filled else torch.full(spec.shape, torch.nan, dtype=dtype)
+def fill(blocks):
+    """Give each block its known values."""
+    for block in blocks:
+        block.values.copy_(known_values(block))
 
 
-def save_shards(store, model, grid, *, step=100, attempt=1, dtype=torch.float32):
+def known_values(block) -> torch.Tensor:
+    return block_values(block.name, block.tensor.shape, block.box, block.values.dtype)
+
+
+def same(blocks, wanted) -> bool:
+    """Equal blocks with equal bits."""
+    pairs = zip(blocks, wanted, strict=True)
+    return all(a.box == b.box and torch.equal(a.values, b.values) for a, b in pairs)
+
+
+def save_shards(store, model, grid, *, step=100, attempt=1, dtype=torch.float32, is_sharded=False):
     """Every rank's report of a save."""
     shards = []
     for rank in range(grid.world_size):
         writer = CheckpointWriter(
             store, rank=rank, attempt=attempt, dp=grid.dp, report=shards.append, patience=NO_WAIT
         )
-        items = make_items(model, grid, rank, dtype=dtype)
-        writer.save(step, items, {**STATE, "step": step}, dp_rank=grid.coords(rank).dp)
+        blocks = make_blocks(model, grid, rank, dtype=dtype, is_sharded=is_sharded)
+        writer.save(step, blocks, {**STATE, "step": step}, dp_rank=grid.coords(rank).dp)
         assert writer.wait()
     return shards
 
@@ -149,9 +167,13 @@ def assemble_shards(shards, grid, *, attempt=1) -> Manifest:
     )
 
 
-def save_checkpoint(store, model, grid, *, step=100, attempt=1, dtype=torch.float32) -> Manifest:
+def save_checkpoint(
+    store, model, grid, *, step=100, attempt=1, dtype=torch.float32, is_sharded=False
+) -> Manifest:
     """A committed checkpoint of known values."""
-    shards = save_shards(store, model, grid, step=step, attempt=attempt, dtype=dtype)
+    shards = save_shards(
+        store, model, grid, step=step, attempt=attempt, dtype=dtype, is_sharded=is_sharded
+    )
     manifest = assemble_shards(shards, grid, attempt=attempt)
     commit(store, manifest)
     return manifest

@@ -8,12 +8,11 @@ from safetensors.torch import load as load_safetensors
 from raymega.checkpoint.data_file import read_block
 from raymega.checkpoint.writer import CheckpointWriter
 from raymega.errors import CheckpointError
-from raymega.parallel.sharding import make_spec
+from raymega.parallel.blocks import Block
 from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     NO_WAIT,
-    Parameter,
     block_values,
     make_grid,
     save_checkpoint,
@@ -38,10 +37,20 @@ def test_safetensors_library_reads_every_block(dtype):
 
 def test_file_tells_its_step_and_mixes_element_types(tmp_path):
     store, shards = MemoryStore(), []
-    spec = make_spec((_tensor("t", 3, 1),), tp=1, tp_rank=0)
+    tensor = _tensor("t", 3, 1)
     dtypes = (torch.bfloat16, torch.float64, torch.float32)
-    items = [(str(d), Parameter(spec), torch.tensor([[1], [2], [3]], dtype=d)) for d in dtypes]
-    _save(store, shards, items)
+    blocks = [
+        Block(
+            kind=str(dtype),
+            tensor=tensor,
+            box=tensor.whole,
+            values=torch.tensor([[1], [2], [3]], dtype=dtype),
+            is_primary=True,
+            is_replicated=True,
+        )
+        for dtype in dtypes
+    ]
+    _save(store, shards, blocks)
     (key,) = store.list("")
     path = tmp_path / "file.safetensors"
     path.write_bytes(store.get(key))
@@ -54,11 +63,11 @@ def test_file_tells_its_step_and_mixes_element_types(tmp_path):
     assert all(box.start % 8 == 0 for box in shards[0].boxes if box.dtype == "float64")
 
 
-def _save(store, shards, items):
+def _save(store, shards, blocks):
     writer = CheckpointWriter(
         store, rank=0, attempt=3, dp=1, report=shards.append, patience=NO_WAIT
     )
-    writer.save(7, items, {}, dp_rank=0)
+    writer.save(7, blocks, {}, dp_rank=0)
     assert writer.wait()
 
 

@@ -10,7 +10,7 @@ from raymega.checkpoint.reader import load
 from raymega.plan.grid import Grid
 from raymega.storage.local import LocalStore
 from raymega.storage.memory import MemoryStore
-from tests.unit.checkpoint.support import MODELS, make_grid, make_items, save_checkpoint
+from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, same, save_checkpoint
 
 PAIRS = [
     ("tp1", "tp4"),
@@ -29,13 +29,15 @@ PAIRS = [
 ]
 
 
-def check_load(store, manifest, model, grid, dtype):
+def check_load(store, manifest, model, grid, dtype, *, is_sharded=False):
     """Every rank of ``grid`` gets exactly what it should hold."""
     for rank in range(grid.world_size):
-        items = make_items(model, grid, rank, dtype=dtype, is_filled=False)
-        load(store, manifest, items)
-        for item, wanted in zip(items, make_items(model, grid, rank, dtype=dtype), strict=True):
-            assert torch.equal(item[2], wanted[2]), (rank, item[0], item[1].spec.name)
+        blocks, wanted = (
+            make_blocks(model, grid, rank, dtype=dtype, is_filled=is_filled, is_sharded=is_sharded)
+            for is_filled in (False, True)
+        )
+        load(store, manifest, blocks)
+        assert same(blocks, wanted), rank
 
 
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-untied"])
@@ -46,6 +48,18 @@ def test_checkpoint_loads_on_another_grid(model, saved, loaded):
     store, model = MemoryStore(), MODELS[model]
     manifest = save_checkpoint(store, model, make_grid(saved))
     check_load(store, manifest, model, make_grid(loaded), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("dp3", "tp2-pp2"), ("tp2-pp2", "dp3"), ("tp2-pp2-dp3", "pp4-dp2"), ("dp2", "dp5")],
+)
+def test_sharded_checkpoint_loads_on_another_grid_and_back(saved, loaded):
+    """Sharded where there is data parallelism, in shards that end within rows."""
+    store, model = MemoryStore(), MODELS["gpt2-tied"]
+    manifest = save_checkpoint(store, model, make_grid(saved), is_sharded="dp" in saved)
+    is_sharded = "dp" in loaded
+    check_load(store, manifest, model, make_grid(loaded), torch.float32, is_sharded=is_sharded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -67,11 +81,14 @@ _GRIDS = st.builds(
 @settings(max_examples=3, deadline=None)
 @given(
     model=st.sampled_from(sorted(MODELS)), saved=_GRIDS, loaded=_GRIDS,
+    is_saved_sharded=st.booleans(), is_loaded_sharded=st.booleans(),
     max_box_bytes=st.sampled_from([64, 1000, 2**26]),
 )  # fmt: skip
-def test_any_grid_loads_from_any(model, saved, loaded, max_box_bytes):
+def test_any_grid_loads_from_any(
+    model, saved, loaded, is_saved_sharded, is_loaded_sharded, max_box_bytes
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "MAX_BOX_BYTES", max_box_bytes)
         store = MemoryStore()
-        manifest = save_checkpoint(store, MODELS[model], saved)
-    check_load(store, manifest, MODELS[model], loaded, torch.float32)
+        manifest = save_checkpoint(store, MODELS[model], saved, is_sharded=is_saved_sharded)
+    check_load(store, manifest, MODELS[model], loaded, torch.float32, is_sharded=is_loaded_sharded)

@@ -1,5 +1,7 @@
 """Sharing: every element of every tensor once, whatever the layout, and fairly."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from raymega.checkpoint import planner
 from raymega.checkpoint.planner import Holding, share_boxes
+from raymega.messages import Box
 from raymega.parallel.sharding import make_spec
 from raymega.plan.grid import Grid
 from raymega.plan.tensors import GlobalTensor, model_tensors
@@ -16,11 +19,18 @@ ORDERS = ("tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp", "dp-tp-pp-cp-ep")
 
 
 def _holdings(specs, dtypes=("float32",)):
-    kinds = ("model", "adam.exp_avg")
     return [
-        Holding(kind=kind, spec=spec, dtype=dtypes[i % len(dtypes)])
-        for kind in kinds
+        Holding(
+            tensor=f"{kind}/{piece.tensor.name}",
+            dtype=dtypes[i % len(dtypes)],
+            global_shape=piece.tensor.shape,
+            box=piece.box,
+            is_primary=piece.is_primary,
+            is_replicated=True,
+        )
+        for kind in ("model", "adam.exp_avg")
         for i, spec in enumerate(specs)
+        for piece in spec.pieces
     ]
 
 
@@ -82,15 +92,23 @@ def test_replicas_get_equal_bytes_to_within_a_row(sizes, num_replicas):
 def test_box_is_bounded_and_rows_stay_whole(monkeypatch):
     monkeypatch.setattr(planner, "MAX_BOX_BYTES", 100)
     specs = [make_spec((_tensor("t", 10, 6), _tensor("wide", 2, 6)), tp=1, tp_rank=0)]
-    holding = Holding(kind="model", spec=specs[0], dtype="float32")
-    shares = share_boxes([holding], num_replicas=1, replica=0)
+    shares = share_boxes(_holdings(specs)[:2], num_replicas=1, replica=0)
     assert [(s.tensor, s.box.offset, s.box.shape) for s in shares] == [
         ("model/t", (0, 0), (4, 6)),
         ("model/t", (4, 0), (4, 6)),
         ("model/t", (8, 0), (2, 6)),
         ("model/wide", (0, 0), (2, 6)),
     ]
-    assert shares[-1].local.offset == (10, 0)
+    assert [share.holding for share in shares] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_block_that_one_replica_holds_alone_is_written_whole_by_it(replica):
+    held = _holdings([make_spec((_tensor("t", 10, 6),), tp=1, tp_rank=0)])[0]
+    rows = Box(offset=(5 * replica, 0), shape=(5, 6))
+    alone = replace(held, tensor="model/alone", box=rows, is_replicated=False)
+    shares = share_boxes([alone, held], num_replicas=2, replica=replica)
+    assert [(s.tensor, s.box) for s in shares] == [("model/t", rows), ("model/alone", rows)]
 
 
 def test_copy_that_does_not_count_is_not_saved():

@@ -11,9 +11,10 @@ from raymega.errors import CheckpointError, ConfigError
 from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
+    make_blocks,
     make_grid,
-    make_items,
     make_model,
+    same,
     save_checkpoint,
 )
 
@@ -35,16 +36,12 @@ def store():
     return CountingStore()
 
 
-def _same(items, wanted):
-    return all(torch.equal(a[2], b[2]) for a, b in zip(items, wanted, strict=True))
-
-
 def test_each_box_that_is_needed_is_read_once_and_no_other(store, monkeypatch):
     monkeypatch.setattr(planner, "MAX_BOX_BYTES", 256)
     manifest = save_checkpoint(store, MODEL, make_grid("dp2"))
     grid = make_grid("tp4-pp4")
     store.reads.clear()
-    num_bytes = load(store, manifest, make_items(MODEL, grid, 5, is_filled=False))
+    num_bytes = load(store, manifest, make_blocks(MODEL, grid, 5, is_filled=False))
     assert len(set(store.reads)) == len(store.reads)
     assert sum(n for _, _, n in store.reads) == num_bytes < manifest.total_bytes / 4
     starts = {(manifest.file_key(box), box.start): box for box in manifest.boxes}
@@ -54,25 +51,25 @@ def test_each_box_that_is_needed_is_read_once_and_no_other(store, monkeypatch):
 
 def test_whole_model_costs_every_byte_once(store):
     manifest = save_checkpoint(store, MODEL, make_grid("tp2-pp2"))
-    items = make_items(MODEL, ALONE, 0, is_filled=False)
-    assert load(store, manifest, items) == manifest.total_bytes
-    assert _same(items, make_items(MODEL, ALONE, 0))
+    blocks = make_blocks(MODEL, ALONE, 0, is_filled=False)
+    assert load(store, manifest, blocks) == manifest.total_bytes
+    assert same(blocks, make_blocks(MODEL, ALONE, 0))
 
 
 def test_parameter_that_needs_a_gradient_is_filled(store):
     manifest = save_checkpoint(store, MODEL, ALONE)
-    items = make_items(MODEL, ALONE, 0, is_filled=False)
-    for _, _, tensor in items:
-        tensor.requires_grad_()
-    load(store, manifest, items)
-    assert _same(items, make_items(MODEL, ALONE, 0))
+    blocks = make_blocks(MODEL, ALONE, 0, is_filled=False)
+    for block in blocks:
+        block.values.requires_grad_()
+    load(store, manifest, blocks)
+    assert same(blocks, make_blocks(MODEL, ALONE, 0))
 
 
 def test_every_tensor_that_is_missing_is_named_and_nothing_is_read(store):
     manifest = save_checkpoint(store, make_model("gpt2", is_tied=True), ALONE)
     store.reads.clear()
     with pytest.raises(CheckpointError) as caught:
-        load(store, manifest, make_items(MODEL, ALONE, 0))
+        load(store, manifest, make_blocks(MODEL, ALONE, 0))
     named = {fault.fact.split()[0] for fault in caught.value.faults}
     layers = {f"layers.{layer}.mlp.gate.weight" for layer in range(4)}
     kinds = ("model", "adam.exp_avg", "adam.exp_avg_sq")
@@ -83,7 +80,7 @@ def test_every_tensor_that_is_missing_is_named_and_nothing_is_read(store):
 def test_other_shape_is_refused_with_both(store):
     manifest = save_checkpoint(store, MODEL.model_copy(update={"vocab_size": 80}), ALONE)
     with pytest.raises(CheckpointError, match=r"tokens.weight is \(80, 16\) in .* \(40, 16\)"):
-        load(store, manifest, make_items(MODEL, ALONE, 0))
+        load(store, manifest, make_blocks(MODEL, ALONE, 0))
 
 
 def test_region_that_no_box_covers_is_named(store):
@@ -96,8 +93,8 @@ def test_region_that_no_box_covers_is_named(store):
     holed = replace(manifest, boxes=boxes)
     expected = r"model/layers.2.mlp.down.weight has its block \(16, 6\) at \(0, 12\) 0 times"
     with pytest.raises(CheckpointError, match=expected):
-        load(store, holed, make_items(MODEL, make_grid("tp2"), 1))
-    load(store, holed, make_items(MODEL, make_grid("tp2"), 0))
+        load(store, holed, make_blocks(MODEL, make_grid("tp2"), 1))
+    load(store, holed, make_blocks(MODEL, make_grid("tp2"), 0))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "torn", "missing"])
@@ -111,28 +108,28 @@ def test_corrupt_file_is_named(store, damage):
     else:
         store.put(key, [data if damage == "flipped" else data[:-1]], overwrite=True)
     with pytest.raises(CheckpointError, match=key):
-        load(store, manifest, make_items(MODEL, ALONE, 0))
+        load(store, manifest, make_blocks(MODEL, ALONE, 0))
 
 
 def test_values_widen_without_a_word(store):
     manifest = save_checkpoint(store, MODEL, make_grid("tp2"), dtype=torch.bfloat16)
-    items = make_items(MODEL, ALONE, 0, dtype=torch.float64, is_filled=False)
-    load(store, manifest, items)
-    narrow = make_items(MODEL, ALONE, 0, dtype=torch.bfloat16)
-    assert all(torch.equal(a[2], b[2].double()) for a, b in zip(items, narrow, strict=True))
+    blocks = make_blocks(MODEL, ALONE, 0, dtype=torch.float64, is_filled=False)
+    load(store, manifest, blocks)
+    narrow = make_blocks(MODEL, ALONE, 0, dtype=torch.bfloat16)
+    assert same(blocks, [replace(block, values=block.values.double()) for block in narrow])
 
 
 def test_values_narrow_only_when_told(store):
     manifest = save_checkpoint(store, MODEL, make_grid("tp2"), dtype=torch.float64)
-    items = make_items(MODEL, ALONE, 0, is_filled=False)
+    blocks = make_blocks(MODEL, ALONE, 0, is_filled=False)
     with pytest.raises(ConfigError, match="saved in float64, this run keeps it in float32"):
-        load(store, manifest, items)
-    load(store, manifest, items, is_narrowing_allowed=True)
-    assert _same(items, make_items(MODEL, ALONE, 0))
+        load(store, manifest, blocks)
+    load(store, manifest, blocks, is_narrowing_allowed=True)
+    assert same(blocks, make_blocks(MODEL, ALONE, 0))
 
 
 def test_type_that_cannot_be_saved_is_refused_by_name(store):
     manifest = save_checkpoint(store, MODEL, ALONE)
-    items = [(kind, param, tensor.long()) for kind, param, tensor in make_items(MODEL, ALONE, 0)]
+    blocks = [replace(b, values=b.values.long()) for b in make_blocks(MODEL, ALONE, 0)]
     with pytest.raises(CheckpointError, match="int64"):
-        load(store, manifest, items)
+        load(store, manifest, blocks)

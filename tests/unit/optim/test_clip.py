@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from raymega.optim.clip import clip_factor, local_norm_sq
-from raymega.parallel.grad_buffer import GradBuffer
-from tests.support.params import make_param, make_tensor
+from tests.support.params import make_buffer, make_param, make_tensor
+
+CPU = torch.device("cpu")
 
 
 def test_only_primary_parameters_count():
@@ -15,27 +16,27 @@ def test_only_primary_parameters_count():
         make_param(make_tensor("replica", (3,)), tp=2, tp_rank=1),
         make_param(make_tensor("tied", (4, 2), tp_dim=0), tp=2, tp_rank=1, **tied),
     ]
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     for param, value in zip(params, (1.0, 10.0, 100.0), strict=True):
         buffer.view(param).fill_(value)
-    assert local_norm_sq(params, buffer) == pytest.approx(4.0)
-    assert local_norm_sq(params[1:], buffer) == 0.0
+    assert local_norm_sq(buffer.shares(), CPU) == pytest.approx(4.0)
+    assert local_norm_sq(make_buffer(params[1:]).shares(), CPU) == 0.0
 
 
 def test_norm_is_summed_in_float64():
     params = [make_param(make_tensor("w", (1000,)), dtype=torch.float32)]
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     buffer.view(params[0]).fill_(1e-30)
-    norm_sq = local_norm_sq(params, buffer)
+    norm_sq = local_norm_sq(buffer.shares(), CPU)
     assert norm_sq.dtype == torch.float64
     assert float(norm_sq) == pytest.approx(1e-57, rel=1e-6)
 
 
 def test_a_gradient_that_is_no_number_shows():
     params = [make_param(make_tensor("w", (4,)))]
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     buffer.view(params[0])[2] = float("nan")
-    assert local_norm_sq(params, buffer).isnan()
+    assert local_norm_sq(buffer.shares(), CPU).isnan()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from raymega.parallel.grad_buffer import GradBuffer
-from raymega.parallel.groups import build_groups
-from raymega.plan.grid import Grid
-from tests.support.params import make_param, make_tensor
-
-ALONE = build_groups(Grid(), 0, timeout_s=1.0)
+from raymega.parallel.comm import Pending
+from tests.support.params import make_buffer, make_param, make_tensor
 
 
 def _params(dtype=torch.float64):
@@ -18,7 +14,7 @@ def _params(dtype=torch.float64):
 
 def test_micro_batches_add_up_and_leave_no_gradient_behind():
     params = _params()
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     for factor in (1.0, 10.0):
         sum((factor * param).sum() for param in params).backward()
     for param in params:
@@ -28,11 +24,11 @@ def test_micro_batches_add_up_and_leave_no_gradient_behind():
 
 def test_a_parameter_that_got_no_gradient_keeps_zeros():
     params = _params()
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     params[0].sum().backward()
     assert torch.count_nonzero(buffer.view(params[1])) == 0
     buffer.zero()
-    buffer.reduce(ALONE)
+    buffer.finish()
     assert torch.count_nonzero(buffer.view(params[0])) == 0
 
 
@@ -47,7 +43,7 @@ def test_a_parameter_that_got_no_gradient_keeps_zeros():
 )
 def test_sums_are_float32_or_better(dtype, expected):
     params = _params(dtype)
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     for _ in range(1000):
         params[1].sum().backward()
     assert buffer.view(params[1]).dtype == expected
@@ -56,7 +52,7 @@ def test_sums_are_float32_or_better(dtype, expected):
 
 def test_views_lie_in_backward_order_without_gaps():
     params = _params()
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     places = [buffer.view(param).data_ptr() for param in reversed(params)]
     assert [place - places[0] for place in places] == [0, 6 * 8, 10 * 8]
 
@@ -66,23 +62,18 @@ def test_views_lie_in_backward_order_without_gaps():
 )
 def test_buckets_end_between_views_and_cover_all(monkeypatch, bucket_bytes, sizes):
     sent = []
-    buffer = GradBuffer(_params(), bucket_bytes=bucket_bytes)
+    buffer = make_buffer(_params(), bucket_bytes=bucket_bytes)
     monkeypatch.setattr(
         "raymega.parallel.grad_buffer.start_all_reduce",
-        lambda bucket, _group: sent.append(bucket) or _Done(),
+        lambda bucket, _group: sent.append(bucket) or Pending("", None, None),
     )
-    buffer.reduce(ALONE)
+    buffer.finish()
     assert [bucket.numel() for bucket in sent] == sizes
 
 
 def test_scale_multiplies_every_gradient():
     params = _params()
-    buffer = GradBuffer(params)
+    buffer = make_buffer(params)
     sum(param.sum() for param in params).backward()
     buffer.scale(0.25)
     assert all(torch.equal(buffer.view(p), torch.full_like(p, 0.25)) for p in params)
-
-
-class _Done:
-    def wait(self, _timeout_s):
-        pass

@@ -10,9 +10,12 @@ from raymega.train.step import refuse_non_finite_state
 
 
 def _parts(values):
-    parameter = SimpleNamespace(spec=SimpleNamespace(name="layers.0.mlp.up.weight"))
-    items = [("model", parameter, torch.ones(2)), ("adam.exp_avg_sq", parameter, values)]
-    return SimpleNamespace(optimizer=SimpleNamespace(state_tensors=lambda: items))
+    tensor = SimpleNamespace(name="layers.0.mlp.up.weight")
+    blocks = [
+        SimpleNamespace(kind=kind, tensor=tensor, values=block)
+        for kind, block in (("model", torch.ones(2)), ("adam.exp_avg_sq", values))
+    ]
+    return SimpleNamespace(optimizer=SimpleNamespace(blocks=lambda: blocks))
 
 
 def test_finite_state_passes():

@@ -1,13 +1,11 @@
-"""AdamW: the paper's result, masters of low-precision parameters, exact continuation."""
+"""Optimizer: the paper's result, masters of low-precision parameters, exact continuation."""
 
 import numpy as np
 import pytest
 import torch
 
 from raymega.config.schema import OptimizerSection
-from raymega.optim.adamw import AdamW
-from raymega.parallel.grad_buffer import GradBuffer
-from tests.support.params import make_param, make_tensor
+from tests.support.params import make_optimizer, make_param, make_tensor
 
 SECTION = OptimizerSection(lr=1e-2, weight_decay=0.1)
 RATES = [1e-3, 1e-2, 5e-3, 2e-3, 1e-3, 1e-3]
@@ -32,8 +30,7 @@ class _Trainer:
 
     def __init__(self, dtype=torch.float64):
         self.params = _params(dtype)
-        self.buffer = GradBuffer(self.params)
-        self.optimizer = AdamW(self.params, self.buffer, SECTION)
+        self.buffer, _, self.optimizer = make_optimizer(self.params, SECTION)
 
     def train(self, steps):
         for step in steps:
@@ -42,7 +39,7 @@ class _Trainer:
             self.optimizer.step(lr=RATES[step], step=step + 1)
 
     def states(self):
-        return {(k, p.spec.name): t for k, p, t in self.optimizer.state_tensors()}
+        return {(block.kind, block.tensor.name): block.values for block in self.optimizer.blocks()}
 
 
 def _by_the_paper():
@@ -79,9 +76,11 @@ def test_weight_decay_falls_on_tensors_that_have_it_only():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_precise_parameter_is_its_own_master(dtype):
     trainer = _Trainer(dtype)
-    for kind, param, tensor in trainer.optimizer.state_tensors():
-        assert tensor.shape == param.shape and tensor.dtype == dtype
-        assert (tensor.data_ptr() == param.data_ptr()) == (kind == "model")
+    params = {param.spec.name: param for param in trainer.params}
+    for block in trainer.optimizer.blocks():
+        values, param = block.values, params[block.tensor.name]
+        assert values.shape == param.shape and values.dtype == dtype
+        assert (values.data_ptr() == param.data_ptr()) == (block.kind == "model")
 
 
 def test_bfloat16_follows_its_float32_master():
@@ -105,7 +104,7 @@ def test_continuing_after_a_load_equals_never_stopping_bit_for_bit(dtype):
     saved = {name: tensor.clone() for name, tensor in first.states().items()}
     for name, tensor in second.states().items():
         tensor.copy_(saved[name])
-    second.optimizer.sync_params()
+    second.optimizer.sync_weights()
     second.train(range(3, 6))
     for one, other in zip(whole.params, second.params, strict=True):
         assert torch.equal(one, other)
@@ -115,5 +114,5 @@ def test_continuing_after_a_load_equals_never_stopping_bit_for_bit(dtype):
 
 def test_state_names_each_kind_of_each_parameter_once():
     kinds = ("model", "adam.exp_avg", "adam.exp_avg_sq")
-    names = [(k, p.spec.name) for k, p, _ in _Trainer().optimizer.state_tensors()]
-    assert names == [(kind, name) for name in ("matrix", "bias", "other") for kind in kinds]
+    names = [(block.kind, block.tensor.name) for block in _Trainer().optimizer.blocks()]
+    assert names == [(kind, name) for kind in kinds for name in ("other", "bias", "matrix")]

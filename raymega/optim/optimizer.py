@@ -1,0 +1,119 @@
+"""Optimizer: float32 (or float64) masters and state of what this rank owns, and their update.
+
+What it owns is parallel.buckets'; the update is one of updates.UPDATES. The gradient comes from
+parallel.grad_buffer; the learning rate and the number of the step from whoever calls, so that
+neither is kept twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from raymega.config.schema import OptimizerSection
+from raymega.optim.updates import UPDATES, Slot
+from raymega.parallel.blocks import Block, blocks_of
+from raymega.parallel.buckets import BucketTable, Range
+from raymega.parallel.grad_buffer import GradBuffer, counted
+from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.weight_buffer import WeightBuffer
+from raymega.plan.tensors import GlobalTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """What is kept for the owned part of a bucket; all tensors are flat and alike.
+
+    ``weights`` and ``master`` are the same memory where the compute dtype is precise enough.
+    """
+
+    part: Range
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    master: torch.Tensor
+    state: tuple[torch.Tensor, ...]
+
+
+class Optimizer:
+    """Masters, the update's state, and the update.
+
+    Masters have the gradients' dtype. Weights of that dtype are their own masters: what a rank owns
+    of them nobody else writes, and a gather only reads it. Weights of fewer bits have a copy, which
+    the update moves and which is then rounded into them.
+    """
+
+    def __init__(
+        self,
+        table: BucketTable,
+        gradients: GradBuffer,
+        weights: WeightBuffer,
+        section: OptimizerSection,
+    ) -> None:
+        self._table, self._weights, self._section = table, weights, section
+        self._update = UPDATES[section.name]
+        self._held = [
+            _hold(table.owned(bucket), weights.owned(bucket), gradients.owned(bucket), len(self._update.kinds))
+            for bucket in table.buckets
+        ]  # fmt: skip
+        extents = [(held, extent) for held in self._held for extent in held.part.extents()]
+        # torch reads and raises a count per slot. Views of one vector are set by one write.
+        self._num_steps = torch.zeros(len(extents), device=self._held[0].master.device)
+        self._slots = [
+            _make_slot(held, extent.param, extent.within(held.part.begin), num_steps)
+            for (held, extent), num_steps in zip(extents, self._num_steps, strict=True)
+        ]
+
+    def step(self, *, lr: float, step: int) -> None:
+        """Make the update number ``step``, counted from 1, with the gradients in the buffer."""
+        self._weights.wait_for_all()
+        self._num_steps.fill_(step - 1)
+        for has_decay, weight_decay in ((True, self._section.weight_decay), (False, 0.0)):
+            slots = [slot for slot in self._slots if slot.param.spec.has_decay == has_decay]
+            if slots:
+                self._update.apply(slots, self._section, lr=lr, weight_decay=weight_decay)
+        self.sync_weights()
+
+    def blocks(self) -> Iterator[Block]:
+        """What a checkpoint keeps; a load fills the values and then calls :meth:`sync_weights`."""
+        is_replicated = not self._table.is_sharded
+        for held in self._held:
+            tensors = zip(("model", *self._update.kinds), (held.master, *held.state), strict=True)
+            for kind, values in tensors:
+                yield from blocks_of(kind, held.part, values, is_replicated=is_replicated)
+
+    def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
+        """Masters that this rank counts, flat, by tensor: over all ranks each element once."""
+        for held in self._held:
+            part = self._table.share(held.part.bucket)
+            yield from counted(part, held.master, begin=held.part.begin)
+
+    @torch.no_grad()
+    def sync_weights(self) -> None:
+        """Round the masters into the weights that are not their own masters."""
+        for held in self._held:
+            if held.weights.dtype != held.master.dtype:
+                held.weights.copy_(held.master)
+        self._weights.mark_updated()
+
+
+def _hold(part: Range, weights: torch.Tensor, gradient: torch.Tensor, num_states: int) -> _Held:
+    master = weights.to(gradient.dtype)
+    return _Held(
+        part=part,
+        weights=weights,
+        gradient=gradient,
+        master=master,
+        state=tuple(torch.zeros_like(master) for _ in range(num_states)),
+    )
+
+
+def _make_slot(held: _Held, param: ShardedParameter, place: slice, num_steps: torch.Tensor) -> Slot:
+    return Slot(
+        param=param,
+        master=held.master[place],
+        gradient=held.gradient[place],
+        state=tuple(tensor[place] for tensor in held.state),
+        num_steps=num_steps,
+    )

@@ -1,0 +1,140 @@
+"""CommLog: when the collectives of a recorded step ran, and how long the step stood still for them.
+
+On a CPU the host's clock is read, by whoever completes an operation. On a GPU the host only queues
+work, so events on streams are: a side stream waits for the operation, so that its end is marked
+without holding up the stream that computes. Which of the two it is, is decided in one place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from raymega.parallel.buckets import Bucket
+from raymega.parallel.comm import Pending
+from raymega.schedule.timeline import Event
+
+
+class Waitable(Protocol):
+    """An operation under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it is complete, on a GPU when the current stream is ordered behind it."""
+
+
+class CommLog:
+    """Events of one step: ``reduce 3`` from launch to completion, ``wait_reduce 3`` while waited for.
+
+    The micro-batch of an event is the number of its bucket.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._flights: list[_Flight | _GpuFlight] = []
+        self._origin: _Origin | None = None
+
+    def start(self) -> None:
+        """Record from now on, which is time 0."""
+        self._flights = []
+        self._origin = _Origin(self._clock)
+
+    def track(self, name: str, bucket: Bucket, pending: Pending) -> Waitable:
+        """Watch an operation that was just launched, if a step is being recorded."""
+        if self._origin is None or pending.is_idle:
+            return pending
+        kind = _GpuFlight if self._origin.marker is not None else _Flight
+        flight = kind(name, bucket, pending, self._origin)
+        self._flights.append(flight)
+        return flight
+
+    def take(self) -> tuple[Event, ...]:
+        """Stop recording; the events, in seconds since :meth:`start`."""
+        events = [event for flight in self._flights for event in flight.events()]
+        self._flights, self._origin = [], None
+        return tuple(sorted(events, key=lambda event: event.start_s))
+
+
+class _Origin:
+    """Time 0 of a recording: a reading of the clock, and on a GPU an event at the same moment."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.marker: torch.cuda.Event | None = None
+        self.side: torch.cuda.Stream | None = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self.marker, self.side = _mark(), torch.cuda.Stream()
+        self._clock, self._began = clock, clock()
+
+    def now(self) -> float:
+        return self._clock() - self._began
+
+    def of(self, event: torch.cuda.Event) -> float:
+        assert self.marker is not None, "events are compared on a GPU only"
+        return self.marker.elapsed_time(event) / 1e3
+
+
+class _Flight:
+    """Watches an operation by the host's clock."""
+
+    def __init__(self, name: str, bucket: Bucket, pending: Pending, origin: _Origin) -> None:
+        self._name, self._bucket, self._pending, self._origin = name, bucket, pending, origin
+        self._waited: list[tuple[float, float]] = []
+        self._launched_s, self._done_s = origin.now(), 0.0
+        pending.on_done(self._note_end)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it is complete."""
+        begin_s = self._origin.now()
+        self._pending.wait(timeout_s)
+        self._waited.append((begin_s, self._origin.now()))
+
+    def events(self) -> list[Event]:
+        """What was seen; the end is that of the wait if nobody reported it."""
+        end_s = self._done_s or max((end for _, end in self._waited), default=self._launched_s)
+        at = (self._bucket.index, self._bucket.chunk)
+        return [
+            Event(self._name, *at, self._launched_s, end_s),
+            *(Event(f"wait_{self._name}", *at, begin, end) for begin, end in self._waited),
+        ]
+
+    def _note_end(self) -> None:
+        self._done_s = self._origin.now()
+
+
+class _GpuFlight:
+    """Watches an operation by events on streams; nothing here makes the host wait."""
+
+    def __init__(self, name: str, bucket: Bucket, pending: Pending, origin: _Origin) -> None:
+        self._name, self._bucket, self._pending, self._origin = name, bucket, pending, origin
+        self._launched = _mark()
+        self._waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        with torch.cuda.stream(origin.side):
+            pending.wait(0.0)
+            self._done = _mark()
+
+    def wait(self, timeout_s: float) -> None:
+        """Order the current stream behind it."""
+        before = _mark()
+        self._pending.wait(timeout_s)
+        self._waited.append((before, _mark()))
+
+    def events(self) -> list[Event]:
+        """What the streams did; waits for the device."""
+        torch.cuda.synchronize()
+        at, time_of = (self._bucket.index, self._bucket.chunk), self._origin.of
+        return [
+            Event(self._name, *at, time_of(self._launched), time_of(self._done)),
+            *(
+                Event(f"wait_{self._name}", *at, time_of(before), time_of(after))
+                for before, after in self._waited
+            ),
+        ]
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
