@@ -23,7 +23,7 @@ from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.inventory import list_nodes
 from raymega.orchestrate.journal import open_record
 from raymega.orchestrate.placement import place_ranks
-from raymega.orchestrate.probes import cluster_version_faults
+from raymega.orchestrate.preflight import Preflight
 from raymega.orchestrate.ray_metrics import RayMetricsSink
 from raymega.orchestrate.signals import stop_on_signals
 from raymega.orchestrate.submission import credential_faults, relative_path_faults
@@ -41,8 +41,6 @@ from raymega.tracking.sink import RunFinished, Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
 SINK_CLOSE_S = 30.0
-VERSIONS_TIMEOUT_S = 30.0
-"""How long the nodes have to name their versions before a run; those that are late are let in."""
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -98,7 +96,7 @@ def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> Run
         sinks: Watchers beside metrics.jsonl, MLflow and the pictures. They are closed at the end.
 
     Raises:
-        ConfigError: The run exists with another model, seed or data, or a node has other versions.
+        ConfigError: The run exists with another model, seed or data, or a node cannot take part.
         CapacityError: The cluster has no room.
         PreemptedError: It was asked to stop, and saved.
         WorkerError: The retry budget is spent.
@@ -109,11 +107,14 @@ def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> Run
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     session = open_session(address)
     try:
-        if not session.is_private:
-            raise_faults(ConfigError, cluster_version_faults(timeout_s=VERSIONS_TIMEOUT_S))
         with _watching(job, sinks) as sink, ThreadPoolExecutor(max_workers=1) as executor:
             group = RayWorkerGroup(
-                plan, log_dir=local_folder(job) / "logs", can_grow=not session.is_private
+                plan,
+                log_dir=local_folder(job) / "logs",
+                can_grow=not session.is_private,
+                preflight=Preflight(
+                    store=store, data_path=job.data.path, driver_node=session.node_id
+                ),
             )
             controller = Controller(
                 plan, store=store, group=group, sink=sink, clock=clock, executor=executor

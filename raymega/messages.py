@@ -195,6 +195,14 @@ class WorkerDied:
     cause: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodesChecked:
+    """Every node that hosts workers can take part; made by the driver, not by a worker."""
+
+    seconds: float
+    detail: str
+
+
 Report = (
     Entered
     | StepDone
@@ -205,6 +213,7 @@ Report = (
     | WorkerFinished
     | WorkerFailed
     | WorkerDied
+    | NodesChecked
 )
 
 

@@ -23,9 +23,16 @@ PRIVATE_TOKEN_PREFIX = "raymega-private-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """An open connection: the cluster's ``host:port``, and whether it lives and dies with us."""
+    """An open connection.
+
+    Attributes:
+        address: The cluster's ``host:port``.
+        node_id: Ray's id of the node that this process is on.
+        is_private: The cluster lives and dies with us.
+    """
 
     address: str
+    node_id: str
     is_private: bool
 
 
@@ -74,7 +81,8 @@ def open_session(
         raise RaymegaError(_no_start(target, error)) from error
     if not log_to_driver:
         _print_nothing()
-    return Session(address=ray.get_runtime_context().gcs_address, is_private=is_private)
+    here = ray.get_runtime_context()
+    return Session(address=here.gcs_address, node_id=here.get_node_id(), is_private=is_private)
 
 
 def close_session() -> None:

@@ -10,16 +10,16 @@ import logging
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass, replace
 
-from raymega.checkpoint.manifest import find_restore
-from raymega.errors import (
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    PreemptedError,
-    RaymegaError,
-    raise_faults,
+from raymega.errors import CapacityError, CheckpointError, PreemptedError, RaymegaError
+from raymega.messages import (
+    Evaluated,
+    NodesChecked,
+    Report,
+    Requests,
+    ShardSaved,
+    StepDone,
+    TimelineRecorded,
 )
-from raymega.messages import Evaluated, Report, Requests, ShardSaved, StepDone, TimelineRecorded
 from raymega.orchestrate import events, verdicts
 from raymega.orchestrate.attempt import Attempt
 from raymega.orchestrate.clock import Clock
@@ -30,7 +30,6 @@ from raymega.orchestrate.journal import (
     RunRecord,
     claim_attempt,
     open_record,
-    precision_faults,
     write_quietly,
     write_record,
 )
@@ -42,6 +41,7 @@ from raymega.orchestrate.policies import (
     FailurePolicy,
     give_up_error,
 )
+from raymega.orchestrate.restore import RestorePoint
 from raymega.orchestrate.saves import Committed, Refused, Saves, Superseded
 from raymega.orchestrate.states import RunState, State
 from raymega.plan.run_plan import RunPlan
@@ -98,7 +98,7 @@ class Controller:
         self._clock, self._executor = clock, executor
         self._policy = FailurePolicy(max_failures=plan.job.elastic.max_failures)
         self._failures: list[Failure] = []
-        self._unreadable: set[str] = set()
+        self._restore = RestorePoint(store, plan.job)
         self._outage: Outage | None = None
         self._error: RaymegaError | None = None
         self._is_stop_asked = False
@@ -111,7 +111,7 @@ class Controller:
             since_s=clock.monotonic(),
             reason="taken up again" if self._record.num_attempts else "first start",
         )
-        self._restore_key = self._go_back_to_checkpoint()
+        self._go_back_to_checkpoint()
         self._meter = GoodputMeter(first_step=self.state.step, now_s=clock.monotonic())
         self._work = self._new_work()
         self._handlers = {
@@ -204,7 +204,7 @@ class Controller:
         self._group.release(keep_warm=True)
         self._work.saves.wait(DRAIN_S)
         self._take_outcomes()
-        self._restore_key = self._go_back_to_checkpoint()
+        self._go_back_to_checkpoint()
         self._meter.rewind(self.state.step)
         self._move(State.SCHEDULING, self.state.reason)
 
@@ -224,7 +224,7 @@ class Controller:
                 plan_json=self._plan.to_json(),
                 run_uri=self._store.uri,
                 attempt=self.state.attempt,
-                restore=self._restore_key,
+                restore=self._restore.key,
             )
         )
 
@@ -254,6 +254,8 @@ class Controller:
                 self._sink.emit(events.evaluation_finished(self.state, report))
             case TimelineRecorded():
                 self._take_timeline(report)
+            case NodesChecked():
+                self._sink.emit(events.nodes_passed(self.state, report))
 
     def _take_step(self, report: StepDone) -> None:
         self.state = replace(self.state, step=report.step)
@@ -281,7 +283,7 @@ class Controller:
             match outcome:
                 case Committed():
                     self.state = replace(self.state, saved_step=outcome.step)
-                    self._restore_key = outcome.key
+                    self._restore.key = outcome.key
                     self._executor.submit(write_quietly, self._store, self._record_now())
                     self._sink.emit(events.checkpoint_committed(self.state, outcome))
                 case Refused():
@@ -296,7 +298,7 @@ class Controller:
     def _lose(self, failure: Failure) -> None:
         """The attempt is lost; the policy says what follows."""
         if self._is_unreadable_checkpoint(failure) and self.state.state is State.RUNNING:
-            self._unreadable.add(self._restore_key)
+            self._restore.give_up_on_newest()
             self._note(failure)
             self._move(State.RESTARTING, "the checkpoint cannot be read, the one before is next")
             return
@@ -326,21 +328,10 @@ class Controller:
         has_restored = self._work.attempt.has_restored(failure.rank)
         return failure.error == CheckpointError.__name__ and not has_restored
 
-    def _go_back_to_checkpoint(self) -> str:
-        """Take the state back to the newest checkpoint that can be restored; its manifest's key."""
-        restore = find_restore(self._store, skip=self._unreadable)
-        for fault in restore.broken:
-            log.warning("passed over: %s", fault)
-        had_one = max(self._record.step, self.state.saved_step) > 0
-        if restore.manifest is None and (restore.broken or self._unreadable or had_one):
-            raise CheckpointError(
-                *restore.broken, verdicts.nothing_readable(self._record, self._store)
-            )
-        if restore.manifest is not None:
-            raise_faults(ConfigError, precision_faults(restore.manifest.job, self._job))
-        step = restore.manifest.step if restore.manifest else 0
+    def _go_back_to_checkpoint(self) -> None:
+        """Take the state back to the newest checkpoint that can be restored."""
+        step = self._restore.find(self._record, saved_step=self.state.saved_step)
         self.state = replace(self.state, step=step, saved_step=step)
-        return restore.key
 
     def _end(self) -> RunFinished:
         self._group.release(keep_warm=False)
@@ -351,7 +342,7 @@ class Controller:
             # must not come last.
             written = self._executor.submit(write_quietly, self._store, self._record_now())
             wait([written], timeout=DRAIN_S)
-        uri = f"{self._store.uri}/{self._restore_key}" if self._restore_key else ""
+        uri = f"{self._store.uri}/{self._restore.key}" if self._restore.key else ""
         now_s = self._clock.monotonic()
         ended = events.run_finished(self.state, self._meter, checkpoint_uri=uri, now_s=now_s)
         self._sink.emit(ended)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raymega.messages import Evaluated, StepDone
+from raymega.messages import Evaluated, NodesChecked, StepDone
 from raymega.orchestrate.goodput import GoodputMeter
 from raymega.orchestrate.journal import RunRecord
 from raymega.orchestrate.placement import Place
@@ -17,6 +17,7 @@ from raymega.tracking.sink import (
     CheckpointCommitted,
     EvaluationFinished,
     FailureSeen,
+    NodesPassed,
     RunFinished,
     RunStarted,
     RunStatus,
@@ -64,6 +65,11 @@ def workers_started(state: RunState, members: Mapping[int, Place]) -> WorkersSta
         pids={rank: members[rank].pid for rank in ranks},
         nodes={rank: members[rank].node_id for rank in ranks},
     )
+
+
+def nodes_passed(state: RunState, report: NodesChecked) -> NodesPassed:
+    """Nothing keeps the nodes from training."""
+    return NodesPassed(attempt=state.attempt, seconds=report.seconds, detail=report.detail)
 
 
 def step_finished(state: RunState, report: StepDone) -> StepFinished:

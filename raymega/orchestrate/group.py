@@ -46,6 +46,9 @@ class WorkerGroup(Protocol):
         """Reports in order of arrival; returns with the first, or empty after ``timeout_s``.
 
         A process that is gone is reported as WorkerDied, once.
+
+        Raises:
+            ConfigError: A node that hosts workers cannot take part; none of them has trained.
         """
 
     def request(self, requests: Requests) -> None:

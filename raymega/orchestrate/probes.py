@@ -67,18 +67,6 @@ def version_fault(own: Mapping[str, str], name: str, theirs: Mapping[str, str]) 
     )
 
 
-def cluster_version_faults(*, timeout_s: float) -> list[Fault]:
-    """Version faults of all nodes that answer in time; the others' workers will show theirs."""
-    own, names = local_versions(), living_nodes()
-    answers = on_nodes(list(names), local_versions, timeout_s=timeout_s)
-    faults = [
-        version_fault(own, names[node], answer)
-        for node, answer in answers.items()
-        if not isinstance(answer, Exception)
-    ]
-    return [fault for fault in faults if fault is not None]
-
-
 def living_nodes() -> dict[str, str]:
     """Id and address of every living node."""
     table = ray.nodes()  # type: ignore[no-untyped-call]

@@ -31,6 +31,7 @@ from raymega.messages import (
 )
 from raymega.orchestrate.outbox import Outbox
 from raymega.orchestrate.placement import Place
+from raymega.orchestrate.preflight import Answer, Question, answer_question
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,10 @@ class Worker:
     def preload(self) -> None:
         """Import the entry, which takes seconds, while the driver is busy with other things."""
         self._entry()
+
+    def answer(self, question: Question) -> Answer:
+        """What this node says before anything trains on it."""
+        return answer_question(question, ray.get_runtime_context().get_node_id())
 
     def host_rendezvous(self, host: str) -> str:
         """Rank 0 only: open the meeting place of the next attempt and return its address."""

@@ -24,6 +24,7 @@ from raymega.messages import Report, Requests, StartWorker, WorkerDied, WorkerFa
 from raymega.orchestrate.group import AttemptOrder
 from raymega.orchestrate.inventory import Device, find_device, list_nodes, worker_resources
 from raymega.orchestrate.placement import Place, Seat, assign_seats, block_size, place_ranks
+from raymega.orchestrate.preflight import Answer, Preflight
 from raymega.orchestrate.worker import MAX_CONCURRENCY, Worker
 from raymega.plan.run_plan import RunPlan
 
@@ -61,7 +62,13 @@ class RayWorkerGroup:
     """The WorkerGroup protocol over a connected Ray; see group for each verb's timing."""
 
     def __init__(
-        self, plan: RunPlan, *, log_dir: Path, can_grow: bool, entry: str = TRAIN_ENTRY
+        self,
+        plan: RunPlan,
+        *,
+        log_dir: Path,
+        can_grow: bool,
+        entry: str = TRAIN_ENTRY,
+        preflight: Preflight | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -70,6 +77,7 @@ class RayWorkerGroup:
             log_dir: Where each rank's output goes, on its own node.
             can_grow: Nodes may still join, so that lack of room is a reason to wait.
             entry: Module that a worker runs; see worker.Entry.
+            preflight: Asks each node before its first attempt; without one, none is asked.
         """
         self._plan, self._cluster, self._grid = plan, plan.job.cluster, plan.grid
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
@@ -80,6 +88,8 @@ class RayWorkerGroup:
         self._slots = [_Slot(index=index) for index in range(self._grid.world_size)]
         self._calls: dict[ray.ObjectRef[Any], _Call] = {}
         self._order: AttemptOrder | None = None
+        self._preflight = preflight
+        self._rendezvous = ""
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
@@ -127,7 +137,9 @@ class RayWorkerGroup:
     def release(self, *, keep_warm: bool) -> None:
         """See WorkerGroup."""
         self._calls.clear()
-        self._order = None
+        self._order, self._rendezvous = None, ""
+        if self._preflight is not None:
+            self._preflight.cancel()
         free = self._abort_all() if keep_warm else set()
         for slot in self._slots:
             slot.seat = None
@@ -227,13 +239,36 @@ class RayWorkerGroup:
         first = next(slot for slot in self._slots if slot.rank == 0)
         assert first.place, "a slot with a seat has a place"
         self._call(first, "host_rendezvous", first.place.address, answered=self._on_rendezvous)
+        if self._preflight is not None:
+            self._ask_nodes(self._preflight)
 
     def _on_rendezvous(self, _host: _Slot, address: str) -> list[Report]:
+        self._rendezvous = address
+        self._let_go_when_clear()
+        return []
+
+    def _ask_nodes(self, preflight: Preflight) -> None:
+        """One worker of each node answers for it."""
+        by_node = {slot.place.node_id: slot for slot in self._slots if slot.place}
+        addresses = {node: slot.place.address for node, slot in by_node.items() if slot.place}
+        question, new = preflight.begin(addresses)
+        for node in new:
+            self._call(by_node[node], "answer", question, answered=self._on_answer)
+
+    def _on_answer(self, slot: _Slot, answer: Answer) -> list[Report]:
+        assert self._preflight and slot.place, "only a slot with a place was asked"
+        reports = self._preflight.take(slot.place.node_id, answer)
+        self._let_go_when_clear()
+        return [*reports]
+
+    def _let_go_when_clear(self) -> None:
+        """Workers start when there is a place to meet and no node is still being asked."""
+        if not self._rendezvous or (self._preflight and self._preflight.is_open):
+            return
         for slot in self._slots:
             log_path = self._log_dir / f"rank-{slot.rank:05d}.log"
-            message = self._start_message(slot, address)
+            message = self._start_message(slot, self._rendezvous)
             self._call(slot, "start", message, str(log_path), answered=self._on_started)
-        return []
 
     def _start_message(self, slot: _Slot, rendezvous: str) -> StartWorker:
         assert self._order and slot.seat, "an attempt has begun and everybody is seated"

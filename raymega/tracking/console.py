@@ -17,6 +17,7 @@ from raymega.tracking.sink import (
     CheckpointCommitted,
     EvaluationFinished,
     FailureSeen,
+    NodesPassed,
     Recovered,
     RunEvent,
     RunFinished,
@@ -154,6 +155,8 @@ def _news(event: RunEvent) -> str:
         case WorkersStarted():
             nodes = _count(len(set(event.nodes.values())), "node")
             return f"{_count(len(event.pids), 'worker')} at work on {nodes}."
+        case NodesPassed():
+            return f"Checked in {event.seconds:.1f} s: {event.detail}."
         case EvaluationFinished():
             found = ", ".join(_cells(event.metrics, EVALUATION_COLUMNS))
             return f"Validation at step {event.step}: {found}."

@@ -69,6 +69,18 @@ class WorkersStarted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodesPassed:
+    """The nodes that are new to this driver were checked before their workers train.
+
+    ``seconds`` is how long it took, beside the workers' start; ``detail`` what was looked at.
+    """
+
+    attempt: int
+    seconds: float
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepFinished:
     """``step`` optimizer steps are complete. After a restart the same step may come again.
 
@@ -194,6 +206,7 @@ RunEvent = (
     RunStarted
     | AttemptStarted
     | WorkersStarted
+    | NodesPassed
     | StepFinished
     | EvaluationFinished
     | CheckpointCommitted

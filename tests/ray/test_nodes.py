@@ -1,18 +1,25 @@
 """The driver on a cluster of several nodes, which share one machine and one address."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from raymega import session
-from raymega.errors import CapacityError, PreemptedError
+from raymega.errors import CapacityError, ConfigError, PreemptedError
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.inventory import find_device, list_nodes
+from raymega.orchestrate.preflight import Preflight
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.storage.open import open_store
-from raymega.tracking.sink import FailureSeen, StepFinished, WorkersStarted
+from raymega.tracking.sink import FailureSeen, NodesPassed, StepFinished, WorkersStarted
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.local_ray import leftovers
@@ -45,11 +52,22 @@ def cluster():
 def make_controller(tmp_path):
     def make(name, *overrides):
         plan = make_test_plan(*SMALL, f"run.name={name}", *overrides)
-        group = RayWorkerGroup(plan, log_dir=tmp_path, can_grow=True, entry="tests.support.entries")
+        store = open_store(str(tmp_path / name))
+        group = RayWorkerGroup(
+            plan,
+            log_dir=tmp_path,
+            can_grow=True,
+            entry="tests.support.entries",
+            preflight=Preflight(
+                store=store,
+                data_path=plan.job.data.path,
+                driver_node=ray.get_runtime_context().get_node_id(),
+            ),
+        )
         make.plan = plan
         return Controller(
             plan,
-            store=open_store(str(tmp_path / name)),
+            store=store,
             group=group,
             sink=make.sink,
             clock=SystemClock(),
@@ -80,6 +98,9 @@ def test_tp_groups_stay_on_one_node(make_controller):
     homes = nodes_of_tp_groups(make_controller.plan, workers)
     assert [len(home) for home in homes] == [1, 1]
     assert len(set.union(*homes)) == 2, "3 slots hold one pair, so two nodes are at work"
+    (passed,) = make_controller.sink.of(NodesPassed)
+    assert passed.detail == "versions and the run's store are right on 2 nodes"
+    assert passed.seconds < 1.0
 
 
 def test_run_that_fits_only_in_torn_groups_waits_and_gives_up(make_controller):
@@ -111,3 +132,39 @@ def test_lost_node_is_replaced_by_a_spare_one_and_survivors_stay(cluster, make_c
     assert [len(home) for home in nodes_of_tp_groups(make_controller.plan, second)] == [1, 1]
     survivors = {pid for rank, pid in first.pids.items() if first.nodes[rank] != lost[0].node_id}
     assert len(survivors) == 2 and survivors < set(second.pids.values())
+
+
+@pytest.fixture
+def secluded(cluster, tmp_path):
+    """A node with 8 slots in a mount namespace of its own, where ``tmp_path`` is an empty disk."""
+    can = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
+    if can.returncode:
+        pytest.skip("no mount namespaces for this user")
+    ray_start = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
+    script = f"mount -t tmpfs none {tmp_path} && exec {ray_start} --address={cluster.address} "
+    script += "--num-cpus=8 --metrics-export-port=0 --dashboard-agent-listen-port=0"
+    before = {node["NodeID"] for node in ray.nodes()}
+    process = subprocess.Popen(
+        ["unshare", "-m", "bash", "-c", script],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline_s, joined = time.monotonic() + 60, set()
+    while not joined:
+        assert process.poll() is None and time.monotonic() < deadline_s, "the node does not join"
+        joined = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - before
+        time.sleep(0.2)
+    yield joined.pop()
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(30)
+
+
+def test_node_that_does_not_share_the_store_is_refused_before_it_trains(secluded, make_controller):
+    controller = make_controller("apart", "parallel.dp=4")
+    with pytest.raises(ConfigError, match=r"does not see what the driver wrote") as caught:
+        controller.run()
+    assert caught.value.exit_code == 2
+    assert make_controller.sink.of(StepFinished) == []
+    (workers,) = make_controller.sink.of(WorkersStarted)
+    assert secluded in workers.nodes.values()
