@@ -22,6 +22,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 UNITS = {"s": "s", "bytes": "bytes"}
 ATTEMPT_LEGEND = "{{run}}, attempt {{attempt}}"
 WINDOW = "$__rate_interval"
+TIMELINE = "tracking.timeline_every"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +112,13 @@ def number(title: str, name: str, *, unit: str = "") -> Panel:
     )
 
 
-def rank_curve(title: str, name: str) -> Panel:
+def rank_curve(title: str, name: str, *, needs: str = "", width: int = 8) -> Panel:
     """A panel of one metric, a line a rank."""
-    help_line = f"{find_metric(name).help} Needs tracking.timeline_every."
+    metric = find_metric(name)
+    help_line = f"{metric.help} Needs {needs}." if needs else metric.help
     line = Line(expr=by_rank(name), legend="{{run}} rank {{rank}}")
-    return Panel(title=title, help=help_line, lines=(line,), unit="s")
+    unit = UNITS.get(metric.unit, "short")
+    return Panel(title=title, help=help_line, lines=(line,), unit=unit, width=width)
 
 
 def formula(title: str, help_line: str, expr: str, *, unit: str = "short") -> Panel:
@@ -169,14 +172,24 @@ ROWS = (
                 unit="percentunit",
             ),
             curve("Pipeline bubble", "run/bubble", unit="percentunit"),
+            curve("Model TFLOP/s per worker", "train/tflops_per_worker", width=12),
+            curve("MFU", "train/mfu", unit="percentunit", width=12),
         ),
     ),
     Row(
         title="Where a step's time goes, by rank",
         panels=(
-            rank_curve("Forward", "worker/forward_s"),
-            rank_curve("Backward", "worker/backward_s"),
-            rank_curve("Transfers", "worker/transfer_s"),
+            rank_curve("Forward", "worker/forward_s", needs=TIMELINE),
+            rank_curve("Backward", "worker/backward_s", needs=TIMELINE),
+            rank_curve("Transfers", "worker/transfer_s", needs=TIMELINE),
+        ),
+    ),
+    Row(
+        title="Memory, by rank",
+        panels=(
+            rank_curve("Peak", "memory/peak_bytes"),
+            rank_curve("In use", "memory/allocated_bytes"),
+            curve("Largest peak of all ranks", "memory/max_peak_bytes"),
         ),
     ),
     Row(

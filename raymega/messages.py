@@ -161,6 +161,16 @@ class TimelineRecorded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryMeasured:
+    """Memory of one rank after ``step``, by the names of tracking.names; all ranks send the same
+    steps."""
+
+    rank: int
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFinished:
     """The worker left the loop in good order; ``stopped`` when it was asked to before the end."""
 
@@ -210,6 +220,7 @@ Report = (
     | Evaluated
     | ShardSaved
     | TimelineRecorded
+    | MemoryMeasured
     | WorkerFinished
     | WorkerFailed
     | WorkerDied

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from raymega.errors import CapacityError, CheckpointError, PreemptedError, RaymegaError
 from raymega.messages import (
     Evaluated,
+    MemoryMeasured,
     NodesChecked,
     Report,
     Requests,
@@ -23,7 +24,7 @@ from raymega.messages import (
 from raymega.orchestrate import events, verdicts
 from raymega.orchestrate.attempt import Attempt
 from raymega.orchestrate.clock import Clock
-from raymega.orchestrate.gather import Gather
+from raymega.orchestrate.gather import RankReports
 from raymega.orchestrate.goodput import GoodputMeter
 from raymega.orchestrate.group import AttemptOrder, WorkerGroup
 from raymega.orchestrate.journal import (
@@ -46,7 +47,7 @@ from raymega.orchestrate.saves import Committed, Refused, Saves, Superseded
 from raymega.orchestrate.states import RunState, State
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
-from raymega.tracking.sink import RunFinished, Sink, TimelineReady, WorkEvent
+from raymega.tracking.sink import RunFinished, Sink
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class _Work:
 
     attempt: Attempt
     saves: Saves
-    timelines: Gather[tuple[WorkEvent, ...]]
+    ranks: RankReports
     is_announced: bool = False
 
 
@@ -252,8 +253,9 @@ class Controller:
                 self._work.saves.add(report)
             case Evaluated():
                 self._sink.emit(events.evaluation_finished(self.state, report))
-            case TimelineRecorded():
-                self._take_timeline(report)
+            case TimelineRecorded() | MemoryMeasured():
+                for event in self._work.ranks.take(report, attempt=self.state.attempt):
+                    self._sink.emit(event)
             case NodesChecked():
                 self._sink.emit(events.nodes_passed(self.state, report))
 
@@ -271,12 +273,6 @@ class Controller:
                 )
             )
             self._outage = None
-
-    def _take_timeline(self, report: TimelineRecorded) -> None:
-        rows = self._work.timelines.add(rank=report.rank, step=report.step, value=report.events)
-        if rows:
-            attempt = self.state.attempt
-            self._sink.emit(TimelineReady(attempt=attempt, step=report.step, events=rows))
 
     def _take_outcomes(self) -> None:
         for outcome in self._work.saves.take_outcomes():
@@ -379,7 +375,7 @@ class Controller:
                 executor=self._executor,
                 clock=self._clock,
             ),
-            timelines=Gather(world_size),
+            ranks=RankReports(world_size),
         )
 
     def _move(self, to: State, reason: str) -> None:

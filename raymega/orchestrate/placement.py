@@ -89,6 +89,26 @@ def assign_seats(
     return _with_local_ranks(places, rank_of)
 
 
+def keep_seats(
+    places: Sequence[Place], ranks: Sequence[int], grid: Grid, *, is_tp_across_nodes_allowed: bool
+) -> tuple[Seat, ...] | None:
+    """Seats with the ranks that the workers had, or were named for; None where that cannot be.
+
+    A tp group must still be whole on a node, and on a node ranks must rise with the GPUs' indices,
+    so that ranks which talk across nodes sit behind the same network card.
+    """
+    node_of = {rank: place.node_id for rank, place in zip(ranks, places, strict=True)}
+    for group in grid.groups("tp"):
+        if not is_tp_across_nodes_allowed and len({node_of[rank] for rank in group}) > 1:
+            return None
+    for _, workers in _by_node(places):
+        here = sorted(workers, key=lambda index: ranks[index])
+        gpus = [[_number(gpu) for gpu in places[index].gpus] for index in here]
+        if gpus != sorted(gpus):
+            return None
+    return _with_local_ranks(places, dict(enumerate(ranks)))
+
+
 def _by_node(places: Sequence[Place]) -> list[tuple[str, list[int]]]:
     """Indices of the workers of each node, in order of their GPUs."""
     nodes: dict[str, list[int]] = defaultdict(list)

@@ -7,6 +7,7 @@ by itself: the controller does.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,19 +17,34 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymega.errors import CapacityError, Fault
 from raymega.messages import Report, Requests, StartWorker, WorkerDied, WorkerFailed
 from raymega.orchestrate.group import AttemptOrder
 from raymega.orchestrate.inventory import Device, find_device, list_nodes, worker_resources
-from raymega.orchestrate.placement import Place, Seat, assign_seats, block_size, place_ranks
+from raymega.orchestrate.placement import (
+    Place,
+    Seat,
+    assign_seats,
+    block_size,
+    keep_seats,
+    place_ranks,
+)
 from raymega.orchestrate.preflight import Answer, Preflight
 from raymega.orchestrate.worker import MAX_CONCURRENCY, Worker
 from raymega.plan.run_plan import RunPlan
 
+log = logging.getLogger(__name__)
+
 TRAIN_ENTRY = "raymega.train.entry"
+NAMED_AXES = ("tp", "pp", "dp")
 LONG_POLL_S = 1.0
 ABORT_PATIENCE_S = 2.0
 ANSWER_MARGIN_S = 1.0
@@ -38,9 +54,13 @@ MAX_CAUSE_LENGTH = 300
 
 @dataclass(kw_only=True, slots=True)
 class _Slot:
-    """One worker's share of the placement group, and who sits in it."""
+    """One worker's share of the placement group, and who sits in it.
+
+    ``home`` is the rank that it had last, or is expected to get; -1 before anything is known.
+    """
 
     index: int
+    home: int = -1
     actor: ActorHandle[Any] | None = None  # an actor class made at run time has no static type
     place: Place | None = None
     seat: Seat | None = None
@@ -110,6 +130,8 @@ class RayWorkerGroup:
     def start(self, order: AttemptOrder) -> None:
         """See WorkerGroup."""
         self._order = order
+        if any(slot.home < 0 for slot in self._slots):
+            self._expect_seats()
         for slot in self._slots:
             if slot.actor is None:
                 slot.actor = self._spawn(slot)
@@ -161,6 +183,19 @@ class RayWorkerGroup:
         bundles = [bundle] * (self._grid.world_size // self._block)
         return cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
 
+    def _expect_seats(self) -> None:
+        """Ranks by where Ray has put the bundles: Ray renames nothing, so actors need theirs now."""
+        assert self._reserved, "start follows a reserve that held the slots"
+        table = placement_group_table(self._reserved)
+        nodes = table["bundles_to_node_id"]
+        places = [
+            Place(node_id=nodes[slot.index // self._block], address="", pid=0)
+            for slot in self._slots
+        ]
+        seats = assign_seats(places, self._grid, **self._placement_rule)
+        for slot, seat in zip(self._slots, seats, strict=True):
+            slot.home = seat.rank
+
     def _not_free(self) -> Fault:
         free = ray.available_resources()  # type: ignore[no-untyped-call]
         needs = worker_resources(self._device, self._cluster.cpus_per_worker)
@@ -177,12 +212,11 @@ class RayWorkerGroup:
         """A new process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
 
         A runtime environment would do no more, and would keep Ray from using an idle process. Its
-        name is for people: run, attempt it was made for, slot. Ranks are given out later, by where
-        processes turn out to live, and Ray renames nothing.
+        name is for people: run, attempt it was made for, rank and coordinates.
         """
         assert self._reserved and self._order, "start follows a reserve that held the slots"
         options = {
-            "name": f"{self._plan.job.run.name}/attempt-{self._order.attempt}/slot-{slot.index}",
+            "name": actor_name(self._plan, attempt=self._order.attempt, rank=slot.home),
             "num_cpus": self._cluster.cpus_per_worker,
             "num_gpus": 1 if self._device == "cuda" else 0,
             "max_concurrency": MAX_CONCURRENCY,
@@ -233,9 +267,13 @@ class RayWorkerGroup:
         places = [slot.place for slot in self._slots if slot.place]
         if len(places) < len(self._slots):
             return
-        seats = assign_seats(places, self._grid, **self._placement_rule)
+        homes = [slot.home for slot in self._slots]
+        seats = keep_seats(places, homes, self._grid, **self._placement_rule)
+        if seats is None:
+            seats = assign_seats(places, self._grid, **self._placement_rule)
+            log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
         for slot, seat in zip(self._slots, seats, strict=True):
-            slot.seat = seat
+            slot.seat, slot.home = seat, seat.rank
         first = next(slot for slot in self._slots if slot.rank == 0)
         assert first.place, "a slot with a seat has a place"
         self._call(first, "host_rendezvous", first.place.address, answered=self._on_rendezvous)
@@ -307,6 +345,13 @@ class RayWorkerGroup:
         if slot.actor is not None:
             ray.kill(slot.actor)
         slot.actor, slot.place = None, None
+
+
+def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
+    """Such as ``demo/a1/rank3-tp1-pp0-dp1``."""
+    coords = plan.grid.coords(rank)
+    axes = [f"{axis}{coords.on(axis)}" for axis in NAMED_AXES]
+    return "/".join((plan.job.run.name, f"a{attempt}", "-".join((f"rank{rank}", *axes))))
 
 
 def _nothing(_slot: _Slot, _answer: object) -> list[Report]:

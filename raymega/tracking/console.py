@@ -17,6 +17,7 @@ from raymega.tracking.sink import (
     CheckpointCommitted,
     EvaluationFinished,
     FailureSeen,
+    MemoryReady,
     NodesPassed,
     Recovered,
     RunEvent,
@@ -70,6 +71,8 @@ class ConsoleSink:
                 self._print(_run_finished(event, self._name), style=style)
             case SaveFailed() | FailureSeen():
                 self._print(_trouble(event), style="red")
+            case MemoryReady():
+                pass  # a number for curves
             case Recovered():
                 self._print(_recovered(event), style="green")
             case _:

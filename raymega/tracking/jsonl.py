@@ -21,6 +21,7 @@ from raymega.tracking.sink import (
     CheckpointCommitted,
     EvaluationFinished,
     FailureSeen,
+    MemoryReady,
     NodesPassed,
     Recovered,
     RunEvent,
@@ -74,6 +75,10 @@ class JsonLinesSink:
             case TimelineReady():
                 place = {"step": event.step, "attempt": event.attempt}
                 return {"event": "timeline"} | place | _short_metrics(event)
+            case MemoryReady():
+                rows = {str(rank): _by_short_name(row) for rank, row in event.ranks.items()}
+                place = {"step": event.step, "attempt": event.attempt}
+                return {"event": "memory"} | place | {"ranks": rows}
             case _:
                 return {"event": _name(event)} | _fields(event)
 
@@ -96,6 +101,7 @@ _NAMES: Mapping[type, str] = {
     FailureSeen: "failure",
     Recovered: "recovered",
     TimelineReady: "timeline",
+    MemoryReady: "memory",
     ArtefactWritten: "artefact",
     RunFinished: "finished",
 }
@@ -106,9 +112,11 @@ def _name(event: RunEvent) -> str:
 
 
 def _short_metrics(event: RunEvent) -> Record:
-    return {
-        find_metric(name).short_name: _finite(value) for name, value in metrics_of(event).items()
-    }
+    return _by_short_name(metrics_of(event))
+
+
+def _by_short_name(metrics: Mapping[str, float]) -> Record:
+    return {find_metric(name).short_name: _finite(value) for name, value in metrics.items()}
 
 
 def _fields(event: RunEvent) -> Record:

@@ -13,6 +13,7 @@ from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
     EvaluationFinished,
+    MemoryReady,
     Recovered,
     RunEvent,
     RunFinished,
@@ -45,6 +46,9 @@ def metrics_of(event: RunEvent) -> Mapping[str, float]:
             }
         case TimelineReady():
             return {"run/bubble": bubble(event.events.values()).ratio}
+        case MemoryReady():
+            peaks = [metrics.get("memory/peak_bytes", 0.0) for metrics in event.ranks.values()]
+            return {"memory/max_peak_bytes": max(peaks)}
         case RunFinished():
             return {"run/goodput": event.goodput, "run/wall_s": event.wall_s}
         case _:
@@ -73,9 +77,13 @@ def standing_metrics_of(event: RunEvent) -> Mapping[str, float]:
 
 def rank_metrics_of(event: RunEvent) -> Mapping[int, Mapping[str, float]]:
     """Metrics that each rank has of its own, by rank."""
-    if not isinstance(event, TimelineReady):
-        return {}
-    return {rank: _parts(row) for rank, row in event.events.items()}
+    match event:
+        case TimelineReady():
+            return {rank: _parts(row) for rank, row in event.events.items()}
+        case MemoryReady():
+            return event.ranks
+        case _:
+            return {}
 
 
 def _parts(row: Sequence[WorkEvent]) -> dict[str, float]:

@@ -55,6 +55,10 @@ METRICS = (
     _gauge("train/step_time_s", "s", "Wall time of the step on rank 0."),
     _gauge("train/tokens_per_s", "tokens/s", "Unmasked tokens of the step over its wall time."),
     _gauge("train/tokens_per_s_per_worker", "tokens/s", "train/tokens_per_s over the world size."),
+    _gauge(
+        "train/tflops_per_worker", "TFLOP/s", "Model FLOPs of a step per second and worker; 1e12."
+    ),
+    _gauge("train/mfu", "1", "Model FLOPs over the device's dense peak, where that is known."),
     _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),
     _gauge("eval/perplexity", "1", "exp of eval/loss."),
     _gauge("checkpoint/stall_s", "s", "Time that training stood still for the save."),
@@ -63,7 +67,7 @@ METRICS = (
     _gauge("checkpoint/step", "steps", "Step of the newest checkpoint."),
     _gauge("checkpoint/every_steps", "steps", "The job's checkpoint.every."),
     _gauge("checkpoint/failed_saves", "saves", "Saves that failed since the driver began."),
-    _gauge("memory/peak_bytes", "bytes", "Highest device memory in use on any rank."),
+    _gauge("memory/max_peak_bytes", "bytes", "Largest memory/peak_bytes of all ranks."),
     _gauge("run/step", "steps", "Completed steps of the run."),
     _gauge("run/total_steps", "steps", "The job's run.steps."),
     _gauge("run/last_step_unix_s", "s", "Unix time of the last completed step."),
@@ -77,6 +81,14 @@ METRICS = (
     _gauge("run/lost_steps", "steps", "Completed steps that a failure made to be done again."),
     _gauge("run/goodput", "1", "Share of the driver's wall time spent on steps that count."),
     _gauge("run/wall_s", "s", "Wall time of the driver."),
+    _rank_gauge(
+        "memory/peak_bytes",
+        "bytes",
+        "Most that torch held on the GPU; on CPUs, peak resident size.",
+    ),
+    _rank_gauge(
+        "memory/allocated_bytes", "bytes", "What torch holds on the GPU; on CPUs, resident size."
+    ),
     _rank_gauge("worker/forward_s", "s", "Time in forward work of one step, by time line."),
     _rank_gauge("worker/backward_s", "s", "Time in backward work of one step, by time line."),
     _rank_gauge("worker/transfer_s", "s", "Time in pipeline transfers, waiting included."),

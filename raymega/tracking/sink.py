@@ -174,6 +174,18 @@ class TimelineReady:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReady:
+    """Memory of every rank after ``step``: metrics by rank, names as in StepFinished."""
+
+    attempt: int
+    step: int
+    ranks: Mapping[int, Mapping[str, float]]
+
+    def __post_init__(self) -> None:
+        check_names({name for metrics in self.ranks.values() for name in metrics})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArtefactWritten:
     """A small local file about the run exists: a picture, a trace, the job as YAML."""
 
@@ -214,6 +226,7 @@ RunEvent = (
     | FailureSeen
     | Recovered
     | TimelineReady
+    | MemoryReady
     | ArtefactWritten
     | RunFinished
 )

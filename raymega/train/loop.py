@@ -11,6 +11,7 @@ from raymega.checkpoint.writer import CheckpointWriter
 from raymega.messages import (
     Channel,
     Evaluated,
+    MemoryMeasured,
     Progress,
     StepDone,
     TimelineRecorded,
@@ -19,6 +20,7 @@ from raymega.messages import (
 from raymega.parallel.comm import barrier
 from raymega.train.build import Parts
 from raymega.train.evaluate import evaluate
+from raymega.train.meters import Speedometer, memory_metrics, reset_peak_memory
 from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome, refuse_non_finite_state, train_step
 
@@ -28,7 +30,9 @@ def run_loop(
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop."""
     job = parts.plan.job
-    stopped = False
+    speed = Speedometer(parts.plan, parts.device)
+    reset_peak_memory(parts.device)
+    first_step, stopped = state.step + 1, False
     while state.step < job.run.steps and not stopped:
         is_recording = _is_due(state.step + 1, job.tracking.timeline_every)
         if is_recording:
@@ -37,7 +41,11 @@ def run_loop(
         outcome = train_step(parts, state, channel.requests(), is_recording=is_recording)
         seconds = time.monotonic() - began
         state = state.advance(samples=job.data.global_batch_size, tokens=outcome.tokens)
-        _report_step(channel, rank, state, outcome, seconds, parts.plan.grid.world_size)
+        speeds = speed.metrics(tokens=outcome.tokens, seconds=seconds)
+        _report_step(channel, rank, state, outcome, speeds)
+        if state.step == first_step or _is_due(state.step, job.tracking.console_every):
+            memory = memory_metrics(parts.device)
+            channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=memory))
         stopped = outcome.stop
 
         is_last = stopped or state.step == job.run.steps
@@ -65,8 +73,7 @@ def _report_step(
     rank: int,
     state: TrainState,
     outcome: StepOutcome,
-    seconds: float,
-    world_size: int,
+    speeds: dict[str, float],
 ) -> None:
     if outcome.events:
         channel.report(TimelineRecorded(rank=rank, step=state.step, events=outcome.events))
@@ -79,11 +86,8 @@ def _report_step(
         "train/lr": outcome.lr,
         "train/tokens": float(state.tokens),
         "train/samples": float(state.samples),
-        "train/step_time_s": seconds,
-        "train/tokens_per_s": outcome.tokens / seconds,
-        "train/tokens_per_s_per_worker": outcome.tokens / seconds / world_size,
     }
-    channel.report(StepDone(rank=rank, step=state.step, metrics=metrics))
+    channel.report(StepDone(rank=rank, step=state.step, metrics=metrics | speeds))
 
 
 def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:

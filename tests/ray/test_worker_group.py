@@ -6,6 +6,7 @@ import time
 
 import pytest
 import ray
+from ray._private import state
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raymega.errors import CapacityError
@@ -75,6 +76,8 @@ def test_workers_run_to_the_end_and_leave_nothing(make_group, tmp_path):
         finished += [r.rank for r in group.poll(0.5) if isinstance(r, WorkerFinished)]
     assert sorted(finished) == [0, 1, 2, 3]
     assert len(set(pids(group).values())) == 4
+    names = {actor["Name"]: actor["Pid"] for actor in state.actors().values()}
+    assert names["calm/a1/rank3-tp1-pp1-dp0"] == pids(group)[3]
     assert "training prints 2" in (tmp_path / "rank-00002.log").read_text()
     group.release(keep_warm=False)
     assert leftovers() == []

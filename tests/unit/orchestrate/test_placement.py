@@ -4,7 +4,7 @@ import pytest
 
 from raymega.errors import CapacityError, InternalError
 from raymega.messages import NodeSlots
-from raymega.orchestrate.placement import Place, assign_seats, place_ranks
+from raymega.orchestrate.placement import Place, assign_seats, keep_seats, place_ranks
 from raymega.plan.grid import Grid
 
 GRIDS = [Grid(tp=2, pp=2, dp=2), Grid(tp=4, dp=2), Grid(tp=2, dp=2, order="dp-tp-cp-ep-pp")]
@@ -16,6 +16,10 @@ def nodes(*slots):
 
 def places(*node_ids):
     return [Place(node_id=n, address="", pid=i) for i, n in enumerate(node_ids)]
+
+
+def at(node_id, gpu):
+    return Place(node_id=node_id, address="", pid=gpu, gpus=(str(gpu),))
 
 
 def ranks(seats):
@@ -81,3 +85,20 @@ def test_assign_seats_follows_the_gpus_of_a_node_as_numbers():
 def test_assign_seats_refuses_a_torn_tp_group():
     with pytest.raises(InternalError, match="holds 3 workers"):
         assign_seats(places("a", "a", "a", "b"), Grid(tp=2, dp=2), is_tp_across_nodes_allowed=False)
+
+
+def test_ranks_are_kept_when_a_lost_nodes_workers_come_back_elsewhere():
+    grid = Grid(tp=2, dp=2)
+    places = [at("b", 0), at("b", 1), at("a", 0), at("a", 1)]
+    seats = keep_seats(places, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False)
+    assert [seat.rank for seat in seats] == [0, 1, 2, 3], "not by the nodes' names"
+    assert [seat.local_rank for seat in seats] == [0, 1, 0, 1]
+
+
+def test_ranks_are_not_kept_against_the_order_of_gpus_or_across_nodes():
+    grid = Grid(tp=2, dp=2)
+    swapped = [at("a", 1), at("a", 0), at("b", 0), at("b", 1)]
+    assert keep_seats(swapped, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
+    torn = [at("a", 0), at("b", 0), at("a", 1), at("b", 1)]
+    assert keep_seats(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
+    assert keep_seats(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=True) is not None

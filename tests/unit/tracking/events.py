@@ -6,6 +6,8 @@ from raymega.tracking.sink import (
     CheckpointCommitted,
     EvaluationFinished,
     FailureSeen,
+    MemoryReady,
+    NodesPassed,
     Recovered,
     RunFinished,
     RunStarted,
@@ -51,6 +53,8 @@ def step_finished(step, attempt=1, loss=0.0):
         "train/step_time_s": 0.125,
         "train/tokens_per_s": 8192.0,
         "train/tokens_per_s_per_worker": 1024.0,
+        "train/tflops_per_worker": 0.5,
+        "train/mfu": 0.25,
     }
     return StepFinished(attempt=attempt, step=step, metrics=metrics)
 
@@ -84,6 +88,14 @@ TIMELINE = TimelineReady(
         1: (("forward", 0, 0, 1.0, 2.0), ("recv_forward", 0, 0, 0.0, 1.0)),
     },
 )
+MEMORY = MemoryReady(
+    attempt=2,
+    step=4,
+    ranks={
+        0: {"memory/peak_bytes": 64.0, "memory/allocated_bytes": 32.0},
+        1: {"memory/peak_bytes": 96.0, "memory/allocated_bytes": 48.0},
+    },
+)
 RECOVERED = Recovered(
     attempt=2, rank=3, step=3, restored_step=2, lost_steps=1, detection_s=0.5, recovery_s=3.0
 )
@@ -94,6 +106,7 @@ def whole_run(artefact="/tmp/loss.png"):
         run_started(),
         attempt_started(1),
         WorkersStarted(attempt=1, pids={0: 100, 1: 101}, nodes={0: "a", 1: "a"}),
+        NodesPassed(attempt=1, seconds=0.25, detail="versions are right on 1 node"),
         step_finished(1),
         step_finished(2),
         EvaluationFinished(
@@ -108,6 +121,7 @@ def whole_run(artefact="/tmp/loss.png"):
         RECOVERED,
         step_finished(4, attempt=2),
         TIMELINE,
+        MEMORY,
         checkpoint(4, attempt=2),
         ArtefactWritten(path=artefact, title="Loss curve"),
         run_finished(),

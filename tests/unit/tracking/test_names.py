@@ -4,7 +4,7 @@ from raymega.errors import InternalError
 from raymega.tracking.metrics import metrics_of, rank_metrics_of, standing_metrics_of
 from raymega.tracking.names import METRICS, check_names, find_metric
 from raymega.tracking.sink import EvaluationFinished, StepFinished
-from tests.unit.tracking.events import whole_run
+from tests.unit.tracking.events import MEMORY, TIMELINE, whole_run
 
 
 def test_names_are_unique_in_every_form():
@@ -34,13 +34,18 @@ def test_names_hold_every_metric_that_a_run_emits():
     check_names(emitted)
     assert {find_metric(name).is_per_rank for row in by_rank for name in row} == {True}
     kept_by_the_sink = {"run/last_step_unix_s", "checkpoint/failed_saves"}
-    assert {metric.name for metric in METRICS} - emitted - kept_by_the_sink == {"memory/peak_bytes"}
+    assert {metric.name for metric in METRICS} - emitted == kept_by_the_sink
 
 
 def test_rank_metrics_split_a_rank_s_time():
-    (row,) = [rank_metrics_of(event) for event in whole_run() if rank_metrics_of(event)]
+    row = rank_metrics_of(TIMELINE)
     assert row[0] == {"worker/forward_s": 1.0, "worker/backward_s": 2.0, "worker/transfer_s": 0.0}
     assert row[1] == {"worker/forward_s": 1.0, "worker/backward_s": 0.0, "worker/transfer_s": 1.0}
+
+
+def test_memory_is_of_each_rank_and_its_largest_peak_of_the_run():
+    assert rank_metrics_of(MEMORY)[1]["memory/peak_bytes"] == 96.0
+    assert metrics_of(MEMORY) == {"memory/max_peak_bytes": 96.0}
 
 
 def test_find_metric_refuses_an_unknown_name():

@@ -1,0 +1,64 @@
+"""What a worker measures of itself beside the loss: speed, and memory in use."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from raymega.plan.flops import flops_per_token
+from raymega.plan.hardware import peak_flops
+from raymega.plan.run_plan import RunPlan
+
+STATM = Path("/proc/self/statm")
+
+
+class Speedometer:
+    """Turns tokens and seconds of a step into speeds of the run and of one worker."""
+
+    def __init__(self, plan: RunPlan, device: torch.device) -> None:
+        """Look the device up; one that is not in the table has no MFU."""
+        self._world_size = plan.grid.world_size
+        self._flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops(name, dtype=plan.job.precision.dtype)
+
+    def metrics(self, *, tokens: int, seconds: float) -> dict[str, float]:
+        """By the names of tracking.names; ``train/mfu`` only where the peak is known."""
+        per_worker = tokens / seconds / self._world_size
+        flops = per_worker * self._flops
+        speeds = {
+            "train/step_time_s": seconds,
+            "train/tokens_per_s": tokens / seconds,
+            "train/tokens_per_s_per_worker": per_worker,
+            "train/tflops_per_worker": flops / 1e12,
+        }
+        return speeds | ({"train/mfu": flops / self._peak} if self._peak else {})
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Count the peak from here; a process on CPUs cannot forget its own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Of this rank: on a GPU what torch's allocator holds, on a CPU what the process occupies."""
+    if device.type == "cuda":
+        return {
+            "memory/peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+            "memory/allocated_bytes": float(torch.cuda.memory_allocated(device)),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory/peak_bytes": float(peak)} | _resident()
+
+
+def _resident() -> dict[str, float]:
+    """What the process occupies now, where the system says so."""
+    if not STATM.exists():
+        return {}
+    pages = int(STATM.read_text().split()[1])
+    return {"memory/allocated_bytes": float(pages * resource.getpagesize())}

@@ -1,0 +1,59 @@
+"""Model FLOPs against figures that others have printed, and peaks by device names."""
+
+import pytest
+
+from raymega.config.schema import ModelSection
+from raymega.plan.flops import flops_per_token
+from raymega.plan.hardware import peak_flops
+
+LLAMA_3_8B = ModelSection(
+    family="llama",
+    num_layers=32,
+    width=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_width=14336,
+    vocab_size=128256,
+    max_positions=8192,
+    is_embedding_tied=False,
+)
+
+
+def test_llama_3_8b_needs_what_nvidias_tables_say():
+    assert flops_per_token(LLAMA_3_8B, seq_len=8192) == pytest.approx(51.5e9, rel=2e-3)
+
+
+def test_formula_of_a_gpt_without_grouped_heads():
+    """Narayanan et al. 2021, equation 3, less recomputation (4 -> 3) and half of attention."""
+    layers, width, seq_len, vocab = 24, 1024, 2048, 51200
+    gpt = ModelSection(
+        family="gpt2", num_layers=layers, width=width, num_heads=16, ffn_width=4 * width,
+        vocab_size=vocab, max_positions=seq_len,
+    )  # fmt: skip
+    expected = 72 * layers * width**2 * (1 + seq_len / (12 * width) + vocab / (12 * layers * width))
+    assert flops_per_token(gpt, seq_len=seq_len) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_tied_head_costs_what_an_own_one_does():
+    tied = LLAMA_3_8B.model_copy(update={"is_embedding_tied": True})
+    assert flops_per_token(tied, seq_len=64) == flops_per_token(LLAMA_3_8B, seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA B200", 2250),
+    ],
+)
+def test_peaks_of_known_devices(name, tflops):
+    assert peak_flops(name, dtype="bfloat16") == tflops * 1e12
+    assert peak_flops(name, dtype="float32") is None
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA GB200", "NVIDIA GH200 480GB", "Tesla T4"])
+def test_unknown_devices_have_no_peak(name):
+    assert peak_flops(name, dtype="bfloat16") is None
