@@ -11,6 +11,7 @@ import typer
 
 from raymega import api
 from raymega.cli.tables import table
+from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
 from raymega.schedule.instructions import Schedule
@@ -82,6 +83,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "world_size": grid.world_size,
         "num_parameters": count_parameters(job.model),
         "batch": asdict(plan.batch),
+        "batch_phases": [asdict(phase) for phase in phases(plan.ramp, plan.batch)],
         "stages": [asdict(stage) for stage in plan.stages],
         "schedule": job.schedule.name,
         "bubble": _bubble(plan),
@@ -99,11 +101,28 @@ def _show_summary(plan: RunPlan) -> None:
         f"{job.precision.dtype}, {job.run.steps} steps"
     )
     print(f"grid {grid.describe()}: {grid.world_size} workers, rank order {grid.order}")
-    tail = f"; {batch.num_masked} slots of the tail are masked" if batch.num_masked else ""
     print(
         f"batch: {batch.global_batch_size} sequences of {job.data.seq_len} tokens a step, as "
         f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} on each of "
-        f"{batch.dp} data-parallel ranks{tail}"
+        f"{batch.dp} data-parallel ranks{_tail(batch)}"
+    )
+    for phase in phases(plan.ramp, batch):
+        _show_phase(phase)
+
+
+def _tail(batch: BatchPlan) -> str:
+    return f"; {batch.num_masked} slots of the tail are masked" if batch.num_masked else ""
+
+
+def _show_phase(phase: Phase) -> None:
+    """One line of a ramp; a batch that never changes has none."""
+    batch, last = phase.batch, phase.first_step + phase.num_steps - 1
+    if phase.first_step == 1 and not phase.num_steps:
+        return
+    steps = f"steps {phase.first_step} to {last}" if phase.num_steps else "then"
+    print(
+        f"  {steps}, from sample {phase.first_sample:,}: {batch.global_batch_size} sequences, "
+        f"{batch.num_micro_batches} micro-batches{_tail(batch)}"
     )
 
 

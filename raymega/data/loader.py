@@ -36,21 +36,20 @@ class Loader:
     def __init__(
         self,
         source: Source,
-        batch: BatchPlan,
         *,
         dp_rank: int,
         seed: int,
         device: torch.device | str,
     ) -> None:
         """``seed`` orders the data; all ranks of a run share it."""
-        self._source, self._batch, self._dp_rank = source, batch, dp_rank
+        self._source, self._dp_rank = source, dp_rank
         self._seed, self._device = seed, device
 
-    def micro_batches(self, first_sample: int) -> list[MicroBatch]:
-        """The micro-batches of a step whose first global sample is ``first_sample``."""
+    def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
+        """Those of a step with ``batch`` whose first global sample is ``first_sample``."""
         return [
-            self._micro_batch(self._batch.samples(index, self._dp_rank, first_sample))
-            for index in range(self._batch.num_micro_batches)
+            self._micro_batch(batch.samples(index, self._dp_rank, first_sample))
+            for index in range(batch.num_micro_batches)
         ]
 
     def _micro_batch(self, samples: tuple[int, ...]) -> MicroBatch:

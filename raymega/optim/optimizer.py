@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from raymega.config.schema import OptimizerSection
+from raymega.optim.param_groups import group_by_rates
 from raymega.optim.updates import UPDATES, Slot
 from raymega.parallel.blocks import Block, blocks_of
 from raymega.parallel.buckets import BucketTable, Range
@@ -64,15 +65,19 @@ class Optimizer:
             _make_slot(held, extent.param, extent.within(held.part.begin), num_steps)
             for (held, extent), num_steps in zip(extents, self._num_steps, strict=True)
         ]
+        self._groups = group_by_rates(self._slots, lambda slot: slot.param.spec.role, section)
 
     def step(self, *, lr: float, step: int) -> None:
         """Make the update number ``step``, counted from 1, with the gradients in the buffer."""
         self._weights.wait_for_all()
         self._num_steps.fill_(step - 1)
-        for has_decay, weight_decay in ((True, self._section.weight_decay), (False, 0.0)):
-            slots = [slot for slot in self._slots if slot.param.spec.has_decay == has_decay]
-            if slots:
-                self._update.apply(slots, self._section, lr=lr, weight_decay=weight_decay)
+        for rates, slots in self._groups.items():
+            self._update.apply(
+                slots,
+                self._section,
+                lr=lr * rates.lr_scale,
+                weight_decay=rates.weight_decay,
+            )
         self.sync_weights()
 
     def blocks(self) -> Iterator[Block]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.messages import Box
-from raymega.plan.tensors import GlobalTensor
+from raymega.plan.tensors import GlobalTensor, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +70,9 @@ class ShardSpec:
         return any(piece.is_partial_over_tp for piece in self.pieces)
 
     @property
-    def has_decay(self) -> bool:
-        """Weight decay applies."""
-        return self.pieces[0].tensor.has_decay
+    def role(self) -> Role:
+        """What the tensors are to the optimizer; fused ones are alike."""
+        return self.pieces[0].tensor.role
 
 
 def make_spec(

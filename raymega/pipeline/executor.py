@@ -70,6 +70,7 @@ class Executor(Generic[MicroBatch]):
         micro_batches: Sequence[MicroBatch],
         *,
         is_recording: bool,
+        loss_gradient: float = 1.0,
         before_last_backward: Callable[[int], None] = lambda _chunk: None,
     ) -> StepOutput:
         """Carry out the schedule; in training, gradients add up in the parameters' ``grad``.
@@ -77,6 +78,7 @@ class Executor(Generic[MicroBatch]):
         Args:
             micro_batches: One for each that the schedule knows.
             is_recording: Return what was done when.
+            loss_gradient: What backward starts from: a factor on every gradient.
             before_last_backward: Called with the number of a model chunk before the backward after
                 which its gradients are complete.
 
@@ -84,7 +86,7 @@ class Executor(Generic[MicroBatch]):
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
         """
         self._check(micro_batches)
-        step = _Step(self._stage_fn, micro_batches, self._p2p)
+        step = _Step(self._stage_fn, micro_batches, self._p2p, loss_gradient)
         events = []
         began = self._clock()
         with torch.set_grad_enabled(self._is_training):
@@ -131,8 +133,10 @@ class _Step(Generic[MicroBatch]):
         stage_fn: StageFunction[MicroBatch],
         micro_batches: Sequence[MicroBatch],
         p2p: PointToPoint,
+        loss_gradient: float,
     ) -> None:
         self._stage_fn, self._micro_batches, self._p2p = stage_fn, micro_batches, p2p
+        self._loss_gradient = loss_gradient
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
@@ -170,7 +174,11 @@ class _Step(Generic[MicroBatch]):
 
     def _backward(self, micro_batch: int) -> None:
         output = self._outputs.pop(micro_batch)
-        torch.autograd.backward(output, self._gradients.pop(micro_batch, None))
+        if self._p2p.is_last:
+            gradient = torch.full_like(output, self._loss_gradient)
+        else:
+            gradient = self._gradients.pop(micro_batch)
+        torch.autograd.backward(output, gradient)
 
     def _send_backward(self, micro_batch: int) -> None:
         gradient = self._inputs.pop(micro_batch).grad

@@ -1,10 +1,11 @@
-"""How many micro-batches a step has and which global samples each one holds.
+"""How large a step's batch is, how many micro-batches it has, and which global samples each holds.
 
 The only place that divides a batch; the tail beyond the global batch is masked and counts nowhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -43,3 +44,44 @@ def make_batch(*, global_batch_size: int, micro_batch_size: int, dp: int) -> Bat
         num_micro_batches=-(-global_batch_size // per_round),
         dp=dp,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RampStage:
+    """A smaller batch, until ``until_samples`` samples of the run are consumed."""
+
+    until_samples: int
+    batch: BatchPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """Steps in a row with one batch; ``num_steps`` 0 is to the end of the run."""
+
+    first_step: int
+    first_sample: int
+    num_steps: int
+    batch: BatchPlan
+
+
+def batch_at(ramp: Sequence[RampStage], batch: BatchPlan, samples: int) -> BatchPlan:
+    """The batch of the step that begins at global sample ``samples``: of nothing else.
+
+    So a stage whose length is no multiple of its batch ends with the first step that reaches
+    ``until_samples``, and a run that is resumed, on whatever grid, goes on with the right one.
+    """
+    return next((stage.batch for stage in ramp if samples < stage.until_samples), batch)
+
+
+def phases(ramp: Sequence[RampStage], batch: BatchPlan) -> Iterator[Phase]:
+    """The run from its first step (1), by batch; a stage that is passed over whole is left out."""
+    step, sample = 1, 0
+    for stage in ramp:
+        size = stage.batch.global_batch_size
+        num_steps = max(0, -(-(stage.until_samples - sample) // size))
+        if num_steps:
+            yield Phase(
+                first_step=step, first_sample=sample, num_steps=num_steps, batch=stage.batch
+            )
+        step, sample = step + num_steps, sample + num_steps * size
+    yield Phase(first_step=step, first_sample=sample, num_steps=0, batch=batch)

@@ -13,6 +13,12 @@ from typing import Any
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.grid import grid_faults, world_fault
+from raymega.plan.training_rules import (
+    batch_ramp_faults,
+    loss_scale_faults,
+    lr_schedule_faults,
+    lr_step_faults,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,19 +162,6 @@ def _chunks(chunks: int) -> list[Fault]:
     ]
 
 
-def _lr_steps(warmup: int, decay: int | str) -> list[Fault]:
-    # With decay at run.steps a run that is shorter than its warm-up is legal: it only warms up.
-    if decay == "steps" or warmup < int(decay):
-        return []
-    return [
-        Fault(
-            fact=f"optimizer.lr_warmup_steps={warmup}",
-            rule=f"the decay must end after it, and optimizer.lr_decay_steps={decay}",
-            remedy=f"use at most {int(decay) - 1} warm-up steps, or a later end",
-        )
-    ]
-
-
 def _world(num_workers: int | str, *degrees: int) -> list[Fault]:
     if num_workers == "grid":
         return []
@@ -210,5 +203,17 @@ RULES = (
     Rule(reads=("parallel.pp", "model.num_layers"), check=_layers),
     Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
     Rule(reads=("schedule.chunks",), check=_chunks),
-    Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=_lr_steps),
+    Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
+    Rule(
+        reads=(
+            "optimizer.lr_schedule",
+            "optimizer.lr_warmup_steps",
+            "optimizer.lr_cooldown_steps",
+            "optimizer.lr_decay_steps",
+            "run.steps",
+        ),
+        check=lr_schedule_faults,
+    ),
+    Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
+    Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),
 )

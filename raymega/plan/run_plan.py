@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from raymega.config.schema import Job
 from raymega.errors import PlanError, raise_faults
-from raymega.plan.batch import BatchPlan, make_batch
+from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
 from raymega.plan.grid import Grid, make_grid
 from raymega.plan.rules import job_faults
 from raymega.plan.stages import Stage, make_stages
@@ -19,12 +19,22 @@ from raymega.plan.stages import Stage, make_stages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """The job and what follows from it."""
+    """The job and what follows from it; ``batch`` is that of every step after the ``ramp``."""
 
     job: Job
     grid: Grid
+    ramp: tuple[RampStage, ...]
     batch: BatchPlan
     stages: tuple[Stage, ...]
+
+    @property
+    def batches(self) -> tuple[BatchPlan, ...]:
+        """Every batch that the run has, in order."""
+        return (*(stage.batch for stage in self.ramp), self.batch)
+
+    def batch_at(self, samples: int) -> BatchPlan:
+        """The batch of the step that begins when ``samples`` samples are consumed."""
+        return batch_at(self.ramp, self.batch, samples)
 
     def stage_of(self, rank: int) -> Stage:
         """The stage that ``rank`` runs."""
@@ -48,14 +58,19 @@ def make_plan(job: Job) -> RunPlan:
     """
     raise_faults(PlanError, job_faults(job_values(job)))
     grid = make_grid(job.parallel)
+
+    def batch_of(size: int) -> BatchPlan:
+        micro_batch_size = job.schedule.micro_batch_size
+        return make_batch(global_batch_size=size, micro_batch_size=micro_batch_size, dp=grid.dp)
+
     return RunPlan(
         job=job,
         grid=grid,
-        batch=make_batch(
-            global_batch_size=job.data.global_batch_size,
-            micro_batch_size=job.schedule.micro_batch_size,
-            dp=grid.dp,
+        ramp=tuple(
+            RampStage(until_samples=stage.until_samples, batch=batch_of(stage.global_batch_size))
+            for stage in job.data.batch_ramp
         ),
+        batch=batch_of(job.data.global_batch_size),
         stages=make_stages(num_layers=job.model.num_layers, num_stages=grid.pp),
     )
 

@@ -12,7 +12,7 @@ from raymega.plan.grid import Grid
 from raymega.plan.stages import Stage
 from raymega.plan.tensors import model_tensors, stage_tensors
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

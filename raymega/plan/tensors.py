@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod, sqrt
+from typing import Literal
 
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
 from raymega.plan.stages import Stage
+
+Role = Literal["embedding", "head", "matrix", "norm", "bias"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +26,8 @@ class GlobalTensor:
         tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
         init: ``normal``, ``zeros`` or ``ones``.
         init_std: Standard deviation when ``init`` is ``normal``.
-        has_decay: Weight decay applies.
+        role: What it is to the optimizer; ``matrix`` is every weight inside a block, ``embedding``
+            a table, a tied head's included.
         tp_units: Blocks into which tp may cut it at most, 0 for no limit; with more ranks,
             neighbours share a block. Key and value heads.
         serves_heads: It is used on the query heads of each tp rank apart, so the gradients of ranks
@@ -35,7 +39,7 @@ class GlobalTensor:
     tp_dim: int
     init: str
     init_std: float
-    has_decay: bool
+    role: Role
     tp_units: int = 0
     serves_heads: bool = False
 
@@ -99,25 +103,31 @@ FAMILY_TENSORS = {
 
 
 def _weight(
-    name: str, shape: tuple[int, int], *, tp_dim: int, std: float, kv_heads: int = 0
+    name: str,
+    shape: tuple[int, int],
+    *,
+    tp_dim: int,
+    std: float,
+    role: Role = "matrix",
+    kv_heads: int = 0,
 ) -> GlobalTensor:
     return GlobalTensor(
         name=f"{name}.weight", shape=shape, tp_dim=tp_dim, init="normal", init_std=std,
-        has_decay=True, tp_units=kv_heads, serves_heads=kv_heads > 0,
+        role=role, tp_units=kv_heads, serves_heads=kv_heads > 0,
     )  # fmt: skip
 
 
 def _bias(name: str, size: int, *, tp_dim: int, kv_heads: int = 0) -> GlobalTensor:
     return GlobalTensor(
         name=f"{name}.bias", shape=(size,), tp_dim=tp_dim, init="zeros", init_std=0.0,
-        has_decay=False, tp_units=kv_heads, serves_heads=kv_heads > 0,
+        role="bias", tp_units=kv_heads, serves_heads=kv_heads > 0,
     )  # fmt: skip
 
 
 def _scale(name: str, size: int, *, serves_heads: bool = False) -> GlobalTensor:
     return GlobalTensor(
         name=f"{name}.weight", shape=(size,), tp_dim=-1, init="ones", init_std=0.0,
-        has_decay=False, serves_heads=serves_heads,
+        role="norm", serves_heads=serves_heads,
     )  # fmt: skip
 
 
@@ -131,10 +141,11 @@ def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Token table, and gpt2's position table."""
     std = model.init_std
-    table = [_weight("embedding.tokens", (model.vocab_size, model.width), tp_dim=0, std=std)]
+    shape = (model.vocab_size, model.width)
+    table = [_weight("embedding.tokens", shape, tp_dim=0, std=std, role="embedding")]
     if FAMILY_TENSORS[model.family].has_positions:
         shape = (model.max_positions, model.width)
-        table.append(_weight("embedding.positions", shape, tp_dim=-1, std=std))
+        table.append(_weight("embedding.positions", shape, tp_dim=-1, std=std, role="embedding"))
     return table
 
 
@@ -171,7 +182,7 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
     table = _norm("final_norm", model)
     if not model.is_embedding_tied:
         shape = (model.vocab_size, model.width)
-        table.append(_weight("head", shape, tp_dim=0, std=model.init_std))
+        table.append(_weight("head", shape, tp_dim=0, std=model.init_std, role="head"))
     return table
 
 

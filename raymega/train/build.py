@@ -5,6 +5,7 @@ It opens no process group and restores nothing; entry does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,26 +22,35 @@ from raymega.parallel.parameter import ShardedParameter, check_specs
 from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
-from raymega.plan.batch import make_batch
+from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.schedule.table import make_forward_only, make_schedule
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     """What evaluation needs beside the training parts."""
 
+    batch: BatchPlan
     loader: Loader
     executor: Executor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Everything one rank trains with; built once per attempt."""
+    """Everything one rank trains with; built once per attempt.
+
+    ``executors`` are by number of micro-batches: one for each batch that the run has.
+    """
 
     plan: RunPlan
     coords: Coords
@@ -48,7 +58,7 @@ class Parts:
     groups: Groups
     device: torch.device
     loader: Loader
-    executor: Executor
+    executors: Mapping[int, Executor]
     gradients: GradBuffer
     weights: WeightBuffer
     optimizer: Optimizer
@@ -76,9 +86,6 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
         device=device,
         timeout_s=job.elastic.collective_timeout_s,
     )
-    schedules = make_schedule(
-        job.schedule.name, pp=plan.grid.pp, num_micro_batches=plan.batch.num_micro_batches
-    )
     is_sharded = job.parallel.sharding == "optimizer"
     table = make_buckets([parameters], groups.dp, is_sharded=is_sharded)
     comm_log = CommLog()
@@ -93,12 +100,11 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
         device=device,
         loader=Loader(
             _open_source(plan, "train"),
-            plan.batch,
             dp_rank=coords.dp,
             seed=job.run.seed,
             device=device,
         ),
-        executor=Executor(schedules[coords.pp], module.run, p2p),
+        executors=_build_executors(plan, coords, module=module, p2p=p2p),
         gradients=gradients,
         weights=weights,
         optimizer=Optimizer(table, gradients, weights, job.optimizer),
@@ -110,6 +116,16 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
 def _open_source(plan: RunPlan, split: str) -> Source:
     job = plan.job
     return open_split(job.data.path, split, seq_len=job.data.seq_len, seed=job.run.seed)
+
+
+def _build_executors(
+    plan: RunPlan, coords: Coords, *, module: StageModule, p2p: PointToPoint
+) -> dict[int, Executor]:
+    executors = {}
+    for number in {batch.num_micro_batches for batch in plan.batches}:
+        schedules = make_schedule(plan.job.schedule.name, pp=plan.grid.pp, num_micro_batches=number)
+        executors[number] = Executor(schedules[coords.pp], module.run, p2p)
+    return executors
 
 
 def _build_evaluation(
@@ -127,6 +143,7 @@ def _build_evaluation(
     )
     schedules = make_forward_only(pp=plan.grid.pp, num_micro_batches=batch.num_micro_batches)
     return Evaluation(
-        loader=Loader(source, batch, dp_rank=coords.dp, seed=job.run.seed, device=p2p.device),
+        batch=batch,
+        loader=Loader(source, dp_rank=coords.dp, seed=job.run.seed, device=p2p.device),
         executor=Executor(schedules[coords.pp], module.run, p2p),
     )

@@ -24,7 +24,7 @@ from raymega.storage.open import open_store
 from raymega.train.build import Parts, build_parts
 from raymega.train.environment import prepare_process
 from raymega.train.loop import run_loop
-from raymega.train.state import TrainState, state_from
+from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
 
@@ -85,14 +85,15 @@ def _train(
 
 
 def _restore(parts: Parts, start: StartWorker) -> TrainState:
+    precision = parts.plan.job.precision
     if not start.restore:
-        return TrainState()
+        return first_state(precision)
     store = open_store(start.run_uri)
     manifest = read_manifest(store, start.restore)
     load(store, manifest, list(parts.optimizer.blocks()))
     parts.optimizer.sync_weights()
     log.info("restored step %d from %s", manifest.step, start.restore)
-    return state_from(manifest.state)
+    return state_from(manifest.state, precision)
 
 
 class _Phases:

@@ -15,8 +15,9 @@ def evaluate(parts: Parts) -> dict[str, float]:
     if parts.evaluation is None:
         return {}
     parts.weights.start_gather()
-    micro_batches = parts.evaluation.loader.micro_batches(0)
-    loss_sum = parts.evaluation.executor.run(micro_batches, is_recording=False).loss_sum
+    evaluation = parts.evaluation
+    micro_batches = evaluation.loader.micro_batches(evaluation.batch, 0)
+    loss_sum = evaluation.executor.run(micro_batches, is_recording=False).loss_sum
     is_counted = parts.stage.is_last and parts.coords.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]

@@ -40,9 +40,9 @@ def run_loop(
         began = time.monotonic()
         outcome = train_step(parts, state, channel.requests(), is_recording=is_recording)
         seconds = time.monotonic() - began
-        state = state.advance(samples=job.data.global_batch_size, tokens=outcome.tokens)
+        state = outcome.state
         speeds = speed.metrics(tokens=outcome.tokens, seconds=seconds)
-        _report_step(channel, rank, state, outcome, speeds)
+        _report_step(channel, rank, outcome, speeds)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             memory = memory_metrics(parts.device)
             channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=memory))
@@ -69,25 +69,32 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _report_step(
-    channel: Channel,
-    rank: int,
-    state: TrainState,
-    outcome: StepOutcome,
-    speeds: dict[str, float],
+    channel: Channel, rank: int, outcome: StepOutcome, speeds: dict[str, float]
 ) -> None:
+    step = outcome.state.step
     if outcome.events:
-        channel.report(TimelineRecorded(rank=rank, step=state.step, events=outcome.events))
+        channel.report(TimelineRecorded(rank=rank, step=step, events=outcome.events))
     if rank != 0:
-        channel.report(Progress(rank=rank, step=state.step))
+        channel.report(Progress(rank=rank, step=step))
         return
+    metrics = _step_metrics(outcome)
+    channel.report(StepDone(rank=rank, step=step, metrics=metrics | speeds))
+
+
+def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
+    state = outcome.state
     metrics = {
         "train/loss": outcome.loss,
         "train/grad_norm": outcome.grad_norm,
         "train/lr": outcome.lr,
+        "train/global_batch_size": float(outcome.samples),
         "train/tokens": float(state.tokens),
         "train/samples": float(state.samples),
     }
-    channel.report(StepDone(rank=rank, step=state.step, metrics=metrics | speeds))
+    if state.loss_scale is not None:
+        metrics["train/loss_scale"] = state.loss_scale.factor
+        metrics["train/skipped_steps"] = float(state.skipped_steps)
+    return metrics
 
 
 def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:

@@ -15,6 +15,7 @@ from raymega.data.loader import MicroBatch
 from raymega.errors import Fault, NumericsError
 from raymega.messages import Requests
 from raymega.optim.clip import clip_factor, local_norm_sq
+from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm import all_reduce
 from raymega.pipeline.executor import Event
@@ -26,13 +27,16 @@ from raymega.train.state import TrainState
 class StepOutcome:
     """What a step did; equal on all ranks but for ``events``.
 
-    ``loss`` is in nats per token, ``grad_norm`` the global norm before clipping. ``stop`` and
+    ``state`` is where the run stands after it. ``loss`` is in nats per token, ``grad_norm`` the
+    global norm before clipping, not finite when the step was skipped for an overflow. ``stop`` and
     ``save`` are true when the driver asked any rank for it.
     """
 
+    state: TrainState
     loss: float
     grad_norm: float
     lr: float
+    samples: int
     tokens: int
     stop: bool
     save: bool
@@ -44,30 +48,43 @@ def train_step(
 ) -> StepOutcome:
     """Forward, backward, reduce, clip, update.
 
+    A float16 gradient that overflows shows in the norm, hence on every rank: the step updates
+    nothing, and the loss scale sinks.
+
     Raises:
         NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
     """
+    job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
     parts.weights.start_gather()
-    micro_batches = parts.loader.micro_batches(state.samples)
+    micro_batches = parts.loader.micro_batches(batch, state.samples)
+    scale = _loss_gradient(parts, state)
     parts.gradients.zero()
-    output = parts.executor.run(
+    output = parts.executors[batch.num_micro_batches].run(
         micro_batches,
         is_recording=is_recording,
+        loss_gradient=scale,
         before_last_backward=parts.gradients.launch_when_full,
     )
     parts.gradients.finish()
 
     totals = _sum_over_world(parts, output.loss_sum, micro_batches, wishes)
-    loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens
-    _refuse_non_finite(state.step + 1, loss, grad_norm)
-
-    optimizer = parts.plan.job.optimizer
-    lr = learning_rate(optimizer, total_steps=parts.plan.job.run.steps, step=state.step)
-    parts.gradients.scale(clip_factor(grad_norm, optimizer.clip_norm) / totals.tokens)
-    parts.optimizer.step(lr=lr, step=state.step + 1)
+    loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
+    is_overflow = state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm)
+    lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
+    if not is_overflow:
+        _refuse_non_finite(state.step + 1, loss, grad_norm)
+        factor = clip_factor(grad_norm, job.optimizer.clip_norm)
+        parts.gradients.scale(factor / totals.tokens / scale)
+        parts.optimizer.step(lr=lr, step=state.updates + 1)
+    after = state.advance(
+        samples=batch.global_batch_size,
+        tokens=totals.tokens,
+        is_skipped=is_overflow,
+        loss_scale=next_loss_scale(state.loss_scale, job.precision, is_overflow=is_overflow),
+    )
     return StepOutcome(
-        loss=loss, grad_norm=grad_norm, lr=lr, tokens=totals.tokens, stop=totals.stop,
-        save=totals.save, events=output.events,
+        state=after, loss=loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
+        tokens=totals.tokens, stop=totals.stop, save=totals.save, events=output.events,
     )  # fmt: skip
 
 
@@ -86,6 +103,14 @@ def refuse_non_finite_state(parts: Parts, step: int) -> None:
                     remedy="lower optimizer.lr, raise precision.dtype or look at the data",
                 )
             )
+
+
+def _loss_gradient(parts: Parts, state: TrainState) -> float:
+    """What backward starts from: 1, but for float16's scale."""
+    if state.loss_scale is None:
+        return 1.0
+    tokens = parts.plan.batch.micro_batch_size * parts.plan.job.data.seq_len
+    return state.loss_scale.loss_gradient(micro_batch_tokens=tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

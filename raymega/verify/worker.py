@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore
 
 from raymega.messages import Box, Requests
 from raymega.parallel.groups import build_groups, close_world, open_world
-from raymega.plan.run_plan import RunPlan, read_plan
+from raymega.plan.run_plan import read_plan
 from raymega.train.build import Parts, build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
@@ -40,17 +40,17 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
             device=cpu,
         )
     groups = build_groups(plan.grid, rank, timeout_s=timeout_s)
-    _train(plan, build_parts(plan, rank=rank, groups=groups, device=cpu), steps, folder, rank)
+    _train(build_parts(plan, rank=rank, groups=groups, device=cpu), steps, folder, rank)
     close_world()
 
 
-def _train(plan: RunPlan, parts: Parts, steps: int, folder: Path, rank: int) -> None:
+def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
     state, curve = TrainState(), []
     arrays: dict[str, Any] = {}
     blocks: list[dict[str, object]] = []
     for step in range(1, steps + 1):
         outcome = train_step(parts, state, Requests(), is_recording=False)
-        state = state.advance(samples=plan.batch.global_batch_size, tokens=outcome.tokens)
+        state = outcome.state
         curve.append(StepValues(loss=outcome.loss, grad_norm=outcome.grad_norm, lr=outcome.lr))
         for name, box, values in _model_blocks(parts):
             arrays[str(len(blocks))] = values

@@ -38,7 +38,7 @@ def _train(env, plan_json):
     state, curve = TrainState(), []
     for _ in range(STEPS):
         outcome = train_step(parts, state, Requests(), is_recording=False)
-        state = state.advance(samples=plan.batch.global_batch_size, tokens=outcome.tokens)
+        state = outcome.state
         curve.append((outcome.loss, outcome.grad_norm))
     blocks = [
         (block.name, block.tensor.shape, block.box, block.values.numpy().copy())

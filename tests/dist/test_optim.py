@@ -22,7 +22,7 @@ TENSORS = {
     "embedding": TIED,
     "column": make_tensor("column", (12, 6), tp_dim=0),
     "row": make_tensor("row", (6, 12), tp_dim=1),
-    "norm": make_tensor("norm", (6,), has_decay=False),
+    "norm": make_tensor("norm", (6,), role="norm"),
 }
 STAGES = [["embedding", "column"], ["row", "norm"]]
 """Tensors of each of two stages; the last one has a copy of the embedding as well."""

@@ -25,7 +25,7 @@ S, B, IN, OUT, V = 5, 3, 24, 16, 20
 
 def _tensor(name, *shape, tp_dim):
     return GlobalTensor(
-        name=name, shape=shape, tp_dim=tp_dim, init="normal", init_std=1.0, has_decay=True
+        name=name, shape=shape, tp_dim=tp_dim, init="normal", init_std=1.0, role="matrix"
     )
 
 

@@ -15,10 +15,10 @@ from raymega.plan.tensors import GlobalTensor
 ALONE = build_groups(Grid(), 0, timeout_s=1.0)
 
 
-def make_tensor(name, shape, *, tp_dim=-1, has_decay=True):
+def make_tensor(name, shape, *, tp_dim=-1, role="matrix"):
     """A global tensor that starts as standard normal numbers."""
     return GlobalTensor(
-        name=name, shape=shape, tp_dim=tp_dim, init="normal", init_std=1.0, has_decay=has_decay
+        name=name, shape=shape, tp_dim=tp_dim, init="normal", init_std=1.0, role=role
     )
 
 

@@ -35,9 +35,7 @@ def _holdings(specs, dtypes=("float32",)):
 
 
 def _tensor(name, *shape):
-    return GlobalTensor(
-        name=name, shape=shape, tp_dim=-1, init="zeros", init_std=0.0, has_decay=False
-    )
+    return GlobalTensor(name=name, shape=shape, tp_dim=-1, init="zeros", init_std=0.0, role="bias")
 
 
 def _slices(box):

@@ -23,10 +23,10 @@ def _step(step, *, dp, micro_batch_size, global_batch_size=16):
         global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
     )
     loaders = [
-        Loader(CountingSource(), batch, dp_rank=rank, seed=SEED, device="cpu") for rank in range(dp)
+        Loader(CountingSource(), dp_rank=rank, seed=SEED, device="cpu") for rank in range(dp)
     ]
     first = step * global_batch_size
-    return [micro for loader in loaders for micro in loader.micro_batches(first)]
+    return [micro for loader in loaders for micro in loader.micro_batches(batch, first)]
 
 
 def _rows(micro_batches, field):

@@ -8,13 +8,14 @@ from raymega.config.schema import OptimizerSection
 from tests.support.params import make_optimizer, make_param, make_tensor
 
 SECTION = OptimizerSection(lr=1e-2, weight_decay=0.1)
+ROLES = {"matrix": "matrix", "bias": "bias", "other": "head"}
 RATES = [1e-3, 1e-2, 5e-3, 2e-3, 1e-3, 1e-3]
 
 
 def _params(dtype=torch.float64):
     shapes = {"matrix": (5, 7), "bias": (37,), "other": (3, 3)}
     return [
-        make_param(make_tensor(name, shape, has_decay=len(shape) > 1), dtype=dtype)
+        make_param(make_tensor(name, shape, role=ROLES[name]), dtype=dtype)
         for name, shape in shapes.items()
     ]
 

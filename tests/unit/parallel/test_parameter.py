@@ -14,7 +14,7 @@ from raymega.plan.tensors import GlobalTensor
 
 def _tensor(name="w", shape=(8, 4), *, tp_dim=0, init="normal"):
     return GlobalTensor(
-        name=name, shape=shape, tp_dim=tp_dim, init=init, init_std=0.5, has_decay=True
+        name=name, shape=shape, tp_dim=tp_dim, init=init, init_std=0.5, role="matrix"
     )
 
 

@@ -7,7 +7,7 @@ from raymega.plan.tensors import GlobalTensor
 
 def _tensor(name: str, rows: int, *, tp_dim: int = 0) -> GlobalTensor:
     return GlobalTensor(
-        name=name, shape=(rows, 4), tp_dim=tp_dim, init="normal", init_std=0.02, has_decay=True
+        name=name, shape=(rows, 4), tp_dim=tp_dim, init="normal", init_std=0.02, role="matrix"
     )
 
 

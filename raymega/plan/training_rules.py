@@ -1,0 +1,108 @@
+"""Rules between the values that say how a run trains: learning rate, batch ramp, loss scale.
+
+Each function is the check of a row in plan.rules, which names the fields that it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from raymega.config.schema import BatchStage
+from raymega.errors import Fault
+
+
+def lr_step_faults(warmup: int, decay: int | str) -> list[Fault]:
+    """The warm-up ends before the decay does."""
+    # With decay at run.steps a run that is shorter than its warm-up is legal: it only warms up.
+    if decay == "steps" or warmup < int(decay):
+        return []
+    return [
+        Fault(
+            fact=f"optimizer.lr_warmup_steps={warmup}",
+            rule=f"the decay must end after it, and optimizer.lr_decay_steps={decay}",
+            remedy=f"use at most {int(decay) - 1} warm-up steps, or a later end",
+        )
+    ]
+
+
+def lr_schedule_faults(
+    name: str, warmup: int, cooldown: int, decay: int | str, steps: int
+) -> list[Fault]:
+    """Each schedule has the steps that it is made of, and no others."""
+    if name == "inverse_sqrt" and warmup == 0:
+        return [
+            Fault(
+                fact="optimizer.lr_warmup_steps=0",
+                rule="lr_schedule=inverse_sqrt is lr * sqrt(lr_warmup_steps / step)",
+                remedy="use at least 1 warm-up step",
+            )
+        ]
+    if name != "wsd":
+        return _cooldown_without_wsd(name, cooldown)
+    is_open = decay == "steps"
+    field, end = ("run.steps", steps) if is_open else ("optimizer.lr_decay_steps", int(decay))
+    # As with the warm-up alone, an open end may come before the warm-up does.
+    room = end if is_open else end - warmup
+    if 1 <= cooldown <= room:
+        return []
+    before = "" if is_open else f" less optimizer.lr_warmup_steps={warmup}"
+    return [
+        Fault(
+            fact=f"optimizer.lr_cooldown_steps={cooldown}",
+            rule=f"lr_schedule=wsd cools down within {field}={end}{before}",
+            remedy=f"use 1 to {room} steps" if room > 0 else "use a later end",
+        )
+    ]
+
+
+def _cooldown_without_wsd(name: str, cooldown: int) -> list[Fault]:
+    if cooldown == 0:
+        return []
+    return [
+        Fault(
+            fact=f"optimizer.lr_cooldown_steps={cooldown}",
+            rule=f"only lr_schedule=wsd has a cool-down, and it is {name}",
+            remedy="set lr_cooldown_steps=0 or lr_schedule=wsd",
+        )
+    ]
+
+
+def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> list[Fault]:
+    """Stages end later and later, and batches grow up to data.global_batch_size."""
+    faults = []
+    for index, (one, other) in enumerate(pairwise(ramp), start=1):
+        if one.until_samples >= other.until_samples:
+            faults.append(
+                Fault(
+                    fact=f"data.batch_ramp[{index}].until_samples={other.until_samples}",
+                    rule=f"it must be more than the stage before has ({one.until_samples})",
+                    remedy="order the stages by until_samples",
+                )
+            )
+    sizes = [*(stage.global_batch_size for stage in ramp), global_batch_size]
+    for index, (size, following) in enumerate(pairwise(sizes)):
+        if size >= following:
+            is_last = index == len(ramp) - 1
+            after = "data.global_batch_size" if is_last else "the next stage's"
+            faults.append(
+                Fault(
+                    fact=f"data.batch_ramp[{index}].global_batch_size={size}",
+                    rule=f"it must be less than {after} ({following})",
+                    remedy="let the sizes grow, or remove the stage",
+                )
+            )
+    return faults
+
+
+def loss_scale_faults(first: float, smallest: float) -> list[Fault]:
+    """The loss scale begins at its minimum or above."""
+    if smallest <= first:
+        return []
+    return [
+        Fault(
+            fact=f"precision.min_loss_scale={smallest:g}",
+            rule=f"it must not exceed precision.loss_scale={first:g}",
+            remedy=f"use at most {first:g}",
+        )
+    ]
