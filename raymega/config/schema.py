@@ -154,8 +154,9 @@ class DataSection(Section):
     global_batch_size: Positive = Field(description="Sequences of one optimizer step, all ranks.")
     batch_ramp: tuple[BatchStage, ...] = Field(
         default=(),
-        description="Smaller batches at the start: each entry holds until so many samples of the "
-        "run are consumed, then the next, then global_batch_size.",
+        description="Smaller batches at the start: each entry `{until_samples, global_batch_size}` "
+        "holds until so many samples of the run are consumed, then the next, then "
+        "global_batch_size.",
     )
 
 
@@ -221,7 +222,7 @@ class OptimizerSection(Section):
     lr_schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = Field(
         default="cosine",
         description="What follows the warm-up. wsd: stable at lr, then a linear decay over the last "
-        "lr_cooldown_steps. inverse_sqrt: lr * sqrt(lr_warmup_steps / step).",
+        "lr_cooldown_steps. inverse_sqrt: lr * sqrt(lr_warmup_steps / step), without an end.",
     )
     lr_decay_steps: Positive | Literal["steps"] = Field(
         default="steps",
@@ -264,14 +265,16 @@ class PrecisionSection(Section):
     )
     loss_scale: PositiveFloat = Field(
         default=65536.0,
-        description="float16 only: first factor on the loss. Doubles after loss_scale_window good "
-        "steps, halves after loss_scale_hysteresis steps with an overflow.",
+        description="float16 only: first factor on the mean loss of a micro-batch. Doubles after "
+        "loss_scale_window good steps; halves with an overflow.",
     )
     loss_scale_window: Positive = Field(
         default=1000, description="float16 only: good steps in a row before the factor doubles."
     )
     loss_scale_hysteresis: Positive = Field(
-        default=2, description="float16 only: overflows before the factor halves."
+        default=2,
+        description="float16 only: the overflow since the last doubling from which on each one "
+        "halves the factor. Those before only skip their step.",
     )
     min_loss_scale: PositiveFloat = Field(
         default=1.0,

@@ -24,6 +24,7 @@ MAX_VOCAB = 512
 MAX_LAYERS = 8
 MAX_TP = 8
 MAX_WARMUP_STEPS = 2
+MAX_COOLDOWN_STEPS = 1
 MIN_EPS = 1e-8
 HEAD_WIDTHS = (64, 32, 16, 8, 4, 2)
 TIMEOUT_S = 60.0
@@ -112,11 +113,13 @@ def _shorten(draft: _Draft, steps: int) -> None:
     draft.set("precision.dtype", "float64", "so that rounding is far below any mistake")
     draft.set("data.seq_len", min(job.data.seq_len, MAX_SEQ_LEN))
     draft.set("data.global_batch_size", _small_batch(job.data.global_batch_size))
+    draft.set("data.batch_ramp", _short_ramp(draft.job()))
     micro = min(job.schedule.micro_batch_size, draft.values["data"]["global_batch_size"])
     draft.set("schedule.micro_batch_size", micro)
     optimizer = job.optimizer
     draft.set("optimizer.eps", max(optimizer.eps, MIN_EPS), "less makes values of rounding noise")
     draft.set("optimizer.lr_warmup_steps", min(optimizer.lr_warmup_steps, MAX_WARMUP_STEPS))
+    draft.set("optimizer.lr_cooldown_steps", min(optimizer.lr_cooldown_steps, MAX_COOLDOWN_STEPS))
     draft.set("optimizer.lr_decay_steps", "steps")
     draft.values["run"] |= {"steps": max(steps, MAX_WARMUP_STEPS + 1), "eval_samples": 0}
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}
@@ -212,6 +215,14 @@ def _small_batch(size: int) -> int:
     if is_power_of_two(size):
         return MAX_BATCH
     return MAX_BATCH - 1 if size % 2 else MAX_BATCH - 4
+
+
+def _short_ramp(job: Job) -> tuple[dict[str, int], ...]:
+    """One step with half the batch when the job has a ramp, so that the size does change."""
+    half = job.data.global_batch_size // 2
+    if not job.data.batch_ramp or half == 0:
+        return ()
+    return ({"until_samples": half, "global_batch_size": half},)
 
 
 def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:

@@ -109,3 +109,17 @@ def test_what_is_not_tested_is_said():
 def test_bound_below_the_smallest_model_is_refused_with_its_size():
     with pytest.raises(ConfigError, match=r"--max-params 100; the smallest model .* parameters"):
         _shrink(make_job(), max_params=100)
+
+
+def test_ramp_and_cooldown_are_kept_but_short():
+    job = make_job(
+        "data.batch_ramp=[{until_samples: 4000, global_batch_size: 8}]",
+        "optimizer.lr_schedule=wsd",
+        "optimizer.lr_cooldown_steps=12",
+    )
+    small = _shrink(job).job
+    assert [stage.model_dump() for stage in small.data.batch_ramp] == [
+        {"until_samples": 8, "global_batch_size": 8}
+    ]
+    assert small.optimizer.lr_cooldown_steps == 1
+    assert job_faults(job_values(small)) == []
