@@ -1,7 +1,7 @@
 """Causal self-attention with the heads cut over the tensor-parallel ranks.
 
-Each rank keeps H/tp query heads and the G/tp key and value heads that they read, so that attention
-itself needs no communication. The kernel is torch's scaled_dot_product_attention.
+Each rank keeps H/tp query heads and the key and value heads that they read: G/tp of them, or one that
+it shares with its neighbours when G < tp. So attention itself needs no communication. The kernel is torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = model.num_heads // factory.tp.size
-        self.num_kv_heads = model.kv_heads // factory.tp.size
+        self.num_kv_heads = max(1, model.kv_heads // factory.tp.size)
         self.norms = (
             HeadNorms(factory, name, model.norm_eps)
             if f"{name}.q_norm.weight" in factory.table
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(factory, f"{name}.out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, D] -> [S, B, D]."""
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
         H, G = self.num_heads, self.num_kv_heads
         qkv_SBhK = self.qkv(x).unflatten(-1, (H + 2 * G, -1))
         qk_SBhK, v_SBGK = qkv_SBhK.split((H + G, G), dim=2)

@@ -1,7 +1,7 @@
 """The transformer block: attention, then a feed-forward layer, each added to the residual stream.
 
 It knows neither the family nor the layout: parts are handed in, and each part is cut over the
-tensor-parallel ranks in itself. Between parts every rank holds the whole stream.
+tensor-parallel ranks in itself. Between parts a rank holds the stream as parallel.stream says.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, D] -> [S, B, D]."""
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))

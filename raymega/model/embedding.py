@@ -12,10 +12,14 @@ class Embedding(nn.Module):
 
     def __init__(self, factory: ParameterFactory) -> None:
         super().__init__()
+        self.stream = factory.stream
         self.tokens = VocabParallelEmbedding(factory, "embedding.tokens")
         self.positions = factory.make_if_any("embedding.positions.weight")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: [B, S] int64 -> [S, B, D]."""
+        """tokens: [B, S] int64 -> [S/sp, B, D]."""
         x = self.tokens(tokens.t())
-        return x if self.positions is None else x + self.positions[: x.shape[0], None]
+        if self.positions is None:
+            return x
+        first = self.stream.first_position(x.shape[0])
+        return x + self.positions[first : first + x.shape[0], None]

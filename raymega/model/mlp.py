@@ -17,7 +17,7 @@ class GeluMlp(nn.Module):
         self.down = RowParallelLinear(factory, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, D] -> [S, B, D]."""
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
         return self.down(gelu(self.up(x), approximate="tanh"))
 
 
@@ -30,6 +30,6 @@ class SwigluMlp(nn.Module):
         self.down = RowParallelLinear(factory, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, D] -> [S, B, D]."""
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(silu(gate) * up)

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the features of the residual stream, and RMSNorm over those of a head.
 
-Torch's kernels take the statistics in fp32 when x is narrower. The parameters are held whole by
-every tensor-parallel rank, and so are their gradients.
+Torch's kernels take the statistics in fp32 when x is narrower. Every tensor-parallel rank holds the
+whole parameters; with sequence parallelism their gradients are its positions' terms of a sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LayerNorm(nn.Module):
         self.bias = factory.make(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, D] -> [S, B, D]."""
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -36,7 +36,7 @@ class RmsNorm(nn.Module):
         self.weight = factory.make(f"{name}.weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, D] -> [S, B, D]."""
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -15,8 +15,8 @@ from raymega.config.schema import ModelSection
 from raymega.model.embedding import Embedding
 from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.head import Head
-from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
 from raymega.plan.stages import Stage
 from raymega.plan.tensors import stage_tensors
@@ -53,7 +53,7 @@ class StageModule(nn.Module):
         model: ModelSection,
         stage: Stage,
         *,
-        groups: Groups,
+        stream: Stream,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
@@ -61,7 +61,7 @@ class StageModule(nn.Module):
         super().__init__()
         factory = ParameterFactory(
             table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
-            tp=groups.tp,
+            stream=stream,
             dtype=dtype,
             device=device,
             seed=seed,
@@ -77,7 +77,7 @@ class StageModule(nn.Module):
 
     def _make_head(self, factory: ParameterFactory, model: ModelSection) -> Head:
         norm = make_norm(factory, "final_norm", model)
-        return Head(norm, self._head_weight(factory, model), factory.tp)
+        return Head(norm, self._head_weight(factory, model), factory.stream)
 
     def _head_weight(self, factory: ParameterFactory, model: ModelSection) -> ShardedParameter:
         """The head's own, the embedding's when it is here, or a copy of the embedding's."""
@@ -96,10 +96,10 @@ class StageModule(nn.Module):
             tokens: [B, S] int64; read by the first stage.
             labels: [B, S] int64, any number where ``mask`` is 0; read by the last stage.
             mask: [B, S], 1 where a token's loss counts, else 0; read by the last stage.
-            hidden: [S, B, D] from the stage before, None on the first.
+            hidden: [S/sp, B, D] from the stage before, None on the first.
 
         Returns:
-            [S, B, D] for the next stage, or the last stage's sum of masked token losses, a scalar
+            [S/sp, B, D] for the next stage, or the last stage's sum of masked token losses, a scalar
             in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
         x = self._stream(tokens, hidden)

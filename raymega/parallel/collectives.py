@@ -3,7 +3,8 @@
 Tensor-parallel code needs only these two sentences: where a tensor that every rank holds whole
 enters work that is cut over the ranks, its gradient comes back in parts and must be summed
 (`copy_to_tp`); where the parts of a sum leave that work, they are summed and the gradient is
-already whole (`reduce_from_tp`). The transport itself is comm's.
+already whole (`reduce_from_tp`). Where each rank holds its own positions only, the first becomes
+`gather_positions`, the second `scatter_to_positions`. The transport itself is comm's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from raymega.parallel.comm import all_reduce
+from raymega.parallel.comm import all_gather, all_reduce, reduce_scatter
 from raymega.parallel.groups import Group
 
 
@@ -36,6 +37,32 @@ def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
         group: The tensor-parallel ranks.
     """
     return x if group.size == 1 else _ReduceFromTp.apply(x, group)
+
+
+def gather_positions(x: Tensor, group: Group) -> Tensor:
+    """Enter work that is cut over ``group``: all-gather forward, reduce-scatter backward.
+
+    Args:
+        x: [S/tp, ...], this rank's positions.
+        group: The tensor-parallel ranks.
+
+    Returns:
+        [S, ...], equal on all ranks.
+    """
+    return x if group.size == 1 else _GatherPositions.apply(x, group)
+
+
+def scatter_to_positions(x: Tensor, group: Group) -> Tensor:
+    """Leave work that is cut over ``group``: reduce-scatter forward, all-gather backward.
+
+    Args:
+        x: [S, ...], this rank's term of the sum.
+        group: The tensor-parallel ranks.
+
+    Returns:
+        [S/tp, ...], this rank's positions of the sum.
+    """
+    return x if group.size == 1 else _ScatterToPositions.apply(x, group)
 
 
 class _CopyToTp(torch.autograd.Function):
@@ -61,3 +88,27 @@ class _ReduceFromTp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x.contiguous(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad.contiguous(), ctx.group), None
+
+
+class _ScatterToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x.contiguous(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad.contiguous(), ctx.group), None

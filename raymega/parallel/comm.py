@@ -84,6 +84,11 @@ class Pending:
             raise _failure(self._what, time.monotonic() - began, timeout_s, error) from error
 
 
+def nothing_pending() -> Pending:
+    """For a caller that has nothing to wait for after all."""
+    return Pending("nothing", None, _wait_once)
+
+
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pending:
     """Begin :func:`all_reduce`; the tensor must be left alone until it is waited for."""
     _check("all_reduce", tensor, group)
@@ -104,38 +109,50 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Ten
     return tensor
 
 
-def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N, ...] -> [size * N, ...] in group order; the tensor itself when the group has size 1."""
+def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+    """Begin :func:`all_gather`; the result may be read when it was waited for."""
     _check("all_gather", tensor, group)
     _check_rows("all_gather", tensor, group, divisor=1)
-    if group.size == 1:
-        return tensor
-    gathered = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
-    _start(
+    gathered = tensor
+    if group.size > 1:
+        gathered = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
+    return gathered, _start(
         "all_gather",
         tensor,
         group,
         lambda handle: handle._allgather_base(gathered, tensor),
         _wait_in_turns,
-    ).wait(group.timeout_s)
+    )
+
+
+def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N, ...] -> [size * N, ...] in group order; the tensor itself when the group has size 1."""
+    gathered, pending = start_all_gather(tensor, group)
+    pending.wait(group.timeout_s)
     return gathered
 
 
-def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N, ...] -> [N / size, ...], own rows of the sum; itself when the group has size 1."""
+def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+    """Begin :func:`reduce_scatter`; leave the tensor alone, and the result, until waited for."""
     _check("reduce_scatter", tensor, group)
     _check_rows("reduce_scatter", tensor, group, divisor=group.size)
-    if group.size == 1:
-        return tensor
-    rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    rows = tensor
+    if group.size > 1:
+        rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     options = c10d.ReduceScatterOptions()
-    _start(
+    return rows, _start(
         "reduce_scatter",
         tensor,
         group,
         lambda handle: handle._reduce_scatter_base(rows, tensor, options),
         _wait_in_turns,
-    ).wait(group.timeout_s)
+    )
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N, ...] -> [N / size, ...], own rows of the sum; itself when the group has size 1."""
+    rows, pending = start_reduce_scatter(tensor, group)
+    pending.wait(group.timeout_s)
     return rows
 
 

@@ -75,8 +75,8 @@ def _spec_faults(param: ShardedParameter) -> list[Fault]:
             _fault(spec.name, f"shape {shape}", "pieces must tile it", "cut it with make_spec")
         )
     for piece in spec.pieces:
-        tensor = Box(offset=(0,) * len(piece.tensor.shape), shape=piece.tensor.shape)
-        if piece.box.shape != piece.local.shape or piece.box.intersect(tensor) != piece.box:
+        whole_tensor = piece.tensor.whole
+        if piece.box.shape != piece.local.shape or piece.box.intersect(whole_tensor) != piece.box:
             what = f"block {piece.box} of shape {piece.tensor.shape}"
             rule = f"it must lie inside and be as large as its local block {piece.local}"
             faults.append(_fault(piece.tensor.name, what, rule, "cut it with make_spec"))

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
-from raymega.parallel.collectives import reduce_from_tp
-from raymega.parallel.comm import start_all_reduce
 from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.sharding import make_spec
+from raymega.parallel.stream import Stream
 from raymega.plan.tensors import GlobalTensor
 
 
@@ -29,7 +28,7 @@ class ParameterFactory:
 
     Attributes:
         table: The stage's global tensors by name.
-        tp: The tensor-parallel ranks.
+        stream: How the residual stream lies on the tensor-parallel ranks.
         dtype: Compute dtype.
         device: Where parameters live.
         seed: Seed of the initial values; equal on all ranks.
@@ -38,12 +37,17 @@ class ParameterFactory:
     """
 
     table: Mapping[str, GlobalTensor]
-    tp: Group
+    stream: Stream
     dtype: torch.dtype
     device: torch.device
     seed: int
     tied: str = ""
     is_tied_copy: bool = False
+
+    @property
+    def tp(self) -> Group:
+        """The tensor-parallel ranks."""
+        return self.stream.tp
 
     def make(self, *names: str) -> ShardedParameter:
         """This rank's blocks of the tensors ``names``, stacked along dim 0."""
@@ -52,6 +56,7 @@ class ParameterFactory:
             tuple(self.table[name] for name in names),
             tp=self.tp.size,
             tp_rank=self.tp.index,
+            is_sequence_parallel=self.stream.is_sequence_parallel,
             is_tied=is_tied,
             is_tied_copy=is_tied and self.is_tied_copy,
         )
@@ -66,20 +71,20 @@ class ParameterFactory:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the output features cut: each rank makes its own, from all of x.
+    """y = x W^T + b with the output features cut: each rank makes its own, from all positions.
 
     Several names fuse their linears into one GEMM; the outputs lie side by side.
     """
 
     def __init__(self, factory: ParameterFactory, *names: str) -> None:
         super().__init__()
-        self.tp = factory.tp
+        self.stream = factory.stream
         self.weight = factory.make(*(f"{name}.weight" for name in names))
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, in] -> [S, B, out/tp]."""
-        return column_linear(x, self.weight, self.bias, self.tp)
+        """x: [S/sp, B, in] -> [S, B, out/tp]."""
+        return column_linear(x, self.weight, self.bias, self.stream)
 
 
 class RowParallelLinear(nn.Module):
@@ -87,13 +92,13 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
-        self.tp = factory.tp
+        self.stream = factory.stream
         self.weight = factory.make(f"{name}.weight")
         self.bias = factory.make_if_any(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, in/tp] -> [S, B, out]."""
-        y = reduce_from_tp(linear(x, self.weight), self.tp)
+        """x: [S, B, in/tp] -> [S/sp, B, out]."""
+        y = self.stream.sum(linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -102,16 +107,17 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
-        self.tp = factory.tp
+        self.stream = factory.stream
         self.weight = factory.make(f"{name}.weight")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: [S, B] int64 -> [S, B, D]."""
-        if self.tp.size == 1:
+        """tokens: [S, B] int64 -> [S/sp, B, D]."""
+        tp = self.stream.tp
+        if tp.size == 1:
             return embedding(tokens, self.weight)
-        rows, is_elsewhere = local_rows(tokens, self.weight.shape[0], self.tp)
+        rows, is_elsewhere = local_rows(tokens, self.weight.shape[0], tp)
         y = embedding(rows, self.weight).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
-        return reduce_from_tp(y, self.tp)
+        return self.stream.sum(y)
 
 
 def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
@@ -125,16 +131,22 @@ def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
     return rows.masked_fill_(is_elsewhere, 0), is_elsewhere
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
-    """Column-parallel linear: `copy_to_tp` and `linear`, their backward overlapped.
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream) -> Tensor:
+    """Column-parallel linear: `copy_to_tp` or `gather_positions`, then `linear`, with overlap.
+
+    What is kept for backward is the rank's own part of x. Backward gathers it again while the
+    input's gradient is computed, and sums that gradient while the weight's is computed.
 
     Args:
-        x: [S, B, in], equal on all ranks of ``tp``.
+        x: [S/sp, B, in].
         weight: [out/tp, in].
         bias: [out/tp] or None.
-        tp: The tensor-parallel ranks.
+        stream: How x lies on the ranks.
+
+    Returns:
+        [S, B, out/tp].
     """
-    return _ColumnLinear.apply(x, weight, bias, tp)
+    return _ColumnLinear.apply(x.contiguous(), weight, bias, stream)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -144,18 +156,22 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.has_bias = tp, bias is not None
-        return linear(x, weight, bias)
+        ctx.stream, ctx.has_bias = stream, bias is not None
+        whole, gathering = stream.start_gather(x)
+        gathering.wait(stream.tp.timeout_s)
+        return linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = grad @ weight
-        pending = start_all_reduce(grad_x, ctx.tp)
-        grad_weight = weight_gradient(grad, x)
+        timeout_s = ctx.stream.tp.timeout_s
+        whole, gathering = ctx.stream.start_gather(x)
+        grad_x, summing = ctx.stream.start_sum(grad @ weight)
+        gathering.wait(timeout_s)
+        grad_weight = weight_gradient(grad, whole)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        pending.wait(ctx.tp.timeout_s)
+        summing.wait(timeout_s)
         return grad_x, grad_weight, grad_bias, None

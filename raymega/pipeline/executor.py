@@ -42,8 +42,8 @@ class Executor(Generic[MicroBatch]):
 
     Args:
         schedule: The list of this rank's stage.
-        stage_fn: The stage's forward: a micro-batch and the activation [S, B, D] from the stage
-            before, None on the first, to the activation for the next stage, or on the last stage
+        stage_fn: The stage's forward: a micro-batch and the activation [S/sp, B, D] from the
+            stage before, None on the first, to the activation for the next stage, or on the last stage
             to the sum of losses, a scalar.
         p2p: The stage's transfers.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued

@@ -38,7 +38,7 @@ class _Send:
 
 
 class PointToPoint:
-    """What one stage sends and receives; every tensor has one shape, [S, B, D], and one dtype.
+    """What one stage sends and receives; every tensor has one shape, [S/sp, B, D], and one dtype.
 
     A send is posted and never waited for where it happens: over gloo it lasts until the receiver
     asks for it, so two neighbours that both waited for a send would wait for ever, as in 1F1B's
@@ -76,19 +76,19 @@ class PointToPoint:
         return self.stage == self._down.group.size - 1
 
     def post_send_forward(self, tensor: Tensor, micro_batch: int) -> None:
-        """Begin to send an activation [S, B, D] to the next stage; it must not change any more."""
+        """Begin to send an activation [S/sp, B, D] to the next stage; it must not change any more."""
         self._post_send(self._down, tensor, micro_batch)
 
     def post_send_backward(self, tensor: Tensor, micro_batch: int) -> None:
-        """Begin to send a gradient [S, B, D] to the stage before; it must not change any more."""
+        """Begin to send a gradient [S/sp, B, D] to the stage before; it must not change any more."""
         self._post_send(self._up, tensor, micro_batch)
 
     def recv_forward(self, micro_batch: int) -> Tensor:
-        """The activation [S, B, D] from the stage before."""
+        """The activation [S/sp, B, D] from the stage before."""
         return self._recv(self._down, micro_batch)
 
     def recv_backward(self, micro_batch: int) -> Tensor:
-        """The gradient [S, B, D] from the next stage."""
+        """The gradient [S/sp, B, D] from the next stage."""
         return self._recv(self._up, micro_batch)
 
     def wait_all(self) -> None:

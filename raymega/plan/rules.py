@@ -69,15 +69,30 @@ def _kv_heads(tp: int, heads: int, kv_heads: int | str) -> list[Fault]:
                 remedy="use a divisor, or num_heads for as many as there are query heads",
             )
         )
-    if kv_heads % tp:
+    if kv_heads % tp and tp % kv_heads:
         faults.append(
             Fault(
                 fact=f"parallel.tp={tp}",
-                rule=f"it must divide model.num_kv_heads={kv_heads} (remainder {kv_heads % tp})",
-                remedy=f"use a divisor of {kv_heads}",
+                rule=f"ranks hold whole key and value heads, or share one: it must divide "
+                f"model.num_kv_heads={kv_heads} or be a multiple of it",
+                remedy=f"use a divisor of {kv_heads} or a multiple of it",
             )
         )
     return faults
+
+
+def _positions_per_rank(tp: int, seq_len: int, is_cut: bool) -> list[Fault]:  # noqa: FBT001
+    if not is_cut or seq_len % tp == 0:
+        return []
+    return [
+        Fault(
+            fact=f"parallel.sequence_parallel=true with parallel.tp={tp}",
+            rule=f"each rank holds as many positions as the others, so tp must divide "
+            f"data.seq_len={seq_len} (remainder {seq_len % tp})",
+            remedy=f"set data.seq_len={seq_len - seq_len % tp or tp}, another parallel.tp, or "
+            "parallel.sequence_parallel=false",
+        )
+    ]
 
 
 def _head_width(width: int, heads: int, features: int | str, family: str) -> list[Fault]:
@@ -187,6 +202,10 @@ RULES = (
     _must_divide("tp", "ffn_width"),
     _must_divide("tp", "vocab_size"),
     Rule(reads=("parallel.tp", "model.num_heads", "model.num_kv_heads"), check=_kv_heads),
+    Rule(
+        reads=("parallel.tp", "data.seq_len", "parallel.sequence_parallel"),
+        check=_positions_per_rank,
+    ),
     Rule(
         reads=("model.width", "model.num_heads", "model.head_features", "model.family"),
         check=_head_width,

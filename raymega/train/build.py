@@ -19,6 +19,7 @@ from raymega.parallel.comm_log import CommLog
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter, check_specs
+from raymega.parallel.stream import Stream
 from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
@@ -69,10 +70,11 @@ class Parts:
 def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.device) -> Parts:
     """Assemble rank ``rank`` of ``plan``; parameters get their initial values."""
     job, coords, stage = plan.job, plan.grid.coords(rank), plan.stage_of(rank)
+    stream = Stream(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     module = StageModule(
         job.model,
         stage,
-        groups=groups,
+        stream=stream,
         dtype=DTYPES[job.precision.dtype],
         device=device,
         seed=job.run.seed,
@@ -81,7 +83,7 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
     check_specs(parameters)
     p2p = PointToPoint(
         groups,
-        shape=(job.data.seq_len, plan.batch.micro_batch_size, job.model.width),
+        shape=(job.data.seq_len // stream.degree, plan.batch.micro_batch_size, job.model.width),
         dtype=DTYPES[job.precision.dtype],
         device=device,
         timeout_s=job.elastic.collective_timeout_s,

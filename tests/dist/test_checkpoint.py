@@ -11,6 +11,7 @@ from raymega.checkpoint.writer import CheckpointWriter
 from raymega.config.schema import OptimizerSection
 from raymega.model.stage import StageModule
 from raymega.parallel.comm import barrier
+from raymega.parallel.stream import Stream
 from raymega.plan.stages import make_stages
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from raymega.storage.open import open_store
@@ -36,7 +37,7 @@ def _optimizer(env, model, *, seed, is_sharded):
     """The optimizer of a model that was built with ``seed``; moments have known values."""
     stage = make_stages(num_layers=model.num_layers, num_stages=env.grid.pp)[env.coords.pp]
     module = StageModule(
-        model, stage, groups=env.groups, dtype=torch.float32, device=env.device, seed=seed
+        model, stage, stream=Stream(tp=env.groups.tp), dtype=torch.float32, device=env.device, seed=seed
     )
     _, weights, optimizer = make_optimizer(
         list(module.parameters()), SECTION, env.groups, is_sharded=is_sharded, bucket_bytes=2000

@@ -1,8 +1,12 @@
-"""GradBuffer.finish: sums over dp, and two tied copies that stay equal bit for bit."""
+"""GradBuffer.finish: sums over dp and of partial pieces over tp, and two equal tied copies."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.sharding import make_spec
 from raymega.plan.grid import Grid
 from tests.support.params import make_buffer, make_param, make_tensor
 from tests.support.ranks import run_grid
@@ -67,6 +71,43 @@ def test_tied_copies_end_with_equal_bits_on_every_rank(dtype):
         else:
             mine = sum(_gradient("tied", r, dtype).double() for r in grid.group("dp", rank))
             torch.testing.assert_close(tied.double(), mine, rtol=0, atol=1e-5)
+
+
+HEAD_ROWS = 6
+
+
+def _reduce_partial(env, is_sharded):
+    """A norm, and a fused parameter whose second tensor is shared by neighbours; both partial."""
+    kv = make_tensor("kv", (2 * HEAD_ROWS, 5), tp_dim=0)
+    fused = make_tensor("cut", (8, 5), tp_dim=0), replace(kv, tp_units=2, serves_heads=True)
+    place = {"tp": env.grid.tp, "tp_rank": env.coords.tp, "is_sequence_parallel": True}
+    specs = [make_spec((make_tensor("norm", ROWS),), **place), make_spec(fused, **place)]
+    params = [ShardedParameter(torch.zeros(spec.shape).double(), spec) for spec in specs]
+    buffer = make_buffer(params, env.groups, is_sharded=is_sharded)
+    for param in params:
+        (param * (1 + env.rank)).sum().backward()
+    buffer.finish()
+    norm_sq = sum(float(values.square().sum()) for _, values in buffer.shares())
+    norm, fused = (buffer.view(param) for param in params)
+    return norm_sq, [part.unique().tolist() for part in (norm, fused[:2], fused[2:])]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_partial_pieces_are_summed_over_the_ranks_that_hold_the_same_block(is_sharded):
+    """tp 4 with two kv heads, dp 2: tp ranks 0, 1 share the first head and 2, 3 the second."""
+    grid, wanted_sq = Grid(tp=4, dp=2), 0.0
+    results = run_grid(_reduce_partial, grid, is_sharded)
+    for rank, (_, sums) in enumerate(results):
+        sharers = [other for other in range(8) if other % 4 // 2 == rank % 4 // 2]
+        wanted = [sum(1 + other for other in ranks) for ranks in (range(8), (rank % 4, rank % 4 + 4), sharers)]
+        if not is_sharded:
+            assert sums == [[value] for value in wanted]
+        is_first, is_sharer = rank == 0, rank in (0, 2)
+        wanted_sq += is_first * 35 * wanted[0] ** 2
+        wanted_sq += (rank < 4) * 10 * wanted[1] ** 2
+        wanted_sq += is_sharer * 30 * wanted[2] ** 2
+    counted = [norm_sq for norm_sq, _ in results]
+    assert sum(counted) == pytest.approx(wanted_sq, rel=1e-12)
 
 
 def _reduce_twice(env):

@@ -26,9 +26,28 @@ MODELS = {
     ],
     "llama-gqa-tied": [],
     "llama-gqa-untied": ["model.is_embedding_tied=false"],
+    "llama-kv2": ["model.num_kv_heads=2"],
+    "gpt2-kv1": ["model.family=gpt2", "model.num_kv_heads=1"],
 }
-SHARDED = ["dp3", "tp2-pp2-dp2", "pp3-dp2", "pp2-dp3", "pp4-dp2", "tp4-dp2"]
-LAYOUTS = ["tp2", "pp2", "dp2", "tp4-pp2", "pp4-dp2", "tp2-pp2-dp2", "dp3"]
+SHARDED = ["dp3", "tp2-pp2-dp2", "pp3-dp2", "pp2-dp3", "pp4-dp2", "tp4-dp2", "tp2-pp2-dp2-sp"]
+CASES = [
+    *(("llama-gqa-tied", layout) for layout in ("tp2", "pp2", "dp2", "tp4-pp2", "dp3")),
+    *(
+        (model, layout)
+        for model in ("gpt2-tied", "gpt2-untied", "llama-gqa-tied", "llama-gqa-untied")
+        for layout in ("tp2-pp2-dp2", "tp2-pp2-dp2-sp")
+    ),
+    *((model, layout) for model in ("gpt2-tied", "gpt2-untied") for layout in ("pp4-dp2", "dp3")),
+    ("llama-gqa-tied", "tp2-sp"),
+    ("gpt2-untied", "tp4-sp"),
+    ("llama-gqa-untied", "tp4-pp2-sp"),
+    ("llama-gqa-tied", "tp2-dp3-sp"),
+    ("llama-kv2", "tp4"),
+    ("llama-kv2", "tp4-dp2-sp"),
+    ("llama-kv2", "tp8-sp"),
+    ("gpt2-kv1", "tp2-pp2"),
+    ("gpt2-kv1", "tp4-pp2-sp"),
+]
 
 
 def _train(env, plan_json):
@@ -71,11 +90,8 @@ def _reference(model: str):
     return curves[0], whole
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layout_trains_the_same_run(model, layout):
-    if model != "llama-gqa-tied" and layout in ("tp2", "pp2", "dp2"):
-        layout = {"tp2": "tp2-dp2", "pp2": "tp2-pp2", "dp2": "pp2-dp2"}[layout]
     _check([*MODELS[model], *layout_overrides(layout)], model)
 
 

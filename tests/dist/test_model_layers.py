@@ -1,18 +1,31 @@
-"""Attention, feed-forward, block and whole stages on tp ranks equal the plain one-rank model."""
+"""Attention, feed-forward, block and whole stages on tp ranks equal the plain one-rank model.
+
+With sequence parallelism, and with more ranks than key and value heads.
+"""
+
+from itertools import product
 
 import pytest
 import torch
 
 from raymega.model.families import make_block, make_positions
+from raymega.parallel.stream import Stream
 from raymega.plan.grid import Grid
 from raymega.plan.tensors import layer_tensors, model_tensors
 from tests.support import reference
+from tests.support.params import make_buffer
 from tests.support.ranks import run_grid
 from tests.support.tolerances import FLOAT64_LAYER
 from tests.unit.model.parts import CPU, make_factory, make_stage_modules, run_stages
 
 pytestmark = pytest.mark.dist
-degrees = pytest.mark.parametrize("tp", [1, 2, 4], ids=lambda tp: f"tp{tp}")
+LAYOUTS = {"tp1": (1, False), "tp2": (2, False), "tp2-sp": (2, True), "tp4": (4, False)}
+LAYOUTS |= {"tp4-sp": (4, True), "tp8": (8, False), "tp8-sp": (8, True)}
+
+
+def _layouts(*names):
+    return pytest.mark.parametrize(("tp", "sp"), [LAYOUTS[name] for name in names], ids=names)
+
 
 MODELS = {
     "gpt2": reference.make_model("gpt2"),
@@ -21,26 +34,39 @@ MODELS = {
     "llama-rope3": reference.make_model("llama", rope_scaling="llama3", rope_original_positions=8),
     "qwen2": reference.make_model("qwen2"),
     "qwen3": reference.make_model("qwen3"),
+    "llama-kv2": reference.make_model("llama", num_kv_heads=2),
+    "qwen3-kv2": reference.make_model("qwen3", num_kv_heads=2),
+    "gpt2-kv1": reference.make_model("gpt2", num_kv_heads=1),
 }
-S, B = 7, 3
+S, B = 8, 3
 
 
 def _draw(seed, width):
     return torch.randn(S, B, width, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def _run_parts(env, model):
-    """Output, input gradient and weight gradients of a block and of its two parts."""
-    factory = make_factory(layer_tensors(model, 1), tp=env.groups.tp)
+def _positions(x, stream):
+    """What this rank holds of the stream."""
+    return x.chunk(stream.degree)[stream.tp.index if stream.degree > 1 else 0].clone()
+
+
+def _run_parts(env, sp):
+    """Output, input gradient and weight gradients of each model's block and of its two parts."""
+    stream = Stream(tp=env.groups.tp, is_sequence_parallel=sp)
+    return {key: _run_model(stream, model) for key, model in MODELS.items()}
+
+
+def _run_model(stream, model):
+    factory = make_factory(layer_tensors(model, 1), stream=stream)
     positions = make_positions(model, dtype=torch.float64, device=CPU)
     block = make_block(factory, 1, model, positions)
     reference.fill(block.parameters(), reference.draw_weights(layer_tensors(model, 1)))
     results = {}
     for name, part in {"attention": block.attention, "mlp": block.mlp, "block": block}.items():
         block.zero_grad()
-        x = _draw(1, model.width).requires_grad_()
+        x = _positions(_draw(1, model.width), stream).requires_grad_()
         y = part(x)
-        y.backward(_draw(2, model.width))
+        y.backward(_positions(_draw(2, model.width), stream))
         results[name] = y.detach(), x.grad, reference.gradient_blocks(part.parameters())
     return results
 
@@ -56,52 +82,84 @@ def _wanted(model, name):
     return y, x.grad, {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 
-@degrees
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_block_and_its_parts(tp, model):
-    results = run_grid(_run_parts, Grid(tp=tp), model)
-    for name in ("attention", "mlp", "block"):
-        wanted_y, wanted_grad_x, wanted_grads = _wanted(model, name)
-        blocks = []
-        for y, grad_x, held in (result[name] for result in results):
-            assert reference.difference(y, wanted_y) < FLOAT64_LAYER, name
-            assert reference.difference(grad_x, wanted_grad_x) < FLOAT64_LAYER, name
-            blocks += held
-        whole = reference.assemble(wanted_grads, blocks)
+@_layouts(*LAYOUTS)
+def test_block_and_its_parts(tp, sp):
+    ranks = run_grid(_run_parts, Grid(tp=tp), sp)
+    for key, name in product(MODELS, ("attention", "mlp", "block")):
+        wanted_y, wanted_grad_x, wanted_grads = _wanted(MODELS[key], name)
+        ys, grads_x, held = zip(*(rank[key][name] for rank in ranks), strict=True)
+        if sp:
+            ys, grads_x = [torch.cat(ys)], [torch.cat(grads_x)]
+        for y, grad_x in zip(ys, grads_x, strict=True):
+            assert reference.difference(y, wanted_y) < FLOAT64_LAYER, (key, name)
+            assert reference.difference(grad_x, wanted_grad_x) < FLOAT64_LAYER, (key, name)
+        whole = reference.assemble(wanted_grads, [block for blocks in held for block in blocks])
         for tensor, wanted in wanted_grads.items():
-            assert reference.difference(whole[tensor], wanted) < FLOAT64_LAYER, tensor
+            assert reference.difference(whole[tensor], wanted) < FLOAT64_LAYER, (key, tensor)
 
 
-def _run_stages(env, model, num_stages):
-    """Loss, gradients, and this rank's gradients of replicated parameters."""
-    modules = make_stage_modules(model, num_stages=num_stages, tp=env.groups.tp)
+def _run_stages(env, sp, models, num_stages):
+    return [_run_stages_of(env, sp, model, num_stages) for model in models]
+
+
+def _run_stages_of(env, sp, model, num_stages):
+    """Loss, and the gradients that the buffer makes of every rank's terms: what counts, and all."""
+    stream = Stream(tp=env.groups.tp, is_sequence_parallel=sp)
+    modules = make_stage_modules(model, num_stages=num_stages, stream=stream)
     params = [param for module in modules for param in module.parameters()]
     reference.fill(params, reference.draw_weights(model_tensors(model)))
-    loss = run_stages(modules, reference.draw_batch(model))
+    buffer = make_buffer(params, env.groups)
+    loss = run_stages(modules, reference.draw_batch(model, seq=S))
     loss.backward()
-    replicated = {
-        p.spec.name: p.grad
-        for p in params
-        if not p.spec.is_partial_over_tp and all(at.tensor.tp_dim < 0 for at in p.spec.pieces)
-    }
-    return loss.detach(), reference.gradient_blocks(params), replicated
+    buffer.finish()
+    pieces = [
+        (piece, param.spec.is_tied, buffer.view(param)[piece.place].clone())
+        for param in params
+        for piece in param.spec.pieces
+    ]
+    counted = [(p.tensor.name, p.box, grad) for p, tied, grad in pieces if tied or p.is_primary]
+    return loss.detach(), counted, [(p.tensor.name, p.box, grad) for p, _, grad in pieces]
 
 
-@degrees
+@_layouts("tp1", "tp2", "tp4-sp")
 @pytest.mark.parametrize("pp", [1, 2, 5], ids=lambda pp: f"pp{pp}")
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
-def test_whole_stages(family, is_tied, pp, tp):
+def test_whole_stages(pp, tp, sp):
     """Five stages hold three layers, so some stages hold none."""
-    model = reference.make_model(family, is_embedding_tied=is_tied)
-    results = run_grid(_run_stages, Grid(tp=tp), model, pp)
+    models = [
+        reference.make_model(family, is_embedding_tied=is_tied)
+        for family in ("gpt2", "llama", "qwen2", "qwen3")
+        for is_tied in (True, False)
+    ]
+    _check_stages(tp, sp, models, pp)
+
+
+@_layouts("tp4", "tp8-sp")
+def test_whole_stages_with_shared_kv_heads(tp, sp):
+    _check_stages(tp, sp, [MODELS["llama-kv2"], MODELS["gpt2-kv1"], MODELS["qwen3-kv2"]], 2)
+
+
+def _check_stages(tp, sp, models, pp):
+    ranks = run_grid(_run_stages, Grid(tp=tp), sp, models, pp)
+    for model, *results in zip(models, *ranks, strict=True):
+        _check_model(model, results)
+
+
+def _check_model(model, results):
     weights = reference.draw_weights(model_tensors(model))
-    wanted = reference.gradients(model, weights, reference.draw_batch(model))
+    wanted = reference.gradients(model, weights, reference.draw_batch(model, seq=S))
     loss_wanted = wanted.pop("loss")
-    whole = reference.assemble(weights, [block for _, held, _ in results for block in held])
+    whole = reference.assemble(weights, [block for _, counted, _ in results for block in counted])
     for name, grad in wanted.items():
         assert reference.difference(whole[name], grad) < FLOAT64_LAYER, name
-    for loss, _, replicated in results:
+    for loss, _, _ in results:
         assert reference.difference(loss, loss_wanted) < FLOAT64_LAYER
-        for name, grad in replicated.items():
-            assert torch.equal(grad, results[0][2][name]), f"{name} differs between ranks"
+    _check_equal_bits([held for *_, held in results])
+
+
+def _check_equal_bits(ranks):
+    """Ranks that hold the same block have the same gradient, so that they stay equal."""
+    seen = {}
+    for rank in ranks:
+        for copy, (name, box, grad) in enumerate(rank):
+            first = seen.setdefault((copy, name, box), grad)
+            assert torch.equal(grad, first), f"{name} differs between ranks"

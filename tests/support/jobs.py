@@ -14,6 +14,9 @@ def make_test_plan(*overrides: str) -> RunPlan:
 
 
 def layout_overrides(layout: str) -> list[str]:
-    """``tp2-pp2-dp1`` as overrides; axes that are not named are 1."""
+    """``tp2-pp2-dp1-sp`` as overrides; axes that are not named are 1, sp is sequence parallel."""
     degrees = {part[:2]: part[2:] for part in layout.split("-")}
-    return [f"parallel.{axis}={degrees.get(axis, '1')}" for axis in ("tp", "pp", "dp")]
+    return [
+        *(f"parallel.{axis}={degrees.get(axis, '1')}" for axis in ("tp", "pp", "dp")),
+        f"parallel.sequence_parallel={'true' if 'sp' in degrees else 'false'}",
+    ]

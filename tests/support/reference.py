@@ -171,7 +171,7 @@ def gradient_blocks(params) -> list:
 
 
 def assemble(weights, blocks) -> dict:
-    """Whole tensors from blocks; blocks that overlap (tied copies) add up."""
+    """Whole tensors from blocks; blocks that overlap (tied copies, partial sums) add up."""
     whole = {name: torch.zeros_like(values) for name, values in weights.items()}
     for name, box, values in blocks:
         whole[name][slices(box)] += values

@@ -3,7 +3,8 @@
 import torch
 
 from raymega.model.stage import StageModule
-from raymega.parallel.groups import Group, Groups
+from raymega.parallel.groups import Group
+from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
 from raymega.plan.stages import make_stages
 from raymega.plan.tensors import model_tensors
@@ -16,25 +17,26 @@ def make_group(size: int = 1, index: int = 0) -> Group:
     return Group(name="tp", ranks=tuple(range(size)), index=index, timeout_s=60, handle=None)
 
 
-def make_groups(tp: Group | None = None) -> Groups:
-    """Groups of one rank, but for ``tp``."""
-    names = Groups.__dataclass_fields__
-    return Groups(**{**{name: make_group() for name in names}, "tp": tp or make_group()})
+def make_stream(tp: Group | None = None, *, is_sequence_parallel=False) -> Stream:
+    return Stream(tp=tp or make_group(), is_sequence_parallel=is_sequence_parallel)
 
 
-def make_factory(tensors, *, tp: Group | None = None, dtype=torch.float64) -> ParameterFactory:
+def make_factory(tensors, *, stream=None, dtype=torch.float64) -> ParameterFactory:
     table = {tensor.name: tensor for tensor in tensors}
-    return ParameterFactory(table=table, tp=tp or make_group(), dtype=dtype, device=CPU, seed=7)
+    stream = stream or make_stream()
+    return ParameterFactory(table=table, stream=stream, dtype=dtype, device=CPU, seed=7)
 
 
 def make_model_factory(model, **options) -> ParameterFactory:
     return make_factory(model_tensors(model), **options)
 
 
-def make_stage_modules(model, *, num_stages=1, tp=None, dtype=torch.float64, seed=7):
+def make_stage_modules(model, *, num_stages=1, stream=None, dtype=torch.float64, seed=7):
     """Every stage of ``model`` as one tensor-parallel rank holds it."""
     return [
-        StageModule(model, stage, groups=make_groups(tp), dtype=dtype, device=CPU, seed=seed)
+        StageModule(
+            model, stage, stream=stream or make_stream(), dtype=dtype, device=CPU, seed=seed
+        )
         for stage in make_stages(num_layers=model.num_layers, num_stages=num_stages)
     ]
 

@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 from raymega.model.head import Head
 from tests.support import reference
 from tests.support.tolerances import FLOAT64_LAYER
-from tests.unit.model.parts import make_group, make_model_factory
+from tests.unit.model.parts import make_model_factory, make_stream
 
 MODEL = reference.make_model("llama", is_embedding_tied=False)
 
 
 def _head(dtype=torch.float64):
     factory = make_model_factory(MODEL, dtype=dtype)
-    return Head(nn.Identity(), factory.make("head.weight"), make_group())
+    return Head(nn.Identity(), factory.make("head.weight"), make_stream())
 
 
 def test_loss_is_the_sum_over_unmasked_tokens():

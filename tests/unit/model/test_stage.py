@@ -9,7 +9,7 @@ from raymega.plan.stages import make_stages
 from raymega.plan.tensors import model_tensors, stage_tensors
 from tests.support import reference
 from tests.support.tolerances import FLOAT64_LAYER
-from tests.unit.model.parts import make_group, make_stage_modules, run_stages
+from tests.unit.model.parts import make_group, make_stage_modules, make_stream, run_stages
 
 MODELS = {
     "gpt2-tied": reference.make_model("gpt2"),
@@ -24,7 +24,8 @@ layouts = pytest.mark.parametrize(("tp", "pp"), LAYOUTS.values(), ids=LAYOUTS)
 
 def _modules(model, tp, pp):
     """One list of stages per tensor-parallel rank."""
-    return [make_stage_modules(model, num_stages=pp, tp=make_group(tp, i)) for i in range(tp)]
+    streams = [make_stream(make_group(tp, i)) for i in range(tp)]
+    return [make_stage_modules(model, num_stages=pp, stream=stream) for stream in streams]
 
 
 @models

@@ -49,6 +49,34 @@ def test_each_rule_names_its_fact(override, fact):
         make_plan(parse_job(VERIFY, [override, "parallel.tp=2"]).job())
 
 
+@pytest.mark.parametrize(
+    ("tp", "kv_heads", "is_legal"), [(4, 2, True), (8, 1, True), (2, 8, True), (4, 6, False)]
+)
+def test_ranks_hold_whole_key_and_value_heads_or_share_one(tp, kv_heads, is_legal):
+    heads = {6: 12}.get(kv_heads, 8)
+    job = parse_job(
+        VERIFY, [
+            f"parallel.tp={tp}", f"model.num_kv_heads={kv_heads}", f"model.num_heads={heads}",
+            f"model.width={4 * heads}",
+        ],
+    ).job()  # fmt: skip
+    if is_legal:
+        assert make_plan(job).grid.tp == tp
+        return
+    with pytest.raises(PlanError, match="or be a multiple of it"):
+        make_plan(job)
+
+
+def test_tp_must_divide_the_positions_that_it_cuts():
+    job = parse_job(VERIFY, ["parallel.tp=4", "data.seq_len=30"]).job()
+    assert make_plan(job)
+    job = parse_job(
+        VERIFY, ["parallel.tp=4", "data.seq_len=30", "parallel.sequence_parallel=true"]
+    ).job()
+    with pytest.raises(PlanError, match=r"data.seq_len=30 \(remainder 2\).*data.seq_len=28"):
+        make_plan(job)
+
+
 def test_run_shorter_than_its_warmup_is_legal():
     assert make_plan(parse_job(VERIFY, ["run.steps=2"]).job()).job.run.steps == 2
 

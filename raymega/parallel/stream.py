@@ -1,0 +1,79 @@
+"""Stream: how the residual stream lies on the tensor-parallel ranks between cut layers.
+
+Without sequence parallelism every rank holds all S positions of it. With it each rank holds its own
+S/tp, so that norms, residual sums and dropout are cut too. Layers are handed this value instead of
+a group and never ask which of the two it is; shapes call what a rank holds S/sp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from raymega.parallel.collectives import reduce_from_tp, scatter_to_positions
+from raymega.parallel.comm import (
+    Pending,
+    nothing_pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from raymega.parallel.groups import Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """The tensor-parallel ranks, and whether the positions are cut over them.
+
+    Attributes:
+        tp: The tensor-parallel ranks.
+        is_sequence_parallel: Each holds S/tp positions; with one rank it changes nothing.
+    """
+
+    tp: Group
+    is_sequence_parallel: bool = False
+
+    @property
+    def degree(self) -> int:
+        """sp: into how many parts the positions are cut."""
+        return self.tp.size if self.is_sequence_parallel else 1
+
+    def first_position(self, num_positions: int) -> int:
+        """Global number of this rank's first position, when each rank holds ``num_positions``."""
+        return self.tp.index * num_positions if self.is_sequence_parallel else 0
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Begin to bring all positions together: [S/sp, B, D] -> [S, B, D]; autograd is not told.
+
+        The result may be read when it was waited for. It is ``x`` itself where nothing is cut.
+        """
+        if self.is_sequence_parallel:
+            return start_all_gather(x, self.tp)
+        return x, nothing_pending()
+
+    def start_sum(self, y: Tensor) -> tuple[Tensor, Pending]:
+        """Begin what :meth:`sum` does, unseen by autograd; for gradients.
+
+        Args:
+            y: [S, B, D], this rank's term, to be left alone from now on.
+
+        Returns:
+            [S/sp, B, D], which may be read when it was waited for.
+        """
+        if self.is_sequence_parallel:
+            return start_reduce_scatter(y, self.tp)
+        return y, start_all_reduce(y, self.tp)
+
+    def sum(self, y: Tensor) -> Tensor:
+        """Return from work that is cut over tp to the stream: the sum of all ranks' terms.
+
+        Args:
+            y: [S, B, D], this rank's term; may be overwritten.
+
+        Returns:
+            [S/sp, B, D].
+        """
+        if self.is_sequence_parallel:
+            return scatter_to_positions(y, self.tp)
+        return reduce_from_tp(y, self.tp)
