@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from raymega.errors import ConfigError, Fault, RaymegaError
@@ -68,13 +69,14 @@ def open_session(
     import ray
 
     try:
-        ray.init(
-            target,
-            num_cpus=num_cpus if is_private and num_cpus else None,
-            include_dashboard=include_dashboard,
-            log_to_driver=log_to_driver,
-            logging_level=logging.WARNING,
-        )
+        with _own_process_groups():
+            ray.init(
+                target,
+                num_cpus=num_cpus if is_private and num_cpus else None,
+                include_dashboard=include_dashboard,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+            )
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(_refusal(target, error)) from error
     except Exception as error:  # Ray raises bare ones when its processes do not come up in time
@@ -192,6 +194,24 @@ def _set_environment(*, is_private: bool) -> None:
         os.environ["RAY_AUTH_TOKEN"] = PRIVATE_TOKEN_PREFIX + secrets.token_hex(32)
     os.environ["RAY_AUTH_MODE"] = "token" if _has_token() else "disabled"
     _reread_environment()
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Ray's processes that start in the body lead process groups of their own.
+
+    A signal to our group (a scheduler's, a `timeout`'s) then reaches this process alone, which saves
+    before it ends them. They still die when this process does. Ray has no setting for it.
+    """
+    from ray._private import services
+
+    module = vars(services)
+    start = module["ConsolePopen"]
+    module["ConsolePopen"] = partial(start, process_group=0)
+    try:
+        yield
+    finally:
+        module["ConsolePopen"] = start
 
 
 def _print_nothing() -> None:

@@ -72,3 +72,15 @@ def test_killed_driver_is_continued_and_ctrl_c_saves(start_driver, tmp_path):
     after = read_record(store)
     assert (after.run_id, after.status, after.num_attempts) == (record.run_id, "preempted", 2)
     assert after.step >= step
+
+
+def test_sigterm_to_the_whole_process_group_saves_before_ray_ends(start_driver, tmp_path):
+    driver = start_driver()
+    pids = read_until(driver, "pids")
+    read_until(driver, "step", at_least=8)
+    os.killpg(driver.pid, signal.SIGTERM)
+    assert driver.wait(30) == 75
+    record = read_record(open_store(str(tmp_path / "run")))
+    assert record.status == "preempted"
+    assert record.step >= 8, "the step at which it was stopped, and not the checkpoint before"
+    wait_until_gone(pids, timeout_s=20)
