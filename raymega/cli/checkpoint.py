@@ -1,9 +1,10 @@
-"""`raymega checkpoint`: list, show and verify what a run has saved."""
+"""`raymega checkpoint`: list, show and verify what a run has saved, remove what killed writers left."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ from raymega.checkpoint.inspection import (
 from raymega.checkpoint.manifest import Manifest
 from raymega.cli.tables import table
 from raymega.messages import SavedBox
+from raymega.storage.open import drop_unfinished
 
 checkpoint_app = typer.Typer(help="Look into the checkpoints of a run.", no_args_is_help=True)
 
@@ -58,6 +60,30 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
     _show_summaries(uri, summaries, as_json=as_json)
     if any(summary.faults for summary in summaries):
         raise typer.Exit(1)
+
+
+@checkpoint_app.command()
+def prune(
+    uri: Annotated[str, typer.Argument(help="A run's folder, or any folder above runs.")],
+    older_than_h: Annotated[
+        float,
+        typer.Option("--older-than", min=0, help="Hours; more than a write under way can take."),
+    ] = 24.0,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what killed writers left: unfinished uploads, which are invisible but cost space.
+
+    Checkpoints are not touched. Folders need none of this.
+
+    Example: raymega checkpoint prune s3://team/runs
+    """
+    keys = drop_unfinished(uri, older_than=timedelta(hours=older_than_h), now=datetime.now(UTC))
+    if as_json:
+        print(json.dumps({"uri": uri, "aborted": keys}))
+        return
+    for key in keys:
+        print(f"aborted the upload of {key}")
+    print(f"{len(keys)} unfinished uploads older than {older_than_h:g} h at {uri}")
 
 
 def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,10 @@ class _AccessFaults(Protocol):
     def __call__(self, uri: str, *, field: str, is_for_writing: bool) -> list[Fault]: ...
 
 
+class _DropUnfinished(Protocol):
+    def __call__(self, uri: str, *, older_than: timedelta, now: datetime) -> list[str]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """What a scheme offers.
@@ -31,11 +36,13 @@ class Backend:
         open: The store at a URI without faults; touches nothing.
         uri_faults: What is wrong with the URI itself.
         access_faults: What keeps it from being used, found out in seconds and without a trace.
+        drop_unfinished: Removes what killed writers left at a URI without faults; the keys.
     """
 
     open: Callable[[str], Store]
     uri_faults: _UriFaults
     access_faults: _AccessFaults
+    drop_unfinished: _DropUnfinished
 
 
 def _folders() -> Backend:
@@ -43,13 +50,19 @@ def _folders() -> Backend:
         open=lambda uri: LocalStore(_folder(uri)),
         uri_faults=_folder_uri_faults,
         access_faults=_folder_faults,
+        drop_unfinished=_nothing_unfinished,
     )
 
 
 def _s3() -> Backend:
     from raymega.storage import s3  # its client takes a while to import
 
-    return Backend(open=s3.open_s3, uri_faults=s3.uri_faults, access_faults=s3.access_faults)
+    return Backend(
+        open=s3.open_s3,
+        uri_faults=s3.uri_faults,
+        access_faults=s3.access_faults,
+        drop_unfinished=s3.drop_unfinished,
+    )
 
 
 SCHEMES: dict[str, Callable[[], Backend]] = {"file": _folders, "s3": _s3}
@@ -87,6 +100,24 @@ def reading_faults(uri: str, *, field: str) -> list[Fault]:
     return _access_faults(uri, field, is_for_writing=False)
 
 
+def drop_unfinished(uri: str, *, older_than: timedelta, now: datetime) -> list[str]:
+    """Remove what killed writers left below ``uri``, which nobody sees and which costs space.
+
+    Args:
+        uri: Root of a store.
+        older_than: Longer than any write that is still alive can take, such as a day.
+        now: The time, with its zone.
+
+    Returns:
+        Keys of the objects that will never be; always none in a folder, which tidies itself.
+
+    Raises:
+        StorageError: The URI is not one of a store, or the store refuses.
+    """
+    raise_faults(StorageError, _uri_faults(uri, field="uri"))
+    return SCHEMES[_scheme(uri)]().drop_unfinished(uri, older_than=older_than, now=now)
+
+
 def _access_faults(uri: str, field: str, *, is_for_writing: bool) -> list[Fault]:
     faults = _uri_faults(uri, field=field)
     if faults:
@@ -118,6 +149,11 @@ def _uri_faults(uri: str, *, field: str) -> list[Fault]:
         rule = f"scheme {scheme!r} is unknown; known are {', '.join(SCHEMES)} and plain paths"
         return [Fault(fact=fact, rule=rule, remedy=f"nearest is {near[0]}://; or use a path")]
     return SCHEMES[scheme]().uri_faults(uri, field=field)
+
+
+def _nothing_unfinished(uri: str, *, older_than: timedelta, now: datetime) -> list[str]:  # noqa: ARG001
+    """A folder's puts remove what killed ones left; see local."""
+    return []
 
 
 def _folder_uri_faults(uri: str, *, field: str) -> list[Fault]:

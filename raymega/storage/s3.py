@@ -96,6 +96,11 @@ def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
     return []
 
 
+def drop_unfinished(uri: str, *, older_than: timedelta, now: datetime) -> list[str]:
+    """Abort the uploads below ``uri`` that were begun longer ago than ``older_than``; their keys."""
+    return [upload.key for upload in open_s3(uri).abort_stale_uploads(older_than, now=now)]
+
+
 class S3Store:
     """The Store protocol over one bucket; one client serves all threads.
 

@@ -1,5 +1,6 @@
 """The S3 store against a service in memory: the contract, parts, tears, refusals and secrets."""
 
+import json
 import logging
 import os
 import socket
@@ -10,7 +11,9 @@ from uuid import uuid4
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
+from typer.testing import CliRunner
 
+from raymega.cli.main import app
 from raymega.errors import StorageError
 from raymega.storage import s3, s3_multipart
 from raymega.storage.open import open_store, store_faults
@@ -184,6 +187,21 @@ def test_stale_uploads_of_killed_writers_are_aborted_below_the_root_only(store, 
     assert gone.key == names[0] and gone.begun == begun
     assert [each["Key"] for each in _open_uploads(raw)] == [names[1]]
     raw.abort_multipart_upload(Bucket=BUCKET, Key=names[1], UploadId=uploads[1]["UploadId"])
+
+
+def test_prune_aborts_uploads_that_are_old_enough(store, raw, prefix):
+    raw.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/torn")
+    century_h = str(100 * 365 * 24)  # this service says that every upload began in 2010
+    young = CliRunner().invoke(app, ["checkpoint", "prune", store.uri, "--older-than", century_h])
+    assert (young.exit_code, len(_open_uploads(raw))) == (0, 1), young.output
+    old = CliRunner().invoke(app, ["checkpoint", "prune", store.uri, "--older-than", "0", "--json"])
+    assert json.loads(old.stdout)["aborted"] == [f"{prefix}/torn"]
+    assert _open_uploads(raw) == []
+
+
+def test_prune_leaves_a_folder_alone(tmp_path):
+    done = CliRunner().invoke(app, ["checkpoint", "prune", str(tmp_path)])
+    assert done.exit_code == 0 and done.stdout.startswith("0 unfinished uploads")
 
 
 def test_answer_that_tears_is_read_again(store, endpoint, prefix, monkeypatch):
