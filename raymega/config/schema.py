@@ -365,7 +365,9 @@ class ClusterSection(Section):
     """What a worker needs and how long to wait for it."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto is cuda when the cluster has GPUs, else cpu."
+        default="auto",
+        description="auto is cuda when a node has GPUs or Ray knows of a node type that has, else "
+        "cpu. Set cuda where GPU nodes start on demand: not every autoscaler tells Ray its types.",
     )
     num_workers: Positive | Literal["grid"] = Field(
         default="grid",

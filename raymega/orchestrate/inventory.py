@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import ray
+from ray._private.state import state
 
 from raymega.config.schema import ClusterSection
 from raymega.messages import NodeSlots
@@ -31,7 +32,7 @@ def list_nodes(cluster: ClusterSection) -> list[NodeSlots]:
 
 
 def find_device(cluster: ClusterSection) -> Device:
-    """The job's device, with ``auto`` resolved: cuda when any node has GPUs."""
+    """The job's device, with ``auto`` resolved: cuda when a node has GPUs, or one may join that has."""
     return _device(cluster, _living_nodes())
 
 
@@ -48,7 +49,14 @@ def _living_nodes() -> list[dict[str, Any]]:  # Ray's own table, untyped there
 def _device(cluster: ClusterSection, nodes: list[dict[str, Any]]) -> Device:
     if cluster.device != "auto":
         return cluster.device
-    return "cuda" if any(node["Resources"].get("GPU", 0) >= 1 for node in nodes) else "cpu"
+    has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
+    return "cuda" if has_gpus or _are_gpus_declared() else "cpu"
+
+
+def _are_gpus_declared() -> bool:
+    """A node type with GPUs is known to Ray's state. Not every autoscaler tells it its types."""
+    declared = state.get_max_resources_from_cluster_config() or {}
+    return declared.get("GPU", 0) >= 1
 
 
 def _num_slots(resources: Mapping[str, float], device: Device, cpus_per_worker: float) -> int:

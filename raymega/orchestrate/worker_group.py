@@ -178,6 +178,11 @@ class RayWorkerGroup:
     def _ask_for_slots(self) -> PlacementGroup:
         """One bundle for each set of workers that must share a node, so that Ray cannot part it."""
         self._device = find_device(self._cluster)
+        if (self._cluster.device, self._device, self._can_grow) == ("auto", "cpu", True):
+            log.warning(
+                "cluster.device=auto takes cpu: no node has a GPU, and Ray knows of no node type with "
+                "one; set cluster.device=cuda to wait for GPU nodes"
+            )
         needs = worker_resources(self._device, self._cluster.cpus_per_worker)
         bundle = {kind: round(amount * self._block, 4) for kind, amount in needs.items()}
         bundles = [bundle] * (self._grid.world_size // self._block)

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+from ray.experimental import internal_kv
 
 from raymega import session
 from raymega.errors import CapacityError, ConfigError, PreemptedError
@@ -90,6 +92,23 @@ def test_inventory_counts_slots_by_node_id():
     assert sorted(node.num_slots for node in nodes) == [0, 3, 3, 3]
     assert len({node.node_id for node in nodes}) == 4
     assert find_device(section.model_copy(update={"device": "auto"})) == "cpu"
+
+
+def test_auto_asks_for_gpus_when_a_node_type_has_them_and_no_node_lives(cluster):
+    section = make_test_plan(*SMALL, "cluster.device=auto").job.cluster
+    where = {
+        "key": ray._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode(),
+        "namespace": ray._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(),
+    }
+    config = autoscaler_pb2.ClusterConfig()
+    config.node_group_configs.add(name="gpu", max_count=2).resources["GPU"] = 8
+    internal_kv._internal_kv_put(value=config.SerializeToString(), **where)
+    try:
+        assert find_device(section) == "cuda"
+        assert {node.num_slots for node in list_nodes(section)} == {0}
+    finally:
+        internal_kv._internal_kv_del(**where)
+    assert find_device(section) == "cpu"
 
 
 def test_tp_groups_stay_on_one_node(make_controller):

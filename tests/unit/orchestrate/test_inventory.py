@@ -1,5 +1,6 @@
 import pytest
 import ray
+from ray._private.state import state
 
 from raymega.config.schema import ClusterSection
 from raymega.orchestrate.inventory import find_device, list_nodes, worker_resources
@@ -12,6 +13,11 @@ DEAD = GPUS | {"NodeID": "d", "Alive": False}
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: [HEAD, GPUS, DEAD])
+    declare(monkeypatch, None)
+
+
+def declare(monkeypatch, resources):
+    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: resources)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,15 @@ def test_find_device_is_cpu_when_no_living_node_has_gpus(monkeypatch):
     assert find_device(ClusterSection()) == "cuda"
     monkeypatch.setattr(ray, "nodes", lambda: [HEAD, DEAD])
     assert find_device(ClusterSection()) == "cpu"
+    declare(monkeypatch, {"CPU": 64, "GPU": 0})
+    assert find_device(ClusterSection()) == "cpu"
+
+
+def test_find_device_is_cuda_when_gpu_nodes_may_join(monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [HEAD])
+    declare(monkeypatch, {"CPU": 64, "GPU": 16})
+    assert find_device(ClusterSection()) == "cuda"
+    assert find_device(ClusterSection(device="cpu")) == "cpu"
 
 
 def test_worker_resources_have_a_gpu_only_on_cuda():
