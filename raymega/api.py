@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from raymega.checkpoint.start import start_faults
 from raymega.config.load import parse_job
-from raymega.config.schema import Job
+from raymega.config.schema import Job, ModelSection
 from raymega.data.checks import data_faults
 from raymega.data.remote import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
@@ -42,6 +43,7 @@ from raymega.verify.run import Options, Report, Watcher, verify_job
 
 SINK_CLOSE_S = 30.0
 METRICS_FILE = "metrics.jsonl"
+MODEL_FIELDS = {f"model.{name}" for name in ModelSection.model_fields}
 
 
 def load_job(
@@ -200,6 +202,10 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             vocab_size=values.get("model.vocab_size", 0),
             needs_valid=values.get("run.eval_samples", 0) > 0,
         )
+    if values.get("checkpoint.start_from", "none") != "none" and values.keys() >= MODEL_FIELDS:
+        sizes = {field.removeprefix("model."): values[field] for field in MODEL_FIELDS}
+        model = ModelSection.model_validate(sizes)
+        faults += start_faults(values["checkpoint.start_from"], model)
     if "checkpoint.uri" in values:
         run = f"/{values['run.name']}" if "run.name" in values else ""
         faults += store_faults(values["checkpoint.uri"].rstrip("/") + run)

@@ -54,16 +54,16 @@ def lay_out(shares: Iterable[Share], *, metadata: Mapping[str, str]) -> Layout:
     )
 
 
-def saved_boxes(layout: Layout, blocks: Iterable[memoryview], file: str) -> tuple[SavedBox, ...]:
-    """The manifest's entries for ``blocks``, the bytes of ``layout``'s shares in its order."""
-    entries = zip(layout.shares, layout.starts, blocks, strict=True)
+def saved_boxes(layout: Layout, checksums: Iterable[int], file: str) -> tuple[SavedBox, ...]:
+    """The manifest's entries for ``layout``'s shares; ``checksums`` are their crc32, in order."""
+    entries = zip(layout.shares, layout.starts, checksums, strict=True)
     return tuple(
         SavedBox(
             tensor=share.tensor, dtype=share.dtype, global_shape=share.global_shape, box=share.box,
             file=file, start=len(layout.header) + start, num_bytes=share.num_bytes,
-            crc32=crc32(block),
+            crc32=checksum,
         )
-        for share, start, block in entries
+        for share, start, checksum in entries
     )  # fmt: skip
 
 

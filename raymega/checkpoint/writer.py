@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
+from zlib import crc32
 
 import torch
 
@@ -158,7 +159,7 @@ class CheckpointWriter:
         """Write the data file, and return what is in it; a share may be empty."""
         file = data_file(attempt=self._attempt, rank=self._rank)
         blocks = self._blocks(save.layout)
-        boxes = saved_boxes(save.layout, blocks, file)
+        boxes = saved_boxes(save.layout, map(crc32, blocks), file)
         if boxes:
             key = folder_of(save.step) + file
             self._retry(lambda: self._store.put(key, [save.layout.header, *blocks], overwrite=True))

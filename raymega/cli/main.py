@@ -7,6 +7,7 @@ import sys
 import typer
 
 from raymega.cli.checkpoint import checkpoint_app
+from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
 from raymega.cli.doctor import doctor
 from raymega.cli.plan import plan
@@ -33,6 +34,7 @@ app.command()(schedule)
 app.command()(schema)
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(convert_app, name="convert")
 
 
 def run() -> None:

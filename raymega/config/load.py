@@ -69,6 +69,7 @@ _Yaml12Loader.add_implicit_resolver(
 )
 
 _ABSENT = object()
+_PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "start_from"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +107,7 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     """
     raw = _read(Path(path))
     faults = [fault for override in overrides for fault in _apply(raw, override)]
-    for section, key in (("data", "path"), ("checkpoint", "uri")):
+    for section, key in _PATHS:
         _make_absolute(raw.get(section), key)
     parsed = parse_mapping(raw)
     return replace(parsed, faults=(*faults, *parsed.faults))
@@ -189,7 +190,7 @@ def _make_absolute(section: object, key: str) -> None:
     if not isinstance(section, dict) or not isinstance(section.get(key), str):
         return
     path = section[key]
-    if "://" not in path and path not in ("", "synthetic"):
+    if "://" not in path and path not in ("", "synthetic", "none"):
         with suppress(RuntimeError):  # ~name of nobody: left for the checks to refuse
             path = Path(path).expanduser()
         section[key] = str(Path(path).absolute())

@@ -89,16 +89,13 @@ class ModelSection(Section):
     rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
     rope_scaling: Literal["none", "llama3"] = Field(
         default="none",
-        description="llama3: wave lengths above rope_original_positions / rope_low_freq_factor are "
-        "stretched by rope_factor, those below rope_original_positions / rope_high_freq_factor are "
-        "kept, those between in part.",
+        description="llama3: waves longer than rope_original_positions / rope_low_freq_factor are "
+        "stretched by rope_factor, up to ... / rope_high_freq_factor kept, between them in part.",
     )
     rope_factor: PositiveFloat = Field(default=8.0, description="llama3 scaling only.")
     rope_low_freq_factor: PositiveFloat = Field(default=1.0, description="llama3 scaling only.")
     rope_high_freq_factor: PositiveFloat = Field(default=4.0, description="llama3 scaling only.")
-    rope_original_positions: Positive = Field(
-        default=8192, description="llama3 scaling only: longest sequence before it was stretched."
-    )
+    rope_original_positions: Positive = Field(default=8192, description="Before llama3 scaling.")
     vocab_multiple: Positive = Field(
         default=128,
         description="The table's rows are padded to a multiple of this, whatever the layout is. "
@@ -309,6 +306,11 @@ class CheckpointSection(Section):
         default_factory=lambda: str(Path.home() / ".raymega" / "runs"),
         description="Root folder or s3://bucket/prefix; the run lives in <uri>/<run.name>/. Default: "
         "~/.raymega/runs.",
+    )
+    start_from: str = Field(
+        default="none",
+        description="Checkpoint whose weights, and nothing else, the run starts with: of another run "
+        "or by `raymega convert hf-import`. Read at the first step only; `none` draws weights.",
     )
     every: NonNegative = Field(
         default=100, description="Steps between checkpoints; 0 is only at the end."

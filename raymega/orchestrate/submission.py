@@ -31,7 +31,7 @@ STOP_MARGIN_S = 90
 SCRIPT = "jobs/train.py"
 SYNTHETIC = "synthetic"
 SQLITE = "sqlite:///"
-PATH_FIELDS = ("data.path", "checkpoint.uri", "tracking.mlflow_uri")
+PATH_FIELDS = ("data.path", "checkpoint.uri", "checkpoint.start_from", "tracking.mlflow_uri")
 GIT_TIMEOUT_S = 10.0
 NUM_NAMED = 3
 
@@ -230,7 +230,7 @@ def _is_relative(text: str) -> bool:
     return bool(text) and "://" not in text and text not in WORDS and not text.startswith("/")
 
 
-WORDS = frozenset({SYNTHETIC, "run", "off"})
+WORDS = frozenset({SYNTHETIC, "run", "off", "none"})
 """Values of path fields that are no paths."""
 
 

@@ -11,8 +11,10 @@ from typing import cast
 
 import torch
 
+from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
+from raymega.checkpoint.start import WEIGHTS
 from raymega.checkpoint.writer import CheckpointWriter
 from raymega.errors import CommunicationError
 from raymega.messages import Channel, Entered, StartWorker
@@ -87,6 +89,7 @@ def _train(
 def _restore(parts: Parts, start: StartWorker) -> TrainState:
     precision = parts.plan.job.precision
     if not start.restore:
+        start_from(parts, parts.plan.job.checkpoint.start_from)
         return first_state(precision)
     store = open_store(start.run_uri)
     manifest = read_manifest(store, start.restore)
@@ -94,6 +97,17 @@ def _restore(parts: Parts, start: StartWorker) -> TrainState:
     parts.optimizer.sync_weights()
     log.info("restored step %d from %s", manifest.step, start.restore)
     return state_from(manifest.state, precision)
+
+
+def start_from(parts: Parts, uri: str) -> None:
+    """Take another checkpoint's weights, rounded where the masters have fewer digits."""
+    if uri == "none":
+        return
+    store, manifest = open_checkpoint(uri)
+    weights = [block for block in parts.optimizer.blocks() if block.kind == WEIGHTS]
+    load(store, manifest, weights, is_narrowing_allowed=True)
+    parts.optimizer.sync_weights()
+    log.info("started from the weights of step %d in %s", manifest.step, uri)
 
 
 class _Phases:

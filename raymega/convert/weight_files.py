@@ -1,0 +1,228 @@
+"""A folder of safetensors files as one set of named tensors: read one by one, written one by one.
+
+Reading holds one tensor in memory, writing none beyond the one it is handed. Pickled weights are
+refused, because opening one runs whatever code it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raymega.convert.number_formats import (
+    CODE_OF,
+    SAFETENSORS_CODES,
+    Array,
+    storage_type,
+)
+from raymega.errors import ConfigError, Fault
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightEntry:
+    """Where one tensor lies.
+
+    Attributes:
+        dtype: numpy's name of the format, or bfloat16.
+        shape: Its shape.
+        file: The file that holds it.
+        start: First byte in that file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in the file."""
+        return prod(self.shape) * storage_type(self.dtype).itemsize
+
+    def read(self) -> Array:
+        """Its values."""
+        values = np.fromfile(
+            self.file, dtype=storage_type(self.dtype), count=prod(self.shape), offset=self.start
+        )
+        return values.reshape(self.shape)
+
+
+def open_weights(folder: Path) -> dict[str, WeightEntry]:
+    """Name to place of every tensor in ``folder``, by its headers alone.
+
+    Raises:
+        ConfigError: There are no weights, they are pickled, or a file is not whole.
+    """
+    files = _weight_files(folder)
+    entries: dict[str, WeightEntry] = {}
+    for file in files:
+        for name, entry in _read_header(file).items():
+            if name in entries:
+                raise ConfigError(
+                    _damaged(file, f"holds {name}, as {entries[name].file.name} does")
+                )
+            entries[name] = entry
+    return entries
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder / INDEX)
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ConfigError(
+            Fault(
+                fact=f"{str(folder)!r} holds {pickles[0]} and no safetensors file",
+                rule="a pickled file runs code of its author when it is opened",
+                remedy="in a place where that may happen, load it with transformers and call "
+                "model.save_pretrained(folder), which writes safetensors",
+            )
+        )
+    raise ConfigError(
+        Fault(
+            fact=f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}",
+            rule="weights are read from safetensors files by the names that Hugging Face gives",
+            remedy="give the folder that save_pretrained wrote or a model repository's download",
+        )
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(_damaged(index, f"is not an index of weights ({error!r})")) from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ConfigError(_damaged(index, f"names {', '.join(missing)}, which is not there"))
+    return [index.parent / name for name in names]
+
+
+def _read_header(file: Path) -> dict[str, WeightEntry]:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        return {name: _entry(file, at, 8 + length, size) for name, at in header.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(_damaged(file, f"is not a whole safetensors file ({error})")) from error
+
+
+def _entry(file: Path, at: Mapping[str, Any], data_start: int, size: int) -> WeightEntry:
+    if at["dtype"] not in SAFETENSORS_CODES:
+        known = ", ".join(SAFETENSORS_CODES)
+        raise ConfigError(
+            Fault(
+                fact=f"{str(file)!r} has a tensor of format {at['dtype']}",
+                rule=f"weights are read in {known}",
+                remedy="save the model unquantised first",
+            )
+        )
+    start, end = at["data_offsets"]
+    entry = WeightEntry(
+        dtype=SAFETENSORS_CODES[at["dtype"]],
+        shape=tuple(at["shape"]),
+        file=file,
+        start=data_start + start,
+    )
+    if end - start != entry.num_bytes or data_start + end > size:
+        raise ValueError(f"bytes {start} to {end} of {size - data_start} for shape {entry.shape}")
+    return entry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewTensor:
+    """A tensor that is to be written: all but its values."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in a file."""
+        return prod(self.shape) * storage_type(self.dtype).itemsize
+
+
+def write_weights(
+    folder: Path, tensors: Sequence[NewTensor], values: Iterable[Array], *, max_file_bytes: int
+) -> None:
+    """Write ``tensors``, whose ``values`` come one by one in their order, into ``folder``.
+
+    Files hold at most ``max_file_bytes`` unless a single tensor is larger; several get an index.
+    """
+    shards = list(_shards(tensors, max_file_bytes))
+    names = [WHOLE]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    source = iter(values)
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard, source)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
+            "weight_map": {
+                tensor.name: name
+                for name, shard in zip(names, shards, strict=True)
+                for tensor in shard
+            },
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(tensors: Sequence[NewTensor], max_bytes: int) -> Iterator[list[NewTensor]]:
+    shard: list[NewTensor] = []
+    for tensor in tensors:
+        if shard and sum(at.num_bytes for at in (*shard, tensor)) > max_bytes:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    yield shard
+
+
+def _write_file(path: Path, tensors: Sequence[NewTensor], values: Iterator[Array]) -> None:
+    with path.open("xb") as stream:
+        stream.write(_header(tensors))
+        for tensor in tensors:
+            array = next(values)
+            assert array.shape == tensor.shape, f"{tensor.name} is {array.shape}"
+            stream.write(np.ascontiguousarray(array, storage_type(tensor.dtype)).data)
+
+
+def _header(tensors: Sequence[NewTensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    start = 0
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": CODE_OF[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, start + tensor.num_bytes),
+        }
+        start += tensor.num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _damaged(file: Path, fact: str) -> Fault:
+    return Fault(
+        fact=f"{str(file)!r} {fact}",
+        rule="every tensor must lie whole in one file",
+        remedy="download or save the model again",
+    )

@@ -1,0 +1,57 @@
+"""Whether a run can start with a checkpoint's weights, asked before anything starts."""
+
+import pytest
+
+from raymega.api import load_job
+from raymega.checkpoint.keys import ROOT
+from raymega.checkpoint.start import start_faults
+from raymega.config.schema import ModelSection
+from raymega.convert.hf_import import hf_import
+from raymega.errors import ConfigError
+from raymega.storage.open import open_store
+from tests.support.jobs import VERIFY
+from tests.unit.convert.folders import NOW, make_model, write_folder
+
+
+@pytest.fixture
+def imported(tmp_path):
+    folder = write_folder(tmp_path / "theirs", make_model())
+    return hf_import(folder, str(tmp_path / "ours"), created=NOW, vocab_multiple=8)
+
+
+def _changed(model: ModelSection, **changes) -> ModelSection:
+    return model.model_copy(update=changes)
+
+
+def test_same_model_has_no_faults(imported):
+    assert start_faults(imported.uri, imported.model) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"num_layers": 3}, "layers.2.attention_norm.weight as nothing instead of (16,)"),
+        ({"num_layers": 1}, "layers.1.attention.k.weight, which this model lacks,"),
+        ({"ffn_width": 32}, "mlp.gate.weight as (24, 16) instead of (32, 16)"),
+    ],
+    ids=["deeper", "shallower", "wider"],
+)
+def test_other_model_is_refused(imported, change, fact):
+    (fault,) = start_faults(imported.uri, _changed(imported.model, **change))
+    assert fact in str(fault) and "checkpoint.start_from=" in str(fault)
+
+
+def test_missing_files_are_told(imported):
+    store = open_store(imported.uri)
+    (data,) = [key for key in store.list(ROOT) if key.endswith(".safetensors")]
+    store.delete(data)
+    (fault,) = start_faults(imported.uri, imported.model)
+    assert f"{data} is missing" in str(fault)
+
+
+def test_job_with_a_start_that_is_none_is_refused_before_it_runs(tmp_path):
+    override = f"checkpoint.start_from={tmp_path / 'nothing'}"
+    root = f"checkpoint.uri={tmp_path / 'runs'}"
+    with pytest.raises(ConfigError, match=r"start_from=.*there is no checkpoint at"):
+        load_job(VERIFY, [override, root], is_for_training=True)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,45 @@
+"""Folders of Hugging Face weights, written without transformers."""
+
+import json
+
+import numpy as np
+
+from raymega.config.schema import ModelSection
+from raymega.convert.hf_config import config_from
+from raymega.convert.hf_names import hf_tensors
+from raymega.convert.number_formats import recast
+from raymega.convert.weight_files import NewTensor, write_weights
+
+NOW = "2025-01-01T00:00:00+00:00"
+
+
+def make_model(family="llama", **changes) -> ModelSection:
+    sizes = {
+        "num_layers": 2, "width": 16, "num_heads": 4, "ffn_width": 24, "vocab_size": 50,
+        "max_positions": 12, "vocab_multiple": 8,
+        "num_kv_heads": "num_heads" if family == "gpt2" else 2,
+        "head_features": 6 if family == "qwen3" else "width / num_heads",
+    }  # fmt: skip
+    return ModelSection(family=family, **{**sizes, **changes})
+
+
+def draw_values(model, dtype="float32", seed=0):
+    """Their name to values of every tensor."""
+    numbers = np.random.default_rng(seed)
+    return {
+        at.name: recast(numbers.normal(size=at.shape).astype("f8"), "float64", dtype)
+        for at in hf_tensors(model)
+    }
+
+
+def write_folder(folder, model, *, values=None, dtype="float32", max_file_bytes=10**9, **config):
+    """The folder, with a tokenizer that is none."""
+    folder.mkdir()
+    values = draw_values(model, dtype) if values is None else values
+    tensors = [NewTensor(name=name, dtype=dtype, shape=v.shape) for name, v in values.items()]
+    write_weights(folder, tensors, values.values(), max_file_bytes=max_file_bytes)
+    whole = config_from(model, dtype=dtype, carried={"bos_token_id": 7}) | config
+    (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "notes.txt").write_text("stays behind")
+    return folder

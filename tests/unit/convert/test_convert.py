@@ -1,0 +1,235 @@
+"""Import and export: every byte there and back, shards, refusals, and nothing half-written."""
+
+import json
+import shutil
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from raymega.checkpoint.inspection import open_checkpoint, verify_checkpoints
+from raymega.checkpoint.manifest import commit
+from raymega.checkpoint.planner import MAX_BOX_BYTES
+from raymega.config.load import parse_mapping
+from raymega.convert import native
+from raymega.convert.hf_export import hf_export
+from raymega.convert.hf_import import hf_import, model_yaml
+from raymega.convert.hf_names import hf_tensors
+from raymega.convert.weight_files import open_weights
+from raymega.errors import CheckpointError, ConfigError, StorageError
+from raymega.messages import Box
+from raymega.plan.grid import Grid
+from raymega.storage.local import LocalStore
+from tests.unit.checkpoint.support import assemble_shards, block_values, save_shards
+from tests.unit.checkpoint.support import make_model as make_native_model
+from tests.unit.convert.folders import NOW, draw_values, make_model, write_folder
+
+FAMILIES = ["gpt2", "llama", "qwen2", "qwen3"]
+
+
+def _import(folder, out, **options):
+    return hf_import(folder, str(out), created=NOW, vocab_multiple=8, **options)
+
+
+def _read(folder):
+    return {name: entry.read() for name, entry in open_weights(folder).items()}
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_byte_comes_back(tmp_path, monkeypatch, family, is_tied):
+    monkeypatch.setattr(native, "FILE_BYTES", 4000)
+    monkeypatch.setattr(native, "MAX_BOX_BYTES", 1000)
+    model = make_model(family, is_embedding_tied=is_tied)
+    folder = write_folder(tmp_path / "theirs", model, max_file_bytes=3000)
+    assert (folder / "model.safetensors.index.json").exists()
+    done = _import(folder, tmp_path / "ours")
+    assert done.model == model and done.carried == ("config.json", "tokenizer.json")
+    (summary,) = verify_checkpoints(str(tmp_path / "ours"))
+    assert not summary.faults and summary.num_files > 2
+    back = hf_export(done.uri, tmp_path / "back", max_file_bytes=3000)
+    wanted, found = _read(folder), _read(tmp_path / "back")
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    assert "tokenizer.json" in back.files and "notes.txt" not in back.files
+    assert json.loads((tmp_path / "back/config.json").read_text())["bos_token_id"] == 7
+
+
+def test_yaml_of_the_model_is_a_job_files_section():
+    model = make_model("qwen3", norm_eps=1e-6)
+    raw = yaml.safe_load(model_yaml(model))
+    values = parse_mapping(raw).values
+    assert all(values[f"model.{name}"] == value for name, value in model)
+
+
+@pytest.mark.parametrize(("stored", "ours"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_narrow_formats_are_kept_or_widened(tmp_path, stored, ours):
+    model = make_model()
+    folder = write_folder(tmp_path / "theirs", model, dtype=stored)
+    done = _import(folder, tmp_path / "ours")
+    assert done.dtype == ours
+    hf_export(done.uri, tmp_path / "back", dtype=stored)
+    for name, values in _read(folder).items():
+        np.testing.assert_array_equal(_read(tmp_path / "back")[name], values)
+
+
+def test_old_names_buffers_and_a_doubled_head_are_understood(tmp_path):
+    model = make_model("gpt2")
+    values = draw_values(model)
+    old = {name.removeprefix("transformer."): array for name, array in values.items()}
+    old["h.0.attn.bias"] = np.ones((1, 1, 12, 12), "f4")
+    old["lm_head.weight"] = old["wte.weight"]
+    folder = write_folder(tmp_path / "theirs", model, values=old)
+    hf_export(_import(folder, tmp_path / "ours").uri, tmp_path / "back")
+    assert _read(tmp_path / "back").keys() == values.keys()
+
+
+def _drop(values):
+    del values["model.norm.weight"], values["model.layers.1.mlp.up_proj.weight"]
+
+
+def _add(values):
+    values["model.layers.2.mlp.up_proj.weight"] = np.zeros(3, "f4")
+
+
+def _reshape(values):
+    values["model.norm.weight"] = np.zeros(15, "f4")
+
+
+def _untie(values):
+    values["lm_head.weight"] = values["model.embed_tokens.weight"] + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        (_drop, ["the weights lack model.layers.1.mlp.up_proj.weight, model.norm.weight;"]),
+        (_add, ["have, beside the model's, model.layers.2.mlp.up_proj.weight;"]),
+        (_reshape, ["model.norm.weight is (15,) in model.safetensors; by config.json it is (16,)"]),
+        (_untie, ["lm_head.weight differs from the token table"]),
+    ],
+    ids=["missing", "unexpected", "shape", "untied"],
+)
+def test_weights_of_another_network_are_refused(tmp_path, change, facts):
+    values = draw_values(make_model())
+    change(values)
+    folder = write_folder(tmp_path / "theirs", make_model(), values=values)
+    with pytest.raises(ConfigError) as caught:
+        _import(folder, tmp_path / "ours")
+    assert all(fact in str(caught.value) for fact in facts)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_pickles_torn_files_and_missing_ones_are_refused(tmp_path):
+    folder = write_folder(tmp_path / "theirs", make_model())
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, fact in (
+        (whole[:-8], "is not a whole safetensors"),
+        (b"\xff" * 64, "a header of"),
+    ):
+        weights.write_bytes(content)
+        with pytest.raises(ConfigError, match=fact):
+            _import(folder, tmp_path / "ours")
+    weights.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"holds pytorch_model.bin.*save_pretrained"):
+        _import(folder, tmp_path / "ours")
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ConfigError, match="holds neither model"):
+        _import(folder, tmp_path / "ours")
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config.json' cannot be read"):
+        _import(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_folders_in_use_are_not_touched(tmp_path):
+    folder = write_folder(tmp_path / "theirs", make_model())
+    done = _import(folder, tmp_path / "ours")
+    with pytest.raises(ConfigError, match="holds checkpoints/step-00000000"):
+        _import(folder, tmp_path / "ours")
+    with pytest.raises(ConfigError, match="is not an empty folder"):
+        hf_export(done.uri, folder)
+    with pytest.raises(ConfigError, match="--dtype 'int8'"):
+        hf_export(done.uri, tmp_path / "back", dtype="int8")
+
+
+def test_failed_import_leaves_nothing(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "theirs", make_model())
+    put = LocalStore.put
+
+    def fail_late(store, key, chunks, *, overwrite):
+        if "manifest" in key:
+            raise StorageError("disk full")
+        put(store, key, chunks, overwrite=overwrite)
+
+    monkeypatch.setattr(LocalStore, "put", fail_late)
+    with pytest.raises(StorageError):
+        _import(folder, tmp_path / "ours")
+    assert [path for path in (tmp_path / "ours").rglob("*") if path.is_file()] == []
+
+
+def test_failed_export_leaves_nothing(tmp_path):
+    model = make_model()
+    values = draw_values(model)
+    values["model.norm.weight"][3] = 1e30
+    done = _import(write_folder(tmp_path / "theirs", model, values=values), tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="not finite in float16"), np.errstate(over="ignore"):
+        hf_export(done.uri, tmp_path / "back", dtype="float16")
+    store, manifest = open_checkpoint(done.uri)
+    data = Path(store.uri) / manifest.file_key(manifest.boxes[0])
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointError, match="their crc32 is"):
+        hf_export(done.uri, tmp_path / "back")
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours"}
+
+
+def test_files_are_found_where_a_run_started_from(tmp_path):
+    folder = write_folder(tmp_path / "theirs", make_model())
+    done = _import(folder, tmp_path / "ours")
+    _, manifest = open_checkpoint(done.uri)
+    job = {**manifest.job, "checkpoint": {"start_from": done.uri}}
+    shutil.copytree(tmp_path / "ours/checkpoints", tmp_path / "run/checkpoints")
+    run = LocalStore(tmp_path / "run")
+    run.put(manifest.key, [replace(manifest, job=job).to_json().encode()], overwrite=True)
+    assert "tokenizer.json" in hf_export(run.uri, tmp_path / "back").files
+
+
+def _known(tensor):
+    whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
+    return block_values(f"model/{tensor.name}", tensor.shape, whole, torch.float32).numpy()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_checkpoint_of_many_ranks_becomes_one_model(tmp_path, family):
+    model = make_native_model(family, is_tied=False)
+    store = LocalStore(tmp_path / "run")
+    grid = Grid(tp=2, pp=2, dp=2)
+    manifest = assemble_shards(save_shards(store, model, grid), grid)
+    commit(store, replace(manifest, job={"model": model.model_dump(mode="json")}))
+    hf_export(store.uri, tmp_path / "back")
+    found = _read(tmp_path / "back")
+    for at in hf_tensors(model):
+        stack = np.concatenate([_known(part) for part in at.parts])[: at.num_rows]
+        np.testing.assert_array_equal(found[at.name], stack.T if at.is_transposed else stack)
+
+
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
+    model = make_model(num_layers=24, width=64, num_heads=4, ffn_width=4096, vocab_size=512)
+    folder = write_folder(tmp_path / "theirs", model)
+    whole = (folder / "model.safetensors").stat().st_size
+    largest = max(entry.num_bytes for entry in open_weights(folder).values())
+    assert largest < MAX_BOX_BYTES and whole > 60 * largest
+    tracemalloc.start()
+    done = _import(folder, tmp_path / "ours")
+    hf_export(done.uri, tmp_path / "back", dtype="bfloat16")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * largest + 500_000  # headers and the manifest are the rest
