@@ -56,9 +56,8 @@ class ModelSection(Section):
     """The network: a family's layers and its widths."""
 
     family: Literal["gpt2", "llama", "qwen2", "qwen3"] = Field(
-        description="gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, "
-        "SwiGLU, no biases. qwen2: llama with biases of q, k and v. qwen3: llama with an RMSNorm of "
-        "each query and key head before RoPE."
+        description="gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, "
+        "no biases. qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads."
     )
     num_layers: Positive = Field(description="Transformer blocks.")
     width: Positive = Field(description="D, features of the residual stream.")
@@ -68,8 +67,7 @@ class ModelSection(Section):
         description="G, key and value heads; fewer than num_heads is grouped-query attention.",
     )
     head_features: Positive | Literal["width / num_heads"] = Field(
-        default="width / num_heads",
-        description="K, features of one head; another number frees it from the width, as in qwen3.",
+        default="width / num_heads", description="K, features of one head."
     )
     ffn_width: Positive = Field(description="F, features inside the feed-forward layer.")
     vocab_size: Positive = Field(description="V, rows of the embedding; at least the tokenizer's.")
