@@ -18,7 +18,7 @@ from raymega.parallel.comm import all_reduce, barrier
 from raymega.parallel.groups import Group, Groups, Store
 from raymega.plan.run_plan import read_plan
 from raymega.train.entry import abort, host_rendezvous
-from raymega.train.environment import prepare_process
+from raymega.train.environment import listen_towards, prepare_process
 
 __all__ = ["abort", "host_rendezvous", "run_worker"]
 
@@ -36,6 +36,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     timeout_s = plan.job.elastic.collective_timeout_s
+    listen_towards(start.rendezvous)
     world.open_world(
         rank=start.rank,
         world_size=plan.grid.world_size,

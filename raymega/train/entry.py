@@ -24,7 +24,7 @@ from raymega.parallel.groups import Store
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.storage.open import open_store
 from raymega.train.build import Parts, build_parts
-from raymega.train.environment import prepare_process
+from raymega.train.environment import listen_towards, prepare_process
 from raymega.train.loop import run_loop
 from raymega.train.state import TrainState, first_state, state_from
 
@@ -47,6 +47,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     try:
         phases = _Phases(channel, start.rank)
+        listen_towards(start.rendezvous)
         world.open_world(
             rank=start.rank,
             world_size=plan.grid.world_size,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import struct
+
 import torch
 
 from raymega.plan.run_plan import RunPlan
@@ -20,3 +25,37 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
     index = local_rank if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def listen_towards(rendezvous: str) -> None:
+    """Let gloo listen on the network card that leads to ``host:port``, unless the user chose one.
+
+    By itself gloo listens where the machine's name leads. On Debian and Ubuntu that is 127.0.1.1,
+    where no other machine reaches it.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    card = _card_of(_own_address(host.strip("[]"), int(port)))
+    if card:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to ``host``; nothing is sent."""
+    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _card_of(address: str) -> str:
+    """The network card whose first address this is; '' for a second one, IPv6 or another system."""
+    ask_for_address = 0x8915  # SIOCGIFADDR, Linux
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, ask_for_address, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # a card without an address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
