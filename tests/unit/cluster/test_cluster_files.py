@@ -1,6 +1,7 @@
 """The cluster files as far as no cloud is needed: Ray's validator, EC2's own model, our own rules."""
 
 import copy
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -84,6 +85,8 @@ def node_types(name):
 def ec2_faults(node_config):
     model = botocore.session.get_session().get_service_model("ec2")
     parameters = {"MinCount": 1, "MaxCount": 1, **node_config}
+    if "SubnetIds" in parameters:  # Ray's own word, of which it passes one on
+        parameters["SubnetId"] = parameters.pop("SubnetIds")[0]
     report = ParamValidator().validate(
         parameters, model.operation_model("RunInstances").input_shape
     )
@@ -168,7 +171,10 @@ def test_health_checks_are_tuned_on_the_head(name):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(p for p in FOLDER.rglob("*") if p.suffix != ".pyc" and p.is_file()),
+    ids=lambda path: path.name,
+)  # fmt: skip
 def test_no_file_holds_a_secret(path):
     text = path.read_text()
     assert not re.search(r"AKIA[0-9A-Z]{16}|BEGIN [A-Z ]*PRIVATE KEY|[0-9a-f]{64}", text)
@@ -180,3 +186,29 @@ def test_scripts_are_whole(path):
     subprocess.run(["bash", "-n", path], check=True, timeout=10)
     assert path.stat().st_mode & 0o100, "executable"
     assert "set -euo pipefail" in path.read_text()
+
+
+def test_set_up_installs_once_and_leaves_ray_on_the_path(tmp_path):
+    """`ray down` runs a bare `ray stop`: where that is no command, everything stays up."""
+    programs = tmp_path / "raymega-env" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "pip", "raymega", "ray"):
+        (programs / name).write_text(f"#!/bin/sh\necho {name} >> $HOME/called\n")
+        (programs / name).chmod(0o755)
+    env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    for _ in range(2):
+        subprocess.run([FOLDER / "setup-node.sh"], env=env, check=True, timeout=30)
+    down = ["bash", "--login", "-c", "source ~/.bashrc; ray stop"]
+    subprocess.run(down, env=env, check=True, timeout=30)
+    assert (tmp_path / "called").read_text().split() == ["pip", "raymega", "ray"]
+
+
+def test_every_host_of_ones_own_joins():
+    """Ray's newer autoscaler counts the head as a worker of this kind of cluster."""
+    head = read("on-premise")["head_start_ray_commands"][-1]
+    assert "export RAY_enable_autoscaler_v2=0;" in head
+
+
+def test_no_node_type_names_a_subnet_in_a_way_that_ray_overrides():
+    for kind in node_types("aws").values():
+        assert "SubnetId" not in kind["node_config"]
