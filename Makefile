@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check
+.PHONY: setup demo test check rehearse
 
 setup: $(VENV)/.ok
 
@@ -23,3 +23,7 @@ check: setup
 	$(BIN)/mypy raymega
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/unit
+
+# As root. Brings the cluster files up for real on machines of namespaces, and breaks them: minutes.
+rehearse: setup
+	$(BIN)/python -m pytest -m cluster -s tests/cluster

@@ -4,6 +4,7 @@
 set -euo pipefail
 repository="$(cd "$(dirname "$0")/.." && pwd)"
 environment="$HOME/raymega-env"
+[ ! -f "$HOME/.ray/auth_token" ] || chmod 600 "$HOME/.ray/auth_token"
 wanted="$({ sed '/^\[tool/,$d' "$repository/pyproject.toml"; cat "$repository/constraints.txt" "$0"; } | sha256sum)"
 [ "$(cat "$environment/installed" 2> /dev/null)" = "$wanted" ] && exit 0
 [ -x "$environment/bin/python" ] || python3 -m venv "$environment"

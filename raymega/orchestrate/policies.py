@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from raymega.errors import (
     ConfigError,
@@ -109,9 +110,9 @@ class FailurePolicy:
         repeats = 1 + _count_equal_at_end(earlier, failure)
         if failure.kind is FailureKind.RAISED and repeats >= MAX_EQUAL_ERRORS:
             return _give_up(f"the same error at step {failure.step}, {repeats} times in a row")
-        if len(earlier) >= self.max_failures:
+        number = _count_losses([*earlier, failure])
+        if number > self.max_failures:
             return _give_up(f"elastic.max_failures={self.max_failures} restarts are spent")
-        number = len(earlier) + 1
         return Decision(
             action=Action.RESTART, reason=f"restart {number} of at most {self.max_failures}"
         )
@@ -128,6 +129,20 @@ def give_up_error(failure: Failure, reason: str) -> RaymegaError:
 
 def _give_up(reason: str) -> Decision:
     return Decision(action=Action.GIVE_UP, reason=reason)
+
+
+def _count_losses(failures: Sequence[Failure]) -> int:
+    """Failures, less the echoes of a lost node.
+
+    A worker's death is known seconds before its node's. An attempt that starts in between may be
+    placed on that node, and dies before anybody has a rank: that is the same loss.
+    """
+    died = FailureKind.DIED
+    echoes = sum(
+        before.kind is died and before.rank >= 0 and after.kind is died and after.rank < 0
+        for before, after in pairwise(failures)
+    )
+    return len(failures) - echoes
 
 
 def _count_equal_at_end(earlier: Sequence[Failure], failure: Failure) -> int:

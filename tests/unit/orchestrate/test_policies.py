@@ -35,6 +35,15 @@ def test_decide_gives_up_when_the_budget_is_spent():
     assert "elastic.max_failures=3" in decision.reason
 
 
+def test_a_lost_node_that_takes_the_next_attempt_with_it_costs_one_restart():
+    crash = [died(rank=1), died(rank=-1)]
+    assert "restart 1 of" in POLICY.decide(crash[:1], crash[1]).reason
+    assert "restart 2 of" in POLICY.decide(crash, died()).reason
+    assert POLICY.decide(3 * crash, died()).action is Action.GIVE_UP
+    nobody = 3 * [died(rank=-1)]
+    assert POLICY.decide(nobody, died(rank=-1)).action is Action.GIVE_UP, "echoes of nothing"
+
+
 def test_decide_gives_up_at_once_when_no_restart_is_allowed():
     assert FailurePolicy(max_failures=0).decide([], died()).action is Action.GIVE_UP
 
