@@ -6,6 +6,7 @@ it is terminated. What was asked of RunInstances is kept word for word, because 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -78,6 +79,7 @@ class Cloud:
         from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import make_server
 
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)
         app = DomainDispatcherApplication(create_backend_app)
         server = make_server(GATEWAY, PORT, self._listen(app), threaded=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()

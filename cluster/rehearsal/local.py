@@ -122,11 +122,9 @@ def _lose_cable(desk: Host, workers: list[Host], record: Record) -> Host:
     lost = at_work[-1]
     record.say(f"## {lost.name}'s cable is pulled")
     lost.cut_link()
-    pulled = record.now()
     measure_recovery(job, "cut", record)
     record.note("cut_run_exit_code", job.end(limit_s=300))
-    record.wait("the cut machine's Ray to end", lambda: not lost.processes("raylet"), limit_s=180)
-    record.note("cut_machine_gave_up_s", record.now() - pulled)
+    record.note("cut_machine_still_computes", len(lost.processes("ray::Worker")))
     return lost
 
 
