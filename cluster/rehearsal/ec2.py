@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import boto3
 
@@ -90,9 +90,12 @@ class Cloud:
 
         def answer(environ: dict[str, Any], start_response: Callable) -> Iterator[bytes]:
             body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            environ["wsgi.input"] = BytesIO(body)
             if b"Action=RunInstances" in body:
-                self.asked.append(dict(parse_qsl(body.decode())))
+                asked = dict(parse_qsl(body.decode()))
+                self.asked.append(asked)
+                # EC2 gives as many as there are up to MaxCount, moto gives MinCount.
+                body = urlencode(asked | {"MinCount": asked["MaxCount"]}).encode()
+            environ |= {"wsgi.input": BytesIO(body), "CONTENT_LENGTH": str(len(body))}
             return app(environ, start_response)
 
         return answer
