@@ -60,6 +60,7 @@ def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
             grid,
             tp_rank=grid.coords(rank).tp,
             dtype=job.precision.dtype,
+            optimizer=job.optimizer.name,
         )
         for rank in range(min(num_ranks, grid.world_size))
     ]

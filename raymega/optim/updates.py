@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from raymega.config.schema import OptimizerSection
 from raymega.parallel.parameter import ShardedParameter
@@ -80,4 +81,28 @@ def apply_adamw(
     )
 
 
-UPDATES = {"adamw": Update(kinds=("adam.exp_avg", "adam.exp_avg_sq"), apply=apply_adamw)}
+def apply_sgd(
+    slots: Sequence[Slot], section: OptimizerSection, *, lr: float, weight_decay: float
+) -> None:
+    """Momentum and, unlike AdamW, the decay as part of the gradient, by torch's fused function.
+
+    A buffer of zeros before the first update makes it the first gradient, as in torch.optim.SGD.
+    """
+    sgd(
+        [slot.master for slot in slots],
+        [slot.gradient for slot in slots],
+        [slot.state[0] for slot in slots],
+        fused=True,
+        weight_decay=weight_decay,
+        momentum=section.momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+
+
+UPDATES = {
+    "adamw": Update(kinds=("adam.exp_avg", "adam.exp_avg_sq"), apply=apply_adamw),
+    "sgd": Update(kinds=("sgd.momentum",), apply=apply_sgd),
+}

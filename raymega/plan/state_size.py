@@ -14,6 +14,9 @@ from raymega.plan.tensors import model_tensors, stage_tensors
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
+NUM_MOMENTS = {"adamw": 2, "sgd": 1}
+"""State tensors of an update, each shaped like the parameter."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSize:
@@ -41,7 +44,13 @@ def count_parameters(model: ModelSection) -> int:
 
 
 def rank_state(
-    model: ModelSection, stage: Stage, grid: Grid, *, tp_rank: int, dtype: str
+    model: ModelSection,
+    stage: Stage,
+    grid: Grid,
+    *,
+    tp_rank: int,
+    dtype: str,
+    optimizer: str = "adamw",
 ) -> StateSize:
     """State of a rank on ``stage``; a tied copy on the last stage is real memory and counts."""
     count = sum(
@@ -54,5 +63,5 @@ def rank_state(
         weight_bytes=count * compute,
         gradient_bytes=count * full,
         master_bytes=count * full if compute < full else 0,
-        moment_bytes=count * full * 2,
+        moment_bytes=count * full * NUM_MOMENTS[optimizer],
     )
