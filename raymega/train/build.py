@@ -58,6 +58,7 @@ class Parts:
     stage: Stage
     groups: Groups
     device: torch.device
+    modules: tuple[StageModule, ...]
     loader: Loader
     executors: Mapping[int, Executor]
     gradients: GradBuffer
@@ -100,6 +101,7 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
         stage=stage,
         groups=groups,
         device=device,
+        modules=(module,),
         loader=Loader(
             _open_source(plan, "train"),
             dp_rank=coords.dp,

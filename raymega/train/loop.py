@@ -21,8 +21,9 @@ from raymega.parallel.comm import barrier
 from raymega.train.build import Parts
 from raymega.train.evaluate import evaluate
 from raymega.train.meters import Speedometer, memory_metrics, reset_peak_memory
+from raymega.train.numerics import refuse_non_finite_state
 from raymega.train.state import TrainState
-from raymega.train.step import StepOutcome, refuse_non_finite_state, train_step
+from raymega.train.step import StepOutcome, train_step
 
 
 def run_loop(

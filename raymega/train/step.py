@@ -12,14 +12,16 @@ from math import isfinite, sqrt
 import torch
 
 from raymega.data.loader import MicroBatch
-from raymega.errors import Fault, NumericsError
 from raymega.messages import Requests
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm import all_reduce
 from raymega.pipeline.executor import Event
+from raymega.plan.run_plan import RunPlan
 from raymega.train.build import Parts
+from raymega.train.numerics import refuse_non_finite_step
+from raymega.train.passes import forward_backward
 from raymega.train.state import TrainState
 
 
@@ -55,68 +57,46 @@ def train_step(
         NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
     """
     job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
-    parts.weights.start_gather()
     micro_batches = parts.loader.micro_batches(batch, state.samples)
-    scale = _loss_gradient(parts, state)
-    parts.gradients.zero()
-    output = parts.executors[batch.num_micro_batches].run(
-        micro_batches,
-        is_recording=is_recording,
-        loss_gradient=scale,
-        before_last_backward=parts.gradients.launch_when_full,
-    )
-    parts.gradients.finish()
+    scale = loss_gradient(parts.plan, state)
+    output = forward_backward(parts, micro_batches, loss_gradient=scale, is_recording=is_recording)
 
     totals = _sum_over_world(parts, output.loss_sum, micro_batches, wishes)
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
     is_overflow = state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm)
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
     if not is_overflow:
-        _refuse_non_finite(state.step + 1, loss, grad_norm)
+        refuse_non_finite_step(
+            parts, micro_batches, step=state.step + 1, loss=loss, grad_norm=grad_norm,
+            loss_gradient=scale,
+        )  # fmt: skip
         factor = clip_factor(grad_norm, job.optimizer.clip_norm)
         parts.gradients.scale(factor / totals.tokens / scale)
         parts.optimizer.step(lr=lr, step=state.updates + 1)
     after = state.advance(
         samples=batch.global_batch_size,
-        tokens=totals.tokens,
+        tokens=round(totals.tokens),
         is_skipped=is_overflow,
         loss_scale=next_loss_scale(state.loss_scale, job.precision, is_overflow=is_overflow),
     )
     return StepOutcome(
         state=after, loss=loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
-        tokens=totals.tokens, stop=totals.stop, save=totals.save, events=output.events,
+        tokens=round(totals.tokens), stop=totals.stop, save=totals.save, events=output.events,
     )  # fmt: skip
 
 
-def refuse_non_finite_state(parts: Parts, step: int) -> None:
-    """Keep parameters or moments that are no finite numbers out of a checkpoint.
-
-    Raises:
-        NumericsError: Some are not; the checkpoint before stays the newest.
-    """
-    for block in parts.optimizer.blocks():
-        if not bool(torch.isfinite(block.values).all()):
-            raise NumericsError(
-                Fault(
-                    fact=f"after step {step}: {block.kind} of {block.tensor.name} is not finite",
-                    rule="a checkpoint holds finite numbers only; the one before is kept",
-                    remedy="lower optimizer.lr, raise precision.dtype or look at the data",
-                )
-            )
-
-
-def _loss_gradient(parts: Parts, state: TrainState) -> float:
+def loss_gradient(plan: RunPlan, state: TrainState) -> float:
     """What backward starts from: 1, but for float16's scale."""
     if state.loss_scale is None:
         return 1.0
-    tokens = parts.plan.batch.micro_batch_size * parts.plan.job.data.seq_len
+    tokens = plan.batch.micro_batch_size * plan.job.data.seq_len
     return state.loss_scale.loss_gradient(micro_batch_tokens=tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Totals:
     loss_sum: float
-    tokens: int
+    tokens: float
     norm_sq: float
     stop: bool
     save: bool
@@ -141,20 +121,8 @@ def _sum_over_world(
     total = all_reduce(totals, parts.groups.world).tolist()
     return _Totals(
         loss_sum=total[0],
-        tokens=round(total[1]),
+        tokens=total[1],
         norm_sq=total[2],
         stop=total[3] > 0,
         save=total[4] > 0,
-    )
-
-
-def _refuse_non_finite(step: int, loss: float, grad_norm: float) -> None:
-    if isfinite(loss) and isfinite(grad_norm):
-        return
-    raise NumericsError(
-        Fault(
-            fact=f"step {step}: loss={loss!r}, gradient norm={grad_norm!r}",
-            rule="both must be finite numbers; the parameters were not updated",
-            remedy="lower optimizer.lr, raise precision.dtype or look at the data of this step",
-        )
     )

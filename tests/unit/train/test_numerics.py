@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raymega.errors import NumericsError
-from raymega.train.step import refuse_non_finite_state
+from raymega.train.numerics import refuse_non_finite_state
 
 
 def _parts(values):

@@ -1,0 +1,32 @@
+"""The forward and backward work of one step, up to gradients that are summed over all ranks.
+
+It decides nothing: what the sums are divided by, and whether they are used, is train.step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raymega.data.loader import MicroBatch
+from raymega.pipeline.executor import StepOutput
+from raymega.train.build import Parts
+
+
+def forward_backward(
+    parts: Parts,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    loss_gradient: float,
+    is_recording: bool = False,
+) -> StepOutput:
+    """Fill ``parts.gradients``, forgetting what was there; backward starts from ``loss_gradient``."""
+    parts.weights.start_gather()
+    parts.gradients.zero()
+    output = parts.executors[len(micro_batches)].run(
+        micro_batches,
+        is_recording=is_recording,
+        loss_gradient=loss_gradient,
+        before_last_backward=parts.gradients.launch_when_full,
+    )
+    parts.gradients.finish()
+    return output
