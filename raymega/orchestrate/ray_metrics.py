@@ -130,6 +130,7 @@ class RayMetricsSink:
         for key, value in values.items():
             metric = find_metric(key.name)
             own = {RANK_TAG: str(key.rank)} if metric.is_per_rank else {}
+            own |= {metric.part: metric.of} if metric.part else {}
             self._instruments.publish(metric, value, tags | own)
 
 

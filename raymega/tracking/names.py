@@ -7,7 +7,7 @@ metric is tracking.metrics'.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raymega.errors import Fault, InternalError
@@ -15,18 +15,32 @@ from raymega.errors import Fault, InternalError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One thing that is measured; a gauge is a value of now, a counter a total that only rises."""
+    """One thing that is measured; a gauge is a value of now, a counter a total that only rises.
+
+    Attributes:
+        name: Family and what, ``train/loss``.
+        unit: Of its values.
+        kind: See above.
+        help: One sentence.
+        is_per_rank: Each rank has its own.
+        part: Each part of the model has its own, and this is what parts are: ``layer``. Their names
+            are ``name/part``, as ``train/output_std/3``; in Prometheus parts are a label.
+        of: The part, for a metric that was found by such a name.
+    """
 
     name: str
     unit: str
     kind: Literal["gauge", "counter"]
     help: str
     is_per_rank: bool = False
+    part: str = ""
+    of: str = ""
 
     @property
     def short_name(self) -> str:
         """The name without its family: ``loss`` of ``train/loss``; the key in JSON lines."""
-        return self.name.partition("/")[2]
+        name = self.name.partition("/")[2]
+        return f"{name}/{self.of}" if self.of else name
 
     @property
     def prometheus_name(self) -> str:
@@ -40,6 +54,10 @@ def _gauge(name: str, unit: str, help_line: str) -> Metric:
 
 def _rank_gauge(name: str, unit: str, help_line: str) -> Metric:
     return Metric(name=name, unit=unit, kind="gauge", help=help_line, is_per_rank=True)
+
+
+def _part_gauge(name: str, part: str, unit: str, help_line: str) -> Metric:
+    return Metric(name=name, unit=unit, kind="gauge", help=help_line, part=part)
 
 
 def _counter(name: str, unit: str, help_line: str) -> Metric:
@@ -62,6 +80,18 @@ METRICS = (
         "train/tflops_per_worker", "TFLOP/s", "Model FLOPs of a step per second and worker; 1e12."
     ),
     _gauge("train/mfu", "1", "Model FLOPs over the device's dense peak, where that is known."),
+    _part_gauge(
+        "train/group_weight_norm", "group", "1", "L2 norm of a kind of tensors, over all layers."
+    ),
+    _part_gauge(
+        "train/group_grad_norm", "group", "1", "L2 norm of their gradient, before clipping."
+    ),
+    _part_gauge("train/output_mean", "layer", "1", "Mean of a block's output."),
+    _part_gauge("train/output_std", "layer", "1", "Standard deviation of a block's output."),
+    _part_gauge("train/output_max_abs", "layer", "1", "Largest magnitude in a block's output."),
+    _part_gauge("train/output_grad_mean", "layer", "1", "Mean of the loss's gradient by it."),
+    _part_gauge("train/output_grad_std", "layer", "1", "Standard deviation of that gradient."),
+    _part_gauge("train/output_grad_max_abs", "layer", "1", "Largest magnitude in that gradient."),
     _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),
     _gauge("eval/perplexity", "1", "exp of eval/loss."),
     _gauge("checkpoint/stall_s", "s", "Time that training stood still for the save."),
@@ -101,18 +131,19 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def find_metric(name: str) -> Metric:
-    """The row of ``name``.
+    """The row of ``name``; for one part of the model the row with ``of``.
 
     Raises:
         InternalError: It is not in the table.
     """
     check_names((name,))
-    return _BY_NAME[name]
+    metric, part = _split(name)
+    return replace(_BY_NAME[metric], of=part)
 
 
 def check_names(names: Iterable[str]) -> None:
     """Refuse names that are not in the table: an undeclared metric is a mistake of ours."""
-    unknown = sorted(name for name in names if name not in _BY_NAME)
+    unknown = sorted(name for name in names if not _is_known(name))
     if unknown:
         raise InternalError(
             Fault(
@@ -121,3 +152,14 @@ def check_names(names: Iterable[str]) -> None:
                 remedy="add a row with unit, kind and help, or report a name that is there",
             )
         )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Metric and part: ``train/loss`` and nothing, ``train/output_std`` and ``3``."""
+    family, what, part = (*name.split("/", 2), "", "")[:3]
+    return f"{family}/{what}", part
+
+
+def _is_known(name: str) -> bool:
+    metric, part = _split(name)
+    return metric in _BY_NAME and bool(part) == bool(_BY_NAME[metric].part)

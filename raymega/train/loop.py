@@ -23,6 +23,7 @@ from raymega.train.evaluate import evaluate
 from raymega.train.meters import Speedometer, memory_metrics, reset_peak_memory
 from raymega.train.numerics import refuse_non_finite_state
 from raymega.train.state import TrainState
+from raymega.train.statistics import Activations, activations_of, norm_metrics
 from raymega.train.step import StepOutcome, train_step
 
 
@@ -38,12 +39,15 @@ def run_loop(
         is_recording = _is_due(state.step + 1, job.tracking.timeline_every)
         if is_recording:
             barrier(parts.groups.world)
-        began = time.monotonic()
-        outcome = train_step(parts, state, channel.requests(), is_recording=is_recording)
-        seconds = time.monotonic() - began
+        watches_activations = _is_due(state.step + 1, job.tracking.activations_every)
+        with activations_of(parts, is_due=watches_activations) as activations:
+            began = time.monotonic()
+            outcome = train_step(parts, state, channel.requests(), is_recording=is_recording)
+            seconds = time.monotonic() - began
+        metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
+        metrics |= _statistics(parts, state, outcome, activations)
         state = outcome.state
-        speeds = speed.metrics(tokens=outcome.tokens, seconds=seconds)
-        _report_step(channel, rank, outcome, speeds)
+        _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             memory = memory_metrics(parts.device)
             channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=memory))
@@ -69,8 +73,22 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _statistics(
+    parts: Parts, before: TrainState, outcome: StepOutcome, activations: Activations | None
+) -> dict[str, float]:
+    """What is due; a step that was skipped for an overflow has none worth looking at."""
+    metrics: dict[str, float] = {}
+    if outcome.is_skipped:
+        return metrics
+    if activations is not None:
+        metrics |= activations.metrics(before, outcome)
+    if _is_due(outcome.state.step, parts.plan.job.tracking.norms_every):
+        metrics |= norm_metrics(parts, outcome)
+    return metrics
+
+
 def _report_step(
-    channel: Channel, rank: int, outcome: StepOutcome, speeds: dict[str, float]
+    channel: Channel, rank: int, outcome: StepOutcome, others: dict[str, float]
 ) -> None:
     step = outcome.state.step
     if outcome.events:
@@ -79,7 +97,7 @@ def _report_step(
         channel.report(Progress(rank=rank, step=step))
         return
     metrics = _step_metrics(outcome)
-    channel.report(StepDone(rank=rank, step=step, metrics=metrics | speeds))
+    channel.report(StepDone(rank=rank, step=step, metrics=metrics | others))
 
 
 def _step_metrics(outcome: StepOutcome) -> dict[str, float]:

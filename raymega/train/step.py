@@ -30,7 +30,7 @@ class StepOutcome:
     """What a step did; equal on all ranks but for ``events``.
 
     ``state`` is where the run stands after it. ``loss`` is in nats per token, ``grad_norm`` the
-    global norm before clipping, not finite when the step was skipped for an overflow. ``stop`` and
+    global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
     ``save`` are true when the driver asked any rank for it.
     """
 
@@ -40,6 +40,7 @@ class StepOutcome:
     lr: float
     samples: int
     tokens: int
+    is_skipped: bool
     stop: bool
     save: bool
     events: tuple[Event, ...]
@@ -81,7 +82,7 @@ def train_step(
     )
     return StepOutcome(
         state=after, loss=loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
-        tokens=round(totals.tokens), stop=totals.stop, save=totals.save, events=output.events,
+        tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save, events=output.events,
     )  # fmt: skip
 
 

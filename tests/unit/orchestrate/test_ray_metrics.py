@@ -55,11 +55,11 @@ def test_whole_run_shows_every_metric_that_something_measures(sink, notebook):
         sink.emit(event)
         sink._publish()
     sink.close(1.0)
-    shown = {name for name, _ in notebook.series}
-    assert {metric.name for metric in METRICS} - shown == set()
+    rows = {metric.name: metric for metric in METRICS}
+    assert rows.keys() - {name for name, _ in notebook.series} == set()
     for name, tags in notebook.series:
-        keys = {"run", "attempt", "rank"} if find_metric(name).is_per_rank else {"run", "attempt"}
-        assert dict(tags).keys() == keys, name
+        own = ["rank"] if rows[name].is_per_rank else [rows[name].part] if rows[name].part else []
+        assert dict(tags).keys() == {"run", "attempt", *own}, name
 
 
 def test_values_carry_run_attempt_and_rank(sink, notebook):

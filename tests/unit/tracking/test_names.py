@@ -34,7 +34,20 @@ def test_names_hold_every_metric_that_a_run_emits():
     check_names(emitted)
     assert {find_metric(name).is_per_rank for row in by_rank for name in row} == {True}
     kept_by_the_sink = {"run/last_step_unix_s", "checkpoint/failed_saves"}
-    assert {metric.name for metric in METRICS} - emitted == kept_by_the_sink
+    rows = {find_metric(name).name for name in emitted}
+    assert {metric.name for metric in METRICS} - rows == kept_by_the_sink
+
+
+def test_part_of_a_metric_is_a_label_and_part_of_the_short_name():
+    metric = find_metric("train/output_std/3")
+    assert (metric.part, metric.of, metric.short_name) == ("layer", "3", "output_std/3")
+    assert metric.prometheus_name == "raymega_train_output_std"
+
+
+@pytest.mark.parametrize("name", ["train/output_std", "train/loss/3", "train/lost/3", "loss"])
+def test_part_where_there_is_none_and_none_where_there_is_are_refused(name):
+    with pytest.raises(InternalError, match=name):
+        find_metric(name)
 
 
 def test_rank_metrics_split_a_rank_s_time():

@@ -1,0 +1,97 @@
+"""Norms by group and activations by block: equal on any layout, and what they say they are."""
+
+from math import sqrt
+
+import pytest
+import torch
+
+from raymega.messages import Requests
+from raymega.model.block import Block
+from raymega.plan.run_plan import read_plan
+from raymega.train.build import build_parts
+from raymega.train.state import first_state
+from raymega.train.statistics import activations_of, norm_metrics
+from raymega.train.step import train_step
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.ranks import run_grid
+
+pytestmark = pytest.mark.dist
+
+STEPS = 2
+
+
+def _train(env, plan_json):
+    """Metrics of the last step, and by hand the moments of what a hook sees on this rank."""
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    state, by_hand = first_state(plan.job.precision), {}
+    for _ in range(STEPS):
+        by_hand.clear()
+        handles = [
+            module.register_forward_hook(_keeper(by_hand, name))
+            for name, module in parts.modules[0].named_modules()
+            if isinstance(module, Block)
+        ]
+        with activations_of(parts, is_due=True) as activations:
+            outcome = train_step(parts, state, Requests(), is_recording=False)
+        metrics = activations.metrics(state, outcome) | norm_metrics(parts, outcome)
+        state = outcome.state
+        for handle in handles:
+            handle.remove()
+    return metrics, outcome.grad_norm, {name: torch.cat(parts, 1) for name, parts in by_hand.items()}
+
+
+def _keeper(kept, name):
+    return lambda _module, _args, output: kept.setdefault(name, []).append(output.detach())
+
+
+def _run(layout, *overrides):
+    """Rank 0's results, after all ranks were found to agree on the metrics."""
+    plan = make_test_plan(*layout_overrides(layout), *overrides)
+    results = run_grid(_train, plan.grid, plan.to_json())
+    assert all(metrics == results[0][0] for metrics, _, _ in results), "ranks disagree"
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return _run("tp1")
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ("tp2", ["parallel.sequence_parallel=true"]),
+        ("tp4-pp2", []),
+        ("dp3", ["schedule.micro_batch_size=3"]),
+        ("tp2-pp2-dp2", ["parallel.sharding=optimizer", "parallel.sequence_parallel=true"]),
+    ],
+)
+def test_statistics_are_equal_on_any_layout(reference, layout, overrides):
+    metrics, _, _ = _run(layout, *overrides)
+    assert metrics == pytest.approx(reference[0], rel=1e-9, abs=1e-12)
+
+
+def test_outputs_are_those_of_the_blocks(reference):
+    metrics, _, outputs = reference
+    assert len(outputs) == 4
+    for layer in range(4):
+        x = outputs[f"layers.{layer}"]
+        assert x.shape == (32, 16, 32)
+        assert metrics[f"train/output_mean/{layer}"] == pytest.approx(float(x.mean()), rel=1e-12)
+        std = float(x.std(correction=0))
+        assert metrics[f"train/output_std/{layer}"] == pytest.approx(std, rel=1e-9)
+        assert metrics[f"train/output_max_abs/{layer}"] == float(x.abs().max())
+
+
+def test_gradient_norms_of_the_groups_make_up_the_whole(reference):
+    metrics, grad_norm, _ = reference
+    parts = [v for name, v in metrics.items() if name.startswith("train/group_grad_norm/")]
+    assert sqrt(sum(part**2 for part in parts)) == pytest.approx(grad_norm, rel=1e-12)
+    assert metrics["train/group_weight_norm/final_norm"] == pytest.approx(sqrt(32), rel=0.1)
+
+
+def test_scale_of_float16_is_not_in_the_statistics(reference):
+    metrics, _, _ = _run("tp1", "precision.dtype=float16")
+    for name in ("train/output_grad_std/2", "train/output_std/2", "train/group_grad_norm/mlp.up"):
+        assert metrics[name] == pytest.approx(reference[0][name], rel=0.05), name
