@@ -14,7 +14,7 @@ from raymega.cli.tables import table
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
-from raymega.schedule.instructions import Schedule
+from raymega.schedule.placement import Program
 from raymega.schedule.simulate import Durations, simulate
 from raymega.schedule.table import make_schedule
 from raymega.schedule.text import timetable
@@ -56,7 +56,7 @@ def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
     return [
         rank_state(
             job.model,
-            plan.stage_of(rank),
+            plan.stages_of(rank),
             grid,
             tp_rank=grid.coords(rank).tp,
             dtype=job.precision.dtype,
@@ -67,13 +67,11 @@ def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
 
 
 def _bubble(plan: RunPlan) -> float:
-    return simulate(_schedules(plan), Durations(forward=1.0, backward=2.0)).bubble
+    return simulate(_program(plan), Durations()).bubble
 
 
-def _schedules(plan: RunPlan) -> tuple[Schedule, ...]:
-    return make_schedule(
-        plan.job.schedule.name, pp=plan.grid.pp, num_micro_batches=plan.batch.num_micro_batches
-    )
+def _program(plan: RunPlan) -> Program:
+    return make_schedule(plan.job.schedule.name, plan.sizes(plan.batch))
 
 
 def _plan_object(plan: RunPlan) -> dict[str, object]:
@@ -163,6 +161,6 @@ def _readable(num_bytes: int) -> str:
 def _show_schedule(plan: RunPlan) -> None:
     print(
         f"\nschedule {plan.job.schedule.name}: bubble {_bubble(plan):.3f} of ideal time (a forward "
-        "takes 1, a backward 2, transfers 0)"
+        "takes 1, a backward 2, transfers 0); rows are ranks along pp"
     )
-    print(timetable(_schedules(plan)))
+    print(timetable(_program(plan)))

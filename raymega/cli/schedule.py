@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -11,17 +12,30 @@ import typer
 from raymega.errors import ConfigError, Fault
 from raymega.schedule.checker import CheckResult, check
 from raymega.schedule.draw import draw_svg
-from raymega.schedule.instructions import Schedule
+from raymega.schedule.order import Sizes
+from raymega.schedule.placement import Program
 from raymega.schedule.simulate import Durations, Simulation, simulate
-from raymega.schedule.table import make_schedule
+from raymega.schedule.table import SCHEDULES, make_schedule
 from raymega.schedule.text import timetable
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="1f1b or gpipe.")],
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline stages.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(SCHEDULES)}.")],
+    pp: Annotated[int, typer.Option("--pp", help="Ranks of the pipeline.")],
     micro_batches: Annotated[int, typer.Option("--micro-batches", help="Micro-batches of a step.")],
-    chunks: Annotated[int, typer.Option("--chunks", help="Model chunks per rank.")] = 1,
+    chunks: Annotated[
+        int, typer.Option("--chunks", help="Model chunks per rank; 0 is the schedule's fewest.")
+    ] = 0,
+    group_size: Annotated[
+        int, typer.Option("--group-size", help="interleaved: micro-batches a group; 0 is pp.")
+    ] = 0,
+    max_activations: Annotated[
+        int, typer.Option("--max-activations", help="zb_auto: most that a rank holds; 0 is pp.")
+    ] = 0,
+    times: Annotated[
+        str,
+        typer.Option(help="Durations: --times forward=1,backward=2,weight=1,transfer=0,handling=0"),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     draw: Annotated[
         Path | None, typer.Option("--draw", metavar="FILE.svg", help="Write the time line here.")
@@ -29,25 +43,68 @@ def schedule(
 ) -> None:
     """Show a schedule's bubble, peak activations and time line (forward 1, backward 2 units).
 
-    Example: raymega schedule 1f1b --pp 4 --micro-batches 8 --draw timeline.svg
+    Example: raymega schedule zb_v --pp 4 --micro-batches 8 --draw timeline.svg
     """
-    lists = make_schedule(name, pp=pp, num_micro_batches=micro_batches, chunks=chunks)
-    checked = check(lists, num_micro_batches=micro_batches)
-    simulation = simulate(lists, Durations(forward=1.0, backward=2.0, transfer=0.0))
-    title = f"{name}: stages {pp}, micro-batches {micro_batches}"
+    name = name.lower().replace("-", "_")
+    if chunks == 0 and name in SCHEDULES:
+        chunks = SCHEDULES[name].least_chunks
+    sizes = Sizes(
+        pp=pp,
+        num_micro_batches=micro_batches,
+        chunks=chunks,
+        group_size=group_size,
+        max_activations=max_activations,
+    )
+    durations = _durations(times)
+    program = make_schedule(name, sizes)
+    checked = check(program, num_micro_batches=micro_batches)
+    simulation = simulate(program, durations)
+    title = f"{name}: ranks {pp}, micro-batches {micro_batches}"
+    title += f", chunks {chunks}" if chunks > 1 else ""
     if draw is not None:
         _write_picture(draw, simulation, title)
     if as_json:
-        numbers = {"schedule": name, "pp": pp, "chunks": chunks, "num_micro_batches": micro_batches}
+        numbers = {"schedule": name, **asdict(sizes), "durations": asdict(durations)}
         print(json.dumps(numbers | _results(checked, simulation)))
         return
-    _show(title, lists, checked, simulation)
+    _show(title, program, checked, simulation)
     if draw is not None:
         print(f"time line drawn in {draw}")
 
 
+def _durations(times: str) -> Durations:
+    """The durations that ``a=1,b=2`` asks for; others keep their defaults."""
+    known = {field.name for field in fields(Durations)}
+    values: dict[str, float] = {}
+    for pair in filter(None, times.split(",")):
+        name, _, number = pair.partition("=")
+        try:
+            values[name.strip()] = float(number)
+        except ValueError:
+            known = set()
+        if name.strip() not in known or values[name.strip()] < 0:
+            raise ConfigError(
+                Fault(
+                    fact=f"--times {pair}",
+                    rule="it must be NAME=NUMBER with a number of at least 0 and a name out of "
+                    + ", ".join(field.name for field in fields(Durations)),
+                    remedy="write for example --times forward=1,backward=2,weight=1",
+                )
+            )
+    durations = Durations(**values)
+    if durations.weight > durations.backward:
+        raise ConfigError(
+            Fault(
+                fact=f"--times weight={durations.weight:g}",
+                rule=f"it is a part of the backward, which takes {durations.backward:g}",
+                remedy="give backward the sum of both parts",
+            )
+        )
+    return durations
+
+
 def _results(checked: CheckResult, simulation: Simulation) -> dict[str, object]:
-    """Measures, and the time line by stage, which is also the list of instructions."""
+    """Measures, and the time line by rank, which is also the list of instructions."""
     return {
         "bubble": simulation.bubble,
         "bubble_rate": simulation.bubble_rate,
@@ -69,17 +126,16 @@ def _results(checked: CheckResult, simulation: Simulation) -> dict[str, object]:
     }
 
 
-def _show(
-    title: str, lists: tuple[Schedule, ...], checked: CheckResult, simulation: Simulation
-) -> None:
+def _show(title: str, program: Program, checked: CheckResult, simulation: Simulation) -> None:
     print(f"{title}; checked: no deadlock, each forward and backward once")
     print(f"bubble {simulation.bubble:.3f} of ideal time, {simulation.bubble_rate:.1%} of all time")
-    print(f"peak activations by stage, in micro-batches: {checked.peak_activations}")
-    print(timetable(lists))
+    unit = "micro-batches on a chunk" if program.placement.chunks > 1 else "micro-batches"
+    print(f"peak activations by rank, in {unit}: {checked.peak_activations}")
+    print(timetable(program))
 
 
 def _write_picture(path: Path, simulation: Simulation, title: str) -> None:
-    rows = {f"stage {stage}": events for stage, events in enumerate(simulation.events)}
+    rows = {f"rank {rank}": events for rank, events in enumerate(simulation.events)}
     picture = draw_svg(rows, title=title, time_unit="forward passes")
     try:
         path.write_text(picture, encoding="utf-8")

@@ -18,7 +18,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from raymega.config.schema import Job, Section
+from raymega.config.fields import Section
+from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault
 
 

@@ -9,21 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, strict scalars, no unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
-    )
+from raymega.config.fields import Decay, Fraction, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.parallel import ParallelSection as ParallelSection
+from raymega.config.parallel import ScheduleSection as ScheduleSection
 
 
 class RunSection(Section):
@@ -152,49 +142,6 @@ class DataSection(Section):
         description="Smaller batches at the start: each entry `{until_samples, global_batch_size}` "
         "holds until so many samples of the run are consumed, then the next, then "
         "global_batch_size.",
-    )
-
-
-class ParallelSection(Section):
-    """Degrees of the five axes. The world has tp * cp * dp * pp workers."""
-
-    tp: Positive = Field(default=1, description="Tensor parallel: heads, FFN and vocabulary cut.")
-    pp: Positive = Field(default=1, description="Pipeline parallel: layers cut into stages.")
-    dp: Positive = Field(default=1, description="Data parallel: sequences shared out.")
-    cp: Positive = Field(default=1, description="Context parallel degree; only 1 is built so far.")
-    ep: Positive = Field(default=1, description="Expert parallel degree; only 1 is built so far.")
-    etp: Positive = Field(default=1, description="Expert tensor degree; only 1 is built so far.")
-    order: str = Field(
-        default="tp-cp-ep-dp-pp",
-        description="Axes from the fastest varying rank digit to the slowest.",
-    )
-    sharding: Literal["none", "optimizer"] = Field(
-        default="none",
-        description="What data-parallel ranks share out. optimizer: masters and moments; gradients "
-        "are reduce-scattered and weights all-gathered.",
-    )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="Between tensor-parallel layers each tp rank holds S/tp positions only: norms "
-        "and dropout are cut too. Saves activations; needs tp to divide data.seq_len.",
-    )
-    is_tp_across_nodes_allowed: bool = Field(
-        default=False,
-        description="Let a tensor-parallel group span nodes. Slow on all but NVLink domains.",
-    )
-
-
-class ScheduleSection(Section):
-    """How a step's micro-batches pass through the pipeline."""
-
-    name: Literal["1f1b", "gpipe"] = Field(
-        default="1f1b", description="Order of forward and backward work; pp=1 uses it too."
-    )
-    chunks: Positive = Field(
-        default=1, description="v, model chunks per rank; only 1 is built so far."
-    )
-    micro_batch_size: Positive = Field(
-        default=1, description="Sequences in one forward on one data-parallel rank."
     )
 
 

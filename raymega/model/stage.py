@@ -46,9 +46,13 @@ class StageModule(nn.Module):
     Every parameter is a ShardedParameter; together they are plan.tensors' stage_tensors.
     ``before_use`` is called with the embedding, each block and the head before their weights are
     used: whoever fills these from other ranks waits there.
+
+    Args:
+        token_table: The embedding's weight, if this is the last stage and the first one is another
+            on the same rank; a tied head uses it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # build is the one place that calls it
         self,
         model: ModelSection,
         stage: Stage,
@@ -57,35 +61,41 @@ class StageModule(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        token_table: ShardedParameter | None = None,
     ) -> None:
         super().__init__()
+        is_copied = model.is_embedding_tied and not stage.are_ends_together
         factory = ParameterFactory(
             table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
             stream=stream,
             dtype=dtype,
             device=device,
             seed=seed,
-            tied=TOKEN_TABLE if model.is_embedding_tied and stage.num_stages > 1 else "",
+            tied=TOKEN_TABLE if is_copied else "",
             is_tied_copy=stage.is_last,
         )
         positions = make_positions(model, dtype=dtype, device=device)
         blocks = {str(i): make_block(factory, i, model, positions) for i in stage.layers}
         self.embedding = Embedding(factory) if stage.is_first else None
         self.layers = nn.ModuleDict(blocks)
-        self.head = self._make_head(factory, model) if stage.is_last else None
+        self.head = self._make_head(factory, model, token_table) if stage.is_last else None
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
 
-    def _make_head(self, factory: ParameterFactory, model: ModelSection) -> Head:
+    def _make_head(
+        self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
+    ) -> Head:
         norm = make_norm(factory, "final_norm", model)
-        return Head(norm, self._head_weight(factory, model), factory.stream)
+        return Head(norm, self._head_weight(factory, model, table), factory.stream)
 
-    def _head_weight(self, factory: ParameterFactory, model: ModelSection) -> ShardedParameter:
-        """The head's own, the embedding's when it is here, or a copy of the embedding's."""
+    def _head_weight(
+        self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
+    ) -> ShardedParameter:
+        """The head's own, the embedding's when it is on this rank, or a copy of the embedding's."""
         if not model.is_embedding_tied:
             return factory.make("head.weight")
         if self.embedding is not None:
             return self.embedding.tokens.weight
-        return factory.make(TOKEN_TABLE)
+        return table if table is not None else factory.make(TOKEN_TABLE)
 
     def forward(
         self, tokens: Tensor, labels: Tensor, mask: Tensor, hidden: Tensor | None

@@ -1,4 +1,4 @@
-"""Carries out one stage's schedule for one step: the only code that runs a pipeline.
+"""Carries out one rank's schedule for one step: the only code that runs a pipeline.
 
 It obeys any legal list, for training or for evaluation, with one stage or many. It decides no
 order (schedule does), divides no loss and reduces no gradient (train.step does).
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from raymega.errors import Fault, InternalError
 from raymega.pipeline.p2p import PointToPoint
-from raymega.schedule.instructions import Instruction, Op, Schedule
+from raymega.schedule.instructions import FREES_ACTIVATIONS, Instruction, Op, Schedule
 from raymega.schedule.timeline import Event
 
 MicroBatch = TypeVar("MicroBatch")
 
 StageFunction = Callable[[MicroBatch, Tensor | None], Tensor]
+Key = tuple[int, int]
+"""Micro-batch and chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +31,7 @@ class StepOutput:
     """What a step left behind, apart from gradients.
 
     Attributes:
-        loss_sum: Scalar in max(fp32, dtype), the sum over micro-batches; 0 but on the last stage.
+        loss_sum: Scalar in max(fp32, dtype), the sum over micro-batches; 0 but with the last stage.
         events: One an instruction, in seconds since the step's start; empty when not recorded.
     """
 
@@ -41,11 +43,11 @@ class Executor(Generic[MicroBatch]):
     """Runs ``schedule`` on one rank.
 
     Args:
-        schedule: The list of this rank's stage.
-        stage_fn: The stage's forward: a micro-batch and the activation [S/sp, B, D] from the
-            stage before, None on the first, to the activation for the next stage, or on the last stage
-            to the sum of losses, a scalar.
-        p2p: The stage's transfers.
+        schedule: The list of this rank.
+        stage_fns: By chunk, the stage's forward: a micro-batch and the activation [S/sp, B, D] from
+            the stage before, None on the first, to the activation for the next stage, or on the
+            last stage to the sum of losses, a scalar.
+        p2p: The rank's transfers.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
             here, recorded events show when instructions were issued; CUDA events are needed there
             for when they ran.
@@ -54,16 +56,17 @@ class Executor(Generic[MicroBatch]):
     def __init__(
         self,
         schedule: Schedule,
-        stage_fn: StageFunction[MicroBatch],
+        stage_fns: Sequence[StageFunction[MicroBatch]],
         p2p: PointToPoint,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._schedule, self._stage_fn, self._p2p, self._clock = schedule, stage_fn, p2p, clock
-        self._is_training = any(instruction.op == Op.BACKWARD for instruction in schedule)
-        self._last = {instruction.micro_batch: instruction for instruction in schedule}
-        backwards = [instruction for instruction in schedule if instruction.op == Op.BACKWARD]
-        self._last_backwards = {instruction.chunk: instruction for instruction in backwards}
+        self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
+        self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
+        self._last = {(task.micro_batch, task.chunk): task for task in schedule}
+        backwards = [task for task in schedule if task.op in FREES_ACTIVATIONS]
+        self._is_training = bool(backwards)
+        self._last_backwards = {task.chunk: task for task in backwards}
 
     def run(
         self,
@@ -86,7 +89,7 @@ class Executor(Generic[MicroBatch]):
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
         """
         self._check(micro_batches)
-        step = _Step(self._stage_fn, micro_batches, self._p2p, loss_gradient)
+        step = _Step(self._stage_fns, micro_batches, self._p2p, loss_gradient)
         events = []
         began = self._clock()
         with torch.set_grad_enabled(self._is_training):
@@ -101,21 +104,22 @@ class Executor(Generic[MicroBatch]):
         return StepOutput(loss_sum=step.loss_sum, events=tuple(events))
 
     def _carry_out(self, instruction: Instruction, step: _Step[MicroBatch]) -> None:
-        micro_batch = instruction.micro_batch
         try:
-            step.actions[instruction.op](micro_batch)
+            step.actions[instruction.op](instruction)
         except Exception as error:
-            error.add_note(f"on pipeline stage {self._p2p.stage}, at {instruction}")
+            stage = self._p2p.stage(instruction.chunk)
+            error.add_note(f"on pipeline stage {stage}, at {instruction}")
             raise
-        if instruction is self._last[micro_batch]:
-            step.forget(micro_batch)
+        key = instruction.micro_batch, instruction.chunk
+        if instruction is self._last[key]:
+            step.forget(key)
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
-        if len(micro_batches) != len(self._last):
+        if len(micro_batches) != self._num_micro_batches:
             raise InternalError(
                 Fault(
                     fact=f"{len(micro_batches)} micro-batches",
-                    rule=f"the schedule was made for {len(self._last)}",
+                    rule=f"the schedule was made for {self._num_micro_batches}",
                     remedy="make the schedule for as many as the loader returns",
                 )
             )
@@ -130,19 +134,19 @@ class _Step(Generic[MicroBatch]):
 
     def __init__(
         self,
-        stage_fn: StageFunction[MicroBatch],
+        stage_fns: Sequence[StageFunction[MicroBatch]],
         micro_batches: Sequence[MicroBatch],
         p2p: PointToPoint,
         loss_gradient: float,
     ) -> None:
-        self._stage_fn, self._micro_batches, self._p2p = stage_fn, micro_batches, p2p
+        self._stage_fns, self._micro_batches, self._p2p = stage_fns, micro_batches, p2p
         self._loss_gradient = loss_gradient
-        self._inputs: dict[int, Tensor] = {}
-        self._outputs: dict[int, Tensor] = {}
-        self._gradients: dict[int, Tensor] = {}
+        self._inputs: dict[Key, Tensor] = {}
+        self._outputs: dict[Key, Tensor] = {}
+        self._gradients: dict[Key, Tensor] = {}
         wide = torch.promote_types(p2p.dtype, torch.float32)
         self.loss_sum = torch.zeros((), dtype=wide, device=p2p.device)
-        self.actions: dict[Op, Callable[[int], None]] = {
+        self.actions: dict[Op, Callable[[Instruction], None]] = {
             Op.RECV_FORWARD: self._recv_forward,
             Op.FORWARD: self._forward,
             Op.SEND_FORWARD: self._send_forward,
@@ -151,36 +155,42 @@ class _Step(Generic[MicroBatch]):
             Op.SEND_BACKWARD: self._send_backward,
         }
 
-    def forget(self, micro_batch: int) -> None:
-        """Let go of what is left of a micro-batch."""
+    def forget(self, key: Key) -> None:
+        """Let go of what is left of a micro-batch on a chunk."""
         for tensors in (self._inputs, self._outputs, self._gradients):
-            tensors.pop(micro_batch, None)
+            tensors.pop(key, None)
 
-    def _recv_forward(self, micro_batch: int) -> None:
-        received = self._p2p.recv_forward(micro_batch)
-        self._inputs[micro_batch] = received.requires_grad_(torch.is_grad_enabled())
+    def _recv_forward(self, task: Instruction) -> None:
+        received = self._p2p.recv(task)
+        self._inputs[_key(task)] = received.requires_grad_(torch.is_grad_enabled())
 
-    def _forward(self, micro_batch: int) -> None:
-        output = self._stage_fn(self._micro_batches[micro_batch], self._inputs.get(micro_batch))
-        self._outputs[micro_batch] = output
-        if self._p2p.is_last:
+    def _forward(self, task: Instruction) -> None:
+        stage_fn, micro_batch = self._stage_fns[task.chunk], self._micro_batches[task.micro_batch]
+        output = stage_fn(micro_batch, self._inputs.get(_key(task)))
+        self._outputs[_key(task)] = output
+        if self._p2p.is_last(task.chunk):
             self.loss_sum += output.detach()
 
-    def _send_forward(self, micro_batch: int) -> None:
-        self._p2p.post_send_forward(self._outputs[micro_batch].detach(), micro_batch)
+    def _send_forward(self, task: Instruction) -> None:
+        self._p2p.post_send(self._outputs[_key(task)].detach(), task)
 
-    def _recv_backward(self, micro_batch: int) -> None:
-        self._gradients[micro_batch] = self._p2p.recv_backward(micro_batch)
+    def _recv_backward(self, task: Instruction) -> None:
+        self._gradients[_key(task)] = self._p2p.recv(task)
 
-    def _backward(self, micro_batch: int) -> None:
-        output = self._outputs.pop(micro_batch)
-        if self._p2p.is_last:
-            gradient = torch.full_like(output, self._loss_gradient)
-        else:
-            gradient = self._gradients.pop(micro_batch)
-        torch.autograd.backward(output, gradient)
+    def _backward(self, task: Instruction) -> None:
+        output = self._outputs.pop(_key(task))
+        torch.autograd.backward(output, self._output_gradient(output, task))
 
-    def _send_backward(self, micro_batch: int) -> None:
-        gradient = self._inputs.pop(micro_batch).grad
+    def _output_gradient(self, output: Tensor, task: Instruction) -> Tensor:
+        if self._p2p.is_last(task.chunk):
+            return torch.full_like(output, self._loss_gradient)
+        return self._gradients.pop(_key(task))
+
+    def _send_backward(self, task: Instruction) -> None:
+        gradient = self._inputs.pop(_key(task)).grad
         assert gradient is not None, "a stage's output must depend on its input"
-        self._p2p.post_send_backward(gradient, micro_batch)
+        self._p2p.post_send(gradient, task)
+
+
+def _key(task: Instruction) -> Key:
+    return task.micro_batch, task.chunk

@@ -1,6 +1,7 @@
-"""Transfers between a pipeline stage and its two neighbours: activations down, gradients up.
+"""Transfers between the stages of a pipeline: activations to the next, gradients to the one before.
 
-It owns the buffers and the sends under way; in which order transfers happen is the schedule's.
+It owns the buffers and the sends under way; in which order transfers happen is the schedule's, who
+holds which stage is the placement's.
 """
 
 from __future__ import annotations
@@ -16,15 +17,10 @@ from torch import Tensor
 from raymega.errors import CommunicationError, Fault, InternalError
 from raymega.parallel.comm import Pending, irecv, isend
 from raymega.parallel.groups import Group, Groups
+from raymega.schedule.instructions import Instruction, Op
+from raymega.schedule.placement import Message, Placement
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Route:
-    """One direction of travel; ``step`` leads from a stage to the one it sends to."""
-
-    cargo: str
-    group: Group
-    step: int
+CARGO = {Op.RECV_FORWARD: "activation", Op.RECV_BACKWARD: "gradient"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,63 +29,75 @@ class _Send:
 
     pending: Pending
     tensor: Tensor
-    route: _Route
-    micro_batch: int
+    message: Message
 
 
 class PointToPoint:
-    """What one stage sends and receives; every tensor has one shape, [S/sp, B, D], and one dtype.
+    """What one rank sends and receives; every tensor has one shape, [S/sp, B, D], and one dtype.
 
     A send is posted and never waited for where it happens: over gloo it lasts until the receiver
     asks for it, so two neighbours that both waited for a send would wait for ever, as in 1F1B's
     steady phase. Sends are waited for once, by :meth:`wait_all` at the end of the step.
 
-    Each direction has its own communicator, because NCCL carries out the transfers of one in the
-    order in which they were posted: on a shared one, neighbours that both post a send before a
-    receive would block each other on the GPU. For the same reason nothing is posted ahead of its
-    instruction. On a GPU waiting for a receive orders the stream and leaves the host free.
+    Messages to higher and to lower ranks have a communicator each, because NCCL carries out the
+    transfers of one in the order in which they were posted: on a shared one, neighbours that both
+    post a send before a receive would block each other on the GPU. For the same reason nothing is
+    posted ahead of its instruction. On a GPU waiting for a receive orders the stream and leaves the
+    host free. A message to another chunk of this rank is handed over without a copy.
     """
 
     def __init__(
         self,
         groups: Groups,
         *,
+        placement: Placement,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         timeout_s: float,
     ) -> None:
         self.dtype, self.device = dtype, device
-        self._shape, self._timeout_s = shape, timeout_s
-        self._down = _Route(cargo="activation", group=groups.pp_forward, step=+1)
-        self._up = _Route(cargo="gradient", group=groups.pp_backward, step=-1)
+        self._shape, self._timeout_s, self._placement = shape, timeout_s, placement
+        self._up_the_ranks, self._down_the_ranks = groups.pp_forward, groups.pp_backward
+        self._rank = groups.pp_forward.index
         self._sends: deque[_Send] = deque()
+        self._own: dict[Message, Tensor] = {}
 
-    @property
-    def stage(self) -> int:
-        """This rank's stage."""
-        return self._down.group.index
+    def stage(self, chunk: int) -> int:
+        """The stage that this rank holds as ``chunk``."""
+        return self._placement.stage(self._rank, chunk)
 
-    @property
-    def is_last(self) -> bool:
-        """Whether no stage comes after this one."""
-        return self.stage == self._down.group.size - 1
+    def is_last(self, chunk: int) -> bool:
+        """Whether no stage comes after that of ``chunk``."""
+        return self.stage(chunk) == self._placement.num_stages - 1
 
-    def post_send_forward(self, tensor: Tensor, micro_batch: int) -> None:
-        """Begin to send an activation [S/sp, B, D] to the next stage; it must not change any more."""
-        self._post_send(self._down, tensor, micro_batch)
+    def post_send(self, tensor: Tensor, send: Instruction) -> None:
+        """Begin to send a tensor [S/sp, B, D] as ``send`` says; it must not change any more."""
+        message = self._message(send)
+        self._check(message, tensor)
+        if message.receiver.rank == self._rank:
+            self._own[message] = tensor
+            return
+        self._drop_finished_sends()
+        tensor = tensor.contiguous()
+        with self._naming("sending", message):
+            pending = isend(
+                tensor, self._group(message), message.receiver.rank, tag=self._tag(message)
+            )
+        self._sends.append(_Send(pending=pending, tensor=tensor, message=message))
 
-    def post_send_backward(self, tensor: Tensor, micro_batch: int) -> None:
-        """Begin to send a gradient [S/sp, B, D] to the stage before; it must not change any more."""
-        self._post_send(self._up, tensor, micro_batch)
-
-    def recv_forward(self, micro_batch: int) -> Tensor:
-        """The activation [S/sp, B, D] from the stage before."""
-        return self._recv(self._down, micro_batch)
-
-    def recv_backward(self, micro_batch: int) -> Tensor:
-        """The gradient [S/sp, B, D] from the next stage."""
-        return self._recv(self._up, micro_batch)
+    def recv(self, receive: Instruction) -> Tensor:
+        """The activation or gradient [S/sp, B, D] that ``receive`` asks for."""
+        message = self._message(receive)
+        if message.sender.rank == self._rank:
+            return self._own.pop(message)
+        buffer = torch.empty(self._shape, dtype=self.dtype, device=self.device)
+        with self._naming("receiving", message):
+            pending = irecv(
+                buffer, self._group(message), message.sender.rank, tag=self._tag(message)
+            )
+            pending.wait(self._timeout_s)
+        return buffer
 
     def wait_all(self) -> None:
         """Return when every send is done.
@@ -100,23 +108,19 @@ class PointToPoint:
         while self._sends:
             self._finish_send()
 
-    def _post_send(self, route: _Route, tensor: Tensor, micro_batch: int) -> None:
-        self._check(route, tensor, micro_batch)
-        self._drop_finished_sends()
-        tensor = tensor.contiguous()
-        peer = self.stage + route.step
-        with self._naming("sending", route, micro_batch, peer):
-            pending = isend(tensor, route.group, peer, tag=micro_batch)
-        self._sends.append(
-            _Send(pending=pending, tensor=tensor, route=route, micro_batch=micro_batch)
-        )
+    def _message(self, instruction: Instruction) -> Message:
+        message = self._placement.message(self._rank, instruction)
+        assert message is not None, f"stage {self.stage(instruction.chunk)} has no such neighbour"
+        return message
 
-    def _recv(self, route: _Route, micro_batch: int) -> Tensor:
-        buffer = torch.empty(self._shape, dtype=self.dtype, device=self.device)
-        peer = self.stage - route.step
-        with self._naming("receiving", route, micro_batch, peer):
-            irecv(buffer, route.group, peer, tag=micro_batch).wait(self._timeout_s)
-        return buffer
+    def _group(self, message: Message) -> Group:
+        is_up = message.receiver.rank > message.sender.rank
+        return self._up_the_ranks if is_up else self._down_the_ranks
+
+    def _tag(self, message: Message) -> int:
+        """A number of its own for every message of a step between two ranks."""
+        kind = 2 * message.receiver.chunk + (message.op == Op.RECV_BACKWARD)
+        return message.micro_batch * 2 * self._placement.chunks + kind
 
     def _drop_finished_sends(self) -> None:
         """Free the tensors of the oldest sends, so that memory does not grow with the step."""
@@ -125,31 +129,35 @@ class PointToPoint:
 
     def _finish_send(self) -> None:
         send = self._sends.popleft()
-        peer = self.stage + send.route.step
-        with self._naming("sending", send.route, send.micro_batch, peer):
+        with self._naming("sending", send.message):
             send.pending.wait(self._timeout_s)
 
     @contextmanager
-    def _naming(self, verb: str, route: _Route, micro_batch: int, peer: int) -> Iterator[None]:
+    def _naming(self, verb: str, message: Message) -> Iterator[None]:
         """Say in a failure which transfer of which stage it was."""
         try:
             yield
         except CommunicationError as error:
-            way = "to" if verb == "sending" else "from"
+            sender = self._placement.stage(*message.sender)
+            receiver = self._placement.stage(*message.receiver)
+            here, other, way = sender, receiver, "to"
+            if verb == "receiving":
+                here, other, way = receiver, sender, "from"
             where = (
-                f"stage {self.stage}, {verb} the {route.cargo} of micro-batch {micro_batch} "
-                f"{way} stage {peer}"
+                f"stage {here}, {verb} the {CARGO[message.op]} of micro-batch "
+                f"{message.micro_batch} {way} stage {other}"
             )
             raise CommunicationError(*(_located(fault, where) for fault in error.faults)) from error
 
-    def _check(self, route: _Route, tensor: Tensor, micro_batch: int) -> None:
+    def _check(self, message: Message, tensor: Tensor) -> None:
         """Refuse another shape or dtype here, because gloo ends the receiving process for it."""
         if tensor.shape == self._shape and tensor.dtype == self.dtype:
             return
+        stage = self._placement.stage(*message.sender)
         raise InternalError(
             Fault(
-                fact=f"stage {self.stage}, {route.cargo} of micro-batch {micro_batch}: shape "
-                f"{tuple(tensor.shape)}, {tensor.dtype}",
+                fact=f"stage {stage}, {CARGO[message.op]} of micro-batch {message.micro_batch}: "
+                f"shape {tuple(tensor.shape)}, {tensor.dtype}",
                 rule=f"stages exchange tensors of shape {self._shape}, {self.dtype}",
                 remedy="correct the stage's output, or the shape given to PointToPoint",
             )

@@ -13,12 +13,15 @@ from typing import Any
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.grid import grid_faults, world_fault
+from raymega.plan.stages import make_stages
 from raymega.plan.training_rules import (
     batch_ramp_faults,
     loss_scale_faults,
     lr_schedule_faults,
     lr_step_faults,
 )
+from raymega.schedule.order import make_sizes
+from raymega.schedule.table import make_placement, schedule_faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,14 +168,27 @@ def _positions(seq_len: int, longest: int) -> list[Fault]:
     ]
 
 
-def _chunks(chunks: int) -> list[Fault]:
-    if chunks == 1:
+def _schedule(name: str, pp: int, chunks: int, group_size: int | str, layers: int) -> list[Fault]:
+    """What the schedule refuses, and ranks that would hold nothing."""
+    sizes = make_sizes(pp=pp, chunks=chunks, group_size=group_size, num_micro_batches=1)
+    faults = schedule_faults(name, sizes)
+    if faults or pp > layers:
+        return faults
+    placement = make_placement(name, pp=pp, chunks=chunks)
+    stages = make_stages(num_layers=layers, num_stages=placement.num_stages)
+    empty = [
+        rank
+        for rank in range(pp)
+        if not any(stages[placement.stage(rank, c)].has_tensors for c in range(chunks))
+    ]
+    if not empty:
         return []
     return [
         Fault(
-            fact=f"schedule.chunks={chunks}",
-            rule="several model chunks a rank (interleaving) are not built yet",
-            remedy="set schedule.chunks=1",
+            fact=f"parallel.pp={pp} with schedule.chunks={chunks}",
+            rule=f"every rank needs a layer, the embedding or the head, and rank {empty[0]} of the "
+            f"pipeline gets none of model.num_layers={layers}",
+            remedy="use fewer chunks or ranks",
         )
     ]
 
@@ -221,7 +237,6 @@ RULES = (
     ),
     Rule(reads=("parallel.pp", "model.num_layers"), check=_layers),
     Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
-    Rule(reads=("schedule.chunks",), check=_chunks),
     Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
     Rule(
         reads=(
@@ -235,4 +250,14 @@ RULES = (
     ),
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
     Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),
+    Rule(
+        reads=(
+            "schedule.name",
+            "parallel.pp",
+            "schedule.chunks",
+            "schedule.group_size",
+            "model.num_layers",
+        ),
+        check=_schedule,
+    ),
 )

@@ -15,6 +15,9 @@ from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
 from raymega.plan.grid import Grid, make_grid
 from raymega.plan.rules import job_faults
 from raymega.plan.stages import Stage, make_stages
+from raymega.schedule.order import Sizes, make_sizes
+from raymega.schedule.placement import Placement
+from raymega.schedule.table import make_placement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +39,28 @@ class RunPlan:
         """The batch of the step that begins when ``samples`` samples are consumed."""
         return batch_at(self.ramp, self.batch, samples)
 
-    def stage_of(self, rank: int) -> Stage:
-        """The stage that ``rank`` runs."""
-        return self.stages[self.grid.coords(rank).pp]
+    @property
+    def placement(self) -> Placement:
+        """Which rank of a pipeline holds which stage."""
+        schedule = self.job.schedule
+        return make_placement(schedule.name, pp=self.grid.pp, chunks=schedule.chunks)
+
+    def sizes(self, batch: BatchPlan) -> Sizes:
+        """What the training schedule of ``batch`` is made for."""
+        schedule = self.job.schedule
+        return make_sizes(
+            pp=self.grid.pp,
+            chunks=schedule.chunks,
+            num_micro_batches=batch.num_micro_batches,
+            group_size=schedule.group_size,
+        )
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """The stages that ``rank`` runs, by chunk."""
+        placement, pp_rank = self.placement, self.grid.coords(rank).pp
+        return tuple(
+            self.stages[placement.stage(pp_rank, chunk)] for chunk in range(placement.chunks)
+        )
 
     def to_json(self) -> str:
         """One JSON object; :func:`read_plan` is the inverse."""
@@ -57,7 +79,8 @@ def make_plan(job: Job) -> RunPlan:
         PlanError: With every rule that the job's values break together.
     """
     raise_faults(PlanError, job_faults(job_values(job)))
-    grid = make_grid(job.parallel)
+    grid, schedule = make_grid(job.parallel), job.schedule
+    placement = make_placement(schedule.name, pp=grid.pp, chunks=schedule.chunks)
 
     def batch_of(size: int) -> BatchPlan:
         micro_batch_size = job.schedule.micro_batch_size
@@ -71,7 +94,11 @@ def make_plan(job: Job) -> RunPlan:
             for stage in job.data.batch_ramp
         ),
         batch=batch_of(job.data.global_batch_size),
-        stages=make_stages(num_layers=job.model.num_layers, num_stages=grid.pp),
+        stages=make_stages(
+            num_layers=job.model.num_layers,
+            num_stages=placement.num_stages,
+            are_ends_together=placement.are_ends_together,
+        ),
     )
 
 

@@ -5,6 +5,7 @@ Activations and temporary buffers are not counted here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection
@@ -45,16 +46,17 @@ def count_parameters(model: ModelSection) -> int:
 
 def rank_state(
     model: ModelSection,
-    stage: Stage,
+    stages: Sequence[Stage],
     grid: Grid,
     *,
     tp_rank: int,
     dtype: str,
     optimizer: str = "adamw",
 ) -> StateSize:
-    """State of a rank on ``stage``; a tied copy on the last stage is real memory and counts."""
+    """State of a rank with ``stages``; a tied copy on another rank is real memory and counts."""
     count = sum(
         tensor.box(tp=grid.tp, tp_rank=tp_rank).num_elements
+        for stage in stages
         for tensor in stage_tensors(model, stage)
     )
     compute, full = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])

@@ -201,6 +201,6 @@ def stage_tensors(model: ModelSection, stage: Stage) -> list[GlobalTensor]:
         table += layer_tensors(model, layer)
     if stage.is_last:
         table += head_tensors(model)
-        if model.is_embedding_tied and not stage.is_first:
+        if model.is_embedding_tied and not stage.are_ends_together:
             table.append(embedding_tensors(model)[0])
     return table

@@ -1,7 +1,8 @@
 """Paints a time line, simulated or recorded, as a picture in SVG.
 
-One row a rank; forwards and backwards are blocks with the micro-batch's number, receives that wait
-are hatched, and what is left is idle. It reads events only and writes no file.
+One row a rank; forwards, backwards and their parts are blocks with the micro-batch's number, paler
+on later chunks. Receives that wait are hatched, and what is left is idle. It reads events only and
+writes no file.
 """
 
 from __future__ import annotations
@@ -12,15 +13,27 @@ from math import floor, log10
 from statistics import median
 from xml.sax.saxutils import escape
 
-from raymega.schedule.instructions import Op
-from raymega.schedule.timeline import COMPUTE, RECEIVE, EventTuple, bubble, span
+from raymega.schedule.instructions import COMPUTE, RECEIVE, Op
+from raymega.schedule.timeline import EventTuple, bubble, span
 
 Rows = Mapping[str, Sequence[EventTuple]]
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
-FILLS = {Op.FORWARD: "#56b4e9", Op.BACKWARD: "#e69f00"}
+FILLS = {
+    Op.FORWARD: "#56b4e9",
+    Op.BACKWARD: "#e69f00",
+    Op.BACKWARD_INPUT: "#f0c35e",
+    Op.BACKWARD_WEIGHT: "#33b38d",
+}
+NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward, input part",
+    Op.BACKWARD_WEIGHT: "weight part",
+}
 WAIT_FILL = "url(#wait)"
-LEGEND = (("forward", FILLS[Op.FORWARD]), ("backward", FILLS[Op.BACKWARD]), ("waiting", WAIT_FILL))
+MOST_WHITE = 0.6
+"""Share of white in the colour of the last chunk; chunk 0 has none."""
 
 # All in pixels. A block of median length is wide enough for its number, within these widths.
 TITLE_PX, LEGEND_PX, AXIS_PX, MARGIN_PX = 34, 30, 44, 16
@@ -49,7 +62,7 @@ def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float =
     """The picture of a step as one SVG document.
 
     Args:
-        rows: Events by row label, such as ``stage 0``; rows are drawn in this order.
+        rows: Events by row label, such as ``rank 0``; rows are drawn in this order.
         title: Said above the picture.
         time_unit: What one unit on the time axis is called.
         scale: Units on the time axis per unit of the events; 1000 shows seconds as ``ms``.
@@ -61,8 +74,9 @@ def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float =
         *_legend(rows),
         *_axis(frame, len(rows), time_unit),
     ]
+    last_chunk = max((event[2] for events in rows.values() for event in events), default=0)
     for index, (label, events) in enumerate(rows.items()):
-        parts += _row(frame, index, label, events)
+        parts += _row(frame, index, label, events, last_chunk)
     height = frame.row_y(len(rows)) + AXIS_PX
     width = frame.left_px + frame.width_px + MARGIN_PX
     return (
@@ -106,7 +120,9 @@ def _make_frame(rows: Rows, scale: float) -> _Frame:
     )
 
 
-def _row(frame: _Frame, index: int, label: str, events: Sequence[EventTuple]) -> Iterator[str]:
+def _row(
+    frame: _Frame, index: int, label: str, events: Sequence[EventTuple], last_chunk: int
+) -> Iterator[str]:
     y = frame.row_y(index)
     yield _text(frame.left_px - 8, y + ROW_PX / 2 + 4, label, "label")
     yield _rect(frame.left_px, y, frame.width_px, "row")
@@ -116,14 +132,17 @@ def _row(frame: _Frame, index: int, label: str, events: Sequence[EventTuple]) ->
             yield _rect(x, y, width, "wait", WAIT_FILL)
         elif name in COMPUTE:
             hint = f"{name} {micro_batch}" + (f", chunk {chunk}" if chunk else "")
-            yield _rect(x, y, width, "block", FILLS[Op(name)], hint)
+            fill = _paler(FILLS[Op(name)], chunk, last_chunk)
+            yield _rect(x, y, width, "block", fill, hint)
             if width > CHARACTER_PX * len(str(micro_batch)) + 2:
                 yield _text(x + width / 2, y + ROW_PX / 2 + 4, str(micro_batch), "number")
 
 
 def _legend(rows: Rows) -> Iterator[str]:
     x: float = MARGIN_PX
-    for name, fill in LEGEND:
+    present = {event[0] for events in rows.values() for event in events}
+    shown = [(name, FILLS[op]) for op, name in NAMES.items() if op in present]
+    for name, fill in (*shown, ("waiting", WAIT_FILL)):
         yield f'<rect x="{x:.1f}" y="{TITLE_PX + 2}" width="16" height="16" fill="{fill}"/>'
         yield _text(x + 22, TITLE_PX + 14, name)
         x += 22 + CHARACTER_PX * len(name) + 18
@@ -145,6 +164,13 @@ def _tick_step(least: float) -> float:
     """The smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
     power = 10.0 ** floor(log10(least))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
+
+
+def _paler(fill: str, chunk: int, last_chunk: int) -> str:
+    """The colour of a chunk: mixed with white, the more the later it is."""
+    share = MOST_WHITE * chunk / (last_chunk or 1)
+    parts = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def _rect(x: float, y: float, width: float, kind: str, fill: str = "", hint: str = "") -> str:

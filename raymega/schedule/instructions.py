@@ -1,6 +1,6 @@
-"""The words a schedule is written in: six operations, and the instruction that applies one.
+"""The words a schedule is written in: eight operations, and the instruction that applies one.
 
-It owns the vocabulary and the two phrases that every schedule repeats, not their order.
+It owns the vocabulary, not any order.
 """
 
 from __future__ import annotations
@@ -8,18 +8,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from raymega.errors import Fault, PlanError
-
 
 class Op(StrEnum):
-    """What a stage can do to a micro-batch, in the order in which a micro-batch undergoes it."""
+    """What a rank can do to a micro-batch, in the order in which a micro-batch undergoes it.
+
+    A backward is either whole, ``BACKWARD``, or in two parts: ``BACKWARD_INPUT`` makes the gradient
+    that the stage before waits for, ``BACKWARD_WEIGHT`` those of the weights, at any later time.
+    """
 
     RECV_FORWARD = "recv_forward"
     FORWARD = "forward"
     SEND_FORWARD = "send_forward"
     RECV_BACKWARD = "recv_backward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
     SEND_BACKWARD = "send_backward"
+    BACKWARD_WEIGHT = "backward_weight"
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+RECEIVE = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
+SEND = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})
+TAKES_GRADIENT = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
+FREES_ACTIVATIONS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,36 +47,3 @@ class Instruction:
 
 
 Schedule = tuple[Instruction, ...]
-
-
-def forward_pass(*, pp: int, stage: int, micro_batch: int) -> Schedule:
-    """Take the activation from the stage before, compute, hand the result to the stage after."""
-    ops = [Op.FORWARD]
-    if stage > 0:
-        ops.insert(0, Op.RECV_FORWARD)
-    if stage < pp - 1:
-        ops.append(Op.SEND_FORWARD)
-    return tuple(Instruction(op=op, micro_batch=micro_batch) for op in ops)
-
-
-def backward_pass(*, pp: int, stage: int, micro_batch: int) -> Schedule:
-    """Take the gradient from the stage after, compute, hand the result to the stage before."""
-    ops = [Op.BACKWARD]
-    if stage < pp - 1:
-        ops.insert(0, Op.RECV_BACKWARD)
-    if stage > 0:
-        ops.append(Op.SEND_BACKWARD)
-    return tuple(Instruction(op=op, micro_batch=micro_batch) for op in ops)
-
-
-def refuse_chunks(name: str, chunks: int) -> None:
-    """Raise PlanError for a schedule that knows one model chunk a rank when asked for several."""
-    if chunks != 1:
-        raise PlanError(
-            Fault(
-                fact=f"schedule.chunks={chunks}",
-                rule=f"the schedule {name} works on 1 model chunk a rank, and interleaving is not "
-                "built yet",
-                remedy="set schedule.chunks=1",
-            )
-        )

@@ -1,36 +1,51 @@
-"""Plays the lists of all stages on an abstract machine with given durations.
+"""Plays the lists of all ranks on an abstract machine with given durations.
 
-The machine is the executor's contract: a stage works through its list in order, a send costs it
-nothing and never waits, a receive waits for the matching send. It measures no real machine.
+The machine is the executor's contract: a rank works through its list in order, a send never waits,
+a receive waits for the matching send. It measures no real machine.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raymega.errors import Fault, InternalError, raise_faults
-from raymega.schedule.instructions import Instruction, Op, Schedule
-from raymega.schedule.timeline import RECEIVE, Event, bubble, span
+from raymega.schedule.instructions import COMPUTE, RECEIVE, SEND, Instruction, Op, Schedule
+from raymega.schedule.placement import Message, Placement, Program
+from raymega.schedule.timeline import Event, bubble, span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durations:
-    """Time of a stage's forward and backward, and from a send to its arrival; in one unit."""
+    """Times of one stage's passes and of one message, in one unit.
+
+    Attributes:
+        forward: A forward.
+        backward: A whole backward.
+        weight: The part of it that makes weights' gradients; the rest is the input part.
+        transfer: From a send to its arrival on another rank; both ranks may work meanwhile.
+        handling: How long a send or a receive occupies its rank.
+    """
 
     forward: float = 1.0
     backward: float = 2.0
+    weight: float = 1.0
     transfer: float = 0.0
+    handling: float = 0.0
 
     def of(self, op: Op) -> float:
-        """How long the stage itself is occupied by ``op``."""
-        return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}.get(op, 0.0)
+        """How long the rank itself is occupied by ``op``."""
+        return {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.backward - self.weight,
+            Op.BACKWARD_WEIGHT: self.weight,
+        }[op]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What happened: the events of each stage, in the order of its list."""
+    """What happened: the events of each rank, in the order of its list."""
 
     events: tuple[tuple[Event, ...], ...]
 
@@ -51,34 +66,24 @@ class Simulation:
         return bubble(self.events).rate
 
 
-def simulate(schedules: Sequence[Schedule], durations: Durations) -> Simulation:
-    """Play one list a stage to the end.
+def simulate(program: Program, durations: Durations) -> Simulation:
+    """Play one list a rank to the end.
 
     Raises:
-        InternalError: Some stages wait for ever; one fault for each.
+        InternalError: Some ranks wait for ever; one fault for each.
     """
-    stages = [_Stage(index=i, schedule=s) for i, s in enumerate(schedules)]
-    arrivals: dict[_Message, float] = {}
-    runnable = deque(stages)
+    ranks = [_Rank(index=i, schedule=list_) for i, list_ in enumerate(program.lists)]
+    arrivals: dict[Message, float] = {}
+    runnable = deque(ranks)
     while runnable:
-        for receiver in _run(runnable.popleft(), arrivals, durations):
-            if receiver < len(stages):
-                runnable.append(stages[receiver])
-    raise_faults(InternalError, [_stuck(stage) for stage in stages if not stage.is_finished])
-    return Simulation(events=tuple(tuple(stage.events) for stage in stages))
-
-
-# The receiving stage and the receive instruction that a message answers.
-_Message = tuple[int, Instruction]
-
-_ANSWERS = {
-    Op.SEND_FORWARD: (Op.RECV_FORWARD, +1),
-    Op.SEND_BACKWARD: (Op.RECV_BACKWARD, -1),
-}
+        for receiver in _run(runnable.popleft(), program.placement, arrivals, durations):
+            runnable.append(ranks[receiver])
+    raise_faults(InternalError, [_stuck(rank) for rank in ranks if not rank.is_finished])
+    return Simulation(events=tuple(tuple(rank.events) for rank in ranks))
 
 
 @dataclass(kw_only=True, slots=True)
-class _Stage:
+class _Rank:
     index: int
     schedule: Schedule
     events: list[Event] = field(default_factory=list)
@@ -99,33 +104,36 @@ class _Stage:
         self.now = end
 
 
-def _run(stage: _Stage, arrivals: dict[_Message, float], durations: Durations) -> list[int]:
-    """Work until the end or an unanswered receive; the stages that were sent something."""
-    receivers = []
-    while not stage.is_finished:
-        todo = stage.next
-        if todo.op in RECEIVE:
-            if (stage.index, todo) not in arrivals:
-                break
-            stage.carry_out(max(stage.now, arrivals.pop((stage.index, todo))))
+def _run(
+    rank: _Rank, placement: Placement, arrivals: dict[Message, float], durations: Durations
+) -> set[int]:
+    """Work until the end or an unanswered receive; the other ranks that were sent something."""
+    receivers = set()
+    while not rank.is_finished:
+        todo = rank.next
+        if todo.op in COMPUTE:
+            rank.carry_out(rank.now + durations.of(todo.op))
             continue
-        stage.carry_out(stage.now + durations.of(todo.op))
-        if todo.op in _ANSWERS:
-            message = _message(stage.index, todo)
-            arrivals[message] = stage.now + durations.transfer
-            receivers.append(message[0])
+        message = placement.message(rank.index, todo)
+        is_own = message is not None and message.sender.rank == message.receiver.rank
+        handling = 0.0 if is_own else durations.handling
+        if todo.op in RECEIVE:
+            if message not in arrivals:
+                break
+            rank.carry_out(max(rank.now, arrivals.pop(message)) + handling)
+            continue
+        rank.carry_out(rank.now + handling)
+        if message is not None and todo.op in SEND:
+            arrivals[message] = rank.now + (0.0 if is_own else durations.transfer)
+            if not is_own:
+                receivers.add(message.receiver.rank)
     return receivers
 
 
-def _message(sender: int, send: Instruction) -> _Message:
-    op, step = _ANSWERS[send.op]
-    return sender + step, Instruction(op=op, micro_batch=send.micro_batch, chunk=send.chunk)
-
-
-def _stuck(stage: _Stage) -> Fault:
+def _stuck(rank: _Rank) -> Fault:
     return Fault(
-        fact=f"stage {stage.index} waits for ever at instruction {len(stage.events)} of "
-        f"{len(stage.schedule)}, {stage.next}",
-        rule="the stage that should send it never gets there",
+        fact=f"rank {rank.index} waits for ever at instruction {len(rank.events)} of "
+        f"{len(rank.schedule)}, {rank.next}",
+        rule="the rank that should send it never gets there",
         remedy="correct the schedule that made these lists",
     )

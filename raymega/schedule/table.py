@@ -1,4 +1,4 @@
-"""The table of schedules by name, and the lists of all stages at once.
+"""The table of schedules by name, and the lists of all ranks at once.
 
 A new schedule is one file and one line here. It says what is a legal request; whether a schedule
 keeps its promises is checker's to prove.
@@ -6,70 +6,120 @@ keeps its promises is checker's to prove.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from raymega.errors import Fault, PlanError, raise_faults
+from raymega.schedule.dual_pipe_v import dualpipe_v
 from raymega.schedule.gpipe import forward_only, gpipe
 from raymega.schedule.instructions import Schedule
+from raymega.schedule.interleaved import interleaved
 from raymega.schedule.one_f_one_b import one_f_one_b
+from raymega.schedule.order import Sizes
+from raymega.schedule.placement import Placement, Program
+from raymega.schedule.transfers import make_program
+from raymega.schedule.zero_bubble import zb_h1, zb_h2
+from raymega.schedule.zero_bubble_auto import zb_auto
+from raymega.schedule.zero_bubble_v import zb_v
+
+MANY = 10**9
 
 
-class ScheduleFunction(Protocol):
-    """A pure function from a place in the pipeline to the work done there in one step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A schedule: a pure function from sizes to the work of every rank, and where stages lie.
 
-    def __call__(
-        self, *, pp: int, stage: int, num_micro_batches: int, chunks: int = 1
-    ) -> Schedule: ...
+    Attributes:
+        make: One list a rank, without transfers.
+        least_chunks: Fewest chunks a rank that it can have.
+        most_chunks: Most.
+        is_vee: Odd chunks run from the last rank to the first.
+    """
+
+    make: Callable[[Sizes], tuple[Schedule, ...]]
+    least_chunks: int = 1
+    most_chunks: int = MANY
+    is_vee: bool = False
 
 
-SCHEDULES: dict[str, ScheduleFunction] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+SCHEDULES: dict[str, Kind] = {
+    "1f1b": Kind(make=one_f_one_b),
+    "gpipe": Kind(make=gpipe),
+    "interleaved": Kind(make=interleaved, least_chunks=2),
+    "zb_h1": Kind(make=zb_h1, most_chunks=1),
+    "zb_h2": Kind(make=zb_h2, most_chunks=1),
+    "zb_v": Kind(make=zb_v, least_chunks=2, most_chunks=2, is_vee=True),
+    "zb_auto": Kind(make=zb_auto, most_chunks=1),
+    "dualpipe_v": Kind(make=dualpipe_v, least_chunks=2, most_chunks=2, is_vee=True),
+}
 
 
-def make_schedule(
-    name: str, *, pp: int, num_micro_batches: int, chunks: int = 1
-) -> tuple[Schedule, ...]:
-    """The instructions of every stage for one optimizer step, by stage.
+def make_schedule(name: str, sizes: Sizes) -> Program:
+    """The instructions of every rank for one optimizer step.
 
     Raises:
         PlanError: There is no such schedule, or it cannot have these numbers.
     """
-    faults = _size_faults(pp=pp, num_micro_batches=num_micro_batches, chunks=chunks)
+    raise_faults(PlanError, schedule_faults(name, sizes))
+    return make_program(
+        SCHEDULES[name].make(sizes), make_placement(name, pp=sizes.pp, chunks=sizes.chunks)
+    )
+
+
+def make_forward_only(placement: Placement, num_micro_batches: int) -> Program:
+    """The instructions of every rank for an evaluation."""
+    return make_program(forward_only(placement, num_micro_batches), placement)
+
+
+def make_placement(name: str, *, pp: int, chunks: int) -> Placement:
+    """Which rank holds which stage under schedule ``name``."""
+    return Placement(pp=pp, chunks=chunks, is_vee=SCHEDULES[name].is_vee)
+
+
+def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
+    """What keeps the schedule from being made."""
+    faults = _size_faults(sizes)
     if name not in SCHEDULES:
+        rule = f"it must be one of {', '.join(sorted(SCHEDULES))}"
+        return [
+            *faults,
+            Fault(fact=f"schedule.name={name!r}", rule=rule, remedy="use one of these"),
+        ]
+    kind = SCHEDULES[name]
+    if not kind.least_chunks <= sizes.chunks <= kind.most_chunks and sizes.chunks >= 1:
+        nearest = min(max(sizes.chunks, kind.least_chunks), kind.most_chunks)
         faults.append(
             Fault(
-                fact=f"schedule.name={name!r}",
-                rule=f"it must be one of {', '.join(sorted(SCHEDULES))}",
-                remedy="use one of these",
+                fact=f"schedule.chunks={sizes.chunks}",
+                rule=f"the schedule {name} works on {_chunk_range(kind)} a rank",
+                remedy=f"set schedule.chunks={nearest}, or another schedule.name",
             )
         )
-    raise_faults(PlanError, faults)
-    make = SCHEDULES[name]
-    return tuple(
-        make(pp=pp, stage=stage, num_micro_batches=num_micro_batches, chunks=chunks)
-        for stage in range(pp)
-    )
-
-
-def make_forward_only(*, pp: int, num_micro_batches: int) -> tuple[Schedule, ...]:
-    """The instructions of every stage for an evaluation, by stage.
-
-    Raises:
-        PlanError: There cannot be these numbers.
-    """
-    raise_faults(PlanError, _size_faults(pp=pp, num_micro_batches=num_micro_batches, chunks=1))
-    return tuple(
-        forward_only(pp=pp, stage=stage, num_micro_batches=num_micro_batches) for stage in range(pp)
-    )
-
-
-def _size_faults(**sizes: int) -> list[Fault]:
-    fields = {"pp": "parallel.pp", "chunks": "schedule.chunks"}
-    return [
-        Fault(
-            fact=f"{fields.get(name, name)}={size}",
-            rule="it must be at least 1",
-            remedy="use 1 or more",
+    if 0 < sizes.group_size < sizes.pp:
+        faults.append(
+            Fault(
+                fact=f"schedule.group_size={sizes.group_size}",
+                rule=f"a smaller group than parallel.pp={sizes.pp} makes ranks wait for each other",
+                remedy=f"use {sizes.pp} or more, or pp",
+            )
         )
-        for name, size in sizes.items()
+    return faults
+
+
+def _chunk_range(kind: Kind) -> str:
+    if kind.least_chunks == kind.most_chunks:
+        return f"{kind.least_chunks} model chunk{'s' * (kind.least_chunks > 1)}"
+    return f"{kind.least_chunks} or more model chunks"
+
+
+def _size_faults(sizes: Sizes) -> list[Fault]:
+    numbers = {
+        "parallel.pp": sizes.pp,
+        "num_micro_batches": sizes.num_micro_batches,
+        "schedule.chunks": sizes.chunks,
+    }
+    return [
+        Fault(fact=f"{name}={size}", rule="it must be at least 1", remedy="use 1 or more")
+        for name, size in numbers.items()
         if size < 1
     ]

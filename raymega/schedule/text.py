@@ -7,38 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raymega.schedule.instructions import Op, Schedule
+from raymega.schedule.instructions import Op
+from raymega.schedule.placement import Program
 from raymega.schedule.simulate import Durations, simulate
 from raymega.schedule.timeline import Event
 
-LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B"}
+LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
 IDLE = "."
 
 
-def timetable(schedules: Sequence[Schedule], *, max_units: int = 30) -> str:
-    """One line a stage and one column a unit of time: a forward takes one, a backward two.
+def timetable(program: Program, *, max_units: int = 30) -> str:
+    """One line a rank and one column a unit of time: a forward takes one, a backward two.
 
-    ``F2`` is the forward of micro-batch 2 and ``.`` is idle time; after ``max_units`` columns the
-    lines end in ``...``.
+    ``F2`` is the forward of micro-batch 2, ``F2.1`` on chunk 1, ``.`` is idle time. Of a backward
+    in two parts ``B`` is the first and ``W`` the second, one unit each. After ``max_units`` columns
+    the lines end in ``...``.
     """
-    simulation = simulate(schedules, Durations(forward=1.0, backward=2.0, transfer=0.0))
+    simulation = simulate(program, Durations())
     num_units = round(simulation.time)
-    rows = [_cells(events, num_units) for events in simulation.events]
+    with_chunk = program.placement.chunks > 1
+    rows = [_cells(events, num_units, with_chunk=with_chunk) for events in simulation.events]
     width = max((len(cell) for row in rows for cell in row), default=0)
     label_width = len(str(len(rows) - 1))
     lines = []
-    for stage, row in enumerate(rows):
+    for rank, row in enumerate(rows):
         shown = [cell.ljust(width) for cell in row[:max_units]]
         shown += ["..."] if num_units > max_units else []
-        lines.append(f"stage {stage:{label_width}d}  {' '.join(shown)}".rstrip())
+        lines.append(f"rank {rank:{label_width}d}  {' '.join(shown)}".rstrip())
     return "\n".join(lines)
 
 
-def _cells(events: Sequence[Event], num_units: int) -> list[str]:
+def _cells(events: Sequence[Event], num_units: int, *, with_chunk: bool) -> list[str]:
     cells = [IDLE] * num_units
     for event in events:
         if event.name in LETTERS:
             units = slice(round(event.start_s), round(event.end_s))
-            size = units.stop - units.start
-            cells[units] = [f"{LETTERS[Op(event.name)]}{event.micro_batch}"] * size
+            chunk = f".{event.chunk}" if with_chunk else ""
+            cell = f"{LETTERS[Op(event.name)]}{event.micro_batch}{chunk}"
+            cells[units] = [cell] * (units.stop - units.start)
     return cells

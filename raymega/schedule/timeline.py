@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from raymega.schedule.instructions import Op
-
-COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD})
-RECEIVE = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
+from raymega.schedule.instructions import COMPUTE
 
 EventTuple = tuple[str, int, int, float, float]
 
@@ -46,11 +43,16 @@ def span(rows: Iterable[Sequence[EventTuple]]) -> tuple[float, float]:
 
 
 def bubble(rows: Collection[Sequence[EventTuple]]) -> Bubble:
-    """Idle time from the first work of any rank to the last; receiving and waiting are idle."""
+    """Idle time within a step; receiving and waiting are idle.
+
+    A rank's step lasts from its first forward to its last backward or weight part, and all ranks
+    are charged with the longest. That is the papers' measure: a step costs as much as its slowest
+    rank, and ranks that only start later than others, as in ZB-H2, lose nothing.
+    """
     work = [[event for event in row if event[0] in COMPUTE] for row in rows]
     busy = sum(end - start for row in work for *_, start, end in row)
-    first, last = span(work)
-    total = len(rows) * (last - first)
     if busy == 0:
         return Bubble(0.0, 0.0)
+    longest = max(last - first for first, last in (span([row]) for row in work))
+    total = len(rows) * longest
     return Bubble(ratio=(total - busy) / busy, rate=(total - busy) / total)

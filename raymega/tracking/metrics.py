@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raymega.schedule.instructions import Op
-from raymega.schedule.timeline import COMPUTE, bubble
+from raymega.schedule.instructions import COMPUTE, Op
+from raymega.schedule.timeline import bubble
 from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,

@@ -5,7 +5,7 @@ It opens no process group and restores nothing; entry does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,11 +51,12 @@ class Parts:
     """Everything one rank trains with; built once per attempt.
 
     ``executors`` are by number of micro-batches: one for each batch that the run has.
+    ``has_loss`` is true where the last stage is.
     """
 
     plan: RunPlan
     coords: Coords
-    stage: Stage
+    has_loss: bool
     groups: Groups
     device: torch.device
     modules: tuple[StageModule, ...]
@@ -70,51 +71,83 @@ class Parts:
 
 def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.device) -> Parts:
     """Assemble rank ``rank`` of ``plan``; parameters get their initial values."""
-    job, coords, stage = plan.job, plan.grid.coords(rank), plan.stage_of(rank)
+    job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
     stream = Stream(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
-    module = StageModule(
-        job.model,
-        stage,
-        stream=stream,
-        dtype=DTYPES[job.precision.dtype],
-        device=device,
-        seed=job.run.seed,
-    )
-    parameters = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
-    check_specs(parameters)
+    modules = _build_modules(plan, stages, stream=stream, device=device)
+    parameters = _parameters_by_chunk(modules)
+    check_specs([parameter for chunk in parameters for parameter in chunk])
     p2p = PointToPoint(
         groups,
+        placement=plan.placement,
         shape=(job.data.seq_len // stream.degree, plan.batch.micro_batch_size, job.model.width),
         dtype=DTYPES[job.precision.dtype],
         device=device,
         timeout_s=job.elastic.collective_timeout_s,
     )
     is_sharded = job.parallel.sharding == "optimizer"
-    table = make_buckets([parameters], groups.dp, is_sharded=is_sharded)
+    table = make_buckets(parameters, groups.dp, is_sharded=is_sharded)
     comm_log = CommLog()
     gradients = GradBuffer(table, groups, log=comm_log)
     weights = WeightBuffer(table, log=comm_log)
-    module.before_use = weights.wait_for
+    for module in modules:
+        module.before_use = weights.wait_for
     return Parts(
         plan=plan,
         coords=coords,
-        stage=stage,
+        has_loss=any(stage.is_last for stage in stages),
         groups=groups,
         device=device,
-        modules=(module,),
+        modules=tuple(modules),
         loader=Loader(
             _open_source(plan, "train"),
             dp_rank=coords.dp,
             seed=job.run.seed,
             device=device,
         ),
-        executors=_build_executors(plan, coords, module=module, p2p=p2p),
+        executors=_build_executors(plan, coords, modules=modules, p2p=p2p),
         gradients=gradients,
         weights=weights,
         optimizer=Optimizer(table, gradients, weights, job.optimizer),
         comm_log=comm_log,
-        evaluation=_build_evaluation(plan, coords, module=module, p2p=p2p),
+        evaluation=_build_evaluation(plan, coords, modules=modules, p2p=p2p),
     )
+
+
+def _build_modules(
+    plan: RunPlan, stages: Sequence[Stage], *, stream: Stream, device: torch.device
+) -> list[StageModule]:
+    """The rank's model chunks; a last stage shares a tied table with a first one beside it."""
+    job = plan.job
+    modules: list[StageModule] = []
+    for stage in stages:
+        first = modules[0].embedding if modules else None
+        modules.append(
+            StageModule(
+                job.model,
+                stage,
+                stream=stream,
+                dtype=DTYPES[job.precision.dtype],
+                device=device,
+                seed=job.run.seed,
+                token_table=first.tokens.weight if first is not None else None,
+            )
+        )
+    return modules
+
+
+def _parameters_by_chunk(modules: Sequence[StageModule]) -> list[list[ShardedParameter]]:
+    """Parameters of each chunk in forward order.
+
+    One that two chunks share belongs to the first: a micro-batch's backward comes there last, so
+    when the first chunk's gradients are complete, the other's are too.
+    """
+    chunks: list[list[ShardedParameter]] = []
+    taken: set[ShardedParameter] = set()
+    for module in modules:
+        found = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
+        chunks.append([p for p in found if p not in taken])
+        taken.update(found)
+    return chunks
 
 
 def _open_source(plan: RunPlan, split: str) -> Source:
@@ -123,17 +156,18 @@ def _open_source(plan: RunPlan, split: str) -> Source:
 
 
 def _build_executors(
-    plan: RunPlan, coords: Coords, *, module: StageModule, p2p: PointToPoint
+    plan: RunPlan, coords: Coords, *, modules: Sequence[StageModule], p2p: PointToPoint
 ) -> dict[int, Executor]:
     executors = {}
-    for number in {batch.num_micro_batches for batch in plan.batches}:
-        schedules = make_schedule(plan.job.schedule.name, pp=plan.grid.pp, num_micro_batches=number)
-        executors[number] = Executor(schedules[coords.pp], module.run, p2p)
+    for batch in {batch.num_micro_batches: batch for batch in plan.batches}.values():
+        program = make_schedule(plan.job.schedule.name, plan.sizes(batch))
+        runs = [module.run for module in modules]
+        executors[batch.num_micro_batches] = Executor(program.lists[coords.pp], runs, p2p)
     return executors
 
 
 def _build_evaluation(
-    plan: RunPlan, coords: Coords, *, module: StageModule, p2p: PointToPoint
+    plan: RunPlan, coords: Coords, *, modules: Sequence[StageModule], p2p: PointToPoint
 ) -> Evaluation | None:
     """One pass over the evaluation samples, or None when the job asks for none."""
     job = plan.job
@@ -145,9 +179,9 @@ def _build_evaluation(
         micro_batch_size=plan.batch.micro_batch_size,
         dp=plan.grid.dp,
     )
-    schedules = make_forward_only(pp=plan.grid.pp, num_micro_batches=batch.num_micro_batches)
+    program = make_forward_only(plan.placement, batch.num_micro_batches)
     return Evaluation(
         batch=batch,
         loader=Loader(source, dp_rank=coords.dp, seed=job.run.seed, device=p2p.device),
-        executor=Executor(schedules[coords.pp], module.run, p2p),
+        executor=Executor(program.lists[coords.pp], [module.run for module in modules], p2p),
     )

@@ -18,7 +18,7 @@ def evaluate(parts: Parts) -> dict[str, float]:
     evaluation = parts.evaluation
     micro_batches = evaluation.loader.micro_batches(evaluation.batch, 0)
     loss_sum = evaluation.executor.run(micro_batches, is_recording=False).loss_sum
-    is_counted = parts.stage.is_last and parts.coords.tp == 0
+    is_counted = parts.has_loss and parts.coords.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
     totals = torch.tensor(mine, dtype=torch.float64, device=parts.device)

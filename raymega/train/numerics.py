@@ -122,7 +122,7 @@ class _Search:
         if _is_finite(seen.tensor):
             return
         is_backward = "gradient" in seen.kind
-        stage = self._parts.stage.index
+        stage = self._parts.plan.stages_of(self._rank)[seen.chunk].index
         self._keep(
             seen.kind,
             seen.name,
@@ -162,7 +162,7 @@ def _read(text: bytes) -> _Finding | None:
 
 
 def _in_words(finding: _Finding, parts: Parts) -> str:
-    stage = parts.plan.stage_of(finding.rank)
+    stage = parts.plan.stages[abs(finding.order[2])]
     whole = "the loss" if stage.is_last else f"stage {stage.index}"
     at = parts.plan.grid.coords(finding.rank)
     what = FORMS[finding.kind].format(name=finding.name or whole)

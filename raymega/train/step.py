@@ -108,7 +108,7 @@ def _sum_over_world(
 ) -> _Totals:
     """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it."""
     here = parts.coords
-    counts_loss = parts.stage.is_last and here.tp == 0
+    counts_loss = parts.has_loss and here.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches) if counts_loss else 0.0
     norm_sq = local_norm_sq(parts.gradients.shares(), parts.device)
     mine = [

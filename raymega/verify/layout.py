@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, get_args
 
-from raymega.config.schema import Job, MemorySection, ParallelSection
+from raymega.config.schema import Job, MemorySection, ParallelSection, ScheduleSection
 from raymega.plan.grid import AXES
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values
@@ -30,6 +30,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     micro_batch_size: int = 1
+    chunks: int = 1
     schedule: str = SIMPLEST_SCHEDULE
     order: str = DEFAULT_ORDER
     sharding: str = "none"
@@ -52,8 +53,11 @@ class Layout:
         return getattr(self, option.name)
 
     def with_value(self, name: str, value: object) -> Layout:
-        """The same but for one degree or option."""
+        """The same but for one degree or option; chunks follow the schedule."""
         change: dict[str, Any] = {name: value}
+        if name == "schedule":
+            kind = SCHEDULES[str(value)]
+            change["chunks"] = min(max(self.chunks, kind.least_chunks), kind.most_chunks)
         return replace(self, **change)
 
     def grid(self) -> str:
@@ -116,9 +120,15 @@ OPTIONS = (
     Option(
         name="schedule",
         path="schedule.name",
-        values=tuple(sorted(SCHEDULES, key=lambda name: (name != SIMPLEST_SCHEDULE, name))),
+        values=tuple(
+            sorted(
+                _allowed(ScheduleSection, "name"),
+                key=lambda name: (name != SIMPLEST_SCHEDULE, name),
+            )
+        ),
         matters=lambda layout: layout.pp > 1,
     ),
+    Option(name="chunks", path="schedule.chunks", values=(1, 2, 3)),
     Option(
         name="order",
         path="parallel.order",

@@ -10,7 +10,10 @@ from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid
 from raymega.schedule.checker import check
-from raymega.schedule.instructions import backward_pass
+from raymega.schedule.instructions import Instruction, Op
+from raymega.schedule.order import Sizes
+from raymega.schedule.placement import Placement
+from raymega.schedule.transfers import make_program
 from raymega.schedule.table import make_forward_only, make_schedule
 from tests.support.ranks import run_grid
 from tests.support.tolerances import FLOAT64_LAYER
@@ -20,7 +23,17 @@ degrees = pytest.mark.parametrize("pp", [2, 4], ids=lambda pp: f"pp{pp}")
 
 S, B, D = 3, 2, 5
 COUNTS = (1, 2, 3, 5, 8)
-NAMES = ("1f1b", "gpipe", "backwards_reversed", "forward_only")
+CASES = [
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("gpipe", 3),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("backwards_reversed", 1),
+    ("forward_only", 1),
+    ("forward_only", 2),
+    ("forward_only_vee", 2),
+]
 SHORT_S = 3.0
 
 
@@ -39,23 +52,21 @@ def _layer(weight, x):
     return torch.tanh(x @ weight)
 
 
-def _lists(name, pp, m):
-    if name == "forward_only":
-        return make_forward_only(pp=pp, num_micro_batches=m)
+def _program(name, pp, chunks, m):
+    if name.startswith("forward_only"):
+        return make_forward_only(Placement(pp=pp, chunks=chunks, is_vee=name.endswith("vee")), m)
     if name != "backwards_reversed":
-        return make_schedule(name, pp=pp, num_micro_batches=m)
+        return make_schedule(name, Sizes(pp=pp, num_micro_batches=m, chunks=chunks))
     # No schedule of ours, but a legal one: the executor has to obey the list, not a habit.
-    lists = make_forward_only(pp=pp, num_micro_batches=m)
-    last_first = range(m - 1, -1, -1)
-    return tuple(
-        sum((backward_pass(pp=pp, stage=s, micro_batch=i) for i in last_first), start=lists[s])
-        for s in range(pp)
-    )
+    work = [Instruction(op=Op.FORWARD, micro_batch=i) for i in range(m)]
+    work += [Instruction(op=Op.BACKWARD, micro_batch=i) for i in reversed(range(m))]
+    return make_program([tuple(work)] * pp, Placement(pp=pp))
 
 
-def _p2p(env, timeout_s=SHORT_S * 10):
+def _p2p(env, placement, timeout_s=SHORT_S * 10):
     return PointToPoint(
         env.groups,
+        placement=placement,
         shape=(S, B, D),
         dtype=torch.float64,
         device=env.device,
@@ -63,32 +74,35 @@ def _p2p(env, timeout_s=SHORT_S * 10):
     )
 
 
-def _stage_fn(env, weight):
-    stage, is_last = env.coords.pp, env.coords.pp == env.grid.pp - 1
-
+def _stage_fn(stage, num_stages, weight):
     def run(batch, hidden):
         assert (hidden is None) == (stage == 0)
         output = _layer(weight, batch if hidden is None else hidden)
-        return output.square().sum() if is_last else output
+        return output.square().sum() if stage == num_stages - 1 else output
 
     return run
 
 
 def _run_steps(env, cases):
-    """(loss sum, weight gradient) of each case, all over the same transfers."""
-    p2p, results = _p2p(env), []
-    for name, m in cases:
-        weight = _weight(env.coords.pp)
-        schedule = _lists(name, env.grid.pp, m)[env.coords.pp]
-        output = Executor(schedule, _stage_fn(env, weight), p2p).run(_batches(m), is_recording=True)
+    """(loss sum, weight gradient by stage) of each case, all in one world."""
+    results = []
+    for name, chunks, m in cases:
+        program = _program(name, env.grid.pp, chunks, m)
+        placement, schedule = program.placement, program.lists[env.coords.pp]
+        stages = [placement.stage(env.coords.pp, chunk) for chunk in range(chunks)]
+        weights = [_weight(stage) for stage in stages]
+        fns = [_stage_fn(s, placement.num_stages, w) for s, w in zip(stages, weights, strict=True)]
+        executor = Executor(schedule, fns, _p2p(env, placement))
+        output = executor.run(_batches(m), is_recording=True)
         assert [event.name for event in output.events] == [i.op for i in schedule]
-        results.append((output.loss_sum, weight.grad))
+        grads = {stage: weight.grad for stage, weight in zip(stages, weights, strict=True)}
+        results.append((output.loss_sum, grads))
     return results
 
 
 @functools.cache
-def _wanted(pp, m):
-    weights = [_weight(stage) for stage in range(pp)]
+def _wanted(num_stages, m):
+    weights = [_weight(stage) for stage in range(num_stages)]
     x = functools.reduce(lambda x, w: _layer(w, x), weights, torch.stack(_batches(m)))
     loss = x.square().sum()
     loss.backward()
@@ -97,33 +111,38 @@ def _wanted(pp, m):
 
 @degrees
 def test_loss_and_every_gradient_equal_the_unpipelined_step(pp):
-    cases = [(name, m) for name in NAMES for m in COUNTS]
-    for name, m in cases:
-        check(_lists(name, pp, m), num_micro_batches=m, is_forward_only=name == "forward_only")
+    cases = [(name, chunks, m) for name, chunks in CASES for m in COUNTS]
+    for name, chunks, m in cases:
+        is_forward_only = name.startswith("forward_only")
+        program = _program(name, pp, chunks, m)
+        check(program, num_micro_batches=m, is_forward_only=is_forward_only)
     results = run_grid(_run_steps, Grid(pp=pp), cases)
-    for case, (name, m) in enumerate(cases):
-        loss, grads = _wanted(pp, m)
-        losses, mine = zip(*(rank[case] for rank in results), strict=True)
-        assert all(value == 0 for value in losses[:-1])
-        torch.testing.assert_close(losses[-1], loss, rtol=FLOAT64_LAYER, atol=0)
-        if name == "forward_only":
-            assert all(grad is None for grad in mine)
-            continue
-        for grad, wanted in zip(mine, grads, strict=True):
-            torch.testing.assert_close(grad, wanted, rtol=0, atol=FLOAT64_LAYER)
+    for case, (name, chunks, m) in enumerate(cases):
+        loss, wanted = _wanted(pp * chunks, m)
+        losses = [rank[case][0] for rank in results]
+        grads = {stage: grad for rank in results for stage, grad in rank[case][1].items()}
+        assert sum(value != 0 for value in losses) == 1
+        torch.testing.assert_close(sum(losses), loss, rtol=FLOAT64_LAYER, atol=0)
+        assert sorted(grads) == list(range(pp * chunks))
+        for stage, grad in grads.items():
+            if name.startswith("forward_only"):
+                assert grad is None
+            else:
+                torch.testing.assert_close(grad, wanted[stage], rtol=0, atol=FLOAT64_LAYER)
 
 
 def _fail_on_the_last(env):
     """Stage 1 hands back the gradient of micro-batch 0, fails at 1 and ends."""
-    batches, work = _batches(2), _stage_fn(env, _weight(env.coords.pp))
+    batches, stage = _batches(2), env.coords.pp
+    work = _stage_fn(stage, 2, _weight(stage))
 
     def stage_fn(batch, hidden):
-        if env.coords.pp == 1 and batch is batches[1]:
+        if stage == 1 and batch is batches[1]:
             raise ZeroDivisionError("planted")
         return work(batch, hidden)
 
-    p2p = _p2p(env, SHORT_S)
-    executor = Executor(_lists("1f1b", 2, 2)[env.coords.pp], stage_fn, p2p)
+    p2p = _p2p(env, Placement(pp=2), SHORT_S)
+    executor = Executor(_program("1f1b", 2, 1, 2).lists[stage], [stage_fn], p2p)
     try:
         executor.run(batches, is_recording=False)
     except CommunicationError as error:
@@ -145,13 +164,13 @@ def test_failure_names_stage_micro_batch_and_peer():
 def _send_what_nobody_asks_for(env):
     """Stage 0 sends micro-batch 3 while stage 1 waits for 7; both must give up and say so."""
     tensor = torch.zeros(S, B, D, dtype=torch.float64)
-    p2p = _p2p(env, SHORT_S)
+    p2p = _p2p(env, Placement(pp=2), SHORT_S)
     try:
         if env.coords.pp == 0:
-            p2p.post_send_forward(tensor, 3)
+            p2p.post_send(tensor, Instruction(op=Op.SEND_FORWARD, micro_batch=3))
             p2p.wait_all()
         else:
-            p2p.recv_forward(7)
+            p2p.recv(Instruction(op=Op.RECV_FORWARD, micro_batch=7))
     except CommunicationError as error:
         return str(error)
     return "no error"

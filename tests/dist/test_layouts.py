@@ -92,19 +92,19 @@ def _reference(model: str):
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layout_trains_the_same_run(model, layout):
-    _check([*MODELS[model], *layout_overrides(layout)], model)
+    check_same_run([*MODELS[model], *layout_overrides(layout)], model)
 
 
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-gqa-tied", "llama-gqa-untied"])
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded_optimizer_trains_the_same_run(model, layout):
-    _check(
+    check_same_run(
         [*MODELS[model], *layout_overrides(layout), "parallel.sharding=optimizer"],
         model,
     )
 
 
-def _check(overrides, model):
+def check_same_run(overrides, model):
     curve, whole = _reference(model)
     curves, tensors = _run(overrides)
     assert all(other == curves[0] for other in curves), "ranks disagree on loss or norm"

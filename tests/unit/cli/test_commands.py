@@ -42,7 +42,7 @@ def test_plan_prints_grid_ranks_and_timetable():
     text = _run("plan", VERIFY, "--grid", "tp=2,pp=2,dp=2")
     assert "grid tp2-pp2-dp2: 8 workers" in text
     assert "45,344 parameters" in text and "bubble 0.250" in text
-    assert "stage 1  .  F0 B0 B0 F1" in text
+    assert "rank 1  .  F0 B0 B0 F1" in text
 
 
 def test_plan_as_json_is_one_object_with_exact_counts():

@@ -1,20 +1,38 @@
-"""A stage that is a whole pipeline: its groups have one rank, so nothing can be sent."""
+"""A rank that is a whole pipeline, whose groups have one rank so that nothing can be sent; and one
+in the middle of three."""
 
 import pytest
 import torch
 
 from raymega.parallel.groups import Group, Groups
 from raymega.pipeline.p2p import PointToPoint
+from raymega.schedule.placement import Placement
+
+NAMES = ("world", "tp", "dp", "pp_forward", "pp_backward", "model", "embedding")
 
 
-@pytest.fixture
-def alone():
-    group = Group(name="alone", ranks=(0,), index=0, timeout_s=1.0, handle=None)
-    names = ("world", "tp", "dp", "pp_forward", "pp_backward", "model", "embedding")
+def make_p2p(placement, rank):
+    groups = {
+        name: Group(
+            name=name, ranks=tuple(range(placement.pp)), index=rank, timeout_s=1.0, handle=None
+        )
+        for name in NAMES
+    }
     return PointToPoint(
-        Groups(**dict.fromkeys(names, group)),
+        Groups(**groups),
+        placement=placement,
         shape=(1, 2, 3),
         dtype=torch.float64,
         device=torch.device("cpu"),
         timeout_s=1.0,
     )
+
+
+@pytest.fixture
+def alone():
+    return make_p2p(Placement(pp=1), 0)
+
+
+@pytest.fixture
+def middle():
+    return make_p2p(Placement(pp=3, chunks=2), 1)

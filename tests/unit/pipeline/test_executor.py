@@ -9,15 +9,19 @@ import torch
 
 from raymega.errors import InternalError
 from raymega.pipeline.executor import Executor
+from raymega.schedule.instructions import Op
+from raymega.schedule.order import Sizes
+from raymega.schedule.placement import Placement
 from raymega.schedule.table import make_forward_only, make_schedule
+from tests.unit.pipeline.conftest import make_p2p
 
 M, B, D = 4, 2, 3
 
 
 def _schedule(name):
     if name == "forward_only":
-        return make_forward_only(pp=1, num_micro_batches=M)[0]
-    return make_schedule(name, pp=1, num_micro_batches=M)[0]
+        return make_forward_only(Placement(pp=1), M).lists[0]
+    return make_schedule(name, Sizes(pp=1, num_micro_batches=M)).lists[0]
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def batches():
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_one_stage_gives_the_sum_of_losses_and_its_gradient(name, weight, batches, alone):
-    executor = Executor(_schedule(name), lambda x, _: (x * weight).tanh().sum(), alone)
+    executor = Executor(_schedule(name), [lambda x, _: (x * weight).tanh().sum()], alone)
     output = executor.run(batches, is_recording=False)
     mine, weight.grad = weight.grad, None
     whole = (torch.stack(batches) * weight).tanh().sum()
@@ -50,7 +54,7 @@ def test_forward_only_builds_no_graph(weight, batches, alone):
         outputs.append((x * weight).sum())
         return outputs[-1]
 
-    total = Executor(_schedule("forward_only"), stage, alone).run(batches, is_recording=False)
+    total = Executor(_schedule("forward_only"), [stage], alone).run(batches, is_recording=False)
     assert not any(output.requires_grad for output in outputs)
     assert total.loss_sum.item() == pytest.approx(sum(outputs).item())
 
@@ -66,14 +70,14 @@ def test_micro_batches_are_let_go_when_they_are_done(name, peak, weight, batches
         peaks.append(len(alive))
         return output
 
-    Executor(_schedule(name), stage, alone).run(batches, is_recording=False)
+    Executor(_schedule(name), [stage], alone).run(batches, is_recording=False)
     assert max(peaks) == peak
 
 
 def test_recorded_events_are_the_schedule_in_seconds_since_the_start(weight, batches, alone):
     ticks = itertools.count(100)
     executor = Executor(
-        _schedule("1f1b"), lambda x, _: (x * weight).sum(), alone, clock=lambda: next(ticks)
+        _schedule("1f1b"), [lambda x, _: (x * weight).sum()], alone, clock=lambda: next(ticks)
     )
     events = executor.run(batches, is_recording=True).events
     assert events[:3] == (
@@ -86,7 +90,7 @@ def test_recorded_events_are_the_schedule_in_seconds_since_the_start(weight, bat
 
 def test_loss_of_a_low_precision_stage_is_summed_in_its_own_wider_dtype(batches, alone):
     alone.dtype = torch.bfloat16
-    executor = Executor(_schedule("forward_only"), lambda _x, _: torch.tensor(0.1), alone)
+    executor = Executor(_schedule("forward_only"), [lambda _x, _: torch.tensor(0.1)], alone)
     assert executor.run(batches, is_recording=False).loss_sum.dtype == torch.float32
 
 
@@ -97,7 +101,7 @@ def test_error_of_the_stage_keeps_its_type_and_says_where(batches, alone):
         return x.sum().requires_grad_()
 
     with pytest.raises(ZeroDivisionError) as caught:
-        Executor(_schedule("1f1b"), stage, alone).run(batches, is_recording=False)
+        Executor(_schedule("1f1b"), [stage], alone).run(batches, is_recording=False)
     assert caught.value.__notes__ == ["on pipeline stage 0, at forward 2"]
 
 
@@ -106,7 +110,7 @@ def test_wrong_number_of_micro_batches_is_refused_before_any_work(batches, alone
         pytest.fail("the stage was called")
 
     with pytest.raises(InternalError, match="3 micro-batches"):
-        Executor(_schedule("1f1b"), stage, alone).run(batches[:3], is_recording=False)
+        Executor(_schedule("1f1b"), [stage], alone).run(batches[:3], is_recording=False)
 
 
 def test_sends_are_waited_for_after_the_last_instruction(weight, batches, alone, monkeypatch):
@@ -117,5 +121,50 @@ def test_sends_are_waited_for_after_the_last_instruction(weight, batches, alone,
         order.append("worked")
         return (x * weight).sum()
 
-    Executor(_schedule("forward_only"), stage, alone).run(batches, is_recording=False)
+    Executor(_schedule("forward_only"), [stage], alone).run(batches, is_recording=False)
     assert order == ["worked"] * M + ["waited"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_chunks_of_one_rank_hand_over_to_each_other(name, batches):
+    """x -> tanh(x * w0) -> * w1 -> sum on three chunks, without any communicator."""
+    weights = [torch.linspace(1, 2 + i, D, dtype=torch.float64).requires_grad_() for i in range(2)]
+    stages = [
+        lambda x, _: (x[None] * weights[0]).tanh(),
+        lambda _, hidden: hidden * weights[1],
+        lambda _, hidden: hidden.square().sum(),
+    ]
+    program = make_schedule(name, Sizes(pp=1, num_micro_batches=M, chunks=3))
+    executor = Executor(program.lists[0], stages, make_p2p(program.placement, 0))
+    complete = []
+    output = executor.run(batches, is_recording=False, before_last_backward=complete.append)
+    mine = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    whole = ((torch.stack(batches) * weights[0]).tanh() * weights[1]).square().sum()
+    whole.backward()
+    assert output.loss_sum.item() == pytest.approx(whole.item(), rel=1e-12)
+    for grad, weight in zip(mine, weights, strict=True):
+        torch.testing.assert_close(grad, weight.grad, rtol=1e-12, atol=0)
+    assert complete == [2, 1, 0]
+
+
+def test_last_backward_of_each_chunk_is_announced_before_it(batches):
+    """So a bucket may leave as soon as that backward has filled it."""
+    program = make_schedule("interleaved", Sizes(pp=1, num_micro_batches=M, chunks=2))
+    ticks, told = itertools.count(), []
+    executor = Executor(
+        program.lists[0],
+        [lambda x, _: x[None].requires_grad_() * 1, lambda _, hidden: hidden.sum()],
+        make_p2p(program.placement, 0),
+        clock=lambda: next(ticks),
+    )
+    events = executor.run(
+        batches,
+        is_recording=True,
+        before_last_backward=lambda chunk: told.append((chunk, next(ticks))),
+    ).events
+    for chunk, time in told:
+        last = [event for event in events if event.name == Op.BACKWARD and event.chunk == chunk][-1]
+        assert last.start_s < time < last.end_s + 1 and last.micro_batch == M - 1
+    assert [chunk for chunk, _ in told] == [1, 0]

@@ -5,6 +5,9 @@ import torch
 
 from raymega.errors import CommunicationError, Fault, InternalError
 from raymega.pipeline import p2p
+from raymega.schedule.instructions import Instruction, Op
+from raymega.schedule.placement import Placement
+from tests.unit.pipeline.conftest import make_p2p
 
 SHAPE = (1, 2, 3)
 
@@ -39,43 +42,86 @@ def _tensor():
     return torch.zeros(SHAPE, dtype=torch.float64)
 
 
-def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before(alone, posted):
-    alone.post_send_forward(_tensor(), 5)
-    alone.post_send_backward(_tensor(), 6)
-    assert [send[3:] for send in posted] == [(1, 5), (-1, 6)]
+def _task(op, micro_batch, chunk=0):
+    return Instruction(op=op, micro_batch=micro_batch, chunk=chunk)
 
 
-def test_send_is_not_waited_for_where_it_is_posted_but_at_the_end(alone, posted):
-    alone.post_send_forward(_tensor(), 0)
-    alone.post_send_forward(_tensor(), 1)
+def _down(micro_batch, chunk=0):
+    return _task(Op.SEND_FORWARD, micro_batch, chunk)
+
+
+def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before(middle, posted):
+    middle.post_send(_tensor(), _down(5))
+    middle.post_send(_tensor(), _task(Op.SEND_BACKWARD, 6))
+    assert [(send[2].name, send[3]) for send in posted] == [("pp_forward", 2), ("pp_backward", 0)]
+
+
+def test_messages_to_higher_and_to_lower_ranks_never_share_a_communicator(posted):
+    """Two ranks in a loop exchange activations in both directions; so do two in a vee."""
+    for is_vee in (False, True):
+        placement = Placement(pp=2, chunks=2, is_vee=is_vee)
+        for rank, group in ((0, "pp_forward"), (1, "pp_backward")):
+            posted.clear()
+            p2p = make_p2p(placement, rank)
+            for op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+                for chunk in range(2):
+                    if placement.message(rank, _task(op, 0, chunk)) is not None:
+                        p2p.post_send(_tensor(), _task(op, 0, chunk))
+            assert {send[2].name for send in posted} == {group}
+
+
+@pytest.mark.parametrize("is_vee", [False, True])
+def test_no_two_messages_between_two_ranks_have_the_same_tag(is_vee, posted):
+    placement = Placement(pp=2, chunks=4, is_vee=is_vee)
+    p2p = make_p2p(placement, 0)
+    for op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+        for micro_batch in range(5):
+            for chunk in range(4):
+                if placement.message(0, _task(op, micro_batch, chunk)) is not None:
+                    p2p.post_send(_tensor(), _task(op, micro_batch, chunk))
+    tags = [send[4] for send in posted]
+    assert len(set(tags)) == len(tags) >= 20
+
+
+def test_message_to_the_ranks_own_next_chunk_is_handed_over(posted):
+    last_of_vee = make_p2p(Placement(pp=2, chunks=2, is_vee=True), 1)
+    tensor = _tensor()
+    last_of_vee.post_send(tensor, _down(3))
+    assert last_of_vee.recv(_task(Op.RECV_FORWARD, 3, chunk=1)) is tensor
+    assert posted == []
+
+
+def test_send_is_not_waited_for_where_it_is_posted_but_at_the_end(middle, posted):
+    middle.post_send(_tensor(), _down(0))
+    middle.post_send(_tensor(), _down(1))
     assert [send[0].waited_s for send in posted] == [[], []]
-    alone.wait_all()
-    alone.wait_all()
+    middle.wait_all()
+    middle.wait_all()
     assert [send[0].waited_s for send in posted] == [[1.0], [1.0]]
 
 
-def test_finished_sends_are_let_go_before_the_end(alone, posted):
-    alone.post_send_forward(_tensor(), 0)
+def test_finished_sends_are_let_go_before_the_end(middle, posted):
+    middle.post_send(_tensor(), _down(0))
     posted[0][0].is_finished = True
-    alone.post_send_forward(_tensor(), 1)
-    assert [send.micro_batch for send in alone._sends] == [1]
+    middle.post_send(_tensor(), _down(1))
+    assert [send.message.micro_batch for send in middle._sends] == [1]
 
 
-def test_strided_tensor_is_sent_as_its_values(alone, posted):
+def test_strided_tensor_is_sent_as_its_values(middle, posted):
     strided = torch.arange(6, dtype=torch.float64).view(3, 2).t()[None]
-    alone.post_send_forward(strided, 0)
+    middle.post_send(strided, _down(0))
     sent = posted[0][1]
     assert sent.is_contiguous() and torch.equal(sent, strided)
 
 
-def test_failed_send_names_both_stages_and_keeps_cause_and_remedy(alone, posted):
-    alone.post_send_backward(_tensor(), 4)
+def test_failed_send_names_both_stages_and_keeps_cause_and_remedy(middle, posted):
+    middle.post_send(_tensor(), _task(Op.SEND_BACKWARD, 4, chunk=1))
     posted[0][0].error = CommunicationError(Fault(fact="it broke", rule="rule", remedy="remedy"))
     with pytest.raises(CommunicationError) as caught:
-        alone.wait_all()
+        middle.wait_all()
     assert caught.value.faults == (
         Fault(
-            fact="stage 0, sending the gradient of micro-batch 4 to stage -1: it broke",
+            fact="stage 4, sending the gradient of micro-batch 4 to stage 3: it broke",
             rule="rule",
             remedy="remedy",
         ),
@@ -87,7 +133,7 @@ def test_failed_send_names_both_stages_and_keeps_cause_and_remedy(alone, posted)
     [torch.zeros(1, 2, 4, dtype=torch.float64), torch.zeros(SHAPE)],
     ids=["shape", "dtype"],
 )
-def test_tensor_that_the_neighbour_does_not_expect_is_not_sent(tensor, alone, posted):
-    with pytest.raises(InternalError, match="activation of micro-batch 5"):
-        alone.post_send_forward(tensor, 5)
+def test_tensor_that_the_neighbour_does_not_expect_is_not_sent(tensor, middle, posted):
+    with pytest.raises(InternalError, match="stage 1, activation of micro-batch 5"):
+        middle.post_send(tensor, _down(5))
     assert posted == []

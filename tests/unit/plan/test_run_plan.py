@@ -20,7 +20,13 @@ def test_plan_survives_json():
 
 def test_plan_names_the_stage_of_each_rank():
     plan = make_plan(parse_job(VERIFY, ["parallel.tp=2"]).job())
-    assert [plan.stage_of(rank).index for rank in range(4)] == [0, 0, 1, 1]
+    assert [[s.index for s in plan.stages_of(rank)] for rank in range(4)] == [[0], [0], [1], [1]]
+
+
+def test_plan_names_every_chunk_of_each_rank():
+    plan = make_plan(parse_job(VERIFY, ["schedule.chunks=2", "schedule.name=interleaved"]).job())
+    assert [[s.index for s in plan.stages_of(rank)] for rank in range(2)] == [[0, 2], [1, 3]]
+    assert plan.sizes(plan.batch).group_size == 2
 
 
 def test_plan_refuses_all_broken_rules_at_once():
@@ -40,7 +46,8 @@ def test_plan_refuses_all_broken_rules_at_once():
         ("model.width=36", "model.width=36"),
         ("model.width=24", "model.width / model.num_heads = 3"),
         ("model.head_features=5", "model.head_features=5"),
-        ("schedule.chunks=2", "schedule.chunks=2"),
+        ("schedule.name=interleaved", "schedule.chunks=1"),
+        ("schedule.group_size=1", "schedule.group_size=1"),
         ("model.vocab_size=255", "parallel.tp=2"),
     ],
 )

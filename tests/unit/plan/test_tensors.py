@@ -81,7 +81,7 @@ def test_boxes_of_all_tp_ranks_tile_the_tensor():
 
 
 def test_rank_state_counts_masters_only_below_float32():
-    model, stage = _model(), make_stages(num_layers=4, num_stages=1)[0]
+    model, stage = _model(), make_stages(num_layers=4, num_stages=1)
     full = rank_state(model, stage, Grid(), tp_rank=0, dtype="float32")
     half = rank_state(model, stage, Grid(), tp_rank=0, dtype="bfloat16")
     count = count_parameters(model)

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from raymega.schedule.draw import draw_svg
+from raymega.schedule.order import Sizes
 from raymega.schedule.simulate import Durations, simulate
 from raymega.schedule.table import make_schedule
 from raymega.schedule.text import timetable
@@ -13,9 +14,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _simulated():
-    lists = make_schedule("1f1b", pp=2, num_micro_batches=3)
-    events = simulate(lists, Durations(forward=1.0, backward=2.0, transfer=0.0)).events
-    return {f"stage {i}": row for i, row in enumerate(events)}
+    program = make_schedule("1f1b", Sizes(pp=2, num_micro_batches=3))
+    events = simulate(program, Durations()).events
+    return {f"rank {i}": row for i, row in enumerate(events)}
 
 
 def _draw(rows, **kwargs):
@@ -60,7 +61,7 @@ def test_title_is_escaped_and_legend_gives_the_bubble():
     _, texts = _draw(_simulated())
     assert texts[0] == "a <b> & c"
     assert "bubble: 0.333 of ideal time, 25.0% of all time" in texts
-    assert {"forward", "backward", "waiting", "stage 0", "stage 1", "time (units)"} <= set(texts)
+    assert {"forward", "backward", "waiting", "rank 0", "rank 1", "time (units)"} <= set(texts)
 
 
 def test_recorded_seconds_look_the_same_in_milliseconds_from_any_start():
@@ -85,7 +86,16 @@ def test_nothing_recorded_is_an_empty_picture():
 
 
 def test_timetable_is_cut_and_aligned_when_it_is_long():
-    lines = timetable(make_schedule("gpipe", pp=11, num_micro_batches=12), max_units=5).splitlines()
-    assert lines[0] == "stage  0  F0  F1  F2  F3  F4  ..."
-    assert lines[1] == "stage  1  .   F0  F1  F2  F3  ..."
-    assert lines[10].startswith("stage 10  .")
+    program = make_schedule("gpipe", Sizes(pp=11, num_micro_batches=12))
+    lines = timetable(program, max_units=5).splitlines()
+    assert lines[0] == "rank  0  F0  F1  F2  F3  F4  ..."
+    assert lines[1] == "rank  1  .   F0  F1  F2  F3  ..."
+    assert lines[10].startswith("rank 10  .")
+
+
+def test_chunks_and_parts_of_a_backward_have_colours_of_their_own():
+    program = make_schedule("zb_v", Sizes(pp=2, num_micro_batches=4, chunks=2))
+    events = simulate(program, Durations()).events
+    root, texts = _draw({f"rank {i}": row for i, row in enumerate(events)})
+    assert len({block["fill"] for block in _rects(root, "block")}) == 3 * 2
+    assert {"backward, input part", "weight part"} <= set(texts) and "backward" not in texts

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymega.schedule.table import SCHEDULES
 from raymega.verify.draw import draw_layouts, features
 from raymega.verify.layout import (
+    OPTIONS,
     Layout,
     is_legal,
     layout_of,
@@ -17,6 +17,7 @@ from raymega.verify.layout import (
 from tests.unit.verify.jobs import make_job
 
 JOB = make_job()
+SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedule").values
 AXES = {("axis", "tp"), ("axis", "pp"), ("axis", "dp")}
 
 
@@ -37,7 +38,7 @@ def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
 def test_three_layouts_meet_every_axis_and_eight_every_schedule_and_an_uneven_degree(seed):
     assert _met(draw_layouts(JOB, count=3, max_ranks=8, seed=seed)) >= AXES
     met = _met(draw_layouts(JOB, count=8, max_ranks=8, seed=seed))
-    assert met >= {("schedule", name) for name in SCHEDULES} | {("uneven", "dp")}
+    assert met >= {("schedule", name) for name in SCHEDULES_OF_JOBS} | {("uneven", "dp")}
     assert {("pair", "pp", "tp"), ("pair", "dp", "tp"), ("pair", "dp", "pp")} <= met
     assert len({feature for feature in met if feature[0] == "micro"}) >= 3
 

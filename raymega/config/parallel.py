@@ -1,0 +1,61 @@
+"""The sections of the job file that say where work is done, and in which order."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from raymega.config.fields import Positive, Section
+
+
+class ParallelSection(Section):
+    """Degrees of the five axes. The world has tp * cp * dp * pp workers."""
+
+    tp: Positive = Field(default=1, description="Tensor parallel: heads, FFN and vocabulary cut.")
+    pp: Positive = Field(default=1, description="Pipeline parallel: layers cut into stages.")
+    dp: Positive = Field(default=1, description="Data parallel: sequences shared out.")
+    cp: Positive = Field(default=1, description="Context parallel degree; only 1 is built so far.")
+    ep: Positive = Field(default=1, description="Expert parallel degree; only 1 is built so far.")
+    etp: Positive = Field(default=1, description="Expert tensor degree; only 1 is built so far.")
+    order: str = Field(
+        default="tp-cp-ep-dp-pp",
+        description="Axes from the fastest varying rank digit to the slowest.",
+    )
+    sharding: Literal["none", "optimizer"] = Field(
+        default="none",
+        description="What data-parallel ranks share out. optimizer: masters and moments; gradients "
+        "are reduce-scattered and weights all-gathered.",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Between tensor-parallel layers each tp rank holds S/tp positions only: norms "
+        "and dropout are cut too. Saves activations; needs tp to divide data.seq_len.",
+    )
+    is_tp_across_nodes_allowed: bool = Field(
+        default=False,
+        description="Let a tensor-parallel group span nodes. Slow on all but NVLink domains.",
+    )
+
+
+class ScheduleSection(Section):
+    """How a step's micro-batches pass through the pipeline."""
+
+    name: Literal["1f1b", "gpipe", "interleaved"] = Field(
+        default="1f1b",
+        description="Order of forward and backward work; pp=1 uses it too. 1f1b with several chunks "
+        "is interleaved.",
+    )
+    chunks: Positive = Field(
+        default=1,
+        description="v, stages per rank. More of them shrink the bubble of 1f1b, for as many times "
+        "the messages.",
+    )
+    group_size: Positive | Literal["pp"] = Field(
+        default="pp",
+        description="Interleaved 1f1b: micro-batches that pass a chunk before the next chunk's turn; "
+        "at least parallel.pp.",
+    )
+    micro_batch_size: Positive = Field(
+        default=1, description="Sequences in one forward on one data-parallel rank."
+    )

@@ -1,0 +1,85 @@
+"""Which rank holds which stage, and the whole step's lists together with that.
+
+Stages are counted in layer order, chunks on each rank from 0. It owns this arithmetic and no order
+of work; which layers a stage has is plan.stages'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raymega.schedule.instructions import Instruction, Op, Schedule
+
+
+class Seat(NamedTuple):
+    """Where a stage lives."""
+
+    rank: int
+    chunk: int
+
+
+class Message(NamedTuple):
+    """What one stage hands to its neighbour: the op that takes it, for which micro-batch, where."""
+
+    op: Op
+    micro_batch: int
+    sender: Seat
+    receiver: Seat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """``pp`` ranks with ``chunks`` stages each.
+
+    In a loop every chunk runs from rank 0 to the last: stage = chunk * pp + rank. In a vee odd
+    chunks run back, so rank 0 holds the first and the last stage.
+    """
+
+    pp: int
+    chunks: int = 1
+    is_vee: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * self.chunks
+
+    @property
+    def are_ends_together(self) -> bool:
+        """The first and the last stage lie on one rank."""
+        return self.seat(0).rank == self.seat(self.num_stages - 1).rank
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The stage that ``rank`` holds as ``chunk``."""
+        return chunk * self.pp + self._turned(rank, chunk)
+
+    def seat(self, stage: int) -> Seat:
+        """Inverse of :meth:`stage`."""
+        chunk, rank = divmod(stage, self.pp)
+        return Seat(self._turned(rank, chunk), chunk)
+
+    def message(self, rank: int, instruction: Instruction) -> Message | None:
+        """What a send or receive of ``rank`` moves; None when the stage has no such neighbour."""
+        here = Seat(rank, instruction.chunk)
+        stage = self.stage(*here)
+        is_forward = instruction.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+        is_send = instruction.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+        other = stage + (1 if is_forward == is_send else -1)
+        if not 0 <= other < self.num_stages:
+            return None
+        there = self.seat(other)
+        sender, receiver = (here, there) if is_send else (there, here)
+        op = Op.RECV_FORWARD if is_forward else Op.RECV_BACKWARD
+        return Message(op, instruction.micro_batch, sender, receiver)
+
+    def _turned(self, rank: int, chunk: int) -> int:
+        return self.pp - 1 - rank if self.is_vee and chunk % 2 else rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What every rank does in one step: ``lists`` by rank, on the stages of ``placement``."""
+
+    placement: Placement
+    lists: tuple[Schedule, ...]

@@ -1,0 +1,57 @@
+"""Whole runs under every schedule: the same run as one rank's, for any chunks and micro-batches."""
+
+import pytest
+
+from raymega.schedule.table import SCHEDULES
+from raymega.verify.layout import OPTIONS
+from tests.dist.test_layouts import MODELS, check_same_run
+from tests.support.jobs import layout_overrides
+
+pytestmark = pytest.mark.dist
+
+NAMES = next(option for option in OPTIONS if option.name == "schedule").values
+CHUNKS = [
+    (name, chunks)
+    for name in NAMES
+    for chunks in range(SCHEDULES[name].least_chunks, min(2, SCHEDULES[name].most_chunks) + 1)
+]
+
+
+def _options(name, chunks, micro_batch_size):
+    return [
+        f"schedule.name={name}",
+        f"schedule.chunks={chunks}",
+        f"schedule.micro_batch_size={micro_batch_size}",
+    ]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(("name", "chunks"), CHUNKS)
+def test_schedule_trains_the_same_run(name, chunks, pp):
+    """Of 16 sequences: 8 micro-batches, or 6 with masked slots on 4 ranks."""
+    size = {2: 2, 4: 3}[pp]
+    overrides = [*layout_overrides(f"pp{pp}"), *_options(name, chunks, size)]
+    check_same_run(overrides, "llama-gqa-tied")
+
+
+@pytest.mark.parametrize("size", [16, 6, 1])
+@pytest.mark.parametrize("name", ["interleaved", *(n for n in NAMES if "v" in n[-1])])
+def test_one_three_and_many_micro_batches(name, size):
+    check_same_run(
+        [*layout_overrides("pp2"), *_options(name, 2, size)],
+        "llama-gqa-tied",
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", ["pp1", "tp2-pp2", "pp2-dp2"])
+def test_chunks_keep_tied_and_untied_heads_biases_and_shards_right(model, layout):
+    """The table is held once where first and last stage share a rank, and copied where not."""
+    for name in ("interleaved", *(n for n in NAMES if n == "zb_v")):
+        overrides = [*MODELS[model], *layout_overrides(layout), *_options(name, 2, 2)]
+        check_same_run([*overrides, "parallel.sharding=optimizer"], model)
+
+
+def test_many_chunks_and_large_groups():
+    overrides = [*layout_overrides("pp2"), *_options("interleaved", 3, 2)]
+    check_same_run([*overrides, "schedule.group_size=3"], "llama-gqa-tied")
