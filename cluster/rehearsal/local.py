@@ -155,5 +155,5 @@ def _bring_down(desk: Host, hosts: list[Host], record: Record) -> None:
     run(desk, f"{ENVIRONMENT} && ray down --yes {FILE}", record, limit_s=120, is_shown=False)
     record.note("ray_down_s", record.now() - started)
     empty = lambda: not any(host.processes(RAY_PROCESSES) for host in hosts)  # noqa: E731
-    record.wait("no Ray process left", empty, limit_s=180)
+    record.wait("no Ray process left", empty, limit_s=300)
     record.note("nothing_left_running_s", record.now() - started)

@@ -38,7 +38,7 @@ def test_own_machines_lose_one_and_a_cable_and_the_run_finishes():
     # Five probes of 2 s each find a silent machine; Ray's defaults would need a minute.
     assert found["cut_noticed_s"] < 25
     assert found["crash_machines_at_work"] == found["cut_machines_at_work"] == 2
-    assert found["nothing_left_running_s"] < 120
+    assert found["nothing_left_running_s"] < 240, "workers go a minute after their head"
 
 
 def test_amazon_gets_what_the_file_says_and_replaces_a_lost_instance():
