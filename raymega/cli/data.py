@@ -89,5 +89,10 @@ def _show(meta: DatasetMeta, result: dict[str, object], *, as_json: bool) -> Non
     headers = ("split", "documents", "text bytes", "tokens", "shards", "bytes per token")
     print(table(headers, [(name, *split.values()) for name, split in splits.items()]))
     for key, value in {**description, **result}.items():
-        text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
-        print(f"{key.replace('_', ' ')}: {text}")
+        print(f"{key.replace('_', ' ')}: {_text(value)}")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

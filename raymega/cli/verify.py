@@ -13,12 +13,12 @@ from raymega import api
 from raymega.cli.progress import OnProgress, phase_bars
 from raymega.cli.tables import table
 from raymega.verify.compare import Deviation
-from raymega.verify.layout import DEGREES
+from raymega.verify.layout import DEGREES, OPTIONS
 from raymega.verify.run import Options, Outcome, Report, Watcher
 from raymega.verify.shrink import Shrunk
 
 HEADERS = (
-    "layout", "schedule", "micro-batch", "rank order", "loss", "gradient norm", "worst tensor",
+    "layout", "schedule", "micro-batch", "options", "loss", "gradient norm", "worst tensor",
     "off by", "seconds",
 )  # fmt: skip
 
@@ -140,7 +140,7 @@ def _explain(outcome: Outcome, limit: float) -> str:
 
 def _row(outcome: Outcome) -> tuple[object, ...]:
     layout, found = outcome.layout, outcome.comparison
-    head = (layout.grid(), layout.schedule, str(layout.micro_batch_size), layout.order)
+    head = (layout.grid(), layout.schedule, str(layout.micro_batch_size), layout.extras())
     seconds = f"{outcome.seconds:.1f}"
     if found is None:
         return (*head, "failed", "-", outcome.failure, "-", seconds)
@@ -164,10 +164,8 @@ def _outcome_object(outcome: Outcome) -> dict[str, object]:
     described = {
         "layout": layout.describe(),
         "grid": {axis: layout.degree(axis) for axis in DEGREES},
-        "schedule": layout.schedule,
         "micro_batch_size": layout.micro_batch_size,
-        "order": layout.order,
-        "sharding": layout.sharding,
+        **{option.name: layout.value(option) for option in OPTIONS},
         "passed": outcome.is_same,
         "seconds": outcome.seconds,
     }

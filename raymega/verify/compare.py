@@ -1,12 +1,14 @@
 """Deviations of one run from the reference run, and the first one that is too large.
 
-It knows arrays and numbers only. Loss and gradient norm deviate relatively; a tensor by
+It knows arrays and numbers only. Loss and gradient norm deviate relatively; a weight by
 max|a - b| / (max|b| + sum of learning rates so far), because a value that starts at zero is as
-large as what the optimizer has added.
+large as what the optimizer has added; what the optimizer keeps (``kind/weight``) by
+max|a - b| / max|b over all weights|, because the moments of a gradient that is zero are noise.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isnan
@@ -49,13 +51,19 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """The run on one rank: scalars by step, and tensors by (step, name)."""
+    """The run on one rank: scalars by step, tensors by (step, name), and what a kind of optimizer
+    state has as its largest value.
+    """
 
     curve: tuple[StepValues, ...]
     tensors: Mapping[tuple[int, str], Array]
+    state_sizes: Mapping[str, float]
 
     def scale(self, step: int, name: str) -> float:
         """What a deviation of the tensor after ``step`` is divided by."""
+        kind, slash, _ = name.partition("/")
+        if slash:
+            return self.state_sizes[kind]
         moved = sum(values.lr for values in self.curve[:step])
         return float(np.abs(self.tensors[step, name]).max()) + moved
 
@@ -87,7 +95,12 @@ class Comparison:
 def make_reference(result: RankResult) -> Reference:
     """The reference from its only rank."""
     tensors = {(block.step, block.name): block.values for block in result.blocks}
-    return Reference(curve=result.curve, tensors=tensors)
+    sizes: dict[str, float] = defaultdict(float)
+    for (_, name), values in tensors.items():
+        kind, slash, _ = name.partition("/")
+        if slash:
+            sizes[kind] = max(sizes[kind], float(np.abs(values).max()))
+    return Reference(curve=result.curve, tensors=tensors, state_sizes=dict(sizes))
 
 
 def compare(results: Sequence[RankResult], reference: Reference, *, limit: float) -> Comparison:

@@ -20,6 +20,8 @@ from raymega.verify.layout import (
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
+DRESSES = 3
+"""Choices of options that are tried on each choice of degrees."""
 AXIS_WEIGHT = 100
 """An axis that was not met yet outweighs any number of options that were not."""
 
@@ -36,7 +38,7 @@ def draw_layouts(job: Job, *, count: int, max_ranks: int, seed: int) -> tuple[La
     is_own_possible = 1 < own.world_size <= max_ranks and is_legal(job, own)
     chosen = [own] if is_own_possible else []
     while shapes and len(chosen) < count:
-        candidates = [_dress(job, shape, random) for shape in shapes]
+        candidates = [_dress(job, shape, random) for shape in shapes for _ in range(DRESSES)]
         candidates = [candidate for candidate in candidates if candidate not in chosen]
         if not candidates:
             break

@@ -65,19 +65,20 @@ class Layout:
         parts = [f"{axis}{self.degree(axis)}" for axis in DEGREES if self.degree(axis) > 1]
         return "-".join(parts) or "one-rank"
 
-    def extras(self) -> dict[str, str]:
-        """Options but for the schedule that are not the simplest: name to value as text."""
-        return {
-            option.name: _text(self.value(option))
+    def extras(self) -> str:
+        """Options that are not the simplest, the schedule apart; empty when all are."""
+        found = [
+            (option.name.replace("_", " "), self.value(option))
             for option in OPTIONS
             if option.name != "schedule" and self.value(option) != option.simplest
-        }
+        ]
+        return ", ".join(
+            name if value is True else f"{name} {_text(value)}" for name, value in found
+        )
 
     def describe(self) -> str:
         """Everything that differs from the plainest layout of these degrees, and the schedule."""
-        extras = "".join(
-            f", {name.replace('_', ' ')} {value}" for name, value in self.extras().items()
-        )
+        extras = f", {self.extras()}" if self.extras() else ""
         return f"{self.grid()}, {self.schedule}, micro-batch {self.micro_batch_size}{extras}"
 
     def overrides(self) -> tuple[str, ...]:

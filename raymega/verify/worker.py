@@ -52,7 +52,7 @@ def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
         outcome = train_step(parts, state, Requests(), is_recording=False)
         state = outcome.state
         curve.append(StepValues(loss=outcome.loss, grad_norm=outcome.grad_norm, lr=outcome.lr))
-        for name, box, values in _model_blocks(parts):
+        for name, box, values in _blocks(parts, with_state=step == steps):
             arrays[str(len(blocks))] = values
             blocks.append({"step": step, "name": name, "box": asdict(box)})
     index = {"curve": [asdict(values) for values in curve], "blocks": blocks}
@@ -60,9 +60,14 @@ def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)
 
 
-def _model_blocks(parts: Parts) -> list[tuple[str, Box, np.ndarray]]:
+def _blocks(parts: Parts, *, with_state: bool) -> list[tuple[str, Box, np.ndarray]]:
+    """This rank's masters, and what the optimizer keeps beside them."""
     return [
-        (block.tensor.name, block.box, block.values.numpy().copy())
+        (block.name if block.kind != "model" else block.tensor.name, block.box, _copy(block.values))
         for block in parts.optimizer.blocks()
-        if block.kind == "model"
+        if with_state or block.kind == "model"
     ]
+
+
+def _copy(values: torch.Tensor) -> np.ndarray:
+    return values.numpy().copy()

@@ -66,3 +66,18 @@ def test_nan_is_infinitely_off():
     found = compare([_result([[1.0, -3.0], [nan, 0.0]], loss=(nan, 2.0))], REFERENCE, limit=LIMIT)
     assert found.loss.value == inf and found.tensor.value == inf
     assert relative(1.0, 0.0) == inf and relative(0.0, 0.0) == 0.0
+
+
+def test_optimizer_state_deviates_relative_to_the_largest_of_its_kind():
+    def result(noise, moved=0.0):
+        rows = {"w": [1.0], "adam.exp_avg/w": [2.0 + moved], "adam.exp_avg/bias": [noise]}
+        blocks = [
+            Block(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array(row))
+            for name, row in rows.items()
+        ]
+        return RankResult(curve=(StepValues(loss=1.0, grad_norm=1.0, lr=0.5),), blocks=blocks)
+
+    reference = make_reference(result(1e-18))
+    assert compare([result(-1e-17)], reference, limit=LIMIT).first is None
+    found = compare([result(1e-18, moved=0.2)], reference, limit=LIMIT).first
+    assert found.quantity == "adam.exp_avg/w" and found.value == pytest.approx(0.1)

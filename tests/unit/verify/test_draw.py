@@ -25,7 +25,7 @@ def _met(layouts):
     return set().union(*map(features, layouts))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 12), max_ranks=st.integers(2, 8))
 def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
     layouts = draw_layouts(JOB, count=count, max_ranks=max_ranks, seed=seed)
@@ -33,7 +33,7 @@ def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
     assert all(is_legal(JOB, layout) and 2 <= layout.world_size <= max_ranks for layout in layouts)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_three_layouts_meet_every_axis_and_eight_every_schedule_and_an_uneven_degree(seed):
     assert _met(draw_layouts(JOB, count=3, max_ranks=8, seed=seed)) >= AXES
@@ -69,7 +69,10 @@ def test_no_more_data_parallel_ranks_than_samples():
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp"])
 def test_job_with_layout_has_that_layout(order):
-    layout = Layout(tp=2, pp=2, schedule="1f1b", micro_batch_size=3, order=order)
+    layout = Layout(
+        tp=2, pp=2, schedule="1f1b", micro_batch_size=3, order=order, sequence_parallel=True,
+        recompute="selective", recompute_parts=("norm",),
+    )  # fmt: skip
     assert layout_of(with_layout(JOB, layout)) == layout
     assert layout_of(make_job(*layout.overrides())) == layout
 
@@ -77,3 +80,15 @@ def test_job_with_layout_has_that_layout(order):
 def test_reference_is_one_rank_with_one_micro_batch():
     reference = reference_layout(JOB)
     assert reference.world_size == 1 and reference.micro_batch_size == JOB.data.global_batch_size
+
+
+def test_ten_layouts_meet_every_option_at_its_simplest_and_otherwise():
+    met = _met(draw_layouts(JOB, count=10, max_ranks=8, seed=0))
+    for option in OPTIONS:
+        assert len({feature for feature in met if feature[0] == option.name}) >= 2, option.name
+
+
+def test_option_that_changes_nothing_is_left_at_its_simplest():
+    for layout in draw_layouts(JOB, count=30, max_ranks=8, seed=3):
+        assert layout.tp > 1 or not layout.sequence_parallel
+        assert layout.dp > 1 or layout.sharding == "none"

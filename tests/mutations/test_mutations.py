@@ -1,0 +1,79 @@
+"""Every planted mistake is caught: the run deviates from one rank by more than the limit."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from raymega.verify.compare import LIMIT, Reference, compare, make_reference
+from raymega.verify.launch import LayoutFailedError, open_nursery
+from raymega.verify.layout import Layout, is_legal, reference_layout
+from tests.mutations.table import MUTATIONS
+from tests.unit.verify.jobs import make_job
+
+pytestmark = pytest.mark.dist
+
+PACKAGE = Path(__file__).parents[2] / "raymega"
+STEPS = 2
+TIMEOUT_S = 60.0
+SMALL = ("model.num_layers=2", "data.global_batch_size=6", "optimizer.lr_warmup_steps=1")
+
+
+@cache
+def _job(overrides: tuple[str, ...]):
+    return make_job(*SMALL, *overrides)
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Iterator[dict]:
+    """The nursery of the package as it is, and the references it has trained by overrides."""
+    with open_nursery(timeout_s=TIMEOUT_S) as nursery:
+        yield {"nursery": nursery}
+
+
+def _reference(healthy: dict, overrides: tuple[str, ...]) -> Reference:
+    if overrides not in healthy:
+        job = _job(overrides)
+        with healthy["nursery"].run(job, reference_layout(job), steps=STEPS) as results:
+            healthy[overrides] = make_reference(results[0])
+    return healthy[overrides]
+
+
+@contextmanager
+def _planted(mutation, folder: Path) -> Iterator[None]:
+    """A copy of the package with the mistake, first on the path of what starts here."""
+    shutil.copytree(PACKAGE, folder / "raymega", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "raymega" / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file} no longer has the text exactly once"
+    file.write_text(text.replace(mutation.old, mutation.new))
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _is_same_run(nursery, overrides: tuple[str, ...], layout: Layout, reference: Reference) -> bool:
+    try:
+        with nursery.run(_job(overrides), layout, steps=STEPS) as results:
+            return compare(results, reference, limit=LIMIT).first is None
+    except LayoutFailedError:
+        return False
+
+
+def test_list_is_long_and_its_names_differ():
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 15
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy, tmp_path):
+    assert is_legal(_job(mutation.job), mutation.layout)
+    reference = _reference(healthy, mutation.job)
+    assert _is_same_run(healthy["nursery"], mutation.job, mutation.layout, reference)
+    with _planted(mutation, tmp_path), open_nursery(timeout_s=TIMEOUT_S) as nursery:
+        assert not _is_same_run(nursery, mutation.job, mutation.layout, reference)
