@@ -31,9 +31,13 @@ class Mutation:
     job: tuple[str, ...] = field(default=())
 
 
+GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
+TWO_KV_HEADS = ("model.num_kv_heads=2",)
+
 MUTATIONS: tuple[Mutation, ...] = (
+    # Who counts, who sums.
     Mutation(
-        name="norm counts replicas of tensor-parallel ranks",
+        name="norm counts what tensor-parallel ranks share",
         file="parallel/sharding.py",
         old="is_primary=not is_tied_copy and tp_rank % sharers == 0,",
         new="is_primary=not is_tied_copy,",
@@ -47,10 +51,148 @@ MUTATIONS: tuple[Mutation, ...] = (
         layout=Layout(pp=2),
     ),
     Mutation(
-        name="batches are dealt out by rank in blocks of the wrong rank",
+        name="gradients of norms are not summed over positions of other ranks",
+        file="parallel/sharding.py",
+        old="and (tensor.serves_heads or (is_sequence_parallel and tensor.tp_dim < 0)),",
+        new="and tensor.serves_heads,",
+        layout=Layout(tp=2, sequence_parallel=True),
+    ),
+    Mutation(
+        name="gradients of shared key and value heads are not summed",
+        file="parallel/sharding.py",
+        old="and (tensor.serves_heads or (is_sequence_parallel and tensor.tp_dim < 0)),",
+        new="and is_sequence_parallel and tensor.tp_dim < 0,",
+        layout=Layout(tp=4),
+        job=TWO_KV_HEADS,
+    ),
+    Mutation(
+        name="tied embedding is forgotten",
+        file="parallel/grad_buffer.py",
+        old="            if bucket.is_tied:\n",
+        new="            if False:\n",
+        layout=Layout(pp=2),
+    ),
+    Mutation(
+        name="tied embedding is forgotten by the sharded optimizer",
+        file="parallel/grad_buffer.py",
+        old="            if bucket.is_tied:\n",
+        new="            if bucket.is_tied and not self._table.is_sharded:\n",
+        layout=Layout(pp=2, dp=2, sharding="optimizer"),
+    ),
+    Mutation(
+        name="ranks' gradients are averaged instead of summed",
+        file="parallel/grad_buffer.py",
+        old="            self.owned(bucket).mul_(factor)",
+        new="            self.owned(bucket).mul_(factor / self._table.dp.size)",
+        layout=Layout(dp=2),
+    ),
+    Mutation(
+        name="each rank clips by the norm of its own part",
+        file="train/step.py",
+        old="        norm_sq=total[2],",
+        new="        norm_sq=mine[2],",
+        layout=Layout(tp=2),
+    ),
+    Mutation(
+        name="loss is divided by the rank's own tokens",
+        file="train/step.py",
+        old="        tokens=round(total[1]),",
+        new="        tokens=round(mine[1] or total[1]),",
+        layout=Layout(dp=4),
+    ),
+    # What is cut where.
+    Mutation(
+        name="initial values are keyed by local indices",
+        file="parallel/parameter.py",
+        old="values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)",
+        new="values = rng.normal(stream, tensor.whole, tensor.shape, torch.float64, device=device)"
+        "[: box.shape[0], : box.shape[1]].clone()",
+        layout=Layout(tp=2),
+    ),
+    Mutation(
+        name="biases are cut in reverse order",
+        file="plan/tensors.py",
+        old="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)",
+        new="            at = (tp - 1 - tp_rank if len(shape) == 1 else tp_rank) // sharers\n"
+        "            offset[self.tp_dim] = shape[self.tp_dim] * at",
+        layout=Layout(tp=2),
+        job=GPT2,
+    ),
+    Mutation(
+        name="ranks take key and value heads in turn instead of next to one another",
+        file="plan/tensors.py",
+        old="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)",
+        new="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank % (tp // sharers))",
+        layout=Layout(tp=4),
+        job=TWO_KV_HEADS,
+    ),
+    Mutation(
+        name="sharded update leaves out the last element of each part",
+        file="parallel/buckets.py",
+        old="begin=size * self.dp.index, end=size * (self.dp.index + 1))",
+        new="begin=size * self.dp.index, end=size * (self.dp.index + 1) - 1)",
+        layout=Layout(dp=2, sharding="optimizer"),
+    ),
+    Mutation(
+        name="updated weights are not gathered",
+        file="parallel/weight_buffer.py",
+        old="        if not self._is_old:\n            return\n",
+        new="        self._is_old = False\n        if not self._is_old:\n            return\n",
+        layout=Layout(dp=2, sharding="optimizer"),
+    ),
+    # Cut layers.
+    Mutation(
+        name="gradient of a column layer's input is not summed",
+        file="parallel/tensor.py",
+        old="        grad_x, summing = ctx.stream.start_sum(grad @ weight)",
+        new="        grad_x = grad @ weight\n"
+        "        _, summing = ctx.stream.start_sum(grad_x.clone())",
+        layout=Layout(tp=2),
+    ),
+    Mutation(
+        name="every rank adds a row layer's bias",
+        file="parallel/tensor.py",
+        old="        y = self.stream.sum(linear(x, self.weight))\n"
+        "        return y if self.bias is None else y + self.bias",
+        new="        return self.stream.sum(linear(x, self.weight, self.bias))",
+        layout=Layout(tp=2),
+        job=GPT2,
+    ),
+    Mutation(
+        name="positions start at zero on every rank",
+        file="model/embedding.py",
+        old="        first = self.stream.first_position(x.shape[0])",
+        new="        first = 0",
+        layout=Layout(tp=2, sequence_parallel=True),
+        job=GPT2,
+    ),
+    Mutation(
+        name="cross entropy takes the peak of its own columns",
+        file="parallel/cross_entropy.py",
+        old='all_reduce(logits.amax(-1).to(wide), tp, op="max")',
+        new="logits.amax(-1).to(wide)",
+        layout=Layout(tp=2),
+    ),
+    # Batches and pipelines.
+    Mutation(
+        name="ranks train on the same samples",
         file="plan/batch.py",
         old="start = (micro_batch * self.dp + dp_rank) * self.micro_batch_size",
         new="start = micro_batch * self.dp * self.micro_batch_size",
         layout=Layout(dp=2),
+    ),
+    Mutation(
+        name="slots without a sample count",
+        file="data/loader.py",
+        old="mask=is_sample[:, None].expand_as(labels).float(),",
+        new="mask=is_sample[:, None].expand_as(labels).float().fill_(1.0),",
+        layout=Layout(dp=4),
+    ),
+    Mutation(
+        name="only the last micro-batch's loss counts",
+        file="pipeline/executor.py",
+        old="            self.loss_sum += output.detach()",
+        new="            self.loss_sum = output.detach()",
+        layout=Layout(pp=2),
     ),
 )
