@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from raymega import api
+from raymega.cli.tables import table
 from raymega.cli.train import Overrides
 from raymega.orchestrate.doctor import Finding, examine
 from raymega.session import session_at
 
+MIB_BYTES = 2**20
 MARKS = {"ok": "ok     ", "problem": "PROBLEM", "skipped": "skipped"}
 
 
@@ -46,8 +48,28 @@ def doctor(
         checks = [asdict(finding) for finding in findings]
         print(json.dumps({"problems": num_problems, "findings": checks}))
     else:
+        _show_bandwidth(findings)
         print(f"{num_problems} problems" if num_problems else "no problems")
     raise typer.Exit(1 if num_problems else 0)
+
+
+def _show_bandwidth(findings: list[Finding]) -> None:
+    """What was measured on each axis beside what its link can carry."""
+    measured = [f.values for f in findings if f.check == "bandwidth" and f.status == "ok"]
+    rows = [
+        (
+            values["axis"],
+            values["groups"],
+            f"{values['message_bytes'] / MIB_BYTES:g} MiB",
+            f"{values['bytes_per_s'] / 1e9:.3f}",
+            f"{values['slowest_bytes_per_s'] / 1e9:.3f}",
+            f"{values['link_bytes_per_s'] / 1e9:g}" if values["link_bytes_per_s"] else "not known",
+        )
+        for values in measured
+    ]
+    if rows:
+        headers = ("axis", "groups", "message", "GB/s", "slowest GB/s", "NVLink GB/s")
+        print(table(headers, rows))
 
 
 def _show(finding: Finding) -> None:

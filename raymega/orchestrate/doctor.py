@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from raymega.errors import CapacityError, Fault
 from raymega.messages import Entered, WorkerDied, WorkerFailed, WorkerFinished
 from raymega.orchestrate.group import AttemptOrder
 from raymega.orchestrate.inventory import list_nodes
-from raymega.orchestrate.placement import place_ranks
+from raymega.orchestrate.placement import Place, place_ranks
 from raymega.orchestrate.probes import (
     NodeFacts,
     Skew,
@@ -35,6 +35,7 @@ from raymega.orchestrate.probes import (
     version_fault,
 )
 from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.plan.hardware import nvlink_bytes_per_s
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.open import open_store
 
@@ -87,7 +88,7 @@ def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[Finding]:
         yield Finding(check="bandwidth", status="skipped", fact="no job file was given")
         return
     yield from check_store(ids, nodes, store_uri)
-    yield from check_bandwidth(plan)
+    yield from check_bandwidth(plan, gpus=_gpu_names(facts))
 
 
 def check_resources(plan: RunPlan | None) -> Iterator[Finding]:
@@ -185,28 +186,47 @@ def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Itera
 
 
 def check_bandwidth(
-    plan: RunPlan, *, make_group: Callable[[RunPlan], RayWorkerGroup] | None = None
+    plan: RunPlan,
+    *,
+    gpus: Mapping[str, str] | None = None,
+    make_group: Callable[[RunPlan], RayWorkerGroup] | None = None,
 ) -> Iterator[Finding]:
-    """An all-reduce on every group of every axis, one axis at a time."""
+    """An all-reduce on every group of every axis, one axis at a time.
+
+    Args:
+        plan: Whose groups are measured.
+        gpus: Name of the GPUs of each node that has some.
+        make_group: Of workers that measure; doctor's own unless a test brings another.
+    """
     if plan.grid.world_size == 1:
         yield Finding(check="bandwidth", status="skipped", fact="one rank sends nothing")
         return
     group = (make_group or _bandwidth_group)(plan)
+    homes: Mapping[int, Place] = {}
     try:
         timings, fault = _collect(group, plan)
+        homes = group.members()
     except CapacityError as error:
         timings, fault = [], error.faults[0]
     finally:
         group.release(keep_warm=False)
     if fault is not None:
         yield _problem("bandwidth", fault)
-    yield from judge_bandwidth(timings)
+    yield from judge_bandwidth(timings, links=_links(homes, gpus or {}))
 
 
-def judge_bandwidth(timings: Sequence[Entered]) -> Iterator[Finding]:
-    """One finding an axis, and one for each group that lags behind the others of its axis."""
+def judge_bandwidth(
+    timings: Sequence[Entered], *, links: Mapping[int, tuple[str, float]] | None = None
+) -> Iterator[Finding]:
+    """One finding an axis, and one for each group that lags behind the others of its axis.
+
+    Args:
+        timings: Of all ranks.
+        links: By rank, its node and the bytes/s that a GPU sends to others of that node.
+    """
     for axis in dict.fromkeys(timing.phase for timing in timings):
         speeds: dict[str, float] = {}
+        size = "0"
         for timing in (each for each in timings if each.phase == axis):
             size, _, ranks = timing.detail.partition(":")
             number = ranks.count(",") + 1
@@ -214,7 +234,14 @@ def judge_bandwidth(timings: Sequence[Entered]) -> Iterator[Finding]:
             speeds[ranks] = min(speed, speeds.get(ranks, speed))
         middle, slowest = median(speeds.values()), min(speeds.values())
         name = axis.removesuffix("_forward")
-        values = {"axis": name, "bytes_per_s": middle, "slowest_bytes_per_s": slowest}
+        values = {
+            "axis": name,
+            "groups": len(speeds),
+            "message_bytes": int(size),
+            "bytes_per_s": middle,
+            "slowest_bytes_per_s": slowest,
+            "link_bytes_per_s": _common_link(speeds, links or {}),
+        }
         fact = (
             f"{name}: {middle / 1e9:.3f} GB/s of bus bandwidth, slowest group {slowest / 1e9:.3f}"
         )
@@ -222,6 +249,27 @@ def judge_bandwidth(timings: Sequence[Entered]) -> Iterator[Finding]:
         for ranks, speed in speeds.items():
             if speed < SLOW_SHARE * middle:
                 yield _problem("bandwidth", _slow(name, ranks, speed, middle), values)
+
+
+def _gpu_names(facts: Mapping[str, NodeFacts | Exception]) -> dict[str, str]:
+    known = {node: found for node, found in facts.items() if isinstance(found, NodeFacts)}
+    return {node: found.gpus[0] for node, found in known.items() if found.gpus}
+
+
+def _links(homes: Mapping[int, Place], gpus: Mapping[str, str]) -> dict[int, tuple[str, float]]:
+    """By rank, its node and its GPU's NVLink; ranks without a known one are left out."""
+    speeds = {node: nvlink_bytes_per_s(name) for node, name in gpus.items()}
+    nodes = {rank: place.node_id for rank, place in homes.items() if place.gpus}
+    return {rank: (node, speed) for rank, node in nodes.items() if (speed := speeds.get(node))}
+
+
+def _common_link(groups: Iterable[str], links: Mapping[int, tuple[str, float]]) -> float:
+    """What an axis can carry when each of its groups is inside a node; 0 where nobody knows."""
+    found: set[float] = set()
+    for group in groups:
+        ends = {links.get(int(rank), ("", 0.0)) for rank in group.split(",")}
+        found |= {speed for _, speed in ends} if len(ends) == 1 else {0.0}
+    return min(found, default=0.0)
 
 
 def _bandwidth_group(plan: RunPlan) -> RayWorkerGroup:

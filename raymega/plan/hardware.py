@@ -17,6 +17,18 @@ _OTHERS = ("GB200", "GH200")
 _16_BIT = ("bfloat16", "float16")
 
 
+NVLINK_BYTES_PER_S = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
+"""Of one GPU in one direction, through the node's switch. Cards in PCIe slots have none of it."""
+_CARDS = ("PCIe", "PCIE", "NVL", *_OTHERS)
+
+
+def nvlink_bytes_per_s(device_name: str) -> float | None:
+    """What a GPU of that name sends to the others of its node, or None when it is not known."""
+    if any(name in device_name for name in _CARDS):
+        return None
+    return next((v for name, v in NVLINK_BYTES_PER_S.items() if name in device_name), None)
+
+
 def peak_flops(device_name: str, *, dtype: str) -> float | None:
     """FLOP/s of one device for matrices of ``dtype``, or None when the table does not know.
 

@@ -111,7 +111,7 @@ def test_auto_asks_for_gpus_when_a_node_type_has_them_and_no_node_lives(cluster)
     assert find_device(section) == "cpu"
 
 
-def test_tp_groups_stay_on_one_node(make_controller):
+def test_tp_groups_stay_on_one_node(make_controller, record_property):
     assert make_controller("calm").run().status == "finished"
     (workers,) = make_controller.sink.of(WorkersStarted)
     homes = nodes_of_tp_groups(make_controller.plan, workers)
@@ -119,7 +119,8 @@ def test_tp_groups_stay_on_one_node(make_controller):
     assert len(set.union(*homes)) == 2, "3 slots hold one pair, so two nodes are at work"
     (passed,) = make_controller.sink.of(NodesPassed)
     assert passed.detail == "versions and the run's store are right on 2 nodes"
-    assert passed.seconds < 1.0
+    record_property("preflight_s", passed.seconds)
+    assert passed.seconds < 10.0, "0.1 s on an idle machine"
 
 
 def test_run_that_fits_only_in_torn_groups_waits_and_gives_up(make_controller):

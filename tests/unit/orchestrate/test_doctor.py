@@ -86,8 +86,13 @@ def test_bandwidth_is_the_buses_and_a_lagging_group_is_named():
         timing(0, 0.4, "0,1"), timing(1, 0.5, "0,1"), timing(2, 0.5, "2,3"), timing(4, 2.0, "4,5"),
         timing(0, 1.0, "0,2,4,6", axis="pp_forward"),
     ]  # fmt: skip
-    tp, slow, pp = judge_bandwidth(timings)
-    assert tp.values == {"axis": "tp", "bytes_per_s": 2e9, "slowest_bytes_per_s": 0.5e9}
+    links = {rank: ("a" if rank < 4 else "b", 450e9) for rank in range(6)}
+    tp, slow, pp = judge_bandwidth(timings, links=links)
+    assert tp.values == {
+        "axis": "tp", "groups": 3, "message_bytes": 10**9, "bytes_per_s": 2e9,
+        "slowest_bytes_per_s": 0.5e9, "link_bytes_per_s": 450e9,
+    }  # fmt: skip
+    assert pp.values["link_bytes_per_s"] == 0, "it spans nodes"
     assert "ranks 4,5 moves 0.500 GB/s" in slow.fact and slow.status == "problem"
     assert pp.values["axis"] == "pp" and pp.values["bytes_per_s"] == 1.5e9
 

@@ -4,7 +4,7 @@ import pytest
 
 from raymega.config.schema import ModelSection
 from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware import peak_flops
+from raymega.plan.hardware import nvlink_bytes_per_s, peak_flops
 
 LLAMA_3_8B = ModelSection(
     family="llama",
@@ -57,3 +57,9 @@ def test_peaks_of_known_devices(name, tflops):
 @pytest.mark.parametrize("name", ["", "NVIDIA GB200", "NVIDIA GH200 480GB", "Tesla T4"])
 def test_unknown_devices_have_no_peak(name):
     assert peak_flops(name, dtype="bfloat16") is None
+
+
+def test_nvlink_is_of_gpus_on_a_board_and_not_of_cards():
+    assert nvlink_bytes_per_s("NVIDIA H100 80GB HBM3 81559 MiB") == 450e9
+    assert nvlink_bytes_per_s("NVIDIA H100 PCIe 81559 MiB") is None
+    assert nvlink_bytes_per_s("NVIDIA A100-PCIE-40GB 40960 MiB") is None
