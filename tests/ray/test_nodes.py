@@ -120,7 +120,7 @@ def test_tp_groups_stay_on_one_node(make_controller, record_property):
     (passed,) = make_controller.sink.of(NodesPassed)
     assert passed.detail == "versions and the run's store are right on 2 nodes"
     record_property("preflight_s", passed.seconds)
-    assert passed.seconds < 10.0, "0.1 s on an idle machine"
+    assert passed.seconds < 10.0, "beside the start; below 1 s unless the machine is busy"
 
 
 def test_run_that_fits_only_in_torn_groups_waits_and_gives_up(make_controller):

@@ -1,16 +1,20 @@
 """Jobs on a real head with a token: submitted, followed, stopped with a save, continued, refused."""
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from raymega.checkpoint.manifest import find_restore
 from raymega.orchestrate.journal import read_record
 from raymega.storage.open import open_store
 from tests.support.head import head
@@ -131,6 +135,60 @@ def test_stop_saves_and_the_same_command_continues_the_same_runs(client, tmp_pat
             "(select run_uuid from tags where key = 'mlflow.parentRunId')"
         ).fetchone()
     assert parents == 1
+
+
+def test_killed_driver_is_continued_as_the_second_attempt_of_one_mlflow_run(client, tmp_path):
+    settings = _settings(
+        **{"run.name": "torn", "run.steps": "100000", "checkpoint.every": "5",
+           "checkpoint.uri": str(tmp_path), "tracking.console_every": "1"}
+    )  # fmt: skip
+    following = client.start("submit", "jobs/verify.yaml", *client.at(), "--follow", *settings)
+    for line in following.stdout:
+        if line.startswith("Checkpoint of step"):
+            break
+    deadline_s = time.monotonic() + LIMIT_S
+    while not _attempts_in(tmp_path / "torn" / "mlflow.db"):  # MLflow is written behind the run
+        assert time.monotonic() < deadline_s
+        time.sleep(0.5)
+    os.kill(_driver_pid("run.name=torn"), signal.SIGKILL)
+    following.communicate(timeout=LIMIT_S)
+    assert following.returncode == 137, "the shell's word for SIGKILL: it had no time to save"
+    store = open_store(str(tmp_path / "torn"))
+    assert read_record(store).status == "running"
+    saved_step = find_restore(store).manifest.step
+
+    more = _settings(**{"run.steps": str(saved_step + 2)})
+    code, out, err = client.submit("--follow", "--json", *settings, *more)
+    assert code == 0, out + err
+    events = [json.loads(line) for line in out.splitlines()]
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps == [saved_step + 1, saved_step + 2]
+    assert _attempts_in(tmp_path / "torn" / "mlflow.db") == ["FINISHED", "KILLED"]
+
+
+def _attempts_in(path):
+    """Of the one run that MLflow's database has: how its attempts stand."""
+    if not path.exists():
+        return []
+    with sqlite3.connect(path) as database, suppress(sqlite3.OperationalError):
+        rows = database.execute(
+            "select status from runs where run_uuid in "
+            "(select run_uuid from tags where key = 'mlflow.parentRunId')"
+        ).fetchall()
+        (parents,) = database.execute("select count(*) from runs").fetchone()
+        assert parents - len(rows) <= 1
+        return sorted(status for (status,) in rows)
+    return []
+
+
+def _driver_pid(setting):
+    """The driver, not the shell that the job server puts before it."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if setting in words and {"train", "jobs/train.py"} & set(words):
+                return int(path.parent.name)
+    raise AssertionError(f"no driver with {setting}")
 
 
 def test_mistakes_are_refused_before_anything_is_submitted(client):
