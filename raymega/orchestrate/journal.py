@@ -34,7 +34,8 @@ class RunRecord:
         version: Of this layout.
         run_id: The run's own id, from its first driver on.
         name: The job's ``run.name``.
-        identity: What cannot change in a run's life: model, seed and data, as plain values.
+        identity: What cannot change in a run's life: model, seed, data and the kind of optimizer,
+            as plain values.
         num_attempts: Worker groups started so far; the next one has the next number.
         status: Name of the State that the last driver left.
         step: Steps that were committed when the record was written.
@@ -162,7 +163,7 @@ def identity_faults(record: RunRecord, job: Job) -> list[Fault]:
         Fault(
             fact=f"{path}={now[path]!r}",
             rule=f"run {record.name!r} was begun with {path}={then[path]!r}, and a run keeps its "
-            "model, seed and data",
+            "model, seed, data and optimizer.name",
             remedy=f"set {path}={then[path]} to continue it, or take another run.name",
         )
         for path in sorted(now)
@@ -172,9 +173,8 @@ def identity_faults(record: RunRecord, job: Job) -> list[Fault]:
 
 def _identity(job: Job) -> dict[str, Any]:
     """Data are known by their content, so that a dataset may move but not change."""
-    plain = dict(
-        job.model_dump(mode="json", include={"model": True, "data": True, "run": {"seed"}})
-    )
+    kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": {"name"}}
+    plain = dict(job.model_dump(mode="json", include=kept))
     del plain["data"]["path"]
     plain["data"]["content"] = dataset_identity(job.data.path)
     return plain

@@ -24,7 +24,7 @@ from raymega.parallel.groups import Store
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.storage.open import open_store
 from raymega.train.build import Parts, build_parts
-from raymega.train.environment import listen_towards, prepare_process
+from raymega.train.environment import listen_towards, prepare_process, refused_operation
 from raymega.train.loop import run_loop
 from raymega.train.state import TrainState, first_state, state_from
 
@@ -60,6 +60,9 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
     except Exception as error:
         # Closing would wait for operations under way; peers must be let go of at once.
         world.abort_world()
+        refusal = refused_operation(error)
+        if refusal:
+            raise refusal from error
         if is_communication_error(error) and not isinstance(error, CommunicationError):
             raise CommunicationError(str(error)) from error
         raise

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import struct
 
 import torch
 
+from raymega.errors import ConfigError, Fault
 from raymega.plan.run_plan import RunPlan
+
+REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.device:
@@ -18,13 +22,43 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
     With GPUs, Ray shows a worker only its own, so its index is 0 unless several are visible.
     """
     torch.set_num_threads(max(1, int(plan.job.cluster.cpus_per_worker)))
-    if plan.job.run.deterministic:
-        torch.use_deterministic_algorithms(mode=True)
+    _repeat_exactly(is_on=plan.job.run.deterministic)
+    _sum_in_float32()
     if device == "cpu":
         return torch.device("cpu")
     index = local_rank if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def refused_operation(error: Exception) -> ConfigError | None:
+    """The user's error in torch's refusal of a kernel under run.deterministic; else None."""
+    found = REFUSAL.search(str(error))
+    if not found:
+        return None
+    return ConfigError(
+        Fault(
+            fact=f"run.deterministic=true, and {found[1]} has no deterministic kernel here",
+            rule="every operation of the step must give equal bits each time",
+            remedy="set run.deterministic=false, or leave out what needs the operation",
+        )
+    )
+
+
+def _repeat_exactly(*, is_on: bool) -> None:
+    """Equal runs on equal machines give equal bits: kernels, cuBLAS' workspaces, NCCL's order."""
+    torch.use_deterministic_algorithms(mode=is_on)
+    torch.backends.cudnn.deterministic = is_on
+    if is_on:
+        # Read when the first handle and the first communicator are made, which is after this.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def _sum_in_float32() -> None:
+    """By default torch lets a split GEMM add its parts in the format of its output."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def listen_towards(rendezvous: str) -> None:

@@ -159,3 +159,58 @@ def test_loss_that_is_no_number_is_exit_5(address, store):
     outcome = train(*_settings(store, "wild", "optimizer.lr=1e200"), address=address)
     assert outcome.code == 5, outcome.stderr
     assert outcome.stderr.count("Traceback") == 1, "the cause is shown once, not once a rank"
+
+
+RAMP = (
+    "data.batch_ramp="
+    "[{until_samples: 10, global_batch_size: 4}, {until_samples: 38, global_batch_size: 7}]"
+)
+HALF = ("precision.dtype=float16", "precision.loss_scale=16777216.0")
+PLACE = ("samples", "global_batch_size", "loss_scale", "skipped_steps", "lr")
+
+
+def _places(outcome: Outcome, keys: tuple[str, ...] = PLACE) -> dict[int, tuple]:
+    return {event["step"]: tuple(event[key] for key in keys) for event in outcome.all("step")}
+
+
+def test_float16_run_in_mid_ramp_goes_on_exactly(address, store):
+    """Stopped after step 4, in the ramp's second stage while the loss scale still sinks; and again.
+
+    On another grid the position is the same too. Which gradient still overflows at the edge of the
+    range is not: partial sums of tensor-parallel ranks are float16.
+    """
+
+    def steps(name, number, *grid):
+        last = f"run.steps={number}"
+        outcome = train(*_settings(store, name, RAMP, *HALF, last, *grid), address=address)
+        assert outcome.code == 0, outcome.stderr
+        return outcome
+
+    whole, part, same = steps("whole", 12), steps("parts", 4), steps("parts", 8)
+    known = {step: place for step, place in _places(whole).items() if step <= 8}
+    assert _places(part) | _places(same) == known
+    assert part.losses | same.losses == {step: whole.losses[step] for step in known}
+    assert known[4][3] == 4.0 < known[8][3], "the scale had not settled where the run was stopped"
+    other = steps("parts", 12, "parallel.tp=1", "parallel.dp=3", "parallel.pp=1")
+    position = ("samples", "global_batch_size")
+    expected = _places(whole, position)
+    assert _places(other, position) == {step: expected[step] for step in range(9, 13)}
+    assert [size for _, size in expected.values()] == [4.0] * 3 + [7.0] * 4 + [16.0] * 5
+    for step, loss in other.losses.items():
+        assert loss == pytest.approx(whole.losses[step], rel=2e-2)
+
+
+def test_float16_that_overflows_at_the_least_scale_is_exit_5(address, store):
+    least = ("precision.dtype=float16", "precision.loss_scale=1e9", "precision.min_loss_scale=1e9")
+    outcome = train(*_settings(store, "least", *least), address=address)
+    assert outcome.code == 5, outcome.stderr
+    assert "min_loss_scale=1e+09" in outcome.stderr
+
+
+def test_statistics_are_reported_in_their_steps(address, store):
+    every = ("tracking.norms_every=2", "tracking.activations_every=3")
+    outcome = train(*_settings(store, "watched", *every), address=address)
+    assert outcome.code == 0, outcome.stderr
+    for event in outcome.all("step"):
+        assert ("group_grad_norm/attention.q" in event) == (event["step"] % 2 == 0)
+        assert ("output_grad_std/3" in event) == (event["step"] % 3 == 0)

@@ -1,40 +1,70 @@
-"""Which network card gloo is told to listen on."""
+"""The worker's process: what run.deterministic sets, refuses and says."""
 
 import os
-import socket
-import sys
 
 import pytest
+import torch
 
-from raymega.train.environment import listen_towards
+from raymega.errors import ConfigError
+from raymega.train.environment import prepare_process, refused_operation
+from tests.support.jobs import make_test_plan
+from tests.support.ranks import run_alone
 
-VARIABLE = "GLOO_SOCKET_IFNAME"
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cards are asked as Linux answers")
-
-
-@pytest.fixture(autouse=True)
-def unset(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.delenv(VARIABLE)
+NAMES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
 
-def test_loopback_leads_to_loopback():
-    listen_towards("127.0.0.1:1")
-    assert os.environ[VARIABLE] == "lo"
+def _settings(value, environment):
+    """What a worker's process is like afterwards, and what torch says to a varying kernel."""
+    for name in NAMES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    plan = make_test_plan(f"run.deterministic={value}")
+    assert prepare_process(plan, device="cpu", local_rank=0) == torch.device("cpu")
+    error = ""
+    try:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    except RuntimeError as refused:
+        error = str(refused_operation(refused))
+    matmul = torch.backends.cuda.matmul
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environment": {name: os.environ.get(name) for name in NAMES},
+        "error": error,
+        "low_sums": (
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_fp16_reduced_precision_reduction,
+        ),
+    }
 
 
-def test_card_is_the_one_that_leads_there_whatever_the_machines_name_resolves_to(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.99", 1))
-        except OSError:
-            pytest.skip("no network")
-    listen_towards("192.0.2.99:1")
-    assert os.environ[VARIABLE] in {name for _, name in socket.if_nameindex()} - {"lo"}
+def test_deterministic_run_sets_torch_cublas_and_nccl_and_names_what_is_refused():
+    found = run_alone(_settings, "true", {})
+    assert found["deterministic"]
+    assert found["environment"] == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    assert "run.deterministic=true, and put_" in found["error"]
+    assert "set run.deterministic=false" in found["error"]
 
 
-def test_users_choice_is_kept(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "mine")
-    listen_towards("127.0.0.1:1")
-    assert os.environ[VARIABLE] == "mine"
+def test_other_runs_set_none_of_it():
+    found = run_alone(_settings, "false", {})
+    assert not found["deterministic"] and found["error"] == ""
+    assert set(found["environment"].values()) == {None}
+
+
+def test_what_the_user_set_is_kept():
+    found = run_alone(_settings, "true", {"NCCL_ALGO": "Tree"})
+    assert found["environment"]["NCCL_ALGO"] == "Tree"
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_split_gemms_add_in_float32(value):
+    assert run_alone(_settings, value, {})["low_sums"] == (False, False)
+
+
+def test_other_errors_are_not_taken_for_a_refusal():
+    assert refused_operation(RuntimeError("out of memory")) is None
+    assert refused_operation(ValueError("")) is None
+    text = "scatter_add_cuda_kernel does not have a deterministic implementation, but you set"
+    error = refused_operation(RuntimeError(text))
+    assert isinstance(error, ConfigError) and error.exit_code == 2
+    assert "scatter_add_cuda_kernel" in str(error)
