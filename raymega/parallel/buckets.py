@@ -18,6 +18,9 @@ from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import Piece
 
 BUCKET_BYTES = 32 * 2**20
+"""Gradient bytes from which a bucket is full, if the rank has many more."""
+MIN_BUCKETS = 4
+"""A rank with fewer bytes has about so many buckets: the last one to fill has no work to hide behind."""
 
 
 class Span(NamedTuple):
@@ -170,6 +173,12 @@ def make_buckets(
                 )  # fmt: skip
                 buckets.append(bucket)
     return BucketTable(buckets=tuple(buckets), dp=dp, is_sharded=is_sharded, dtype=dtype)
+
+
+def bucket_bytes_for(params: Iterable[ShardedParameter]) -> int:
+    """From how many gradient bytes a bucket is full on a rank that holds ``params``."""
+    num_bytes = sum(param.numel() * max(4, param.element_size()) for param in params)
+    return min(BUCKET_BYTES, -(-num_bytes // MIN_BUCKETS))
 
 
 def piece_boxes(extent: Extent) -> Iterator[tuple[Piece, Box, int]]:

@@ -8,7 +8,7 @@ without holding up the stream that computes. Which of the two it is, is decided 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -50,11 +50,23 @@ class CommLog:
         self._flights.append(flight)
         return flight
 
-    def take(self) -> tuple[Event, ...]:
-        """Stop recording; the events, in seconds since :meth:`start`."""
-        events = [event for flight in self._flights for event in flight.events()]
+    def take(self, work: Sequence[Event], *, began_s: float) -> tuple[Event, ...]:
+        """Stop recording; the time line of ``work`` and of what was tracked beside it.
+
+        Args:
+            work: Events in seconds since ``began_s``; empty if nothing was recorded.
+            began_s: A reading of the host's clock.
+
+        Returns:
+            All events in seconds since :meth:`start`, those of ``work`` first.
+        """
+        if self._origin is None:
+            return tuple(work)
+        shift = self._origin.of_host(began_s)
+        shifted = [e._replace(start_s=e.start_s + shift, end_s=e.end_s + shift) for e in work]
+        tracked = [event for flight in self._flights for event in flight.events()]
         self._flights, self._origin = [], None
-        return tuple(sorted(events, key=lambda event: event.start_s))
+        return (*shifted, *sorted(tracked, key=lambda event: event.start_s))
 
 
 class _Origin:
@@ -69,7 +81,10 @@ class _Origin:
         self._clock, self._began = clock, clock()
 
     def now(self) -> float:
-        return self._clock() - self._began
+        return self.of_host(self._clock())
+
+    def of_host(self, reading: float) -> float:
+        return reading - self._began
 
     def of(self, event: torch.cuda.Event) -> float:
         assert self.marker is not None, "events are compared on a GPU only"

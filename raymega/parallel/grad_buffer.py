@@ -12,10 +12,11 @@ import torch
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.buckets import Bucket, BucketTable, Range, piece_boxes
-from raymega.parallel.comm import all_reduce, start_all_reduce, start_reduce_scatter_in_place
+from raymega.parallel.comm import start_all_reduce, start_reduce_scatter_in_place
 from raymega.parallel.comm_log import CommLog, Waitable
-from raymega.parallel.groups import Group, Groups
+from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.sharding import Piece
 from raymega.plan.tensors import GlobalTensor
 
 
@@ -81,14 +82,14 @@ class GradBuffer:
         self._launch_in_order(is_end=True)
         for bucket in self._table.buckets:
             if bucket.is_partial_over_tp:
-                sum_over_tp(bucket, self._buckets[bucket.index], self._groups.tp)
+                self._sum_over_tp(bucket)
             if not bucket.is_ordinary:
                 self._launch(bucket)
         for bucket in self._table.buckets:
             self._launched[bucket.index].wait(self._table.dp.timeout_s)
             if bucket.is_tied:
                 tie = start_all_reduce(self.owned(bucket), self._groups.embedding)
-                self._log.track("tie", bucket, tie).wait(self._groups.embedding.timeout_s)
+                self._log.track("sum_tied", bucket, tie).wait(self._groups.embedding.timeout_s)
 
     def scale(self, factor: float) -> None:
         """Multiply every sum that this rank owns by ``factor``."""
@@ -122,6 +123,26 @@ class GradBuffer:
                 break
             self._launch(bucket)
 
+    def _sum_over_tp(self, bucket: Bucket) -> None:
+        """Sum the partial pieces of a bucket over the tp ranks that hold the same blocks.
+
+        Every rank adds its blocks to zeros of the whole tensors' shapes. So one all-reduce over all
+        tp ranks serves blocks that some of them share and blocks that all of them share.
+        """
+        parts = list(_partial_parts(bucket, self._buckets[bucket.index]))
+        sizes = [piece.tensor.num_elements for piece, _ in parts]
+        whole = self._flat.new_zeros(sum(sizes))
+        blocks = [
+            tensor.view(piece.tensor.shape)[piece.box.within(piece.tensor.whole)]
+            for (piece, _), tensor in zip(parts, torch.split(whole, sizes), strict=True)
+        ]
+        for (_, mine), block in zip(parts, blocks, strict=True):
+            block.copy_(mine)
+        pending = start_all_reduce(whole, self._groups.tp)
+        self._log.track("sum_partial", bucket, pending).wait(self._groups.tp.timeout_s)
+        for (_, mine), block in zip(parts, blocks, strict=True):
+            mine.copy_(block)
+
     def _launch(self, bucket: Bucket) -> None:
         start = start_reduce_scatter_in_place if self._table.is_sharded else start_all_reduce
         pending = start(self._buckets[bucket.index], self._table.dp)
@@ -145,29 +166,13 @@ def counted(
                 yield piece.tensor, values[at : at + box.num_elements]
 
 
-def sum_over_tp(bucket: Bucket, flat: torch.Tensor, tp: Group) -> None:
-    """Sum the partial pieces of a bucket over the tp ranks that hold the same blocks.
-
-    Every rank adds its blocks to zeros of the whole tensors' shapes. So one all-reduce over all tp
-    ranks serves blocks that some of them share and blocks that all of them share.
-    """
-    pieces = [
-        (piece, flat[span.start : span.stop].view(span.param.shape)[piece.place])
-        for span in bucket.spans
-        for piece in span.param.spec.pieces
-        if piece.is_partial_over_tp
-    ]
-    sizes = [piece.tensor.num_elements for piece, _ in pieces]
-    whole = flat.new_zeros(sum(sizes))
-    blocks = [
-        part.view(piece.tensor.shape)[piece.box.within(piece.tensor.whole)]
-        for (piece, _), part in zip(pieces, torch.split(whole, sizes), strict=True)
-    ]
-    for (_, mine), block in zip(pieces, blocks, strict=True):
-        block.copy_(mine)
-    all_reduce(whole, tp)
-    for (_, mine), block in zip(pieces, blocks, strict=True):
-        mine.copy_(block)
+def _partial_parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The bucket's partial pieces, each with its view of ``flat``, of its shape."""
+    for param, start in bucket.spans:
+        values = flat[start : start + param.numel()].view(param.shape)
+        for piece in param.spec.pieces:
+            if piece.is_partial_over_tp:
+                yield piece, values[piece.place]
 
 
 def _late(bucket: Bucket) -> InternalError:

@@ -32,11 +32,13 @@ class StepOutput:
 
     Attributes:
         loss_sum: Scalar in max(fp32, dtype), the sum over micro-batches; 0 but with the last stage.
-        events: One an instruction, in seconds since the step's start; empty when not recorded.
+        events: One an instruction, in seconds since ``began_s``; empty when not recorded.
+        began_s: The clock's reading at the start.
     """
 
     loss_sum: Tensor
     events: tuple[Event, ...]
+    began_s: float
 
 
 class Executor(Generic[MicroBatch]):
@@ -101,7 +103,7 @@ class Executor(Generic[MicroBatch]):
                 if is_recording:
                     events.append(_event(instruction, start - began, self._clock() - began))
             self._p2p.wait_all()
-        return StepOutput(loss_sum=step.loss_sum, events=tuple(events))
+        return StepOutput(loss_sum=step.loss_sum, events=tuple(events), began_s=began)
 
     def _carry_out(self, instruction: Instruction, step: _Step[MicroBatch]) -> None:
         try:

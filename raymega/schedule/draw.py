@@ -14,7 +14,7 @@ from statistics import median
 from xml.sax.saxutils import escape
 
 from raymega.schedule.instructions import COMPUTE, RECEIVE, Op
-from raymega.schedule.timeline import EventTuple, bubble, span
+from raymega.schedule.timeline import COLLECTIVES, WAITS, EventTuple, bubble, overlap, span
 
 Rows = Mapping[str, Sequence[EventTuple]]
 
@@ -34,10 +34,11 @@ NAMES = {
 WAIT_FILL = "url(#wait)"
 MOST_WHITE = 0.6
 """Share of white in the colour of the last chunk; chunk 0 has none."""
+COLLECTIVE_FILL = "#0072b2"
 
 # All in pixels. A block of median length is wide enough for its number, within these widths.
 TITLE_PX, LEGEND_PX, AXIS_PX, MARGIN_PX = 34, 30, 44, 16
-ROW_PX, ROW_GAP_PX = 30, 6
+ROW_PX, ROW_GAP_PX, STRIP_PX = 30, 6, 5
 BLOCK_PX, MIN_WIDTH_PX, MAX_WIDTH_PX = 26, 720, 3200
 CHARACTER_PX = 7.2
 TICK_PX = 90
@@ -128,8 +129,10 @@ def _row(
     yield _rect(frame.left_px, y, frame.width_px, "row")
     for name, micro_batch, chunk, start, end in events:
         x, width = frame.x(start), frame.x(end) - frame.x(start)
-        if name in RECEIVE and width > 0:
+        if name in RECEIVE | WAITS and width > 0:
             yield _rect(x, y, width, "wait", WAIT_FILL)
+        elif name in COLLECTIVES:
+            yield _strip(x, y + ROW_PX - STRIP_PX, width, f"{name}, bucket {micro_batch}")
         elif name in COMPUTE:
             hint = f"{name} {micro_batch}" + (f", chunk {chunk}" if chunk else "")
             fill = _paler(FILLS[Op(name)], chunk, last_chunk)
@@ -147,7 +150,11 @@ def _legend(rows: Rows) -> Iterator[str]:
         yield _text(x + 22, TITLE_PX + 14, name)
         x += 22 + CHARACTER_PX * len(name) + 18
     ratio, rate = bubble(rows.values())
-    yield _text(x, TITLE_PX + 14, f"bubble: {ratio:.3f} of ideal time, {rate:.1%} of all time")
+    text = f"bubble: {ratio:.3f} of ideal time, {rate:.1%} of all time"
+    hidden = overlap(rows.values())
+    if hidden is not None:
+        text += f"; strips: gradients and weights under way, {hidden.hidden_share:.0%} hidden"
+    yield _text(x, TITLE_PX + 14, text)
 
 
 def _axis(frame: _Frame, num_rows: int, time_unit: str) -> Iterator[str]:
@@ -179,6 +186,13 @@ def _rect(x: float, y: float, width: float, kind: str, fill: str = "", hint: str
     return (
         f'<rect class="{kind}" x="{x:.2f}" y="{y:.0f}" width="{width:.2f}" height="{ROW_PX}"'
         f"{paint}>{title}</rect>"
+    )
+
+
+def _strip(x: float, y: float, width: float, hint: str) -> str:
+    return (
+        f'<rect class="strip" x="{x:.2f}" y="{y:.0f}" width="{width:.2f}" height="{STRIP_PX}" '
+        f'fill="{COLLECTIVE_FILL}"><title>{escape(hint)}</title></rect>'
     )
 
 

@@ -11,6 +11,11 @@ from typing import NamedTuple
 
 from raymega.schedule.instructions import COMPUTE
 
+COLLECTIVES = frozenset({"reduce", "sum_partial", "sum_tied", "gather"})
+"""From launch to completion: gradients over dp, over tp and over the two stages of a tied table;
+weights over dp. ``wait_`` before the name is the time that the step stood still for one."""
+WAITS = frozenset(f"wait_{name}" for name in COLLECTIVES)
+
 EventTuple = tuple[str, int, int, float, float]
 
 
@@ -18,6 +23,8 @@ class Event(NamedTuple):
     """One instruction carried out; equal to its plain tuple, which is how it crosses processes.
 
     ``name`` is the op's value. Times are seconds since the step's start, or the simulator's units.
+    Collectives of gradients and weights are events too: ``name`` is one of COLLECTIVES or WAITS,
+    and ``micro_batch`` the number of the bucket.
     """
 
     name: str
@@ -32,6 +39,17 @@ class Bubble(NamedTuple):
 
     ratio: float
     rate: float
+
+
+class Overlap(NamedTuple):
+    """How much of the collectives' time went by beside work.
+
+    ``exposed_s`` is the mean over ranks of the time that a step stood still for them;
+    ``hidden_share`` the rest's share of the time in which any was under way.
+    """
+
+    exposed_s: float
+    hidden_share: float
 
 
 def span(rows: Iterable[Sequence[EventTuple]]) -> tuple[float, float]:
@@ -56,3 +74,21 @@ def bubble(rows: Collection[Sequence[EventTuple]]) -> Bubble:
     longest = max(last - first for first, last in (span([row]) for row in work))
     total = len(rows) * longest
     return Bubble(ratio=(total - busy) / busy, rate=(total - busy) / total)
+
+
+def overlap(rows: Collection[Sequence[EventTuple]]) -> Overlap | None:
+    """What collectives of gradients and weights cost; None when there were none."""
+    under_way = sum(_covered(row, COLLECTIVES) for row in rows)
+    if under_way == 0:
+        return None
+    exposed = sum(_covered(row, WAITS) for row in rows)
+    return Overlap(exposed / len(rows), max(0.0, 1 - exposed / under_way))
+
+
+def _covered(row: Sequence[EventTuple], names: Collection[str]) -> float:
+    """Time during which at least one event of ``names`` went on."""
+    total, end = 0.0, float("-inf")
+    for start_s, end_s in sorted(event[3:] for event in row if event[0] in names):
+        total += max(0.0, end_s - max(start_s, end))
+        end = max(end, end_s)
+    return total

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raymega.schedule.timeline import EventTuple
+from raymega.schedule.timeline import COLLECTIVES, WAITS, EventTuple
 
 US_PER_S = 1e6
+STEP, COLLECTIVE = 0, 1
+"""Processes of the trace: what ranks do one after the other, and what goes on beside it."""
 
 
 def merge_trace(rows: Mapping[int, Sequence[EventTuple]]) -> dict[str, object]:
@@ -19,18 +21,20 @@ def merge_trace(rows: Mapping[int, Sequence[EventTuple]]) -> dict[str, object]:
     Args:
         rows: Events by rank, in seconds since a start that all ranks share.
     """
-    names = [_row_name(rank) for rank in sorted(rows)]
+    names = [_row_name(STEP, rank, f"rank {rank}") for rank in sorted(rows)]
+    busy = [rank for rank in sorted(rows) if any(event[0] in COLLECTIVES for event in rows[rank])]
+    names += [_row_name(COLLECTIVE, rank, f"rank {rank}, gradients and weights") for rank in busy]
     spans = [_span(rank, event) for rank in sorted(rows) for event in rows[rank]]
     return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
 
 
-def _row_name(rank: int) -> dict[str, object]:
+def _row_name(process: int, rank: int, name: str) -> dict[str, object]:
     return {
         "ph": "M",
         "name": "thread_name",
-        "pid": 0,
+        "pid": process,
         "tid": rank,
-        "args": {"name": f"rank {rank}"},
+        "args": {"name": name},
     }
 
 
@@ -40,9 +44,13 @@ def _span(rank: int, event: EventTuple) -> dict[str, object]:
         "ph": "X",
         "name": f"{name} {micro_batch}",
         "cat": name,
-        "pid": 0,
+        "pid": COLLECTIVE if name in COLLECTIVES else STEP,
         "tid": rank,
         "ts": start_s * US_PER_S,
         "dur": (end_s - start_s) * US_PER_S,
-        "args": {"micro_batch": micro_batch, "chunk": chunk},
+        "args": {_number_of(name): micro_batch, "chunk": chunk},
     }
+
+
+def _number_of(name: str) -> str:
+    return "bucket" if name in COLLECTIVES | WAITS else "micro_batch"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raymega.schedule.instructions import COMPUTE, Op
-from raymega.schedule.timeline import bubble
+from raymega.schedule.timeline import COLLECTIVES, WAITS, bubble, overlap
 from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
@@ -45,7 +45,7 @@ def metrics_of(event: RunEvent) -> Mapping[str, float]:
                 "run/lost_steps": event.lost_steps,
             }
         case TimelineReady():
-            return {"run/bubble": bubble(event.events.values()).ratio}
+            return _timeline_metrics(event)
         case MemoryReady():
             peaks = [metrics.get("memory/peak_bytes", 0.0) for metrics in event.ranks.values()]
             return {"memory/max_peak_bytes": max(peaks)}
@@ -89,8 +89,18 @@ def rank_metrics_of(event: RunEvent) -> Mapping[int, Mapping[str, float]]:
 def _parts(row: Sequence[WorkEvent]) -> dict[str, float]:
     parts = dict.fromkeys(("worker/forward_s", "worker/backward_s", "worker/transfer_s"), 0.0)
     for name, _micro_batch, _chunk, start_s, end_s in row:
-        parts[_part(name)] += end_s - start_s
+        if name not in COLLECTIVES | WAITS:
+            parts[_part(name)] += end_s - start_s
     return parts
+
+
+def _timeline_metrics(event: TimelineReady) -> dict[str, float]:
+    rows = event.events.values()
+    metrics = {"run/bubble": bubble(rows).ratio}
+    hidden = overlap(rows)
+    if hidden is not None:
+        metrics |= {"comm/exposed_s": hidden.exposed_s, "comm/hidden_share": hidden.hidden_share}
+    return metrics
 
 
 def _part(op: str) -> str:

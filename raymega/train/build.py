@@ -14,7 +14,7 @@ from raymega.data.loader import Loader
 from raymega.data.open import Source, open_split
 from raymega.model.stage import StageModule
 from raymega.optim.optimizer import Optimizer
-from raymega.parallel.buckets import make_buckets
+from raymega.parallel.buckets import bucket_bytes_for, make_buckets
 from raymega.parallel.comm_log import CommLog
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
@@ -85,7 +85,12 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
         timeout_s=job.elastic.collective_timeout_s,
     )
     is_sharded = job.parallel.sharding == "optimizer"
-    table = make_buckets(parameters, groups.dp, is_sharded=is_sharded)
+    table = make_buckets(
+        parameters,
+        groups.dp,
+        is_sharded=is_sharded,
+        bucket_bytes=bucket_bytes_for(p for chunk in parameters for p in chunk),
+    )
     comm_log = CommLog()
     gradients = GradBuffer(table, groups, log=comm_log)
     weights = WeightBuffer(table, log=comm_log)

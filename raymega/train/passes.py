@@ -6,6 +6,7 @@ It decides nothing: what the sums are divided by, and whether they are used, is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from raymega.data.loader import MicroBatch
 from raymega.pipeline.executor import StepOutput
@@ -19,7 +20,12 @@ def forward_backward(
     loss_gradient: float,
     is_recording: bool = False,
 ) -> StepOutput:
-    """Fill ``parts.gradients``, forgetting what was there; backward starts from ``loss_gradient``."""
+    """Fill ``parts.gradients``, forgetting what was there; backward starts from ``loss_gradient``.
+
+    Recorded events are those of the pipeline and those of the gradients' and weights' collectives.
+    """
+    if is_recording:
+        parts.comm_log.start()
     parts.weights.start_gather()
     parts.gradients.zero()
     output = parts.executors[len(micro_batches)].run(
@@ -29,4 +35,4 @@ def forward_backward(
         before_last_backward=parts.gradients.launch_when_full,
     )
     parts.gradients.finish()
-    return output
+    return replace(output, events=parts.comm_log.take(output.events, began_s=output.began_s))

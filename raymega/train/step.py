@@ -17,8 +17,8 @@ from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm import all_reduce
-from raymega.pipeline.executor import Event
 from raymega.plan.run_plan import RunPlan
+from raymega.schedule.timeline import Event
 from raymega.train.build import Parts
 from raymega.train.numerics import refuse_non_finite_step
 from raymega.train.passes import forward_backward

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raymega.messages import Box
+from raymega.parallel.blocks import blocks_of
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import make_spec
 from raymega.plan.grid import Grid
@@ -42,35 +44,100 @@ def test_gradients_are_summed_over_dp_and_missing_ones_stay_zero(bucket_bytes):
             assert torch.equal(view, first)
 
 
-def _reduce_tied(env, dtype):
-    """The last stage holds its copy after another parameter, so at another place in the buffer."""
+def _owned(buffer):
+    """(parameter's name, first element, summed values) of what this rank owns."""
+    return [
+        (e.param.spec.name, e.first, buffer.owned(part.bucket)[e.within(part.begin)].clone())
+        for part in map(buffer._table.owned, buffer._table.buckets)
+        for e in part.extents()
+    ]
+
+
+def _reduce_tied(env, dtype, is_sharded):
+    """The last stage has other parameters than the first, so its buckets differ but for the tied."""
     is_copy = env.coords.pp == env.grid.pp - 1
-    tied = make_param(
-        make_tensor("tied", ROWS), dtype=dtype, is_tied=env.coords.pp != 1, is_tied_copy=is_copy
-    )
-    other = make_param(make_tensor("other", (3, 11)), dtype=dtype)
-    buffer = make_buffer([tied, other] if is_copy else [other, tied], env.groups)
-    (tied * _gradient("tied", env.rank, dtype)).sum().backward()
-    (other * 1.0).sum().backward()
+    is_end = is_copy or env.coords.pp == 0
+    tied = make_param(make_tensor("tied", ROWS), dtype=dtype, is_tied=is_end, is_tied_copy=is_copy)
+    other = make_param(make_tensor("other", (3, 11 + env.coords.pp)), dtype=dtype)
+    params = [other, tied] if is_copy else [tied, other]
+    buffer = make_buffer(params, env.groups, is_sharded=is_sharded, bucket_bytes=100)
+    buffer.launch_when_full()
+    ((tied * _gradient("tied", env.rank, dtype)).sum() + other.sum()).backward()
     buffer.finish()
-    return buffer.view(tied).clone(), buffer.view(other).clone()
+    return _owned(buffer)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["none", "optimizer"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_tied_copies_end_with_equal_bits_on_every_rank(dtype):
-    grid = Grid(pp=3, dp=3)
-    results = run_grid(_reduce_tied, grid, dtype)
-    ends = [rank for rank in range(grid.world_size) if grid.coords(rank).pp != 1]
-    total = sum(_gradient("tied", rank, dtype).double() for rank in ends)
-    for rank, (tied, other) in enumerate(results):
-        assert torch.equal(other, torch.full_like(other, 3.0))
-        if rank in ends:
-            assert torch.equal(tied, results[ends[0]][0])
-            limit = 1e-14 if dtype == torch.float64 else 1e-5
-            torch.testing.assert_close(tied.double(), total, rtol=0, atol=limit)
-        else:
-            mine = sum(_gradient("tied", r, dtype).double() for r in grid.group("dp", rank))
-            torch.testing.assert_close(tied.double(), mine, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("grid", [Grid(pp=2, dp=2), Grid(pp=2, dp=3), Grid(pp=3, dp=2), Grid(pp=3, dp=3)], ids=Grid.describe)
+def test_tied_copies_end_with_equal_bits_on_every_rank(grid, dtype, is_sharded):
+    """35 elements on 2 or 3 ranks: shards end within rows, and the last one has padding."""
+    results = run_grid(_reduce_tied, grid, dtype, is_sharded)
+    last = grid.pp - 1
+    ends = [rank for rank in range(grid.world_size) if grid.coords(rank).pp in (0, last)]
+    total = sum(_gradient("tied", rank, dtype).double() for rank in ends).flatten()
+    held = {}
+    for rank, owned in enumerate(results):
+        for name, first, values in owned:
+            if name == "other":
+                assert torch.equal(values, torch.full_like(values, grid.dp))
+            elif rank in ends:
+                assert torch.equal(held.setdefault(first, values), values), "copies differ"
+            else:
+                mine = sum(_gradient("tied", r, dtype).double() for r in grid.group("dp", rank))
+                wanted = mine.flatten()[first : first + values.numel()]
+                torch.testing.assert_close(values.double(), wanted, rtol=0, atol=1e-5)
+    limit = 1e-14 if dtype == torch.float64 else 1e-5
+    whole = torch.cat([held[first] for first in sorted(held)])
+    torch.testing.assert_close(whole.double(), total, rtol=0, atol=limit)
+
+
+PARTIAL = (
+    make_tensor("q", (8, 3), tp_dim=0),
+    replace(make_tensor("k", (4, 3), tp_dim=0), tp_units=2, serves_heads=True),
+    make_tensor("norm", (5,)),
+)
+
+
+def _reduce_shared(env, is_sharded):
+    """A fused parameter of which only k is partial, and a norm under sequence parallelism."""
+    tp = {"tp": env.grid.tp, "tp_rank": env.coords.tp, "is_sequence_parallel": True}
+    params = []
+    for tensors in (PARTIAL[:2], PARTIAL[2:]):
+        spec = make_spec(tensors, **tp)
+        params.append(ShardedParameter(torch.zeros(spec.shape, dtype=torch.float64), spec))
+    buffer = make_buffer(params, env.groups, is_sharded=is_sharded)
+    for param in params:
+        for piece in param.spec.pieces:
+            (param[piece.place] * _partial_gradient(piece, env.rank)).sum().backward()
+    buffer.finish()
+    return [
+        (block.name, block.box, block.values.clone())
+        for part in map(buffer._table.owned, buffer._table.buckets)
+        for block in blocks_of("g", part, buffer.owned(part.bucket), is_replicated=True)
+    ]
+
+
+def _partial_gradient(piece, rank):
+    source = torch.Generator().manual_seed(100 * len(piece.tensor.name) + rank)
+    return torch.randn(piece.box.shape, generator=source, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["none", "optimizer"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_sums_of_partial_pieces_are_those_of_the_whole_tensors(dp, is_sharded):
+    grid = Grid(tp=4, dp=dp)
+    wanted = {f"g/{t.name}": torch.zeros(t.shape, dtype=torch.float64) for t in PARTIAL}
+    for rank in range(grid.world_size):
+        spec = make_spec(PARTIAL[:2], tp=4, tp_rank=grid.coords(rank).tp)
+        for piece in (*spec.pieces, *make_spec(PARTIAL[2:], tp=4, tp_rank=0).pieces):
+            whole = wanted[f"g/{piece.tensor.name}"]
+            whole[piece.box.within(piece.tensor.whole)] += _partial_gradient(piece, rank)
+    for blocks in run_grid(_reduce_shared, grid, is_sharded):
+        for name, box, values in blocks:
+            whole = Box(offset=(0,) * len(box.shape), shape=tuple(wanted[name].shape))
+            expected = wanted[name][box.within(whole)]
+            torch.testing.assert_close(values, expected, rtol=0, atol=1e-14, msg=name)
 
 
 HEAD_ROWS = 6

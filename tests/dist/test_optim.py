@@ -86,6 +86,7 @@ def _train(env, is_sharded):
         buffer.zero()
         _backward(env, params, step)
         buffer.finish()
+        _poison(buffer)
         mine = local_norm_sq(buffer.shares(), env.device)
         norms.append(sqrt(all_reduce(mine, env.groups.world).item()))
         buffer.scale(clip_factor(norms[-1], SECTION.clip_norm))
@@ -93,6 +94,15 @@ def _train(env, is_sharded):
         weights.start_gather()
         weights.wait_for_all()
     return norms, [(p.spec.pieces[0], p.detach().clone()) for p in params]
+
+
+def _poison(buffer):
+    """What a rank does not own holds no sums; gloo leaves them there, NCCL does not."""
+    kept = [buffer.owned(bucket).clone() for bucket in buffer._table.buckets]
+    if buffer._table.is_sharded:
+        buffer._flat.fill_(torch.nan)
+    for bucket, values in zip(buffer._table.buckets, kept, strict=True):
+        buffer.owned(bucket).copy_(values)
 
 
 def _backward(env, params, step):

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from raymega.errors import InternalError
+from raymega.parallel.buckets import make_buckets
 from raymega.parallel.comm import Pending
-from tests.support.params import make_buffer, make_param, make_tensor
+from raymega.parallel.grad_buffer import GradBuffer
+from tests.support.params import ALONE, make_buffer, make_param, make_tensor
 
 
 def _params(dtype=torch.float64):
@@ -57,18 +60,88 @@ def test_views_lie_in_backward_order_without_gaps():
     assert [place - places[0] for place in places] == [0, 6 * 8, 10 * 8]
 
 
+@pytest.fixture
+def sent(monkeypatch):
+    """Buckets that were launched, in order."""
+    buckets = []
+
+    def launch(bucket, _group):
+        buckets.append(bucket.numel())
+        return Pending("", None, None)
+
+    monkeypatch.setattr("raymega.parallel.grad_buffer.start_all_reduce", launch)
+    return buckets
+
+
 @pytest.mark.parametrize(
     ("bucket_bytes", "sizes"), [(1, [6, 4, 6]), (60, [10, 6]), (1 << 20, [16])], ids=str
 )
-def test_buckets_end_between_views_and_cover_all(monkeypatch, bucket_bytes, sizes):
-    sent = []
-    buffer = make_buffer(_params(), bucket_bytes=bucket_bytes)
-    monkeypatch.setattr(
-        "raymega.parallel.grad_buffer.start_all_reduce",
-        lambda bucket, _group: sent.append(bucket) or Pending("", None, None),
-    )
+def test_buckets_end_between_views_and_cover_all(sent, bucket_bytes, sizes):
+    make_buffer(_params(), bucket_bytes=bucket_bytes).finish()
+    assert sent == sizes
+
+
+def _chain(params):
+    """Backward reaches the last parameter first."""
+    y = torch.ones((), dtype=torch.float64)
+    for param in params:
+        y = (y * param).sum()
+    return y
+
+
+def test_bucket_leaves_in_the_last_backward_as_soon_as_it_is_full(sent):
+    params, seen = _params(), []
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda _param: seen.append(list(sent)))
+    buffer = make_buffer(params, bucket_bytes=1)
+    _chain(params).backward()
+    assert seen == [[], [], []] and sent == []
+    buffer.launch_when_full()
+    _chain(params).backward()
+    assert seen[3:] == [[], [6], [6, 4]] and sent == [6, 4, 6]
     buffer.finish()
-    assert [bucket.numel() for bucket in sent] == sizes
+    assert sent == [6, 4, 6]
+    buffer.zero()
+    _chain(params).backward()
+    assert sent == [6, 4, 6]
+
+
+def test_parameter_without_gradient_holds_back_later_buckets_until_the_end(sent):
+    params = _params()
+    buffer = make_buffer(params, bucket_bytes=1)
+    buffer.launch_when_full()
+    _chain([params[0], params[2]]).backward()
+    assert sent == [6]
+    buffer.finish()
+    assert sent == [6, 4, 6]
+
+
+def test_frozen_parameter_holds_nothing_back(sent):
+    params = _params()
+    params[1].requires_grad_(requires_grad=False)
+    buffer = make_buffer(params, bucket_bytes=1)
+    buffer.launch_when_full()
+    _chain(params).backward()
+    assert sent == [6, 4, 6]
+
+
+def test_gradient_that_comes_after_its_bucket_has_left_is_refused():
+    params = _params()
+    buffer = make_buffer(params, bucket_bytes=1)
+    buffer.launch_when_full()
+    _chain(params).backward()
+    with pytest.raises(InternalError, match="bucket 0: c"):
+        _chain(params).backward()
+
+
+def test_only_the_buckets_of_the_chunk_in_its_last_backward_leave(sent):
+    first, second = _params()[:2], _params()[2:]
+    buffer = GradBuffer(make_buckets([first, second], ALONE.dp), ALONE)
+    buffer.launch_when_full(1)
+    _chain([*first, *second]).backward()
+    assert sent == [6]
+    buffer.finish()
+    assert sent == [6, 10]
 
 
 def test_scale_multiplies_every_gradient():

@@ -99,3 +99,14 @@ def test_chunks_and_parts_of_a_backward_have_colours_of_their_own():
     root, texts = _draw({f"rank {i}": row for i, row in enumerate(events)})
     assert len({block["fill"] for block in _rects(root, "block")}) == 3 * 2
     assert {"backward, input part", "weight part"} <= set(texts) and "backward" not in texts
+
+
+def test_collectives_are_strips_and_their_waits_are_hatched():
+    rows = {"rank 0": [
+        ("forward", 0, 0, 0.0, 1.0), ("backward", 0, 0, 1.0, 3.0),
+        ("reduce", 0, 0, 2.0, 4.0), ("wait_reduce", 0, 0, 3.0, 4.0),
+    ]}  # fmt: skip
+    root, texts = _draw(rows)
+    (strip,), (wait,) = _rects(root, "strip"), _rects(root, "wait")
+    assert float(strip["width"]) == pytest.approx(2 * float(wait["width"]), abs=0.1)
+    assert any("50% hidden" in text for text in texts)

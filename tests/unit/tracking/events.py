@@ -95,7 +95,12 @@ TIMELINE = TimelineReady(
     attempt=2,
     step=4,
     events={
-        0: (("forward", 0, 0, 0.0, 1.0), ("backward", 0, 0, 4.0, 6.0)),
+        0: (
+            ("forward", 0, 0, 0.0, 1.0),
+            ("backward", 0, 0, 4.0, 6.0),
+            ("reduce", 0, 0, 5.0, 7.0),
+            ("wait_reduce", 0, 0, 6.0, 7.0),
+        ),
         1: (("forward", 0, 0, 1.0, 2.0), ("recv_forward", 0, 0, 0.0, 1.0)),
     },
 )

@@ -61,6 +61,11 @@ def test_memory_is_of_each_rank_and_its_largest_peak_of_the_run():
     assert metrics_of(MEMORY) == {"memory/max_peak_bytes": 96.0}
 
 
+def test_timeline_tells_how_much_of_the_collectives_was_hidden():
+    (metrics,) = [metrics_of(e) for e in whole_run() if "comm/exposed_s" in metrics_of(e)]
+    assert (metrics["comm/exposed_s"], metrics["comm/hidden_share"]) == (0.5, 0.5)
+
+
 def test_find_metric_refuses_an_unknown_name():
     assert find_metric("train/loss").unit == "nats"
     with pytest.raises(InternalError, match="train/lost"):

@@ -1,0 +1,91 @@
+"""A recorded step shows each bucket's collective, and that work goes on beside it."""
+
+import pytest
+import torch
+
+from raymega.messages import Requests
+from raymega.plan.run_plan import read_plan
+from raymega.schedule.timeline import overlap
+from raymega.train.build import build_parts
+from raymega.train.evaluate import evaluate
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.ranks import run_grid
+
+pytestmark = pytest.mark.dist
+
+
+def _steps(env, plan_json):
+    """Events of two steps, the second of which gathers what the first has updated."""
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    state, events = TrainState(), []
+    for _ in range(2):
+        outcome = train_step(parts, state, Requests(), is_recording=True)
+        state = outcome.state
+        events.append(outcome.events)
+    buckets = [(b.index, b.is_ordinary, b.is_tied) for b in parts.optimizer._table.buckets]
+    return events, buckets, parts.comm_log.take((), began_s=0.0)
+
+
+def _of(events, name):
+    return {event.micro_batch: event for event in events if event.name == name}
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_ordinary_buckets_leave_during_the_last_backward_and_only_then(sharding):
+    overrides = [*layout_overrides("pp2-dp2"), f"parallel.sharding={sharding}"]
+    plan = make_test_plan(*overrides)
+    for steps, buckets, rest in run_grid(_steps, plan.grid, plan.to_json()):
+        assert rest == () and len(buckets) >= 4
+        for events in steps:
+            backwards = [e for e in events if e.name == "backward"]
+            last = max(backwards, key=lambda event: event.end_s)
+            reduces, waits = _of(events, "reduce"), _of(events, "wait_reduce")
+            assert reduces.keys() == waits.keys() == {index for index, *_ in buckets}
+            for index, is_ordinary, is_tied in buckets:
+                begin = reduces[index].start_s
+                assert begin > last.start_s and is_ordinary == (begin < last.end_s)
+                assert is_tied == (index in _of(events, "sum_tied"))
+                assert waits[index].start_s >= last.end_s >= last.start_s
+            assert 0 <= overlap([events]).hidden_share <= 1
+
+
+def test_weights_are_gathered_in_the_order_of_use_and_awaited_in_the_first_forward():
+    plan = make_test_plan(*layout_overrides("pp2-dp2"), "parallel.sharding=optimizer")
+    for steps, buckets, _ in run_grid(_steps, plan.grid, plan.to_json()):
+        first, second = steps
+        assert _of(first, "gather") == {}
+        gathers, waits = _of(second, "gather"), _of(second, "wait_gather")
+        assert gathers.keys() == waits.keys() == {index for index, *_ in buckets}
+        forward = min((e for e in second if e.name == "forward"), key=lambda e: e.start_s)
+        assert all(gather.start_s < forward.start_s for gather in gathers.values())
+        inside = [forward.start_s <= w.start_s <= w.end_s <= forward.end_s for w in waits.values()]
+        assert all(inside)
+        launched = sorted(gathers, key=lambda index: gathers[index].start_s)
+        assert launched == sorted(waits, key=lambda index: waits[index].start_s)
+
+
+def _evaluated(env, plan_json):
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    train_step(parts, TrainState(), Requests(), is_recording=False)
+    losses = [evaluate(parts)["eval/loss"] for _ in range(2)]
+    return losses, [flat.clone() for flat in parts.weights._flats]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2-dp3"])
+def test_evaluation_after_a_step_sees_the_updated_weights(layout):
+    overrides = [*layout_overrides(layout), "run.eval_samples=6"]
+    losses = {}
+    for sharding in ("none", "optimizer"):
+        plan = make_test_plan(*overrides, f"parallel.sharding={sharding}")
+        results = run_grid(_evaluated, plan.grid, plan.to_json())
+        losses[sharding] = results[0][0]
+        for rank, (mine, weights) in enumerate(results):
+            assert mine == losses[sharding]
+            peers = plan.grid.group("dp", rank)
+            first = results[peers[0]][1]
+            assert all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))
+    assert losses["none"] == losses["optimizer"]
