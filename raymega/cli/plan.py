@@ -54,14 +54,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
 def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
     job, grid = plan.job, plan.grid
     return [
-        rank_state(
-            job.model,
-            plan.stages_of(rank),
-            grid,
-            tp_rank=grid.coords(rank).tp,
-            dtype=job.precision.dtype,
-            optimizer=job.optimizer.name,
-        )
+        rank_state(job, plan.stages_of(rank), grid, tp_rank=grid.coords(rank).tp)
         for rank in range(min(num_ranks, grid.world_size))
     ]
 
@@ -137,15 +130,25 @@ def _show_stages(plan: RunPlan) -> None:
 
 
 def _show_ranks(plan: RunPlan) -> None:
-    headers = ("rank", "tp", "dp", "pp", "parameters", *PARTS, "state in all")
+    headers = ("rank", "tp", "dp", "pp", "parameters", "owned", *PARTS, "state in all")
     rows = []
     for rank, size in enumerate(_sizes(plan, MAX_ROWS)):
         at = plan.grid.coords(rank)
         parts = (getattr(size, f"{part}_bytes") for part in PARTS.values())
         rows.append(
-            (rank, at.tp, at.dp, at.pp, size.num_parameters, *parts, _readable(size.total_bytes))
+            (
+                rank,
+                at.tp,
+                at.dp,
+                at.pp,
+                size.num_parameters,
+                size.num_owned,
+                *parts,
+                _readable(size.total_bytes),
+            )
         )
-    print("\nranks; state in bytes, activations not counted")
+    sharding = plan.job.parallel.sharding
+    print(f"\nranks; state in bytes, activations not counted; sharding {sharding}")
     print(table(headers, rows))
     if plan.grid.world_size > MAX_ROWS:
         print(f"... and {plan.grid.world_size - MAX_ROWS:,} more ranks; --json lists all")

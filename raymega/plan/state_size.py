@@ -1,5 +1,6 @@
-"""Exact parameter counts and bytes of training state per rank, from the table of tensors.
+"""Parameter counts and bytes of training state per rank, from the table of tensors.
 
+They are exact but for the padding of sharded buckets, less than one element a bucket and rank.
 Activations and temporary buffers are not counted here.
 """
 
@@ -8,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import Job, ModelSection
 from raymega.plan.grid import Grid
 from raymega.plan.stages import Stage
 from raymega.plan.tensors import model_tensors, stage_tensors
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
 NUM_MOMENTS = {"adamw": 2, "sgd": 1}
 """State tensors of an update, each shaped like the parameter."""
 
@@ -23,11 +23,13 @@ NUM_MOMENTS = {"adamw": 2, "sgd": 1}
 class StateSize:
     """What one rank holds: elements, and bytes by part.
 
-    ``master_bytes`` is 0 when the compute format is already float32 or better, because the
-    optimizer then works on the weights themselves.
+    ``num_owned`` of the ``num_parameters`` are those that the rank updates. ``master_bytes`` is 0
+    when the compute format is already float32 or better, because the optimizer then works on the
+    weights themselves.
     """
 
     num_parameters: int
+    num_owned: int
     weight_bytes: int
     gradient_bytes: int
     master_bytes: int
@@ -44,26 +46,25 @@ def count_parameters(model: ModelSection) -> int:
     return sum(tensor.num_elements for tensor in model_tensors(model))
 
 
-def rank_state(
-    model: ModelSection,
-    stages: Sequence[Stage],
-    grid: Grid,
-    *,
-    tp_rank: int,
-    dtype: str,
-    optimizer: str = "adamw",
-) -> StateSize:
-    """State of a rank with ``stages``; a tied copy on another rank is real memory and counts."""
+def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
+    """State of a rank with ``stages``; a tied copy on another rank is real memory and counts.
+
+    With a sharded optimizer each data-parallel rank keeps its part of masters and moments, and all
+    of weights and gradients.
+    """
     count = sum(
         tensor.box(tp=grid.tp, tp_rank=tp_rank).num_elements
         for stage in stages
-        for tensor in stage_tensors(model, stage)
+        for tensor in stage_tensors(job.model, stage)
     )
-    compute, full = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
+    owned = -(-count // grid.dp) if job.parallel.sharding == "optimizer" else count
+    compute = DTYPE_BYTES[job.precision.dtype]
+    full = max(4, compute)
     return StateSize(
         num_parameters=count,
+        num_owned=owned,
         weight_bytes=count * compute,
         gradient_bytes=count * full,
-        master_bytes=count * full if compute < full else 0,
-        moment_bytes=count * full * NUM_MOMENTS[optimizer],
+        master_bytes=owned * full if compute < full else 0,
+        moment_bytes=owned * full * NUM_MOMENTS[job.optimizer.name],
     )

@@ -23,7 +23,8 @@ def test_job_has_the_published_size_and_its_state_fits(name, num_parameters, num
     assert grid.world_size == job.cluster.num_workers == num_gpus
     assert grid.tp <= 8, "a tp group fits a node of eight"
     for stage in plan.stages:
-        state = rank_state(job.model, (stage,), grid, tp_rank=0, dtype=job.precision.dtype)
-        assert state.total_bytes == 18 * state.num_parameters
+        state = rank_state(job, (stage,), grid, tp_rank=0)
+        wanted = (6 + 12 / grid.dp) * state.num_parameters
+        assert state.total_bytes == pytest.approx(wanted, abs=12)
         assert state.total_bytes < GPU_BYTES / 3, "the larger part is left to activations"
     assert job.data.global_batch_size * job.data.seq_len == 4 * 2**20

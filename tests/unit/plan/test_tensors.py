@@ -1,6 +1,9 @@
 """The table of tensors: known parameter counts, and shards that tile."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
@@ -8,6 +11,9 @@ from raymega.plan.grid import Grid
 from raymega.plan.stages import make_stages
 from raymega.plan.state_size import count_parameters, rank_state
 from raymega.plan.tensors import model_tensors, stage_tensors
+from raymega.train.build import build_parts
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.params import ALONE
 
 
 def _model(**changes) -> ModelSection:
@@ -81,9 +87,36 @@ def test_boxes_of_all_tp_ranks_tile_the_tensor():
 
 
 def test_rank_state_counts_masters_only_below_float32():
-    model, stage = _model(), make_stages(num_layers=4, num_stages=1)
-    full = rank_state(model, stage, Grid(), tp_rank=0, dtype="float32")
-    half = rank_state(model, stage, Grid(), tp_rank=0, dtype="bfloat16")
-    count = count_parameters(model)
+    count, full = _rank_state("precision.dtype=float32")
     assert full.total_bytes == 16 * count and full.master_bytes == 0
+    count, half = _rank_state("precision.dtype=bfloat16")
     assert half.total_bytes == 18 * count
+
+
+@pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("sgd", 1)])
+@pytest.mark.parametrize("dp", [1, 2, 3, 8])
+def test_sharded_rank_keeps_its_part_of_masters_and_moments(dp, name, moments):
+    sharded = ["parallel.sharding=optimizer", f"optimizer.name={name}", f"parallel.dp={dp}"]
+    count, state = _rank_state("precision.dtype=bfloat16", *sharded)
+    per_parameter = 2 + 4 + 4 * (1 + moments) / dp
+    assert state.total_bytes == pytest.approx(per_parameter * count, abs=4 * (1 + moments))
+    count, state = _rank_state("precision.dtype=float32", *sharded)
+    assert state.total_bytes == pytest.approx((8 + 4 * moments / dp) * count, abs=4 * moments)
+
+
+def test_state_of_ranks_is_what_their_buffers_hold():
+    """But for padding, which is less than one element a bucket."""
+    plan = make_test_plan("parallel.sharding=optimizer", *layout_overrides("tp1"))
+    size = rank_state(plan.job, plan.stages, Grid(dp=3), tp_rank=0)
+    groups = replace(ALONE, dp=replace(ALONE.dp, ranks=(0, 1, 2)))
+    parts = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
+    blocks = [block for block in parts.optimizer.blocks() if block.kind != "model"]
+    held = sum(block.values.nbytes for block in blocks)
+    num_buckets = len(parts.optimizer._table.buckets)
+    assert abs(held - size.moment_bytes) <= 2 * 4 * num_buckets
+
+
+def _rank_state(*overrides):
+    plan = make_test_plan(*layout_overrides("tp1"), *overrides)
+    state = rank_state(plan.job, plan.stages, plan.grid, tp_rank=0)
+    return count_parameters(plan.job.model), state
