@@ -28,6 +28,8 @@ MODELS = {
     "llama-gqa-untied": ["model.is_embedding_tied=false"],
     "llama-kv2": ["model.num_kv_heads=2"],
     "gpt2-kv1": ["model.family=gpt2", "model.num_kv_heads=1"],
+    "qwen2-kv2": ["model.family=qwen2", "model.num_kv_heads=2"],
+    "qwen3-kv2": ["model.family=qwen3", "model.num_kv_heads=2", "model.head_features=6"],
 }
 SHARDED = ["dp3", "tp2-pp2-dp2", "pp3-dp2", "pp2-dp3", "pp4-dp2", "tp4-dp2", "tp2-pp2-dp2-sp"]
 CASES = [
@@ -45,6 +47,7 @@ CASES = [
     ("llama-kv2", "tp4"),
     ("llama-kv2", "tp4-dp2-sp"),
     ("llama-kv2", "tp8-sp"),
+    *((model, layout) for model in ("qwen2-kv2", "qwen3-kv2") for layout in ("tp4-sp", "tp2-pp2")),
     ("gpt2-kv1", "tp2-pp2"),
     ("gpt2-kv1", "tp4-pp2-sp"),
 ]

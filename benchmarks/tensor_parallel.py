@@ -1,0 +1,174 @@
+"""Our tensor-parallel layers against DTensor's parallelize_module: one block, two gloo ranks.
+
+Both run the same Llama block, forward and backward, cut the same way: q, k, v, gate and up by columns, out and
+down by rows. The gradients of both are compared before the clock runs.
+
+    python benchmarks/tensor_parallel.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from benchmarks.measure import Sample, interleave, report
+from raymega.config.schema import ModelSection
+from raymega.model.families import make_block, make_positions
+from raymega.parallel.groups import build_groups, open_world
+from raymega.parallel.stream import Stream
+from raymega.parallel.tensor import ParameterFactory
+from raymega.plan.grid import Grid
+from raymega.plan.tensors import layer_tensors
+
+RANKS = 2
+# Width, heads, positions, sequences.
+SHAPES = {"d64": (64, 2, 32, 4), "d256": (256, 8, 128, 1), "d256-b4": (256, 8, 128, 4)}
+CPU = torch.device("cpu")
+
+
+class PlainBlock(nn.Module):
+    """The block as one writes it for one device: [B, S, D]."""
+
+    def __init__(self, model: ModelSection, rope: nn.Module) -> None:
+        super().__init__()
+        self.rope, self.head_width = [rope], model.head_width  # a list hides it from the plan
+        D, F = model.width, model.ffn_width
+        self.norm1, self.norm2 = nn.RMSNorm(D, model.norm_eps), nn.RMSNorm(D, model.norm_eps)
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
+        self.down = nn.Linear(F, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.head_width)) for f in (self.q, self.k, self.v))
+        rope = self.rope[0]
+        q, k = (rope(t.transpose(0, 1)).transpose(0, 1) for t in (q, k))
+        y = scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(silu(self.gate(h)) * self.up(h))
+
+
+PLAN = {
+    **dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel()),
+    **dict.fromkeys(("out", "down"), RowwiseParallel()),
+}
+OURS_OF = {
+    "attention.q": "q", "attention.k": "k", "attention.v": "v", "attention.out": "out",
+    "mlp.gate": "gate", "mlp.up": "up", "mlp.down": "down",
+}  # fmt: skip
+
+
+def make_ours(model: ModelSection, rank: int) -> nn.Module:
+    groups = build_groups(Grid(tp=RANKS), rank, timeout_s=60.0)
+    factory = ParameterFactory(
+        table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
+        stream=Stream(tp=groups.tp, is_sequence_parallel=False),
+        dtype=torch.float32,
+        device=CPU,
+        seed=1,
+    )
+    positions = make_positions(model, dtype=torch.float32, device=CPU)
+    return make_block(factory, 0, model, positions)
+
+
+def fill_from(plain: PlainBlock, ours: nn.Module) -> None:
+    """Give our ranks their blocks of the whole weights, before DTensor cuts those."""
+    for param in ours.parameters():
+        for piece in param.spec.pieces:
+            name = piece.tensor.name.removeprefix("layers.0.").removesuffix(".weight")
+            if name in OURS_OF:
+                whole = getattr(plain, OURS_OF[name]).weight.data
+                param.data[piece.place] = whole[piece.box.within(piece.tensor.whole)]
+
+
+def measure(rank: int, folder: str, shape: str, rounds: int, results) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
+    open_world(
+        rank=rank, world_size=RANKS, rendezvous="", store=store, timeout_s=60.0, device=CPU
+    )  # fmt: skip
+    width, heads, positions, batch = SHAPES[shape]
+    model = ModelSection(
+        family="llama", num_layers=1, width=width, num_heads=heads, ffn_width=4 * width,
+        vocab_size=128, max_positions=positions,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = PlainBlock(model, make_positions(model, dtype=torch.float32, device=CPU))
+    x = torch.randn(batch, positions, width)
+    ours = make_ours(model, rank)
+    fill_from(plain, ours)
+    theirs = parallelize_module(plain, init_device_mesh("cpu", (RANKS,)), PLAN)
+    runs = [_runner(ours, x.transpose(0, 1).contiguous()), _runner(theirs, x)]
+    (y_ours, grad_ours), (y_theirs, grad_theirs) = (run() for run in runs)
+    for a, b in ((y_ours, y_theirs), (grad_ours, grad_theirs)):
+        torch.testing.assert_close(a.transpose(0, 1), b, rtol=1e-4, atol=1e-4)
+    pairs = interleave(*runs, rounds=rounds, warmup=4)
+    results.put((rank, [[(s.wall_s, s.cpu_s) for s in pair] for pair in pairs]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _runner(block: nn.Module, x: Tensor):
+    leaf = x.clone().requires_grad_()
+
+    def run() -> tuple[Tensor, Tensor]:
+        block.zero_grad(set_to_none=True)
+        leaf.grad = None
+        y = block(leaf)
+        y.square().sum().backward()
+        return y.detach(), leaf.grad
+
+    return run
+
+
+def compare(shape: str, rounds: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=measure, args=(rank, folder, shape, rounds, results))
+            for rank in range(RANKS)
+        ]
+        for rank in ranks:
+            rank.start()
+        rows = dict(results.get(timeout=600) for _ in ranks)
+        for rank in ranks:
+            rank.join()
+    # A pair is over when the slower rank is; CPU seconds are those of both.
+    pairs = [
+        tuple(
+            Sample(wall_s=max(wall for wall, _ in side), cpu_s=sum(cpu for _, cpu in side))
+            for side in zip(*both, strict=True)
+        )
+        for both in zip(*rows.values(), strict=True)
+    ]
+    report(f"block {shape} vs DTensor", pairs, shape=SHAPES[shape], ranks=RANKS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the small shape and few rounds")
+    parser.add_argument("--rounds", type=int, default=0)
+    options = parser.parse_args()
+    for shape in ("d64",) if options.quick else SHAPES:
+        compare(shape, options.rounds or (15 if options.quick else 61))
+
+
+if __name__ == "__main__":
+    main()
