@@ -41,10 +41,13 @@ class ParallelSection(Section):
 class ScheduleSection(Section):
     """How a step's micro-batches pass through the pipeline."""
 
-    name: Literal["1f1b", "gpipe", "interleaved"] = Field(
+    name: Literal[
+        "1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v", "zb_auto", "dualpipe_v"
+    ] = Field(
         default="1f1b",
         description="Order of forward and backward work; pp=1 uses it too. 1f1b with several chunks "
-        "is interleaved.",
+        "is interleaved. zb_*: weight gradients are put off to where a rank would idle. zb_v and "
+        "dualpipe_v need 2 chunks, zb_h1, zb_h2 and zb_auto 1.",
     )
     chunks: Positive = Field(
         default=1,
@@ -55,6 +58,11 @@ class ScheduleSection(Section):
         default="pp",
         description="Interleaved 1f1b: micro-batches that pass a chunk before the next chunk's turn; "
         "at least parallel.pp.",
+    )
+    max_activations: Positive | Literal["pp"] = Field(
+        default="pp",
+        description="zb_auto: most micro-batches whose activations a rank may hold while it searches "
+        "for the shortest order. pp is what 1f1b holds, 2 * pp is enough to fill the bubble.",
     )
     micro_batch_size: Positive = Field(
         default=1, description="Sequences in one forward on one data-parallel rank."

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from raymega.parallel.cross_entropy import vocab_parallel_cross_entropy
+from raymega.parallel.deferral import Deferral
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import column_linear
@@ -19,15 +20,18 @@ class Head(nn.Module):
     The weight is handed in because it may be the token embedding's.
     """
 
-    def __init__(self, norm: nn.Module, weight: ShardedParameter, stream: Stream) -> None:
+    def __init__(
+        self, norm: nn.Module, weight: ShardedParameter, stream: Stream, deferral: Deferral
+    ) -> None:
         super().__init__()
+        self.deferral = deferral
         self.norm = norm
         self.weight = weight
         self.stream = stream
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> logits [S, B, V/tp]."""
-        return column_linear(self.norm(x), self.weight, None, self.stream)
+        return column_linear(self.norm(x), self.weight, None, self.stream, self.deferral)
 
     def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """Sum of the token losses where ``mask`` is 1.

@@ -15,6 +15,7 @@ from raymega.config.schema import ModelSection
 from raymega.model.embedding import Embedding
 from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.head import Head
+from raymega.parallel.deferral import Deferral
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
@@ -45,7 +46,8 @@ class StageModule(nn.Module):
 
     Every parameter is a ShardedParameter; together they are plan.tensors' stage_tensors.
     ``before_use`` is called with the embedding, each block and the head before their weights are
-    used: whoever fills these from other ranks waits there.
+    used: whoever fills these from other ranks waits there. ``deferral`` takes the weight gradients of
+    linear layers when a schedule puts them off.
 
     Args:
         token_table: The embedding's weight, if this is the last stage and the first one is another
@@ -65,6 +67,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         is_copied = model.is_embedding_tied and not stage.are_ends_together
+        self.deferral = Deferral()
         factory = ParameterFactory(
             table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
             stream=stream,
@@ -73,6 +76,7 @@ class StageModule(nn.Module):
             seed=seed,
             tied=TOKEN_TABLE if is_copied else "",
             is_tied_copy=stage.is_last,
+            deferral=self.deferral,
         )
         positions = make_positions(model, dtype=dtype, device=device)
         blocks = {str(i): make_block(factory, i, model, positions) for i in stage.layers}
@@ -85,7 +89,7 @@ class StageModule(nn.Module):
         self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
     ) -> Head:
         norm = make_norm(factory, "final_norm", model)
-        return Head(norm, self._head_weight(factory, model, table), factory.stream)
+        return Head(norm, self._head_weight(factory, model, table), factory.stream, self.deferral)
 
     def _head_weight(
         self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None

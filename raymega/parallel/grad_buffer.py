@@ -72,6 +72,13 @@ class GradBuffer:
         """The last backward of model chunk ``chunk`` begins: from now on buckets leave when full."""
         self._last_chunks.add(chunk)
 
+    def launch(self, chunk: int = 0) -> None:
+        """The last backward of model chunk ``chunk`` is over: its buckets are complete."""
+        for bucket in self._ordinary:
+            if bucket.chunk == chunk:
+                self._missing[bucket.index].clear()
+        self._launch_in_order(is_end=False)
+
     def finish(self) -> None:
         """Sum over all ranks; returns when this rank has the sums that it owns.
 
@@ -105,7 +112,8 @@ class GradBuffer:
 
     def _adder(self, bucket: Bucket, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def add_gradient(param: torch.Tensor) -> None:
-            assert param.grad is not None, "the hook runs right after a gradient was accumulated"
+            if param.grad is None:  # put off: backward came by without one
+                return
             if bucket.index in self._launched:
                 raise _late(bucket)
             view.add_(param.grad)

@@ -7,7 +7,7 @@ plan.tensors'; layers name their tensors and a ParameterFactory makes the local 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
+from raymega.parallel.deferral import Deferral
 from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.sharding import make_spec
@@ -34,6 +35,7 @@ class ParameterFactory:
         seed: Seed of the initial values; equal on all ranks.
         tied: Name of the tensor that another stage holds too, or empty.
         is_tied_copy: This stage's copy of it is the one that does not count.
+        deferral: Where linear layers leave weight gradients that are put off.
     """
 
     table: Mapping[str, GlobalTensor]
@@ -43,6 +45,7 @@ class ParameterFactory:
     seed: int
     tied: str = ""
     is_tied_copy: bool = False
+    deferral: Deferral = field(default_factory=Deferral)
 
     @property
     def tp(self) -> Group:
@@ -78,13 +81,13 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, factory: ParameterFactory, *names: str) -> None:
         super().__init__()
-        self.stream = factory.stream
+        self.stream, self.deferral = factory.stream, factory.deferral
         self.weight = factory.make(*(f"{name}.weight" for name in names))
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, in] -> [S, B, out/tp]."""
-        return column_linear(x, self.weight, self.bias, self.stream)
+        return column_linear(x, self.weight, self.bias, self.stream, self.deferral)
 
 
 class RowParallelLinear(nn.Module):
@@ -92,13 +95,13 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
-        self.stream = factory.stream
+        self.stream, self.deferral = factory.stream, factory.deferral
         self.weight = factory.make(f"{name}.weight")
         self.bias = factory.make_if_any(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S, B, in/tp] -> [S/sp, B, out]."""
-        y = self.stream.sum(linear(x, self.weight))
+        y = self.stream.sum(_Linear.apply(x, self.weight, self.deferral))
         return y if self.bias is None else y + self.bias
 
 
@@ -131,7 +134,9 @@ def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
     return rows.masked_fill_(is_elsewhere, 0), is_elsewhere
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream) -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, deferral: Deferral
+) -> Tensor:
     """Column-parallel linear: `copy_to_tp` or `gather_positions`, then `linear`, with overlap.
 
     What is kept for backward is the rank's own part of x. Backward gathers it again while the
@@ -142,11 +147,12 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream
         weight: [out/tp, in].
         bias: [out/tp] or None.
         stream: How x lies on the ranks.
+        deferral: Takes the weight's gradient when it is put off.
 
     Returns:
         [S, B, out/tp].
     """
-    return _ColumnLinear.apply(x.contiguous(), weight, bias, stream)
+    return _ColumnLinear.apply(x.contiguous(), weight, bias, stream, deferral)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -154,24 +160,56 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
+class _Linear(torch.autograd.Function):
+    """y = x W^T, whose weight gradient may be put off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.param, ctx.deferral = weight, deferral
+        return linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, lambda: weight_gradient(grad, x))
+        return grad @ weight, grad_weight, None
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stream: Stream,
+        deferral: Deferral,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.stream, ctx.has_bias = stream, bias is not None
+        ctx.param, ctx.has_bias = weight, bias is not None
+        ctx.stream, ctx.deferral = stream, deferral
         whole, gathering = stream.start_gather(x)
         gathering.wait(stream.tp.timeout_s)
         return linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         timeout_s = ctx.stream.tp.timeout_s
-        whole, gathering = ctx.stream.start_gather(x)
+        is_put_off = ctx.deferral.is_open
+        # The gather of what is put off is left for then too, so that only a part of x is kept.
+        gather = None if is_put_off else ctx.stream.start_gather(x)
         grad_x, summing = ctx.stream.start_sum(grad @ weight)
-        gathering.wait(timeout_s)
-        grad_weight = weight_gradient(grad, whole)
+
+        def make() -> Tensor:
+            whole, gathering = gather or ctx.stream.start_gather(x)
+            gathering.wait(timeout_s)
+            return weight_gradient(grad, whole)
+
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, make)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         summing.wait(timeout_s)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raymega.errors import Fault, InternalError
+from raymega.parallel.deferral import Deferral, OwedGradient, make_owed
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import FREES_ACTIVATIONS, Instruction, Op, Schedule
 from raymega.schedule.timeline import Event
@@ -50,6 +51,8 @@ class Executor(Generic[MicroBatch]):
             the stage before, None on the first, to the activation for the next stage, or on the
             last stage to the sum of losses, a scalar.
         p2p: The rank's transfers.
+        deferrals: By chunk, where the stage's layers leave weight gradients that are put off; for
+            schedules that cut backwards in two.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
             here, recorded events show when instructions were issued; CUDA events are needed there
             for when they ran.
@@ -61,9 +64,11 @@ class Executor(Generic[MicroBatch]):
         stage_fns: Sequence[StageFunction[MicroBatch]],
         p2p: PointToPoint,
         *,
+        deferrals: Sequence[Deferral] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
+        self._deferrals = deferrals
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
         self._last = {(task.micro_batch, task.chunk): task for task in schedule}
         backwards = [task for task in schedule if task.op in FREES_ACTIVATIONS]
@@ -77,6 +82,7 @@ class Executor(Generic[MicroBatch]):
         is_recording: bool,
         loss_gradient: float = 1.0,
         before_last_backward: Callable[[int], None] = lambda _chunk: None,
+        after_last_backward: Callable[[int], None] = lambda _chunk: None,
     ) -> StepOutput:
         """Carry out the schedule; in training, gradients add up in the parameters' ``grad``.
 
@@ -84,14 +90,17 @@ class Executor(Generic[MicroBatch]):
             micro_batches: One for each that the schedule knows.
             is_recording: Return what was done when.
             loss_gradient: What backward starts from: a factor on every gradient.
-            before_last_backward: Called with the number of a model chunk before the backward after
-                which its gradients are complete.
+            before_last_backward: Called with the number of a model chunk before the backward, or
+                weight part of one, after which its gradients are complete.
+            after_last_backward: Called with it afterwards.
 
         Raises:
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
         """
         self._check(micro_batches)
-        step = _Step(self._stage_fns, micro_batches, self._p2p, loss_gradient)
+        step = _Step(
+            self._stage_fns, micro_batches, self._p2p, self._deferrals, loss_gradient=loss_gradient
+        )
         events = []
         began = self._clock()
         with torch.set_grad_enabled(self._is_training):
@@ -100,6 +109,8 @@ class Executor(Generic[MicroBatch]):
                 if instruction is self._last_backwards.get(instruction.chunk):
                     before_last_backward(instruction.chunk)
                 self._carry_out(instruction, step)
+                if instruction is self._last_backwards.get(instruction.chunk):
+                    after_last_backward(instruction.chunk)
                 if is_recording:
                     events.append(_event(instruction, start - began, self._clock() - began))
             self._p2p.wait_all()
@@ -139,13 +150,16 @@ class _Step(Generic[MicroBatch]):
         stage_fns: Sequence[StageFunction[MicroBatch]],
         micro_batches: Sequence[MicroBatch],
         p2p: PointToPoint,
+        deferrals: Sequence[Deferral],
+        *,
         loss_gradient: float,
     ) -> None:
         self._stage_fns, self._micro_batches, self._p2p = stage_fns, micro_batches, p2p
-        self._loss_gradient = loss_gradient
+        self._deferrals, self._loss_gradient = deferrals, loss_gradient
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
         self._gradients: dict[Key, Tensor] = {}
+        self._owed: dict[Key, list[OwedGradient]] = {}
         wide = torch.promote_types(p2p.dtype, torch.float32)
         self.loss_sum = torch.zeros((), dtype=wide, device=p2p.device)
         self.actions: dict[Op, Callable[[Instruction], None]] = {
@@ -154,6 +168,8 @@ class _Step(Generic[MicroBatch]):
             Op.SEND_FORWARD: self._send_forward,
             Op.RECV_BACKWARD: self._recv_backward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_BACKWARD: self._send_backward,
         }
 
@@ -182,6 +198,14 @@ class _Step(Generic[MicroBatch]):
     def _backward(self, task: Instruction) -> None:
         output = self._outputs.pop(_key(task))
         torch.autograd.backward(output, self._output_gradient(output, task))
+
+    def _backward_input(self, task: Instruction) -> None:
+        with self._deferrals[task.chunk].collecting() as owed:
+            self._backward(task)
+        self._owed[_key(task)] = owed
+
+    def _backward_weight(self, task: Instruction) -> None:
+        make_owed(self._owed.pop(_key(task)))
 
     def _output_gradient(self, output: Tensor, task: Instruction) -> Tensor:
         if self._p2p.is_last(task.chunk):

@@ -53,6 +53,7 @@ class RunPlan:
             chunks=schedule.chunks,
             num_micro_batches=batch.num_micro_batches,
             group_size=schedule.group_size,
+            max_activations=schedule.max_activations,
         )
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:

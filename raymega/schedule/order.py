@@ -31,7 +31,12 @@ class Sizes:
 
 
 def make_sizes(
-    *, pp: int, chunks: int, num_micro_batches: int, group_size: int | str = "pp"
+    *,
+    pp: int,
+    chunks: int,
+    num_micro_batches: int,
+    group_size: int | str = "pp",
+    max_activations: int | str = "pp",
 ) -> Sizes:
     """Sizes from a job file's values, where ``pp`` stands for that number."""
     return Sizes(
@@ -39,6 +44,7 @@ def make_sizes(
         chunks=chunks,
         num_micro_batches=num_micro_batches,
         group_size=pp if group_size == "pp" else int(group_size),
+        max_activations=pp if max_activations == "pp" else int(max_activations),
     )
 
 

@@ -166,8 +166,12 @@ def _build_executors(
     executors = {}
     for batch in {batch.num_micro_batches: batch for batch in plan.batches}.values():
         program = make_schedule(plan.job.schedule.name, plan.sizes(batch))
-        runs = [module.run for module in modules]
-        executors[batch.num_micro_batches] = Executor(program.lists[coords.pp], runs, p2p)
+        executors[batch.num_micro_batches] = Executor(
+            program.lists[coords.pp],
+            [module.run for module in modules],
+            p2p,
+            deferrals=[module.deferral for module in modules],
+        )
     return executors
 
 

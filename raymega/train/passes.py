@@ -33,6 +33,7 @@ def forward_backward(
         is_recording=is_recording,
         loss_gradient=loss_gradient,
         before_last_backward=parts.gradients.launch_when_full,
+        after_last_backward=parts.gradients.launch,
     )
     parts.gradients.finish()
     return replace(output, events=parts.comm_log.take(output.events, began_s=output.began_s))

@@ -27,6 +27,7 @@ MODELS = {
     "llama-gqa-tied": [],
     "llama-gqa-untied": ["model.is_embedding_tied=false"],
     "llama-kv2": ["model.num_kv_heads=2"],
+    "llama-8-layers": ["model.num_layers=8"],
     "gpt2-kv1": ["model.family=gpt2", "model.num_kv_heads=1"],
     "qwen2-kv2": ["model.family=qwen2", "model.num_kv_heads=2"],
     "qwen3-kv2": ["model.family=qwen3", "model.num_kv_heads=2", "model.head_features=6"],

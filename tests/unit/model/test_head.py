@@ -17,7 +17,7 @@ MODEL = reference.make_model("llama", is_embedding_tied=False)
 
 def _head(dtype=torch.float64):
     factory = make_model_factory(MODEL, dtype=dtype)
-    return Head(nn.Identity(), factory.make("head.weight"), make_stream())
+    return Head(nn.Identity(), factory.make("head.weight"), make_stream(), factory.deferral)
 
 
 def test_loss_is_the_sum_over_unmasked_tokens():

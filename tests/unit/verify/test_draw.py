@@ -35,12 +35,14 @@ def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
 
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_three_layouts_meet_every_axis_and_eight_every_schedule_and_an_uneven_degree(seed):
+def test_three_layouts_meet_every_axis_eight_every_pair_and_sixteen_every_schedule(seed):
     assert _met(draw_layouts(JOB, count=3, max_ranks=8, seed=seed)) >= AXES
     met = _met(draw_layouts(JOB, count=8, max_ranks=8, seed=seed))
-    assert met >= {("schedule", name) for name in SCHEDULES_OF_JOBS} | {("uneven", "dp")}
+    assert ("uneven", "dp") in met
     assert {("pair", "pp", "tp"), ("pair", "dp", "tp"), ("pair", "dp", "pp")} <= met
     assert len({feature for feature in met if feature[0] == "micro"}) >= 3
+    met = _met(draw_layouts(JOB, count=16, max_ranks=8, seed=seed))
+    assert met >= {("schedule", name) for name in SCHEDULES_OF_JOBS}
 
 
 def test_same_seed_draws_the_same_and_another_seed_others():

@@ -1,0 +1,70 @@
+"""Weight gradients that are put off are the ones that come at once, in bits, and come by hooks."""
+
+import pytest
+import torch
+
+from raymega.model.stage import StageModule
+from raymega.parallel.deferral import make_owed
+from raymega.plan.stages import make_stages
+from tests.support.reference import draw_batch, make_model
+from tests.unit.model.parts import make_stream
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def stage(request):
+    model = make_model(request.param, vocab_size=128)
+    return model, StageModule(
+        model,
+        make_stages(num_layers=model.num_layers, num_stages=1)[0],
+        stream=make_stream(),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        seed=1,
+    )
+
+
+def _gradients(stage):
+    found = {name: param.grad for name, param in stage.named_parameters()}
+    stage.zero_grad()
+    return found
+
+
+def test_put_off_gradients_equal_those_that_come_at_once(stage):
+    model, stage = stage
+    batch = draw_batch(model)
+    stage(*batch, None).backward()
+    wanted = _gradients(stage)
+    with stage.deferral.collecting() as owed:
+        stage(*batch, None).backward()
+    before = {name for name, param in stage.named_parameters() if param.grad is None}
+    matrices = [name for name in wanted if wanted[name].dim() == 2 and "embedding" not in name]
+    assert before == set(matrices), "linear layers put off, and nobody else"
+    # The tied table has its gradient as an embedding at once, and as the head's weight later.
+    assert len(owed) == len(matrices) + 1
+    make_owed(owed)
+    for name, grad in _gradients(stage).items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-13, atol=1e-13, msg=name)
+    assert owed == []
+
+
+def test_hooks_of_parameters_see_owed_gradients(stage):
+    model, stage = stage
+    seen = []
+    for name, param in stage.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param, name=name: seen.append(name) if param.grad is not None else None
+        )
+    with stage.deferral.collecting() as owed:
+        stage(*draw_batch(model), None).backward()
+    early = len(seen)
+    make_owed(owed)
+    assert len(seen) > early
+    assert set(seen) == {name for name, _ in stage.named_parameters()}
+
+
+def test_closed_deferral_puts_nothing_off(stage):
+    model, stage = stage
+    with stage.deferral.collecting() as owed:
+        pass
+    stage(*draw_batch(model), None).backward()
+    assert owed == [] and all(param.grad is not None for param in stage.parameters())
