@@ -124,3 +124,22 @@ def test_scale_is_divided_out_to_the_last_bit():
     plain, scaled = run_alone(_train_with_scales, [None, LossScale(factor=2.0**12)])
     assert plain[:2] == scaled[:2]
     assert all(torch.equal(a, b) for a, b in zip(plain[2], scaled[2], strict=True))
+
+
+SGD = (
+    "optimizer.name=sgd",
+    "optimizer.lr=0.3",
+    "optimizer.embedding_lr_scale=0.5",
+    "optimizer.norm_lr_scale=2.0",
+    "optimizer.is_embedding_decayed=false",
+    "optimizer.lr_schedule=inverse_sqrt",
+    "optimizer.lr_warmup_steps=2",
+)
+
+
+@pytest.mark.parametrize("layout", ["tp2-pp2", "pp2-dp2"])
+def test_sgd_with_groups_trains_the_same_run_on_any_layout(layout):
+    wanted, found = _run("tp1", *SGD), _run(layout, *SGD, "parallel.sharding=optimizer")
+    np.testing.assert_allclose(
+        [(o.loss, o.grad_norm) for o in found], [(o.loss, o.grad_norm) for o in wanted], rtol=1e-9
+    )
