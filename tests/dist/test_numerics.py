@@ -124,6 +124,12 @@ def _located(layout, plant, *overrides):
             "the gradient by the output of layers.1.attention_norm is the first, in backward: "
             "micro-batch 0, rank 0 (tp 0, pp 0, dp 0)",
         ),
+        (
+            "pp2",
+            ("gradient", 1, "layers.2.mlp.down"),
+            "the gradient by the output of layers.2.mlp.gate_up is the first, in backward: "
+            "micro-batch 0, rank 1 (tp 0, pp 1, dp 0)",
+        ),
         ("dp2", ("mask", 1, ""), "it enters the loss from what is computed before it: micro-batch 1, rank 1"),
     ],
 )  # fmt: skip
