@@ -23,11 +23,13 @@ class MicroBatch:
         tokens: [B, S] int64.
         labels: [B, S] int64, the token after each token.
         mask: [B, S] float32, 1 where the label counts; a slot without a sample is all 0.
+        samples: [B] int64, global sample indices, counted from the start of the run; -1 without.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     mask: torch.Tensor
+    samples: torch.Tensor
 
 
 class Loader:
@@ -55,12 +57,13 @@ class Loader:
     def _micro_batch(self, samples: tuple[int, ...]) -> MicroBatch:
         windows = np.stack([self._window(sample) for sample in samples])
         rows = torch.from_numpy(windows).to(self._device)
-        is_sample = torch.tensor(samples, device=self._device) >= 0
+        indices = torch.tensor(samples, device=self._device)
         labels = rows[:, 1:].contiguous()
         return MicroBatch(
             tokens=rows[:, :-1].contiguous(),
             labels=labels,
-            mask=is_sample[:, None].expand_as(labels).float(),
+            mask=(indices >= 0)[:, None].expand_as(labels).float(),
+            samples=indices,
         )
 
     def _window(self, sample: int) -> np.ndarray:

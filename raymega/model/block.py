@@ -6,27 +6,60 @@ tensor-parallel ranks in itself. Between parts a rank holds the stream as parall
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from typing import Protocol
+
 from torch import Tensor, nn
+
+from raymega.model.dropout import ResidualDropout
+from raymega.parallel.dropout import TokenKeys
+from raymega.parallel.recompute import produce
+
+
+class Part(Protocol):
+    """What a block adds to the stream; with ``is_remade`` backward makes its inside again."""
+
+    is_remade: bool
+    __call__: Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    """Norm before each part, nothing after the sum (pre-norm)."""
+    """Norm before each part, dropout after it, nothing after the sum (pre-norm)."""
+
+    is_norm_remade = False
 
     def __init__(
         self,
         *,
         attention_norm: nn.Module,
-        attention: nn.Module,
+        attention: Part,
+        attention_dropout: ResidualDropout,
         mlp_norm: nn.Module,
-        mlp: nn.Module,
+        mlp: Part,
+        mlp_dropout: ResidualDropout,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
+        self.attention_dropout = attention_dropout
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_dropout = mlp_dropout
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def remake(self, parts: Collection[str]) -> None:
+        """Choose what backward makes again: memory.recompute_parts of the job."""
+        self.is_norm_remade = "norm" in parts
+        self.attention.is_remade = "attention" in parts
+        self.mlp.is_remade = "activation" in parts
+
+    def forward(self, x: Tensor, keys: TokenKeys | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; without keys nothing is dropped."""
+        y = self.attention(self._normal(self.attention_norm, x), keys)
+        x = x + self.attention_dropout(y, keys)
+        return x + self.mlp_dropout(self.mlp(self._normal(self.mlp_norm, x)), keys)
+
+    def _normal(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if self.is_norm_remade:
+            return produce(norm, x, params=tuple(norm.parameters()))
+        normal: Tensor = norm(x)
+        return normal

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from raymega.config.schema import ModelSection
 from raymega.model.attention import Attention
-from raymega.model.block import Block
+from raymega.model.block import Block, Part
+from raymega.model.dropout import ResidualDropout
 from raymega.model.mlp import GeluMlp, SwigluMlp
 from raymega.model.norms import LayerNorm, RmsNorm
 from raymega.model.rope import Rope
@@ -26,7 +28,7 @@ class Family:
     """Parts by which a family is built."""
 
     norm: Callable[[ParameterFactory, str, float], nn.Module]
-    mlp: Callable[[ParameterFactory, str], nn.Module]
+    mlp: Callable[[ParameterFactory, str], Part]
     is_rotary: bool
 
 
@@ -56,9 +58,12 @@ def make_block(
 ) -> Block:
     """Transformer block number ``layer``."""
     name = f"layers.{layer}"
+    drop = partial(ResidualDropout, factory.seed, rate=model.residual_dropout)
     return Block(
         attention_norm=make_norm(factory, f"{name}.attention_norm", model),
         attention=Attention(factory, f"{name}.attention", model, positions),
+        attention_dropout=drop(f"{name}.attention"),
         mlp_norm=make_norm(factory, f"{name}.mlp_norm", model),
         mlp=FAMILIES[model.family].mlp(factory, f"{name}.mlp"),
+        mlp_dropout=drop(f"{name}.mlp"),
     )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu
 
+from raymega.model.kernels import swiglu
+from raymega.parallel.recompute import consume, produce
 from raymega.parallel.tensor import ColumnParallelLinear, ParameterFactory, RowParallelLinear
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x))), with the tanh form of GELU, as in GPT-2."""
+    """down(gelu(up(x))), with the tanh form of GELU, as in GPT-2.
+
+    With ``is_remade`` backward makes gelu(up(x)) again.
+    """
+
+    is_remade = False
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
@@ -18,11 +25,17 @@ class GeluMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        return self.down(gelu(self.up(x), approximate="tanh"))
+        up = consume(self.up, x)
+        return consume(self.down, produce(_gelu, up) if self.is_remade else _gelu(up))
 
 
 class SwigluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), as in Llama; gate and up are one GEMM."""
+    """down(silu(gate(x)) * up(x)), as in Llama; gate and up are one GEMM.
+
+    With ``is_remade`` backward makes silu(gate(x)) * up(x) again.
+    """
+
+    is_remade = False
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
@@ -31,5 +44,9 @@ class SwigluMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(silu(gate) * up)
+        gate_up = consume(self.gate_up, x)
+        return consume(self.down, produce(swiglu, gate_up) if self.is_remade else swiglu(gate_up))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, rms_norm
+from torch.nn.functional import layer_norm
 
+from raymega.model.kernels import rms_norm
 from raymega.parallel.tensor import ParameterFactory
 
 
@@ -37,7 +38,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class HeadNorms(nn.Module):
@@ -55,4 +56,4 @@ class HeadNorms(nn.Module):
             self.q_weight.expand(num_heads, -1),
             self.k_weight.expand(qk.shape[2] - num_heads, -1),
         )
-        return rms_norm(qk, self.q_weight.shape, None, self.eps) * torch.cat(weights)
+        return rms_norm(qk, torch.cat(weights), self.eps)

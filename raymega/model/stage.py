@@ -10,12 +10,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import MemorySection, ModelSection
+from raymega.model.block import Block
+from raymega.model.dropout import ResidualDropout
 from raymega.model.embedding import Embedding
 from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.head import Head
 from raymega.parallel.deferral import Deferral
+from raymega.parallel.dropout import TokenKeys, token_keys
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
@@ -26,7 +30,7 @@ TOKEN_TABLE = "embedding.tokens.weight"
 
 
 class Tokens(Protocol):
-    """What a stage reads of a micro-batch; each [B, S]."""
+    """What a stage reads of a micro-batch; each [B, S] but the last."""
 
     @property
     def tokens(self) -> Tensor:
@@ -39,6 +43,10 @@ class Tokens(Protocol):
     @property
     def mask(self) -> Tensor:
         """1 where the token's loss counts, else 0."""
+
+    @property
+    def samples(self) -> Tensor:
+        """[B] int64, global sample indices."""
 
 
 class StageModule(nn.Module):
@@ -53,6 +61,9 @@ class StageModule(nn.Module):
         token_table: The embedding's weight, if this is the last stage and the first one is another
             on the same rank; a tied head uses it.
     """
+
+    blocks_together = 0
+    """So many blocks in a row are kept as one input and run again in backward; 0 keeps all."""
 
     def __init__(  # noqa: PLR0913  # build is the one place that calls it
         self,
@@ -78,9 +89,12 @@ class StageModule(nn.Module):
             is_tied_copy=stage.is_last,
             deferral=self.deferral,
         )
+        self.seed, self.tp_stream = seed, stream
+        self.has_dropout = max(model.residual_dropout, model.attention_dropout) > 0
         positions = make_positions(model, dtype=dtype, device=device)
         blocks = {str(i): make_block(factory, i, model, positions) for i in stage.layers}
         self.embedding = Embedding(factory) if stage.is_first else None
+        self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
         self.layers = nn.ModuleDict(blocks)
         self.head = self._make_head(factory, model, token_table) if stage.is_last else None
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
@@ -101,8 +115,20 @@ class StageModule(nn.Module):
             return self.embedding.tokens.weight
         return table if table is not None else factory.make(TOKEN_TABLE)
 
+    def recompute(self, memory: MemorySection) -> None:
+        """Choose what is made again in backward; nothing until this is called."""
+        self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
+        for block in self.layers.values():
+            assert isinstance(block, Block), "layers are blocks"
+            block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
+
     def forward(
-        self, tokens: Tensor, labels: Tensor, mask: Tensor, hidden: Tensor | None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        hidden: Tensor | None,
+        samples: Tensor | None = None,
     ) -> Tensor:
         """Work on one micro-batch.
 
@@ -111,35 +137,58 @@ class StageModule(nn.Module):
             labels: [B, S] int64, any number where ``mask`` is 0; read by the last stage.
             mask: [B, S], 1 where a token's loss counts, else 0; read by the last stage.
             hidden: [S/sp, B, D] from the stage before, None on the first.
+            samples: [B] int64, global sample indices that dropout goes by; None drops nothing.
 
         Returns:
-            [S/sp, B, D] for the next stage, or the last stage's sum of masked token losses, a scalar
-            in max(fp32, dtype) that is equal on all tensor-parallel ranks.
+            [S/sp, B, D] for the next stage, or the last stage's sum of masked token losses, a
+            scalar in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
-        x = self._stream(tokens, hidden)
+        x = self._stream(tokens, hidden, samples)
         if self.head is None:
             return x
         self.before_use(self.head)
         return self.head.loss_sum(x, labels, mask)
 
     def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
-        """:meth:`forward` as a pipeline calls it."""
+        """:meth:`forward` as training calls it."""
+        parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
+        return self(*parts, hidden, micro_batch.samples)
+
+    def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
+        """:meth:`forward` as evaluation calls it: nothing is dropped."""
         return self(micro_batch.tokens, micro_batch.labels, micro_batch.mask, hidden)
 
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         """This rank's columns of the logits, [S, B, V/tp]; only on the last stage."""
         assert self.head is not None, "only the last stage makes logits"
-        x = self._stream(tokens, hidden)
+        x = self._stream(tokens, hidden, None)
         self.before_use(self.head)
         return self.head(x)
 
-    def _stream(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+    def _stream(self, tokens: Tensor, hidden: Tensor | None, samples: Tensor | None) -> Tensor:
+        keys = None
+        if samples is not None and self.has_dropout:
+            keys = token_keys(self.seed, samples, tokens.shape[1], self.tp_stream)
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
-            x = self.embedding(tokens)
+            x = self.embedding_dropout(self.embedding(tokens), keys)
         assert x is not None, "a stage that is not the first needs the hidden state before it"
-        for block in self.layers.values():
+        return self._run_layers(x, keys)
+
+    def _run_layers(self, x: Tensor, keys: TokenKeys | None) -> Tensor:
+        blocks = list(self.layers.values())
+        if not self.blocks_together or not torch.is_grad_enabled():
+            return self._run_blocks(blocks, x, keys)
+        for start in range(0, len(blocks), self.blocks_together):
+            some = blocks[start : start + self.blocks_together]
+            x = checkpoint(
+                self._run_blocks, some, x, keys, use_reentrant=False, preserve_rng_state=False
+            )
+        return x
+
+    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, keys: TokenKeys | None) -> Tensor:
+        for block in blocks:
             self.before_use(block)
-            x = block(x)
+            x = block(x, keys)
         return x

@@ -20,6 +20,12 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 
+# SplitMix64 (Steele, Lea, Flood, Fast splittable pseudorandom number generators, 2014); its three
+# constants and the shifts between them, as signed numbers where torch has no other 64 bits.
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MIX_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+MIX_SHIFTS = (30, 27, 31)
+
 # Elements drawn at once, which bounds the memory of temporaries. They stay in a CPU's cache, and
 # below the size from which torch starts threads for them; a GPU wants fewer, larger launches.
 CPU_CHUNK = 1 << 14
@@ -86,6 +92,27 @@ def philox(counter: Words, key: int) -> Words:
         c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & MASK, p1, (p0 >> 32 ^ c3 ^ k1) & MASK, p0
         k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
     return c0, c1 & MASK, c2, c3 & MASK
+
+
+def signed(word: int) -> int:
+    """The 64 bits of ``word`` as two's complement, which is how an int64 tensor holds them."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def splitmix(state: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function: 64 well mixed bits out of each state; overwrites ``state``.
+
+    Args:
+        state: int64, any shape. States of one stream lie GOLDEN_GAMMA apart.
+    """
+    shifted = torch.empty_like(state)
+    for shift, multiplier in zip(MIX_SHIFTS, (*MIX_MULTIPLIERS, 1), strict=True):
+        torch.bitwise_right_shift(state, shift, out=shifted)
+        # Torch shifts copies of the sign in; the generator is defined with zeros.
+        state.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+        if multiplier != 1:
+            state.mul_(multiplier)
+    return state
 
 
 def _fraction(high: torch.Tensor, low: torch.Tensor, digits: int) -> torch.Tensor:

@@ -192,5 +192,5 @@ def _build_evaluation(
     return Evaluation(
         batch=batch,
         loader=Loader(source, dp_rank=coords.dp, seed=job.run.seed, device=p2p.device),
-        executor=Executor(program.lists[coords.pp], [module.run for module in modules], p2p),
+        executor=Executor(program.lists[coords.pp], [m.evaluate for m in modules], p2p),
     )

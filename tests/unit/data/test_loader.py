@@ -58,3 +58,13 @@ def test_labels_are_the_tokens_moved_on_by_one():
     assert micro.mask.dtype == torch.float32
     assert torch.equal(micro.labels, micro.tokens + 1)
     assert micro.tokens.is_contiguous() and micro.labels.is_contiguous()
+
+
+def test_samples_are_the_global_ones_behind_the_tokens():
+    for micro in _step(3, dp=3, micro_batch_size=2):
+        for row, sample in zip(micro.tokens, micro.samples.tolist(), strict=True):
+            window = int(row[0]) // 100 if sample >= 0 else -1
+            wanted = sample_window(SEED, NUM_WINDOWS, sample) if sample >= 0 else -1
+            assert window == wanted
+    samples = _rows(_step(3, dp=3, micro_batch_size=2), "samples").tolist()
+    assert sorted(sample for sample in samples if sample >= 0) == list(range(48, 64))

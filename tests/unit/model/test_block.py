@@ -11,10 +11,17 @@ class _Times(nn.Module):
         super().__init__()
         self.factor = factor
 
-    def forward(self, x):
+    def forward(self, x, keys=None):
         return self.factor * x
 
 
 def test_block_adds_each_part_of_the_normed_stream():
-    block = Block(attention_norm=_Times(2), attention=_Times(3), mlp_norm=_Times(5), mlp=_Times(7))
+    block = Block(
+        attention_norm=_Times(2),
+        attention=_Times(3),
+        attention_dropout=_Times(1),
+        mlp_norm=_Times(5),
+        mlp=_Times(7),
+        mlp_dropout=_Times(1),
+    )
     assert block(torch.tensor(1.0)) == (1 + 2 * 3) * (1 + 5 * 7)

@@ -1,0 +1,168 @@
+"""Bytes of activations that a rank keeps for backward: formulas, by part of the model.
+
+The published ones (Korthikanti et al., Reducing activation recomputation in large transformer
+models, 2022) with what they leave out: norm statistics, the log-sum-exp of fused attention, grouped
+heads, gated feed-forward layers, number formats. What lives only while a kernel runs is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from raymega.config.schema import MemorySection, ModelSection, ParallelSection
+from raymega.plan.stages import Stage
+from raymega.plan.state_size import DTYPE_BYTES
+from raymega.plan.tensors import FAMILY_TENSORS, FamilyTensors, embedding_tensors
+
+MASK_BYTES = 1
+"""Of one element in a dropout mask."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationShape:
+    """What the bytes of one micro-batch on one rank depend on, beside the layers of its stage."""
+
+    model: ModelSection
+    parallel: ParallelSection
+    memory: MemorySection
+    seq_len: int
+    micro_batch_size: int
+    dtype: str
+
+    @property
+    def family(self) -> FamilyTensors:
+        """What the family's layers have."""
+        return FAMILY_TENSORS[self.model.family]
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in the compute format."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in max(fp32, compute format)."""
+        return max(4, self.element)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens inside the layers that tp cuts by feature."""
+        return self.seq_len * self.micro_batch_size // self.parallel.cp
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the residual stream between them."""
+        return self.tokens // (self.parallel.tp if self.parallel.sequence_parallel else 1)
+
+    @property
+    def stream_bytes(self) -> int:
+        """The residual stream once: sbh times 2 in bf16."""
+        return self.stream_tokens * self.model.width * self.element
+
+    def remakes(self, part: str) -> bool:
+        """Backward makes this part of every layer again."""
+        return self.memory.recompute == "selective" and part in self.memory.recompute_parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageActivations:
+    """Bytes that one rank keeps.
+
+    Attributes:
+        micro_batch_bytes: For each micro-batch between its forward and its backward.
+        rerun_bytes: Besides, while backward reruns some blocks; 0 but with full recompute.
+    """
+
+    micro_batch_bytes: int
+    rerun_bytes: int
+
+    def peak_bytes(self, num_micro_batches: int) -> int:
+        """With so many micro-batches in flight at most."""
+        return self.micro_batch_bytes * num_micro_batches + self.rerun_bytes
+
+
+def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
+    """What a rank of ``stage`` keeps."""
+    ends = (embedding_bytes(shape) if stage.is_first else 0) + (
+        head_bytes(shape) if stage.is_last else 0
+    )
+    if shape.memory.recompute != "full":
+        return StageActivations(
+            micro_batch_bytes=stage.num_layers * layer_bytes(shape) + ends, rerun_bytes=0
+        )
+    together = min(shape.memory.recompute_every, stage.num_layers)
+    inputs = ceil(stage.num_layers / together) if together else 0
+    return StageActivations(
+        micro_batch_bytes=inputs * shape.stream_bytes + ends,
+        rerun_bytes=together * layer_bytes(shape),
+    )
+
+
+def layer_bytes(shape: ActivationShape) -> int:
+    """One block's, all its parts kept but those that selective recompute makes again."""
+    return 2 * _norm_bytes(shape) + _attention_bytes(shape) + _mlp_bytes(shape)
+
+
+def attention_weight_bytes(shape: ActivationShape) -> int:
+    """The S x S softmax of all heads here, its dropout mask and the product: 5 as^2b / t in bf16."""
+    rows = shape.model.num_heads // shape.parallel.tp * shape.tokens
+    return rows * shape.seq_len * (2 * shape.element + MASK_BYTES)
+
+
+def embedding_bytes(shape: ActivationShape) -> int:
+    """The mask of its dropout, and which tokens other ranks' rows hold."""
+    elsewhere = shape.tokens if shape.parallel.tp > 1 else 0
+    return _residual_mask_bytes(shape) + elsewhere
+
+
+def head_bytes(shape: ActivationShape) -> int:
+    """Final norm, the projection's input, logits, and three numbers a token of the loss."""
+    rows = embedding_tensors(shape.model)[0].shape[0] // shape.parallel.tp
+    label, is_elsewhere = 8, 1
+    logits = shape.tokens * rows * shape.element
+    loss = shape.tokens * (shape.wide + label + is_elsewhere)
+    return 2 * shape.stream_bytes + _statistics_bytes(shape) + logits + loss
+
+
+def _norm_bytes(shape: ActivationShape) -> int:
+    """A norm's input and statistics, and its output, which is the next layer's input."""
+    output = 0 if shape.remakes("norm") else shape.stream_bytes
+    return shape.stream_bytes + output + _statistics_bytes(shape, is_remade=not output)
+
+
+def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int:
+    if is_remade:
+        return 0
+    per_token = 2 if shape.family.has_norm_bias else 1  # mean and deviation, or deviation
+    return shape.stream_tokens * per_token * shape.wide
+
+
+def _attention_bytes(shape: ActivationShape) -> int:
+    """q, k and v; the weights or, fused, a number a row; the output, which is the next input."""
+    model, tp = shape.model, shape.parallel.tp
+    heads, kv_heads = model.num_heads // tp, max(1, model.kv_heads // tp)
+    qkv = shape.tokens * (heads + 2 * kv_heads) * model.head_width * shape.element
+    if shape.remakes("attention"):
+        return qkv + _residual_mask_bytes(shape)
+    if shape.family.has_head_norms:  # q and k before and after, and a number a head
+        features = model.head_width * shape.element + shape.wide
+        qkv += shape.tokens * (heads + kv_heads) * features
+    output = shape.tokens * heads * model.head_width * shape.element
+    fused = shape.tokens * heads * shape.wide
+    weights = attention_weight_bytes(shape) if model.attention_dropout else fused
+    return qkv + output + weights + _residual_mask_bytes(shape)
+
+
+def _mlp_bytes(shape: ActivationShape) -> int:
+    """What the nonlinearity reads (gate and up in gated families) and what it makes."""
+    hidden = shape.tokens * shape.model.ffn_width // shape.parallel.tp * shape.element
+    read = hidden * (2 if shape.family.has_gate else 1)
+    made = 0 if shape.remakes("activation") else hidden
+    return read + made + _residual_mask_bytes(shape)
+
+
+def _residual_mask_bytes(shape: ActivationShape) -> int:
+    if not shape.model.residual_dropout:
+        return 0
+    return shape.stream_tokens * shape.model.width * MASK_BYTES

@@ -1,0 +1,130 @@
+"""What autograd keeps, to the byte: the published formulas, and plan.activations' own."""
+
+import pytest
+import torch
+
+from raymega.config.schema import MemorySection, ParallelSection
+from raymega.model.saved_bytes import SavedBytes
+from raymega.model.stage import StageModule
+from raymega.parallel.stream import Stream
+from raymega.plan.activations import ActivationShape, layer_bytes, stage_activations
+from raymega.plan.grid import Grid
+from raymega.plan.stages import Stage
+from tests.support import reference
+from tests.support.ranks import run_grid
+from tests.unit.model.parts import CPU
+
+pytestmark = pytest.mark.dist
+
+S, B, LAYERS = 64, 2, 2
+MIDDLE = Stage(index=1, num_stages=3, first_layer=LAYERS, num_layers=LAYERS)
+WHOLE = Stage(index=0, num_stages=1, first_layer=0, num_layers=LAYERS)
+STAGES = (MIDDLE, WHOLE)
+SIZES = {"width": 64, "num_heads": 4, "ffn_width": 256, "max_positions": S, "num_layers": 6}
+DROPPED = {"residual_dropout": 0.1, "attention_dropout": 0.1}
+CORE = MemorySection(recompute="selective", recompute_parts=("attention",))
+ALL = MemorySection(recompute="selective", recompute_parts=("attention", "activation", "norm"))
+FULL = MemorySection(recompute="full")
+PAIRS = MemorySection(recompute="full", recompute_every=2)
+GPT2 = reference.make_model("gpt2", **SIZES, **DROPPED)
+FUSED = reference.make_model("gpt2", **SIZES, residual_dropout=0.1)
+MODELS = {
+    "gpt2-dropped": GPT2,
+    "gpt2": FUSED,
+    "llama": reference.make_model("llama", **SIZES, num_kv_heads=2),
+    "llama-dropped": reference.make_model("llama", **SIZES, num_kv_heads=2, **DROPPED),
+    "qwen3": reference.make_model("qwen3", **SIZES, num_kv_heads=2),
+    "qwen2-mha": reference.make_model("qwen2", **SIZES, num_kv_heads="num_heads"),
+}
+
+
+def _measure(env, model, memory, stage, is_cut):
+    """Bytes that a rank keeps of one micro-batch in bf16."""
+    stream = Stream(tp=env.groups.tp, is_sequence_parallel=is_cut)
+    module = StageModule(
+        model, stage, stream=stream, dtype=torch.bfloat16, device=CPU, seed=1
+    )
+    module.recompute(memory)
+    tokens = torch.zeros(B, S, dtype=torch.int64)
+    mask, samples = torch.ones(B, S), torch.arange(B)
+    hidden = None
+    if not stage.is_first:
+        hidden = torch.randn(S // stream.degree, B, model.width).bfloat16().requires_grad_()
+    known = [*module.parameters(), *module.buffers(), tokens, mask]
+    with SavedBytes(known) as kept:
+        module(tokens, tokens, mask, hidden, samples)
+    return kept.total
+
+
+def _kept(model, memory, stage, *, tp, is_cut):
+    totals = run_grid(_measure, Grid(tp=tp), model, memory, stage, is_cut)
+    assert len(set(totals)) == 1, "ranks keep the same"
+    return totals[0]
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("tp", "is_cut"), [(1, False), (2, False), (2, True), (4, True)], ids=["tp1", "tp2", "tp2-sp", "tp4-sp"]
+)  # fmt: skip
+
+
+@LAYOUTS
+@pytest.mark.parametrize("case", ["none", "fused", "selective", "full"])
+def test_layer_keeps_what_the_published_formulas_say(case, tp, is_cut):
+    """Korthikanti et al. 2022, equations 2, 4, 6 and table 2, in bytes of bf16.
+
+    Beyond them: the norms' statistics; without attention dropout, torch's fused attention keeps a
+    number a row where the formula has 5 as/h. Below them: with the attention core the input of the
+    projection after it, 2 sbh / t, is made again too.
+    """
+    model, memory = {
+        "none": (GPT2, MemorySection()),
+        "fused": (FUSED, MemorySection()),
+        "selective": (GPT2, CORE),
+        "full": (GPT2, FULL),
+    }[case]
+    heads, sp = model.num_heads, tp if is_cut else 1
+    sbh = S * B * model.width
+    attention = 5 * heads * S / (model.width * tp)
+    log_sum_exp, statistics = 4 * heads / (model.width * tp), 4 * 2 / (model.width * sp)
+    between = 10 / sp + 24 / tp
+    published = {
+        "none": between + attention + statistics,
+        "fused": between + log_sum_exp + statistics,
+        "selective": between - 2 / tp + statistics,
+        "full": 2 / sp,
+    }[case]
+    kept = _kept(model, memory, MIDDLE, tp=tp, is_cut=is_cut) / LAYERS
+    assert kept / sbh == pytest.approx(published, rel=0.002)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_predicts_stages(name, tp):
+    model, is_cut = MODELS[name], tp > 1
+    cases = [(m, stage) for m in (MemorySection(), CORE, ALL, FULL, PAIRS) for stage in STAGES]
+    for kept in run_grid(_measure_all, Grid(tp=tp), model, cases, is_cut):
+        for (memory, stage), total in zip(cases, kept, strict=True):
+            shape = ActivationShape(
+                model=model,
+                parallel=ParallelSection(tp=tp, sequence_parallel=is_cut),
+                memory=memory,
+                seq_len=S,
+                micro_batch_size=B,
+                dtype="bfloat16",
+            )
+            wanted = stage_activations(shape, stage).micro_batch_bytes
+            assert total == pytest.approx(wanted, rel=0.01), (memory, stage)
+
+
+def _measure_all(env, model, cases, is_cut):
+    return [_measure(env, model, memory, stage, is_cut) for memory, stage in cases]
+
+
+def test_rerun_holds_the_blocks_that_run_together():
+    shape = ActivationShape(
+        model=FUSED, parallel=ParallelSection(), memory=PAIRS, seq_len=S, micro_batch_size=B,
+        dtype="bfloat16",
+    )  # fmt: skip
+    planned = stage_activations(shape, MIDDLE)
+    assert planned.rerun_bytes == 2 * layer_bytes(shape)
+    assert planned.peak_bytes(3) == 3 * shape.stream_bytes + planned.rerun_bytes

@@ -1,0 +1,57 @@
+"""Whole runs of the verify job on real ranks, and whether two of them are the same run."""
+
+import numpy as np
+
+from raymega.messages import Requests
+from raymega.plan.run_plan import read_plan
+from raymega.train.build import build_parts
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
+from tests.support.jobs import make_test_plan
+from tests.support.ranks import run_grid
+from tests.support.reference import slices
+
+LIMIT = 1e-9
+STEPS = 4
+
+
+def train(overrides, *, steps=STEPS):
+    """Curves of (loss, gradient norm) by rank, and every state tensor put together."""
+    plan = make_test_plan(*overrides)
+    results = run_grid(_train_rank, plan.grid, plan.to_json(), steps)
+    whole = {}
+    for _, blocks in results:
+        for name, shape, box, values in blocks:
+            target = whole.setdefault(name, np.full(shape, np.nan))
+            held = target[slices(box)]
+            same = np.isnan(held) | (np.abs(held - values) <= LIMIT)
+            assert same.all(), f"{name}: replicas differ"
+            target[slices(box)] = values
+    return [curve for curve, _ in results], whole
+
+
+def assert_same_run(overrides, wanted):
+    """Training with ``overrides`` gives the curve and the state of ``wanted`` to rounding."""
+    wanted_curves, wanted_whole = wanted
+    curves, whole = train(overrides, steps=len(wanted_curves[0]))
+    assert all(other == curves[0] for other in curves), "ranks disagree on loss or norm"
+    np.testing.assert_allclose(curves[0], wanted_curves[0], rtol=LIMIT)
+    assert whole.keys() == wanted_whole.keys()
+    for name, values in wanted_whole.items():
+        assert np.isfinite(whole[name]).all(), f"{name}: not covered by the ranks"
+        np.testing.assert_allclose(whole[name], values, rtol=0, atol=LIMIT, err_msg=name)
+
+
+def _train_rank(env, plan_json, steps):
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    state, curve = TrainState(), []
+    for _ in range(steps):
+        outcome = train_step(parts, state, Requests(), is_recording=False)
+        state = outcome.state
+        curve.append((outcome.loss, outcome.grad_norm))
+    blocks = [
+        (block.name, block.tensor.shape, block.box, block.values.numpy().copy())
+        for block in parts.optimizer.blocks()
+    ]
+    return curve, blocks
