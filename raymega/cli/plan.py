@@ -11,6 +11,7 @@ import typer
 
 from raymega import api
 from raymega.cli.tables import table
+from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
@@ -59,6 +60,16 @@ def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
     ]
 
 
+def _activation_bytes(plan: RunPlan) -> tuple[int, ...]:
+    """The most activations that a rank keeps, by formula, for each rank of the pipeline."""
+    shape, placement = activation_shape(plan.job), plan.placement
+    stages = [stage_activations(shape, stage) for stage in plan.stages]
+    return tuple(
+        peak_bytes(work, [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)])
+        for pp, work in enumerate(_program(plan).lists)
+    )
+
+
 def _bubble(plan: RunPlan) -> float:
     return simulate(_program(plan), Durations()).bubble
 
@@ -68,7 +79,7 @@ def _program(plan: RunPlan) -> Program:
 
 
 def _plan_object(plan: RunPlan) -> dict[str, object]:
-    job, grid = plan.job, plan.grid
+    job, grid, activations = plan.job, plan.grid, _activation_bytes(plan)
     return {
         "run": job.run.name,
         "grid": {axis: grid.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")},
@@ -80,7 +91,13 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "schedule": job.schedule.name,
         "bubble": _bubble(plan),
         "ranks": [
-            {"rank": rank, **asdict(grid.coords(rank)), **asdict(size), "total": size.total_bytes}
+            {
+                "rank": rank,
+                **asdict(grid.coords(rank)),
+                **asdict(size),
+                "total": size.total_bytes,
+                "activation_bytes": activations[grid.coords(rank).pp],
+            }
             for rank, size in enumerate(_sizes(plan, grid.world_size))
         ],
     }
@@ -130,25 +147,21 @@ def _show_stages(plan: RunPlan) -> None:
 
 
 def _show_ranks(plan: RunPlan) -> None:
-    headers = ("rank", "tp", "dp", "pp", "parameters", "owned", *PARTS, "state in all")
-    rows = []
+    head = ("rank", "tp", "dp", "pp", "parameters", "owned")
+    headers = (*head, *PARTS, "state in all", "activations")
+    rows, activations = [], _activation_bytes(plan)
     for rank, size in enumerate(_sizes(plan, MAX_ROWS)):
         at = plan.grid.coords(rank)
+        counts = rank, at.tp, at.dp, at.pp, size.num_parameters, size.num_owned
         parts = (getattr(size, f"{part}_bytes") for part in PARTS.values())
-        rows.append(
-            (
-                rank,
-                at.tp,
-                at.dp,
-                at.pp,
-                size.num_parameters,
-                size.num_owned,
-                *parts,
-                _readable(size.total_bytes),
-            )
-        )
-    sharding = plan.job.parallel.sharding
-    print(f"\nranks; state in bytes, activations not counted; sharding {sharding}")
+        in_all = _readable(size.total_bytes), _readable(activations[at.pp])
+        rows.append((*counts, *parts, *in_all))
+    job = plan.job
+    print(f"\nranks; state in bytes; sharding {job.parallel.sharding}")
+    print(
+        "activations kept for backward at the schedule's peak, by formula; recompute "
+        f"{job.memory.recompute}"
+    )
     print(table(headers, rows))
     if plan.grid.world_size > MAX_ROWS:
         print(f"... and {plan.grid.world_size - MAX_ROWS:,} more ranks; --json lists all")

@@ -7,13 +7,16 @@ heads, gated feed-forward layers, number formats. What lives only while a kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 
-from raymega.config.schema import MemorySection, ModelSection, ParallelSection
+from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.tensors import FAMILY_TENSORS, FamilyTensors, embedding_tensors
+from raymega.schedule.instructions import FREES_ACTIVATIONS, Op, Schedule
 
 MASK_BYTES = 1
 """Of one element in a dropout mask."""
@@ -77,9 +80,24 @@ class StageActivations:
     micro_batch_bytes: int
     rerun_bytes: int
 
-    def peak_bytes(self, num_micro_batches: int) -> int:
-        """With so many micro-batches in flight at most."""
-        return self.micro_batch_bytes * num_micro_batches + self.rerun_bytes
+
+def peak_bytes(schedule: Schedule, chunks: Sequence[StageActivations]) -> int:
+    """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``."""
+    sign = {Op.FORWARD: 1} | dict.fromkeys(FREES_ACTIVATIONS, -1)
+    changes = (sign.get(task.op, 0) * chunks[task.chunk].micro_batch_bytes for task in schedule)
+    return max(accumulate(changes)) + max(chunk.rerun_bytes for chunk in chunks)
+
+
+def activation_shape(job: Job) -> ActivationShape:
+    """What the job says about it."""
+    return ActivationShape(
+        model=job.model,
+        parallel=job.parallel,
+        memory=job.memory,
+        seq_len=job.data.seq_len,
+        micro_batch_size=job.schedule.micro_batch_size,
+        dtype=job.precision.dtype,
+    )
 
 
 def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
@@ -111,9 +129,10 @@ def attention_weight_bytes(shape: ActivationShape) -> int:
 
 
 def embedding_bytes(shape: ActivationShape) -> int:
-    """The mask of its dropout, and which tokens other ranks' rows hold."""
-    elsewhere = shape.tokens if shape.parallel.tp > 1 else 0
-    return _residual_mask_bytes(shape) + elsewhere
+    """The mask of its dropout, and under tp which tokens are here, and in which rows."""
+    is_elsewhere, row = 1, 8
+    cut = shape.tokens * (is_elsewhere + row) if shape.parallel.tp > 1 else 0
+    return _residual_mask_bytes(shape) + cut
 
 
 def head_bytes(shape: ActivationShape) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.stages import make_stages
+from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.training_rules import (
     batch_ramp_faults,
     loss_scale_faults,
@@ -201,9 +203,32 @@ def _world(num_workers: int | str, *degrees: int) -> list[Fault]:
     return [fault] if fault else []
 
 
+def _attention_weights(
+    rate: float, seq_len: int, heads: int, tp: int, micro_batch_size: int, dtype: str
+) -> list[Fault]:
+    """Without the fused kernel a layer keeps S x S weights a head: before, and after, and a mask."""
+    num_bytes = micro_batch_size * heads // tp * seq_len**2 * (2 * DTYPE_BYTES[dtype] + 1)
+    if not rate or num_bytes <= MAX_ATTENTION_BYTES:
+        return []
+    shorter = isqrt(MAX_ATTENTION_BYTES * seq_len**2 // num_bytes)
+    return [
+        Fault(
+            fact=f"model.attention_dropout={rate:g}",
+            rule=f"it needs every attention weight in memory, {num_bytes / 2**30:.1f} GiB in each "
+            f"layer for {micro_batch_size} x {heads // tp} heads of {seq_len} x {seq_len} on a "
+            f"rank; at most {MAX_ATTENTION_BYTES / 2**30:g} GiB is allowed",
+            remedy="set model.attention_dropout=0, which needs none, or take more parallel.tp, a "
+            f"smaller schedule.micro_batch_size or data.seq_len of at most {shorter}",
+        )
+    ]
+
+
 def _grid(cp: int, ep: int, etp: int, order: str) -> list[Fault]:
     return grid_faults(ParallelSection(cp=cp, ep=ep, etp=etp, order=order))
 
+
+MAX_ATTENTION_BYTES = 2 << 30
+"""Of one layer's weights under attention dropout: a few such layers fill a GPU."""
 
 RULES = (
     Rule(
@@ -237,6 +262,17 @@ RULES = (
     ),
     Rule(reads=("parallel.pp", "model.num_layers"), check=_layers),
     Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
+    Rule(
+        reads=(
+            "model.attention_dropout",
+            "data.seq_len",
+            "model.num_heads",
+            "parallel.tp",
+            "schedule.micro_batch_size",
+            "precision.dtype",
+        ),
+        check=_attention_weights,
+    ),
     Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
     Rule(
         reads=(

@@ -5,11 +5,13 @@ It opens no process group and restores nothing; entry does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from raymega.config.schema import Job
 from raymega.data.loader import Loader
 from raymega.data.open import Source, open_split
 from raymega.model.stage import StageModule
@@ -23,11 +25,14 @@ from raymega.parallel.stream import Stream
 from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
+from raymega.plan.activations import activation_shape, attention_weight_bytes
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.schedule.table import make_forward_only, make_schedule
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "float64": torch.float64,
@@ -76,6 +81,7 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
     modules = _build_modules(plan, stages, stream=stream, device=device)
     parameters = _parameters_by_chunk(modules)
     check_specs([parameter for chunk in parameters for parameter in chunk])
+    _log_attention_weights(job)
     p2p = PointToPoint(
         groups,
         placement=plan.placement,
@@ -137,6 +143,7 @@ def _build_modules(
                 token_table=first.tokens.weight if first is not None else None,
             )
         )
+        modules[-1].recompute(job.memory)
     return modules
 
 
@@ -153,6 +160,16 @@ def _parameters_by_chunk(modules: Sequence[StageModule]) -> list[list[ShardedPar
         chunks.append([p for p in found if p not in taken])
         taken.update(found)
     return chunks
+
+
+def _log_attention_weights(job: Job) -> None:
+    if job.model.attention_dropout:
+        num_bytes = attention_weight_bytes(activation_shape(job))
+        log.info(
+            "attention dropout: no fused kernel, so each layer keeps its attention weights, "
+            "%.1f MiB a micro-batch on each rank",
+            num_bytes / 2**20,
+        )
 
 
 def _open_source(plan: RunPlan, split: str) -> Source:

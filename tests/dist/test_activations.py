@@ -7,9 +7,11 @@ from raymega.config.schema import MemorySection, ParallelSection
 from raymega.model.saved_bytes import SavedBytes
 from raymega.model.stage import StageModule
 from raymega.parallel.stream import Stream
-from raymega.plan.activations import ActivationShape, layer_bytes, stage_activations
+from raymega.plan.activations import ActivationShape, layer_bytes, peak_bytes, stage_activations
 from raymega.plan.grid import Grid
 from raymega.plan.stages import Stage
+from raymega.schedule.one_f_one_b import one_f_one_b
+from raymega.schedule.order import Sizes
 from tests.support import reference
 from tests.support.ranks import run_grid
 from tests.unit.model.parts import CPU
@@ -127,4 +129,5 @@ def test_rerun_holds_the_blocks_that_run_together():
     )  # fmt: skip
     planned = stage_activations(shape, MIDDLE)
     assert planned.rerun_bytes == 2 * layer_bytes(shape)
-    assert planned.peak_bytes(3) == 3 * shape.stream_bytes + planned.rerun_bytes
+    work = one_f_one_b(Sizes(pp=3, num_micro_batches=8))[0]
+    assert peak_bytes(work, [planned]) == 3 * shape.stream_bytes + planned.rerun_bytes

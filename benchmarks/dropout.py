@@ -1,0 +1,95 @@
+"""What keyed dropout costs: nanoseconds an element, and its share of a training step.
+
+python benchmarks/dropout.py [S] [B] [D] [layers]
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from raymega.config.schema import ModelSection
+from raymega.model.stage import StageModule
+from raymega.parallel.dropout import dropout, keep_mask, row_keys
+from raymega.parallel.groups import Group
+from raymega.parallel.stream import Stream
+from raymega.plan.stages import Stage
+
+RATE, ROUNDS = 0.1, 7
+CPU = torch.device("cpu")
+
+
+def best_s(work: Callable[[], object]) -> float:
+    """The least CPU time of some rounds: other work on the machine only ever adds."""
+    work()
+    return min(cpu_s(work) for _ in range(ROUNDS))
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """CPU seconds of all threads of this process."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def show_element(seq_len: int, batch: int, width: int) -> None:
+    samples = torch.arange(batch)
+    keys = row_keys(1, samples, range(seq_len))
+    x = torch.randn(seq_len, batch, width)
+    per_element = 1e9 / x.numel()
+    works = {
+        "keys of the tokens (once a micro-batch)": lambda: row_keys(1, samples, range(seq_len)),
+        "mask": lambda: keep_mask(keys, width, rate=RATE),
+        "keyed dropout, mask included": lambda: dropout(x, keys, rate=RATE),
+        "torch's dropout": lambda: torch.nn.functional.dropout(x, RATE, training=True),
+    }
+    for name, work in works.items():
+        print(f"{name:42}{best_s(work) * per_element:8.2f} ns an element")
+
+
+def make_step(
+    rates: dict[str, float], seq_len: int, batch: int, width: int, layers: int
+) -> Callable[[], None]:
+    """Forward and backward of one micro-batch through blocks, in fp32."""
+    model = ModelSection(
+        family="gpt2", num_layers=layers, width=width, num_heads=max(1, width // 64),
+        ffn_width=4 * width, vocab_size=256, max_positions=seq_len, **rates,
+    )  # fmt: skip
+    alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
+    stage = Stage(index=1, num_stages=3, first_layer=0, num_layers=layers)
+    module = StageModule(
+        model, stage, stream=Stream(tp=alone), dtype=torch.float32, device=CPU, seed=1
+    )
+    tokens, samples = torch.zeros(batch, seq_len, dtype=torch.int64), torch.arange(batch)
+    hidden = torch.randn(seq_len, batch, width, requires_grad=True)
+
+    def work() -> None:
+        module(tokens, tokens, tokens, hidden, samples).sum().backward()
+
+    return work
+
+
+def main() -> None:
+    sizes = [int(word) for word in sys.argv[1:]]
+    seq_len, batch, width, layers = (*sizes, *(256, 4, 512, 2)[len(sizes) :])
+    print(f"S={seq_len} B={batch} D={width}, fp32, {torch.get_num_threads()} threads")
+    show_element(seq_len, batch, width)
+    rates = {
+        "no dropout": {},
+        "residual dropout": {"residual_dropout": RATE},
+        "attention dropout too": {"residual_dropout": RATE, "attention_dropout": RATE},
+    }
+    steps = {name: make_step(r, seq_len, batch, width, layers) for name, r in rates.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            times[name].append(cpu_s(step))
+    plain = min(times["no dropout"])
+    for name, seconds in times.items():
+        least = min(seconds)
+        print(f"{layers} blocks, {name:22}{least * 1e3:9.1f} ms {least / plain - 1:+7.1%}")
+
+
+if __name__ == "__main__":
+    main()
