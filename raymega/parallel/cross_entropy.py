@@ -38,7 +38,7 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows, is_elsewhere = local_rows(labels, logits.shape[-1], tp)
         peak = all_reduce(logits.amax(-1).to(wide), tp, op="max")
-        shifted = logits - peak.unsqueeze(-1)
+        shifted = _minus(logits, peak)
         picked = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(is_elsewhere, 0.0)
         sum_exp, picked = all_reduce(torch.stack((shifted.exp_().sum(-1), picked)), tp)
         log_sum = sum_exp.log()
@@ -50,7 +50,17 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """d loss / d logits = softmax - one-hot of the label."""
         logits, log_sum_exp, rows, is_elsewhere = ctx.saved_tensors
-        softmax = (logits - log_sum_exp.unsqueeze(-1)).exp_()
+        softmax = _minus(logits, log_sum_exp).exp_()
         one = (~is_elsewhere).to(softmax.dtype)
         softmax.scatter_add_(-1, rows.unsqueeze(-1), -one.unsqueeze(-1))
         return softmax.mul_(grad.unsqueeze(-1)).to(logits.dtype), None, None
+
+
+def _minus(logits: Tensor, numbers: Tensor) -> Tensor:
+    """logits: [S, B, V/tp] less one of ``numbers`` [S, B] a token, in their format.
+
+    A mixed subtraction would widen the logits into a buffer of its own: twice the memory to fill.
+    """
+    if logits.dtype == numbers.dtype:
+        return logits - numbers.unsqueeze(-1)
+    return logits.to(numbers.dtype).sub_(numbers.unsqueeze(-1))
