@@ -60,7 +60,7 @@ class ModelSection(Section):
         default="width / num_heads", description="K, features of one head."
     )
     ffn_width: Positive = Field(description="F, features inside the feed-forward layer.")
-    vocab_size: Positive = Field(description="V, rows of the embedding; at least the tokenizer's.")
+    vocab_size: Positive = Field(description="V, tokens of the model; at least the tokenizer's.")
     max_positions: Positive = Field(
         default=2048,
         description="Longest sequence; rows of gpt2's position table. Not below data.seq_len.",
@@ -112,6 +112,11 @@ class ModelSection(Section):
     def kv_heads(self) -> int:
         """G as a number."""
         return self.num_heads if self.num_kv_heads == "num_heads" else self.num_kv_heads
+
+    @property
+    def table_rows(self) -> int:
+        """V padded: rows of the token table and of the head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def head_width(self) -> int:

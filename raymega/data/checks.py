@@ -105,7 +105,7 @@ def _vocabulary_faults(path: str, tokens: int, rows: int) -> list[Fault]:
             fact=f"model.vocab_size={rows}",
             rule=f"data.path={path!r} has tokens up to {tokens - 1}, so it must be at least "
             f"{tokens}",
-            remedy=f"set model.vocab_size={tokens} or the next multiple of parallel.tp",
+            remedy=f"set model.vocab_size={tokens}; the table is padded by itself",
         )
     ]
 

@@ -5,33 +5,49 @@ It sums the losses of tokens; what the sum is divided by is the step's business.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
-from raymega.parallel.cross_entropy import vocab_parallel_cross_entropy
-from raymega.parallel.deferral import Deferral
+from raymega.config.schema import ModelSection
+from raymega.parallel.cross_entropy import (
+    LossTerms,
+    num_real_columns,
+    vocab_parallel_cross_entropy,
+)
 from raymega.parallel.parameter import ShardedParameter
-from raymega.parallel.stream import Stream
-from raymega.parallel.tensor import column_linear
+from raymega.parallel.tensor import ParameterFactory, column_linear
 
 
 class Head(nn.Module):
     """Final norm and the projection to the vocabulary, whose rows are cut over tp.
 
-    The weight is handed in because it may be the token embedding's.
+    The weight is handed in because it may be the token embedding's. In evaluation (``eval()``) the
+    loss is plain cross entropy, without label smoothing and z-loss.
     """
 
     def __init__(
-        self, norm: nn.Module, weight: ShardedParameter, stream: Stream, deferral: Deferral
+        self,
+        norm: nn.Module,
+        weight: ShardedParameter,
+        model: ModelSection,
+        factory: ParameterFactory,
     ) -> None:
         super().__init__()
-        self.deferral = deferral
+        self.plain_terms = LossTerms(vocab_size=model.vocab_size)
+        self.training_terms = replace(
+            self.plain_terms, label_smoothing=model.label_smoothing, z_loss=model.z_loss
+        )
         self.norm = norm
         self.weight = weight
-        self.stream = stream
+        self.stream = factory.stream
+        self.deferral = factory.deferral
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> logits [S, B, V/tp]."""
-        return column_linear(self.norm(x), self.weight, None, self.stream, self.deferral)
+        """x: [S/sp, B, D] -> logits [S, B, V/tp] of this rank's tokens, padding left out."""
+        logits = self._padded_logits(x)
+        tp, vocab_size = self.stream.tp, self.plain_terms.vocab_size
+        return logits[..., : num_real_columns(logits.shape[-1], tp, vocab_size)]
 
     def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """Sum of the token losses where ``mask`` is 1.
@@ -44,5 +60,11 @@ class Head(nn.Module):
         Returns:
             A scalar in max(fp32, dtype), equal on all tensor-parallel ranks.
         """
-        losses = vocab_parallel_cross_entropy(self(x), labels.t(), self.stream.tp)
+        terms = self.training_terms if self.training else self.plain_terms
+        losses = vocab_parallel_cross_entropy(
+            self._padded_logits(x), labels.t(), self.stream.tp, terms
+        )
         return (losses * mask.t().to(losses.dtype)).sum()
+
+    def _padded_logits(self, x: Tensor) -> Tensor:
+        return column_linear(self.norm(x), self.weight, None, self.stream, self.deferral)

@@ -103,7 +103,7 @@ class StageModule(nn.Module):
         self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
     ) -> Head:
         norm = make_norm(factory, "final_norm", model)
-        return Head(norm, self._head_weight(factory, model, table), factory.stream, self.deferral)
+        return Head(norm, self._head_weight(factory, model, table), model, factory)
 
     def _head_weight(
         self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
@@ -155,11 +155,15 @@ class StageModule(nn.Module):
         return self(*parts, hidden, micro_batch.samples)
 
     def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
-        """:meth:`forward` as evaluation calls it: nothing is dropped."""
-        return self(micro_batch.tokens, micro_batch.labels, micro_batch.mask, hidden)
+        """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
+        self.eval()
+        try:
+            return self(micro_batch.tokens, micro_batch.labels, micro_batch.mask, hidden)
+        finally:
+            self.train()
 
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
-        """This rank's columns of the logits, [S, B, V/tp]; only on the last stage."""
+        """This rank's columns of the logits, [S, B, V/tp], no padding; only on the last stage."""
         assert self.head is not None, "only the last stage makes logits"
         x = self._stream(tokens, hidden, None)
         self.before_use(self.head)

@@ -55,6 +55,7 @@ def _initial_values(piece: Piece, seed: int, device: torch.device) -> torch.Tens
     if tensor.init == "normal":
         stream = rng.key(seed, "init", tensor.name)
         values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
+        values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
         return values.mul_(tensor.init_std)
     constants = {"zeros": 0.0, "ones": 1.0}
     return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isqrt
+from math import isqrt, lcm
 from typing import Any
 
 from raymega.config.schema import ParallelSection
@@ -84,6 +84,21 @@ def _kv_heads(tp: int, heads: int, kv_heads: int | str) -> list[Fault]:
             )
         )
     return faults
+
+
+def _table_rows(tp: int, vocab_size: int, multiple: int) -> list[Fault]:
+    rows = -(-vocab_size // multiple) * multiple
+    if rows % tp == 0:
+        return []
+    return [
+        Fault(
+            fact=f"parallel.tp={tp}",
+            rule=f"it must divide the {rows} rows that model.vocab_size={vocab_size} has when "
+            f"padded to a multiple of model.vocab_multiple={multiple} (remainder {rows % tp})",
+            remedy=f"set model.vocab_multiple={lcm(multiple, tp)} in a new run, or use a tp that "
+            f"divides {multiple}",
+        )
+    ]
 
 
 def _positions_per_rank(tp: int, seq_len: int, is_cut: bool) -> list[Fault]:  # noqa: FBT001
@@ -241,7 +256,7 @@ RULES = (
     ),
     _must_divide("tp", "num_heads"),
     _must_divide("tp", "ffn_width"),
-    _must_divide("tp", "vocab_size"),
+    Rule(reads=("parallel.tp", "model.vocab_size", "model.vocab_multiple"), check=_table_rows),
     Rule(reads=("parallel.tp", "model.num_heads", "model.num_kv_heads"), check=_kv_heads),
     Rule(
         reads=("parallel.tp", "data.seq_len", "parallel.sequence_parallel"),

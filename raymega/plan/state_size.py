@@ -42,8 +42,8 @@ class StateSize:
 
 
 def count_parameters(model: ModelSection) -> int:
-    """Elements of the whole model, a tied table counted once."""
-    return sum(tensor.num_elements for tensor in model_tensors(model))
+    """Elements of the whole model, a tied table counted once and padded rows not at all."""
+    return sum(tensor.num_parameters for tensor in model_tensors(model))
 
 
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:

@@ -32,6 +32,7 @@ class GlobalTensor:
             neighbours share a block. Key and value heads.
         serves_heads: It is used on the query heads of each tp rank apart, so the gradients of ranks
             that share a block are terms of a sum.
+        padded_rows: So many of its last rows are zero for ever and stand for nothing.
     """
 
     name: str
@@ -42,11 +43,22 @@ class GlobalTensor:
     role: Role
     tp_units: int = 0
     serves_heads: bool = False
+    padded_rows: int = 0
 
     @property
     def num_elements(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that can be trained: all but padding."""
+        return self.num_elements // self.shape[0] * self.real_rows
+
+    @property
+    def real_rows(self) -> int:
+        """Rows that are no padding."""
+        return self.shape[0] - self.padded_rows
 
     @property
     def whole(self) -> Box:
@@ -117,6 +129,15 @@ def _weight(
     )  # fmt: skip
 
 
+def _table(name: str, model: ModelSection, *, role: Role) -> GlobalTensor:
+    """A row a token, padded so that how many there are does not depend on the layout."""
+    rows = model.table_rows
+    return GlobalTensor(
+        name=f"{name}.weight", shape=(rows, model.width), tp_dim=0, init="normal",
+        init_std=model.init_std, role=role, padded_rows=rows - model.vocab_size,
+    )  # fmt: skip
+
+
 def _bias(name: str, size: int, *, tp_dim: int, kv_heads: int = 0) -> GlobalTensor:
     return GlobalTensor(
         name=f"{name}.bias", shape=(size,), tp_dim=tp_dim, init="zeros", init_std=0.0,
@@ -140,11 +161,10 @@ def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
 
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Token table, and gpt2's position table."""
-    std = model.init_std
-    shape = (model.vocab_size, model.width)
-    table = [_weight("embedding.tokens", shape, tp_dim=0, std=std, role="embedding")]
+    table = [_table("embedding.tokens", model, role="embedding")]
     if FAMILY_TENSORS[model.family].has_positions:
         shape = (model.max_positions, model.width)
+        std = model.init_std
         table.append(_weight("embedding.positions", shape, tp_dim=-1, std=std, role="embedding"))
     return table
 
@@ -181,8 +201,7 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Final norm, and the head's own weight when it is not tied."""
     table = _norm("final_norm", model)
     if not model.is_embedding_tied:
-        shape = (model.vocab_size, model.width)
-        table.append(_weight("head", shape, tp_dim=0, std=model.init_std, role="head"))
+        table.append(_table("head", model, role="head"))
     return table
 
 

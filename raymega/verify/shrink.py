@@ -157,8 +157,14 @@ def _cut_positions(draft: _Draft) -> None:
 
 
 def _cut_vocabulary(draft: _Draft) -> None:
-    vocab_size = draft.job().model.vocab_size
-    draft.set("model.vocab_size", _like(vocab_size, min(vocab_size, MAX_VOCAB)))
+    """Fewer rows that the same degrees divide, with padding if the job has it."""
+    model = draft.job().model
+    rows = _like(model.table_rows, min(model.table_rows, MAX_VOCAB))
+    if rows == model.table_rows:
+        return
+    padding = min(model.table_rows - model.vocab_size, rows // 2)
+    draft.set("model.vocab_size", rows - padding)
+    draft.set("model.vocab_multiple", rows, "so that tp cuts the table as in the whole model")
 
 
 def _cut_depth(draft: _Draft) -> None:
@@ -168,9 +174,20 @@ def _cut_depth(draft: _Draft) -> None:
 
 def _cut_heads(draft: _Draft) -> None:
     model = draft.job().model
-    kv_heads = max(d for d in range(1, MAX_TP + 1) if model.kv_heads % d == 0)
-    heads = model.num_heads // model.kv_heads * kv_heads
-    _resize(draft, heads=heads, kv_heads=kv_heads, head_width=model.head_width)
+    ratio = model.num_heads // model.kv_heads
+    fewer = [d for d in range(MAX_TP, 0, -1) if model.kv_heads % d == 0]
+    wanted = _head_degrees(model.kv_heads, ratio)
+    kv_heads = next((d for d in fewer if _head_degrees(d, ratio) == wanted), fewer[0])
+    _resize(draft, heads=kv_heads * ratio, kv_heads=kv_heads, head_width=model.head_width)
+
+
+def _head_degrees(kv_heads: int, ratio: int) -> list[int]:
+    """Degrees of tp that can cut so many key and value heads with ``ratio`` query heads each."""
+    return [
+        tp
+        for tp in range(1, MAX_TP + 1)
+        if kv_heads * ratio % tp == 0 and 0 in (kv_heads % tp, tp % kv_heads)
+    ]
 
 
 def _cut_head_width(width: int) -> Callable[[_Draft], None]:

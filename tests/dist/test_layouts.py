@@ -31,6 +31,12 @@ MODELS = {
     "gpt2-kv1": ["model.family=gpt2", "model.num_kv_heads=1"],
     "qwen2-kv2": ["model.family=qwen2", "model.num_kv_heads=2"],
     "qwen3-kv2": ["model.family=qwen3", "model.num_kv_heads=2", "model.head_features=6"],
+    "llama-all-losses": [
+        "model.num_kv_heads=2",
+        "model.vocab_size=70",
+        "model.label_smoothing=0.1",
+        "model.z_loss=1e-3",
+    ],
 }
 SHARDED = ["dp3", "tp2-pp2-dp2", "pp3-dp2", "pp2-dp3", "pp4-dp2", "tp4-dp2", "tp2-pp2-dp2-sp"]
 CASES = [
@@ -51,6 +57,8 @@ CASES = [
     *((model, layout) for model in ("qwen2-kv2", "qwen3-kv2") for layout in ("tp4-sp", "tp2-pp2")),
     ("gpt2-kv1", "tp2-pp2"),
     ("gpt2-kv1", "tp4-pp2-sp"),
+    ("llama-all-losses", "tp4-dp2"),
+    ("llama-all-losses", "tp4-pp2-sp"),
 ]
 
 
@@ -123,6 +131,18 @@ def test_batch_with_masked_tail_and_uneven_dp_is_the_same_run():
     wanted = [*layout_overrides("dp3"), "schedule.micro_batch_size=3"]
     curves, _ = _run(wanted)
     np.testing.assert_allclose(curves[0], _reference("llama-gqa-tied")[0], rtol=LIMIT)
+
+
+def test_padding_of_the_table_is_no_part_of_the_run():
+    """Rows 70 to 127 stay zero through weight decay; without them the run is the same."""
+    curve, whole = _reference("llama-all-losses")
+    overrides = [*MODELS["llama-all-losses"], *layout_overrides("tp2-sp")]
+    curves, tensors = _run([*overrides, "model.vocab_multiple=1"])
+    np.testing.assert_allclose(curves[0], curve, rtol=LIMIT)
+    for name, values in whole.items():
+        rows = 70 if "embedding" in name else len(values)
+        assert not values[rows:].any(), f"{name}: padding is not zero"
+        np.testing.assert_allclose(tensors[name], values[:rows], rtol=0, atol=LIMIT, err_msg=name)
 
 
 def test_loss_falls_in_the_reference_run():

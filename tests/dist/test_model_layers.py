@@ -138,6 +138,18 @@ def test_whole_stages_with_shared_kv_heads(tp, sp):
     _check_stages(tp, sp, [MODELS["llama-kv2"], MODELS["gpt2-kv1"], MODELS["qwen3-kv2"]], 2)
 
 
+@_layouts("tp1", "tp2-sp", "tp4", "tp8-sp")
+def test_whole_stages_with_smoothing_z_loss_and_padding(tp, sp):
+    """With 128 rows for 52 tokens some ranks hold padding only."""
+    loss = {"label_smoothing": 0.1, "z_loss": 1e-2}
+    models = [
+        reference.make_model("llama", vocab_multiple=multiple, is_embedding_tied=is_tied, **loss)
+        for multiple in (8, 128)
+        for is_tied in (True, False)
+    ]
+    _check_stages(tp, sp, models, 2)
+
+
 def _check_stages(tp, sp, models, pp):
     ranks = run_grid(_run_stages, Grid(tp=tp), sp, models, pp)
     for model, *results in zip(models, *ranks, strict=True):

@@ -23,6 +23,7 @@ def make_model(family: str, **changes) -> ModelSection:
         "head_features": 10 if family == "qwen3" else "width / num_heads",
         "ffn_width": 80,
         "vocab_size": 52,
+        "vocab_multiple": 8,
         "max_positions": 16,
     }
     return ModelSection(family=family, **{**sizes, **changes})
@@ -47,11 +48,14 @@ def draw_batch(model, *, batch=3, seq=7, seed=1):
 
 
 def loss_sum(model, weights, tokens, labels, mask):
-    """Sum of unmasked token losses."""
+    """Sum of unmasked token losses in training."""
     kept = mask.bool()
-    return functional.cross_entropy(
-        logits(model, weights, tokens)[kept], labels[kept], reduction="sum"
+    scores = logits(model, weights, tokens)[kept]
+    smoothing = model.label_smoothing
+    losses = functional.cross_entropy(
+        scores, labels[kept], reduction="sum", label_smoothing=smoothing
     )
+    return losses + model.z_loss * scores.logsumexp(-1).square().sum()
 
 
 def gradients(model, weights, batch) -> dict:
@@ -70,8 +74,8 @@ def logits(model, weights, tokens):
     for layer in range(model.num_layers):
         x = block(model, weights, f"layers.{layer}", x)
     x = norm(model, weights, "final_norm", x)
-    tied = model.is_embedding_tied
-    return x @ weights["embedding.tokens.weight" if tied else "head.weight"].T
+    head = "embedding.tokens.weight" if model.is_embedding_tied else "head.weight"
+    return x @ weights[head][: model.vocab_size].T
 
 
 def block(model, weights, at, x):

@@ -30,7 +30,7 @@ STATE = {"step": 100, "samples": 800, "tokens": 12800.0, "note": "x"}
 def make_model(family: str, *, is_tied: bool) -> ModelSection:
     return ModelSection(
         family=family, num_layers=4, width=16, num_heads=8, num_kv_heads=4, ffn_width=24,
-        vocab_size=40, max_positions=12, is_embedding_tied=is_tied,
+        vocab_size=40, vocab_multiple=8, max_positions=12, is_embedding_tied=is_tied,
     )  # fmt: skip
 
 

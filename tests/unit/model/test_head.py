@@ -10,26 +10,45 @@ from torch.nn.functional import cross_entropy
 from raymega.model.head import Head
 from tests.support import reference
 from tests.support.tolerances import FLOAT64_LAYER
-from tests.unit.model.parts import make_model_factory, make_stream
+from tests.unit.model.parts import make_model_factory
 
 MODEL = reference.make_model("llama", is_embedding_tied=False)
 
 
-def _head(dtype=torch.float64):
-    factory = make_model_factory(MODEL, dtype=dtype)
-    return Head(nn.Identity(), factory.make("head.weight"), make_stream(), factory.deferral)
+def _head(dtype=torch.float64, model=MODEL):
+    factory = make_model_factory(model, dtype=dtype)
+    return Head(nn.Identity(), factory.make("head.weight"), model, factory)
 
 
 def test_loss_is_the_sum_over_unmasked_tokens():
     head, (_, labels, mask) = _head(), reference.draw_batch(MODEL)
     x = torch.randn(7, 3, MODEL.width).double()
     kept = mask.bool()
-    logits = (x @ head.weight.T).transpose(0, 1)
+    logits = (x @ head.weight[: MODEL.vocab_size].T).transpose(0, 1)
     wanted = cross_entropy(logits[kept], labels[kept], reduction="sum")
     assert reference.difference(head.loss_sum(x, labels, mask), wanted) < FLOAT64_LAYER
 
 
-@pytest.mark.parametrize("label", [-100, -1, 52, 2**40], ids=str)
+def test_smoothing_and_z_loss_are_of_training_only():
+    model = MODEL.model_copy(update={"label_smoothing": 0.1, "z_loss": 1e-3})
+    head, plain, (_, labels, mask) = _head(model=model), _head(), reference.draw_batch(MODEL)
+    x = torch.randn(7, 3, MODEL.width).double()
+    kept = mask.bool()
+    logits = head(x).transpose(0, 1)[kept]
+    wanted = cross_entropy(logits, labels[kept], reduction="sum", label_smoothing=0.1)
+    wanted = wanted + 1e-3 * logits.logsumexp(-1).square().sum()
+    assert reference.difference(head.loss_sum(x, labels, mask), wanted) < FLOAT64_LAYER
+    head.eval()
+    assert torch.equal(head.loss_sum(x, labels, mask), plain.loss_sum(x, labels, mask))
+
+
+def test_logits_have_no_column_of_padding():
+    head = _head()
+    assert head.weight.shape[0] == 56 and not head.weight[52:].any() and head.weight[51].all()
+    assert head(torch.randn(7, 3, MODEL.width).double()).shape == (7, 3, 52)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 52, 55, 56, 2**40], ids=str)
 def test_masked_slots_are_exactly_nothing(label):
     head = _head()
     x = torch.randn(7, 1, MODEL.width).double().requires_grad_()

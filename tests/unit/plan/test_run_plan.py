@@ -48,7 +48,7 @@ def test_plan_refuses_all_broken_rules_at_once():
         ("model.head_features=5", "model.head_features=5"),
         ("schedule.name=interleaved", "schedule.chunks=1"),
         ("schedule.group_size=1", "schedule.group_size=1"),
-        ("model.vocab_size=255", "parallel.tp=2"),
+        ("model.vocab_multiple=257", "parallel.tp=2"),
     ],
 )
 def test_each_rule_names_its_fact(override, fact):

@@ -38,6 +38,15 @@ def test_gpt2_small_has_its_published_parameter_count():
     assert count_parameters(model) == 124_439_808
 
 
+def test_table_is_padded_whatever_the_layout_and_padding_is_no_parameter():
+    padded, exact = _model(vocab_size=130), _model(vocab_size=130, vocab_multiple=1)
+    assert model_tensors(padded)[0].shape == (256, 32) and model_tensors(exact)[0].shape == (
+        130,
+        32,
+    )
+    assert count_parameters(padded) == count_parameters(exact)
+
+
 def test_llama2_7b_and_llama3_8b_have_their_published_parameter_counts():
     big = {"num_layers": 32, "width": 4096, "num_heads": 32, "is_embedding_tied": False}
     llama2 = _model(**big, num_kv_heads=32, ffn_width=11008, vocab_size=32000)

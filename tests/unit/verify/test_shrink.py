@@ -60,7 +60,10 @@ def test_any_job_fits_and_is_of_the_same_kind(kv_heads, ratio, head_width, layer
     assert small.model.num_layers == layers or (
         small.model.num_layers <= MAX_LAYERS and small.model.num_layers % 2 == layers % 2
     )
-    for field in ("ffn_width", "vocab_size"):
+    assert (small.model.vocab_size < small.model.table_rows) == (
+        job.model.vocab_size < job.model.table_rows
+    )
+    for field in ("ffn_width", "table_rows"):
         was, now = getattr(job.model, field), getattr(small.model, field)
         assert [was % d == 0 for d in range(2, 9)] == [now % d == 0 for d in range(2, 9)], field
     size = small.data.global_batch_size
