@@ -7,7 +7,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A token that some Ray once left in the home folder must not decide how test clusters talk.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
-from hypothesis import settings  # noqa: E402  # after the environment is set
+from hypothesis import settings  # after the environment is set
 
 # A deadline per example measures how busy the machine is.
 settings.register_profile("raymega", deadline=None)

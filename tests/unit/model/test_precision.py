@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from raymega.config.schema import OptimizerSection
-from raymega.parallel.cross_entropy import vocab_parallel_cross_entropy
+from raymega.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from raymega.parallel.groups import build_groups
 from raymega.parallel.tensor import weight_gradient
 from raymega.plan.grid import Grid
@@ -62,7 +62,8 @@ def test_cross_entropy_and_its_gradient_add_in_float32(dtype):
     """50000 equal logits: the sum of exponentials is beyond float16 after a shift of none."""
     tp = build_groups(Grid(), 0, timeout_s=1).tp
     logits = torch.zeros(1, 1, 50000, dtype=dtype, requires_grad=True)
-    loss = vocab_parallel_cross_entropy(logits, torch.zeros(1, 1, dtype=torch.int64), tp)
+    label, terms = torch.zeros(1, 1, dtype=torch.int64), LossTerms(vocab_size=50000)
+    loss = vocab_parallel_cross_entropy(logits, label, tp, terms)
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(math.log(50000), rel=1e-6)
     loss.backward()
