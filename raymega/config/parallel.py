@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from raymega.config.fields import Positive, Section
+from raymega.config.fields import NonNegative, Positive, Section
 
 
 class ParallelSection(Section):
@@ -21,6 +21,24 @@ class ParallelSection(Section):
     order: str = Field(
         default="tp-cp-ep-dp-pp",
         description="Axes from the fastest varying rank digit to the slowest.",
+    )
+    stages: str = Field(
+        default="even",
+        description="Layers of each stage. even; auto: by cost, so that the stage with head and loss "
+        "is not the slowest; or a text such as Ett|tt|(t|)*2L: E embedding, t layer, L head and loss, "
+        "| the next of the pp * chunks stages. Stages may be empty, ranks not.",
+    )
+    first_stage_layers: NonNegative | Literal["even"] = Field(
+        default="even", description="stages=even: layers of the first stage, set by hand."
+    )
+    last_stage_layers: NonNegative | Literal["even"] = Field(
+        default="even", description="stages=even: layers of the last stage, set by hand."
+    )
+    is_embedding_a_layer: bool = Field(
+        default=False, description="stages=even: the embedding counts as a layer of its stage."
+    )
+    is_loss_a_layer: bool = Field(
+        default=False, description="stages=even: head and loss count as a layer of their stage."
     )
     sharding: Literal["none", "optimizer"] = Field(
         default="none",

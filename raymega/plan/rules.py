@@ -14,6 +14,7 @@ from typing import Any
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.grid import grid_faults, world_fault
+from raymega.plan.placement import KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
 from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.training_rules import (
@@ -24,6 +25,14 @@ from raymega.plan.training_rules import (
 )
 from raymega.schedule.order import make_sizes
 from raymega.schedule.table import make_placement, schedule_faults
+
+PLACING = (
+    "stages",
+    "first_stage_layers",
+    "last_stage_layers",
+    "is_embedding_a_layer",
+    "is_loss_a_layer",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,14 +170,14 @@ def _rope_scaling(scaling: str, family: str, low: float, high: float) -> list[Fa
     ]
 
 
-def _layers(pp: int, layers: int) -> list[Fault]:
-    if pp <= layers:
+def _layers(pp: int, layers: int, stages: str) -> list[Fault]:
+    if pp <= layers or stages not in KINDS:
         return []
     return [
         Fault(
             fact=f"parallel.pp={pp}",
-            rule=f"every stage needs a layer, and model.num_layers={layers}",
-            remedy=f"use parallel.pp of at most {layers}",
+            rule=f"every rank needs a layer, and model.num_layers={layers}",
+            remedy=f"use parallel.pp of at most {layers}, or place layers by parallel.stages",
         )
     ]
 
@@ -185,14 +194,24 @@ def _positions(seq_len: int, longest: int) -> list[Fault]:
     ]
 
 
-def _schedule(name: str, pp: int, chunks: int, group_size: int | str, layers: int) -> list[Fault]:
-    """What the schedule refuses, and ranks that would hold nothing."""
+def _schedule(name: str, pp: int, chunks: int, group_size: int | str) -> list[Fault]:
     sizes = make_sizes(pp=pp, chunks=chunks, group_size=group_size, num_micro_batches=1)
-    faults = schedule_faults(name, sizes)
-    if faults or pp > layers:
-        return faults
+    return schedule_faults(name, sizes)
+
+
+def _stages(
+    name: str, pp: int, chunks: int, layers: int, *placing: str | int | bool
+) -> list[Fault]:
+    """Layers that cannot be placed as asked, and ranks that would hold nothing."""
+    by_field: dict[str, Any] = dict(zip(PLACING, placing, strict=True))
+    parallel = ParallelSection(**by_field)
     placement = make_placement(name, pp=pp, chunks=chunks)
-    stages = make_stages(num_layers=layers, num_stages=placement.num_stages)
+    faults = placement_faults(parallel, num_layers=layers, num_stages=placement.num_stages)
+    if faults or (pp > layers and parallel.stages in KINDS):
+        return faults
+    stages = make_stages(
+        layer_counts(parallel, num_layers=layers, num_stages=placement.num_stages, loss_cost=0.0)
+    )
     empty = [
         rank
         for rank in range(pp)
@@ -205,7 +224,7 @@ def _schedule(name: str, pp: int, chunks: int, group_size: int | str, layers: in
             fact=f"parallel.pp={pp} with schedule.chunks={chunks}",
             rule=f"every rank needs a layer, the embedding or the head, and rank {empty[0]} of the "
             f"pipeline gets none of model.num_layers={layers}",
-            remedy="use fewer chunks or ranks",
+            remedy="use fewer chunks or ranks, or place layers by parallel.stages",
         )
     ]
 
@@ -275,7 +294,7 @@ RULES = (
         ),
         check=_rope_scaling,
     ),
-    Rule(reads=("parallel.pp", "model.num_layers"), check=_layers),
+    Rule(reads=("parallel.pp", "model.num_layers", "parallel.stages"), check=_layers),
     Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
     Rule(
         reads=(
@@ -307,8 +326,17 @@ RULES = (
             "parallel.pp",
             "schedule.chunks",
             "schedule.group_size",
-            "model.num_layers",
         ),
         check=_schedule,
+    ),
+    Rule(
+        reads=(
+            "schedule.name",
+            "parallel.pp",
+            "schedule.chunks",
+            "model.num_layers",
+            *(f"parallel.{field}" for field in PLACING),
+        ),
+        check=_stages,
     ),
 )

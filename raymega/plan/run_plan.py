@@ -13,8 +13,10 @@ from raymega.config.schema import Job
 from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
 from raymega.plan.grid import Grid, make_grid
+from raymega.plan.placement import layer_counts
 from raymega.plan.rules import job_faults
 from raymega.plan.stages import Stage, make_stages
+from raymega.plan.tensors import loss_cost
 from raymega.schedule.order import Sizes, make_sizes
 from raymega.schedule.placement import Placement
 from raymega.schedule.table import make_placement
@@ -96,8 +98,12 @@ def make_plan(job: Job) -> RunPlan:
         ),
         batch=batch_of(job.data.global_batch_size),
         stages=make_stages(
-            num_layers=job.model.num_layers,
-            num_stages=placement.num_stages,
+            layer_counts(
+                job.parallel,
+                num_layers=job.model.num_layers,
+                num_stages=placement.num_stages,
+                loss_cost=loss_cost(job.model),
+            ),
             are_ends_together=placement.are_ends_together,
         ),
     )

@@ -1,10 +1,11 @@
-"""Which layers each pipeline stage holds; the even split, remainder to the middle stages.
+"""Which layers each pipeline stage holds, from how many; and the even split.
 
 It knows layer counts only, not costs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -43,29 +44,37 @@ class Stage:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
 
-def make_stages(
-    *, num_layers: int, num_stages: int, are_ends_together: bool = False
-) -> tuple[Stage, ...]:
-    """Even split; with a remainder the stages nearest the middle get one layer more.
-
-    The first and the last stage also hold the embedding and the head, so they come last in line
-    for an extra layer.
-    """
-    base, extra = divmod(num_layers, num_stages)
-    middle = (num_stages - 1) / 2
-    by_distance = sorted(range(num_stages), key=lambda stage: (abs(stage - middle), stage))
-    favoured = set(by_distance[:extra])
+def make_stages(counts: Sequence[int], *, are_ends_together: bool = False) -> tuple[Stage, ...]:
+    """Stages with ``counts`` layers each, in layer order."""
     stages, first = [], 0
-    for index in range(num_stages):
-        count = base + (index in favoured)
+    for index, count in enumerate(counts):
         stages.append(
             Stage(
                 index=index,
-                num_stages=num_stages,
+                num_stages=len(counts),
                 first_layer=first,
                 num_layers=count,
-                are_ends_together=are_ends_together or num_stages == 1,
+                are_ends_together=are_ends_together or len(counts) == 1,
             )
         )
         first += count
     return tuple(stages)
+
+
+def even_stages(*, num_layers: int, num_stages: int) -> tuple[Stage, ...]:
+    """As many layers for each stage, first and last on different ranks."""
+    return make_stages(even_counts(num_layers, num_stages))
+
+
+def even_counts(total: int, num_stages: int) -> list[int]:
+    """Even split; with a remainder the stages nearest the middle get one more.
+
+    The first and the last stage also hold the embedding and the head, so they come last in line.
+    """
+    if num_stages == 0:
+        return []
+    base, extra = divmod(total, num_stages)
+    middle = (num_stages - 1) / 2
+    by_distance = sorted(range(num_stages), key=lambda stage: (abs(stage - middle), stage))
+    favoured = set(by_distance[:extra])
+    return [base + (stage in favoured) for stage in range(num_stages)]

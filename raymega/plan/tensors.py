@@ -223,3 +223,9 @@ def stage_tensors(model: ModelSection, stage: Stage) -> list[GlobalTensor]:
         if model.is_embedding_tied and not stage.are_ends_together:
             table.append(embedding_tensors(model)[0])
     return table
+
+
+def loss_cost(model: ModelSection) -> float:
+    """Multiplications of the head for each one of a layer; attention's scores are left out."""
+    layer = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
+    return embedding_tensors(model)[0].num_elements / layer

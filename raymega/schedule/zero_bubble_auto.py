@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import product
 
 from raymega.schedule.checker import check
 from raymega.schedule.instructions import Schedule
@@ -49,11 +50,12 @@ def zb_auto(sizes: Sizes, durations: Durations | None = None) -> tuple[Schedule,
 def _candidates(sizes: Sizes, limit: int, durations: Durations) -> Iterator[tuple[Schedule, ...]]:
     yield zb_h1(sizes)
     yield zb_h2(sizes)
-    for held in sorted({limit, (limit + sizes.pp + 1) // 2, min(limit, sizes.pp)}):
-        for lead in range(3):
-            for is_weight_patient in (False, True):
-                policy = _Policy(held=held, lead=lead, is_weight_patient=is_weight_patient)
-                yield _Search(sizes, policy, durations).run()
+    choices = product(
+        sorted({limit, min(limit, sizes.pp)}), (1, 2), (0.0, 0.5, float("inf")), (False, True)
+    )
+    for held, lead, delay, is_weight_patient in choices:
+        policy = _Policy(held=held, lead=lead, delay=delay, is_weight_patient=is_weight_patient)
+        yield _Search(sizes, policy, durations).run()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +66,13 @@ class _Policy:
         held: Most micro-batches that a rank holds.
         lead: Forwards that a rank may be ahead of the next one, beyond what fills the pipe, in
             units of its distance from the last rank; 2 is no bound but memory.
+        delay: How late a forward may make the first backward, in forwards.
         is_weight_patient: A weight part waits when the next backward would come in its midst.
     """
 
     held: int
     lead: int
+    delay: float
     is_weight_patient: bool
 
 
@@ -79,6 +83,7 @@ class _Rank:
     owed: int = 0
     num_forwards: int = 0
     num_backwards: int = 0
+    first_end: float = 0.0
     is_asleep: bool = False
     arrived_forwards: deque[float] = field(default_factory=deque)
     arrived_backwards: deque[float] = field(default_factory=deque)
@@ -104,7 +109,7 @@ class _Search:
     def _act(self, now: float, index: int) -> None:
         rank = self._ranks[index]
         backward = rank.arrived_backwards[0] if rank.arrived_backwards else float("inf")
-        forward = rank.arrived_forwards[0] if self._may_forward(index) else float("inf")
+        forward = rank.arrived_forwards[0] if self._may_forward(now, index) else float("inf")
         if backward <= now:
             self._backward(now, index)
         elif forward <= now:
@@ -123,17 +128,24 @@ class _Search:
             return False
         return self._policy.is_weight_patient and arrival < now + self._durations.weight
 
-    def _may_forward(self, index: int) -> bool:
-        rank, policy = self._ranks[index], self._policy
+    def _may_forward(self, now: float, index: int) -> bool:
+        rank, policy, times = self._ranks[index], self._policy, self._durations
         if not rank.arrived_forwards or rank.held >= policy.held:
             return False
         below = self._sizes.pp - index - 1
+        if rank.num_forwards and not rank.num_backwards:
+            # The first backward cannot be here before the first micro-batch went down and came up.
+            hop = times.forward + times.backward - times.weight + 2 * times.transfer
+            if now + times.forward * (1 - policy.delay) > rank.first_end + below * hop:
+                return False
         in_flight = rank.num_forwards - rank.num_backwards
         return policy.lead == 2 or in_flight < 1 + below * (1 + policy.lead)
 
     def _forward(self, now: float, index: int) -> None:
         rank, end = self._ranks[index], now + self._durations.forward
         rank.order.forward()
+        if rank.num_forwards == 0:
+            rank.first_end = end
         rank.arrived_forwards.popleft()
         rank.held, rank.num_forwards = rank.held + 1, rank.num_forwards + 1
         heappush(self._free, (end, index))

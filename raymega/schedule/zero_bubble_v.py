@@ -17,8 +17,8 @@ DOWN, UP = 0, 1
 
 
 def zb_v(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank; few micro-batches are planned as if there were 2 * pp."""
-    planned = max(sizes.num_micro_batches, 2 * sizes.pp)
+    """The work of every rank; few micro-batches are planned as if there were 2 * pp - 1."""
+    planned = max(sizes.num_micro_batches, 2 * sizes.pp - 1)
     lists = [_rank(sizes.pp, rank, planned) for rank in range(sizes.pp)]
     return tuple(first_micro_batches(schedule, sizes.num_micro_batches) for schedule in lists)
 

@@ -12,7 +12,7 @@ from raymega.config.schema import OptimizerSection
 from raymega.model.stage import StageModule
 from raymega.parallel.comm import barrier
 from raymega.parallel.stream import Stream
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import even_stages
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from raymega.storage.open import open_store
 from tests.support.params import make_optimizer
@@ -35,7 +35,7 @@ SECTION = OptimizerSection(lr=1e-2)
 
 def _optimizer(env, model, *, seed, is_sharded):
     """The optimizer of a model that was built with ``seed``; moments have known values."""
-    stage = make_stages(num_layers=model.num_layers, num_stages=env.grid.pp)[env.coords.pp]
+    stage = even_stages(num_layers=model.num_layers, num_stages=env.grid.pp)[env.coords.pp]
     module = StageModule(
         model, stage, stream=Stream(tp=env.groups.tp), dtype=torch.float32, device=env.device, seed=seed
     )

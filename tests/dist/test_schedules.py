@@ -62,3 +62,18 @@ def test_put_off_gradients_reach_buckets_that_leave_early():
 def test_many_chunks_and_large_groups():
     overrides = [*layout_overrides("pp2"), *_options("interleaved", 3, 2)]
     check_same_run([*overrides, "schedule.group_size=3"], "llama-gqa-tied")
+
+
+@pytest.mark.parametrize(
+    ("model", "placing"),
+    [
+        ("gpt2-tied", ["parallel.stages=E|tttt|L", "parallel.pp=3"]),
+        ("llama-gqa-tied", ["parallel.stages=Et||tt|tL", "schedule.chunks=2"]),
+        ("gpt2-untied", ["parallel.stages=auto", "schedule.name=zb_h2"]),
+        ("llama-gqa-tied", ["parallel.first_stage_layers=3"]),
+        ("llama-gqa-tied", ["parallel.stages=Ett||t|tL", "schedule.name=zb_v", "schedule.chunks=2"]),
+    ],
+    ids=str,
+)
+def test_layers_placed_by_hand_train_the_same_run(model, placing):
+    check_same_run([*MODELS[model], *layout_overrides("pp2"), *placing], model)

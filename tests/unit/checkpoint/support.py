@@ -17,7 +17,7 @@ from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import ShardSpec, make_spec
 from raymega.plan.grid import Grid
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import even_stages
 from raymega.plan.tensors import GlobalTensor, stage_tensors
 from raymega.storage.memory import MemoryStore
 
@@ -70,7 +70,7 @@ def make_grid(layout: str, order: str = "tp-cp-ep-dp-pp") -> Grid:
 def rank_specs(model: ModelSection, grid: Grid, rank: int) -> list[ShardSpec]:
     """Specs of one rank, with q, k, v and gate, up as one parameter each."""
     at = grid.coords(rank)
-    stage = make_stages(num_layers=model.num_layers, num_stages=grid.pp)[at.pp]
+    stage = even_stages(num_layers=model.num_layers, num_stages=grid.pp)[at.pp]
     groups: dict[str, list[GlobalTensor]] = {}
     for tensor in stage_tensors(model, stage):
         groups.setdefault(_fused_name(tensor.name), []).append(tensor)

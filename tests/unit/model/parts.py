@@ -6,7 +6,7 @@ from raymega.model.stage import StageModule
 from raymega.parallel.groups import Group
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import even_stages
 from raymega.plan.tensors import model_tensors
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def make_stage_modules(model, *, num_stages=1, stream=None, dtype=torch.float64,
         StageModule(
             model, stage, stream=stream or make_stream(), dtype=dtype, device=CPU, seed=seed
         )
-        for stage in make_stages(num_layers=model.num_layers, num_stages=num_stages)
+        for stage in even_stages(num_layers=model.num_layers, num_stages=num_stages)
     ]
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import even_stages
 from raymega.plan.tensors import model_tensors, stage_tensors
 from tests.support import reference
 from tests.support.tolerances import FLOAT64_LAYER
@@ -55,7 +55,7 @@ def test_table_starts_alike_whatever_it_is_padded_to_and_padding_is_zero():
 @models
 @layouts
 def test_parameters_of_a_stage_are_its_tensors(model, tp, pp):
-    stages = make_stages(num_layers=model.num_layers, num_stages=pp)
+    stages = even_stages(num_layers=model.num_layers, num_stages=pp)
     for modules in _modules(model, tp, pp):
         for module, stage in zip(modules, stages, strict=True):
             held = sorted(q.tensor.name for p in module.parameters() for q in p.spec.pieces)

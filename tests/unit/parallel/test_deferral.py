@@ -5,7 +5,7 @@ import torch
 
 from raymega.model.stage import StageModule
 from raymega.parallel.deferral import make_owed
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import even_stages
 from tests.support.reference import draw_batch, make_model
 from tests.unit.model.parts import make_stream
 
@@ -15,7 +15,7 @@ def stage(request):
     model = make_model(request.param, vocab_size=128)
     return model, StageModule(
         model,
-        make_stages(num_layers=model.num_layers, num_stages=1)[0],
+        even_stages(num_layers=model.num_layers, num_stages=1)[0],
         stream=make_stream(),
         dtype=torch.float64,
         device=torch.device("cpu"),

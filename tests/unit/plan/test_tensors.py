@@ -8,7 +8,7 @@ import torch
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
 from raymega.plan.grid import Grid
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import even_stages
 from raymega.plan.state_size import count_parameters, rank_state
 from raymega.plan.tensors import model_tensors, stage_tensors
 from raymega.train.build import build_parts
@@ -75,7 +75,7 @@ def test_qwen_models_have_their_published_parameter_counts():
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_hold_every_tensor_once_apart_from_the_tied_copy(family, is_tied, num_stages):
     model = _model(family=family, is_embedding_tied=is_tied)
-    stages = make_stages(num_layers=4, num_stages=num_stages)
+    stages = even_stages(num_layers=4, num_stages=num_stages)
     held = [t.name for stage in stages for t in stage_tensors(model, stage)]
     names = [t.name for t in model_tensors(model)]
     assert len(names) == len(set(names))
