@@ -77,3 +77,16 @@ def test_many_chunks_and_large_groups():
 )
 def test_layers_placed_by_hand_train_the_same_run(model, placing):
     check_same_run([*MODELS[model], *layout_overrides("pp2"), *placing], model)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        ["memory.recompute=full", "memory.recompute_every=2"],
+        ["memory.recompute=selective", "memory.recompute_parts=[attention, activation, norm]"],
+    ],
+    ids=["full", "selective"],
+)
+def test_inputs_that_are_made_again_serve_gradients_that_are_put_off(memory):
+    overrides = [*layout_overrides("tp2-pp2-sp"), *_options("zb_v", 2, 2), *memory]
+    check_same_run(overrides, "llama-gqa-tied")
