@@ -65,7 +65,6 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Group, terms: LossTerms) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows, is_elsewhere = local_rows(labels, logits.shape[-1], tp)
-        is_elsewhere |= labels >= terms.vocab_size
         ctx.num_real = num_real_columns(logits.shape[-1], tp, terms.vocab_size)
         real = logits[..., : ctx.num_real]
         peak = all_reduce(_peak(real).to(wide), tp, op="max")

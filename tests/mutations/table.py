@@ -33,6 +33,7 @@ class Mutation:
 
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
 TWO_KV_HEADS = ("model.num_kv_heads=2",)
+LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
 
 MUTATIONS: tuple[Mutation, ...] = (
     # Who counts, who sums.
@@ -152,9 +153,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="every rank adds a row layer's bias",
         file="parallel/tensor.py",
-        old="        y = self.stream.sum(linear(x, self.weight))\n"
+        old="        y = self.stream.sum(_Linear.apply(x, self.weight, self.deferral))\n"
         "        return y if self.bias is None else y + self.bias",
-        new="        return self.stream.sum(linear(x, self.weight, self.bias))",
+        new="        y = _Linear.apply(x, self.weight, self.deferral)\n"
+        "        return self.stream.sum(y if self.bias is None else y + self.bias)",
         layout=Layout(tp=2),
         job=GPT2,
     ),
@@ -169,9 +171,33 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="cross entropy takes the peak of its own columns",
         file="parallel/cross_entropy.py",
-        old='all_reduce(logits.amax(-1).to(wide), tp, op="max")',
-        new="logits.amax(-1).to(wide)",
+        old='all_reduce(_peak(real).to(wide), tp, op="max")',
+        new="_peak(real).to(wide)",
         layout=Layout(tp=2),
+    ),
+    Mutation(
+        name="smoothing is spread over the rank's own columns",
+        file="parallel/cross_entropy.py",
+        old="shifted.sum(-1) / terms.vocab_size",
+        new="shifted.sum(-1) / logits.shape[-1]",
+        layout=Layout(tp=2),
+        job=LOSSES,
+    ),
+    Mutation(
+        name="z-loss takes the rank's own sum of exponentials",
+        file="parallel/cross_entropy.py",
+        old="grad_logits.mul_((1.0 + 2.0 * terms.z_loss * log_sum_exp).unsqueeze(-1))",
+        new="grad_logits.mul_(1.0 + 2.0 * terms.z_loss * logits.logsumexp(-1, keepdim=True))",
+        layout=Layout(tp=2),
+        job=LOSSES,
+    ),
+    Mutation(
+        name="every rank masks the padding of the last one",
+        file="parallel/cross_entropy.py",
+        old="return min(max(vocab_size - num_columns * tp.index, 0), num_columns)",
+        new="return num_columns - (-vocab_size) % num_columns",
+        layout=Layout(tp=4),
+        job=LOSSES,
     ),
     # Batches and pipelines.
     Mutation(
