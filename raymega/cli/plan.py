@@ -14,6 +14,7 @@ from raymega.cli.tables import table
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.run_plan import RunPlan
+from raymega.plan.stages import Stage
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
 from raymega.schedule.placement import Program
 from raymega.schedule.simulate import Durations, simulate
@@ -32,7 +33,7 @@ def plan(
     grid: Annotated[str, typer.Option(help="Degrees to plan with: --grid tp=2,pp=2")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show grid, stages, batch, schedule, parameters and state bytes of a job.
+    """Show grid, stages, batch, schedule, parameters, bytes of state and activations of a job.
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
     """
@@ -109,7 +110,11 @@ def _show_summary(plan: RunPlan) -> None:
         f"run {job.run.name}: {job.model.family}, {count_parameters(job.model):,} parameters, "
         f"{job.precision.dtype}, {job.run.steps} steps"
     )
-    print(f"grid {grid.describe()}: {grid.world_size} workers, rank order {grid.order}")
+    is_cut = job.parallel.sequence_parallel and grid.degree("tp") > 1
+    print(
+        f"grid {grid.describe()}: {grid.world_size} workers, rank order {grid.order}"
+        f"{', sequence parallel' if is_cut else ''}"
+    )
     print(
         f"batch: {batch.global_batch_size} sequences of {job.data.seq_len} tokens a step, as "
         f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} on each of "
@@ -136,14 +141,23 @@ def _show_phase(phase: Phase) -> None:
 
 
 def _show_stages(plan: RunPlan) -> None:
-    rows = []
+    """A row a stage; where it lives too, when that is not simply the rank of its number."""
+    has_chunks = plan.placement.chunks > 1
+    rows: list[tuple[object, ...]] = []
     for stage in plan.stages:
-        last = stage.first_layer + stage.num_layers - 1
         parts = {"embedding": stage.is_first, "final norm, head, loss": stage.is_last}
         also = ", ".join(name for name, is_here in parts.items() if is_here)
-        rows.append((stage.index, f"{stage.first_layer} to {last}", also))
+        seat = plan.placement.seat(stage.index) if has_chunks else ()
+        rows.append((stage.index, *seat, _layers(stage), also))
     print()
-    print(table(("stage", "layers", "and"), rows))
+    print(table(("stage", *(("pp", "chunk") if has_chunks else ()), "layers", "and"), rows))
+
+
+def _layers(stage: Stage) -> str:
+    last = stage.first_layer + stage.num_layers - 1
+    if stage.num_layers > 1:
+        return f"{stage.first_layer} to {last}"
+    return str(last) if stage.num_layers else "none"
 
 
 def _show_ranks(plan: RunPlan) -> None:

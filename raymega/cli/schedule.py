@@ -46,8 +46,8 @@ def schedule(
     Example: raymega schedule zb_v --pp 4 --micro-batches 8 --draw timeline.svg
     """
     name = name.lower().replace("-", "_")
-    if chunks == 0 and name in SCHEDULES:
-        chunks = SCHEDULES[name].least_chunks
+    if chunks == 0:  # an unknown name is make_schedule's to refuse
+        chunks = SCHEDULES[name].least_chunks if name in SCHEDULES else 1
     sizes = Sizes(
         pp=pp,
         num_micro_batches=micro_batches,

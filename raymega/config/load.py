@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from raymega.config.fields import Section
 from raymega.config.schema import Job
@@ -70,6 +71,13 @@ _Yaml12Loader.add_implicit_resolver(
 )
 
 _ABSENT = object()
+YAML_WORDS = {
+    "valid dictionary or instance of BatchStage": "mapping",
+    "valid tuple": "list",
+    "field required": "it is missing",
+    "extra inputs are not permitted": "it is not a known key",
+}
+"""What pydantic calls things, and what who writes YAML calls them."""
 _PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "start_from"))
 
 
@@ -257,13 +265,25 @@ def _missing(path: str, field: FieldInfo) -> Fault:
 
 
 def _invalid(path: str, value: object, field: FieldInfo, error: ValidationError) -> Fault:
-    rules = dict.fromkeys(_lower_first(detail["msg"]) for detail in error.errors())
+    rules = dict.fromkeys(_rule(path, detail) for detail in error.errors())
+    between = " and " if isinstance(value, tuple) else " or "
     return Fault(
-        fact=f"{path}={value!r}",
-        rule=" or ".join(rules),
+        fact=f"{path}={_as_yaml(value)}",
+        rule=between.join(rules),
         remedy=f"{path.rpartition('.')[2]} is: {field.description}",
     )
 
 
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def _rule(path: str, detail: ErrorDetails) -> str:
+    """What pydantic found, in YAML's words; of a value inside a list, with its place."""
+    rule = detail["msg"][:1].lower() + detail["msg"][1:]
+    for theirs, ours in YAML_WORDS.items():
+        rule = rule.replace(theirs, ours)
+    number, *keys = detail["loc"] or ("",)
+    if not isinstance(number, int):
+        return rule
+    return f"{path}[{number}]{''.join(f'.{key}' for key in keys)}: {rule}"
+
+
+def _as_yaml(value: object) -> str:
+    return repr(list(value)) if isinstance(value, tuple) else repr(value)

@@ -42,7 +42,7 @@ class Imported:
         key: The manifest.
         model: The job file's model section.
         dtype: Format of the weights.
-        num_parameters: Elements, padded rows included.
+        num_parameters: Elements, padded rows left out.
         carried: Names of the files that went along.
     """
 
@@ -99,7 +99,7 @@ def hf_import(
         raise
     return Imported(
         uri=store.uri, key=key, model=model, dtype=dtype,
-        num_parameters=sum(tensor.num_elements for tensor in tensors),
+        num_parameters=sum(tensor.num_parameters for tensor in tensors),
         carried=tuple(path.name for path in carried),
     )  # fmt: skip
 

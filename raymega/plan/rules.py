@@ -22,6 +22,7 @@ from raymega.plan.training_rules import (
     loss_scale_faults,
     lr_schedule_faults,
     lr_step_faults,
+    recompute_faults,
 )
 from raymega.schedule.order import make_sizes
 from raymega.schedule.table import make_placement, schedule_faults
@@ -319,6 +320,7 @@ RULES = (
         check=lr_schedule_faults,
     ),
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
+    Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),
     Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),
     Rule(
         reads=(

@@ -1,4 +1,4 @@
-"""Rules between the values that say how a run trains: learning rate, batch ramp, loss scale.
+"""Rules between the values that say how a run trains: learning rate, batch ramp, recompute, loss scale.
 
 Each function is the check of a row in plan.rules, which names the fields that it gets.
 """
@@ -93,6 +93,19 @@ def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> lis
                 )
             )
     return faults
+
+
+def recompute_faults(recompute: str, parts: Sequence[str]) -> list[Fault]:
+    """Selective recompute has something to make again."""
+    if recompute != "selective" or parts:
+        return []
+    return [
+        Fault(
+            fact="memory.recompute_parts=[]",
+            rule="memory.recompute=selective makes these parts again, so it needs at least one",
+            remedy="name attention, activation or norm, or set memory.recompute=none",
+        )
+    ]
 
 
 def loss_scale_faults(first: float, smallest: float) -> list[Fault]:

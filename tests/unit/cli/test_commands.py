@@ -52,6 +52,19 @@ def test_plan_as_json_is_one_object_with_exact_counts():
     assert plan["ranks"][0]["total"] == 32 * plan["ranks"][0]["num_parameters"]
 
 
+def test_plan_shows_which_rank_holds_which_stage_and_what_is_empty():
+    stages = _run("plan", VERIFY, "--set", "schedule.chunks=3").partition("stage")[2]
+    rows = [line.split() for line in stages.partition("ranks;")[0].splitlines()]
+    assert rows[2][:4] == ["0", "0", "0", "none"] and rows[3][:4] == ["1", "1", "0", "0"]
+    assert rows[4][:4] == ["2", "0", "1", "1"]
+
+
+def test_schedule_that_nobody_knows_is_the_only_mistake():
+    done = raymega("schedule", "nope", "--pp", "2", "--micro-batches", "2")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "schedule.name='nope'; it must be one of 1f1b" in done.stderr
+
+
 def test_schema_describes_every_section():
     schema = json.loads(_run("schema"))
     assert {"run", "model", "data", "parallel", "checkpoint"} <= set(schema["properties"])

@@ -47,6 +47,26 @@ def test_rules_that_read_a_bad_field_stay_silent():
     assert "cluster.num_workers" not in _texts(parsed)
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.batch_ramp=4", "data.batch_ramp=4; input should be a list;"),
+        ("data.batch_ramp=[8]", "[8]; data.batch_ramp[0]: input should be a mapping;"),
+        (
+            "data.batch_ramp=[{until_samples: 8}]",
+            "data.batch_ramp[0].global_batch_size: it is missing;",
+        ),
+        (
+            "data.batch_ramp=[{until_samples: 8, global_batch_size: 4, x: 1}]",
+            "data.batch_ramp[0].x: it is not a known key;",
+        ),
+        ("memory.recompute_parts=[mlp]", "['mlp']; memory.recompute_parts[0]: input should be"),
+    ],
+)
+def test_lists_are_refused_in_the_words_of_yaml(override, told):
+    assert told in _texts(parse_job(VERIFY, [override]))
+
+
 def test_missing_section_names_each_required_field():
     raw = deepcopy(parse_job(VERIFY).raw)
     del raw["run"]

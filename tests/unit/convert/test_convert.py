@@ -52,6 +52,7 @@ def test_every_byte_comes_back(tmp_path, monkeypatch, family, is_tied):
     (summary,) = verify_checkpoints(str(tmp_path / "ours"))
     assert not summary.faults and summary.num_files > 2
     back = hf_export(done.uri, tmp_path / "back", max_file_bytes=3000)
+    assert back.num_parameters == done.num_parameters
     wanted, found = _read(folder), _read(tmp_path / "back")
     assert found.keys() == wanted.keys()
     for name, values in wanted.items():

@@ -1,4 +1,4 @@
-"""Rules of learning rate, batch ramp and loss scale: each names its fact and its number."""
+"""Rules of learning rate, batch ramp, recompute and loss scale: each names its fact and its number."""
 
 import re
 
@@ -28,6 +28,10 @@ def _plan(*overrides):
         ([RAMP % (64, 4, 64, 8)], r"batch_ramp\[1\].until_samples=64; .* \(64\)"),
         ([RAMP % (64, 8, 96, 4)], r"batch_ramp\[0\].global_batch_size=8; .*next stage's \(4\)"),
         ([RAMP % (64, 8, 96, 16)], r"batch_ramp\[1\].*=16; .*data.global_batch_size \(16\)"),
+        (
+            ["memory.recompute=selective", "memory.recompute_parts=[]"],
+            "recompute_parts=.*recompute=selective .*recompute=none",
+        ),
         (["precision.loss_scale=0.5"], "min_loss_scale=1; .*loss_scale=0.5; use at most 0.5"),
     ],
 )
