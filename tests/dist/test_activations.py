@@ -9,7 +9,7 @@ from raymega.model.stage import StageModule
 from raymega.parallel.stream import Stream
 from raymega.plan.activations import ActivationShape, layer_bytes, peak_bytes, stage_activations
 from raymega.plan.grid import Grid
-from raymega.plan.stages import Stage
+from raymega.plan.stages import make_stages
 from raymega.schedule.one_f_one_b import one_f_one_b
 from raymega.schedule.order import Sizes
 from tests.support import reference
@@ -19,8 +19,8 @@ from tests.unit.model.parts import CPU
 pytestmark = pytest.mark.dist
 
 S, B, LAYERS = 64, 2, 2
-MIDDLE = Stage(index=1, num_stages=3, first_layer=LAYERS, num_layers=LAYERS)
-WHOLE = Stage(index=0, num_stages=1, first_layer=0, num_layers=LAYERS)
+_, MIDDLE, _ = make_stages((LAYERS, LAYERS, LAYERS))
+(WHOLE,) = make_stages((LAYERS,))
 STAGES = (MIDDLE, WHOLE)
 SIZES = {"width": 64, "num_heads": 4, "ffn_width": 256, "max_positions": S, "num_layers": 6}
 DROPPED = {"residual_dropout": 0.1, "attention_dropout": 0.1}
