@@ -32,6 +32,7 @@ class Mutation:
 
 
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
+DROPOUT = ("model.residual_dropout=0.1",)
 TWO_KV_HEADS = ("model.num_kv_heads=2",)
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
 
@@ -97,8 +98,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="loss is divided by the rank's own tokens",
         file="train/step.py",
-        old="        tokens=round(total[1]),",
-        new="        tokens=round(mine[1] or total[1]),",
+        old="        tokens=total[1],",
+        new="        tokens=mine[1] or total[1],",
         layout=Layout(dp=4),
     ),
     # What is cut where.
@@ -199,7 +200,39 @@ MUTATIONS: tuple[Mutation, ...] = (
         layout=Layout(tp=4),
         job=LOSSES,
     ),
+    Mutation(
+        name="padded columns of the vocabulary take probability",
+        file="parallel/cross_entropy.py",
+        old="    return min(max(vocab_size - num_columns * tp.index, 0), num_columns)",
+        new="    return num_columns",
+        layout=Layout(tp=2),
+        job=("model.vocab_size=300",),
+    ),
+    Mutation(
+        name="dropout is keyed by the slot in the micro-batch",
+        file="parallel/dropout.py",
+        old="    sample, position = samples.expand(shape), at[:, None].expand(shape)",
+        new="    samples = torch.arange(samples.numel())\n"
+        "    sample, position = samples.expand(shape), at[:, None].expand(shape)",
+        layout=Layout(dp=2),
+        job=DROPOUT,
+    ),
+    Mutation(
+        name="attention dropout numbers heads from zero on every rank",
+        file="model/attention.py",
+        old="        first = factory.tp.index * self.num_heads",
+        new="        first = 0",
+        layout=Layout(tp=2),
+        job=("model.attention_dropout=0.1",),
+    ),
     # Batches and pipelines.
+    Mutation(
+        name="a weight gradient that was put off is forgotten",
+        file="parallel/deferral.py",
+        old="    while owed:",
+        new="    while len(owed) > 1:",
+        layout=Layout(pp=2, schedule="zb_h1"),
+    ),
     Mutation(
         name="ranks train on the same samples",
         file="plan/batch.py",
@@ -210,8 +243,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="slots without a sample count",
         file="data/loader.py",
-        old="mask=is_sample[:, None].expand_as(labels).float(),",
-        new="mask=is_sample[:, None].expand_as(labels).float().fill_(1.0),",
+        old="mask=(indices >= 0)[:, None].expand_as(labels).float(),",
+        new="mask=(indices >= 0)[:, None].expand_as(labels).float().fill_(1.0),",
         layout=Layout(dp=4),
     ),
     Mutation(
