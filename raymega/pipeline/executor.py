@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.deferral import Deferral, OwedGradient, make_owed
@@ -158,6 +159,7 @@ class _Step(Generic[MicroBatch]):
         self._deferrals, self._loss_gradient = deferrals, loss_gradient
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
+        self._edges: dict[Key, GradientEdge] = {}
         self._gradients: dict[Key, Tensor] = {}
         self._owed: dict[Key, list[OwedGradient]] = {}
         wide = torch.promote_types(p2p.dtype, torch.float32)
@@ -175,8 +177,8 @@ class _Step(Generic[MicroBatch]):
 
     def forget(self, key: Key) -> None:
         """Let go of what is left of a micro-batch on a chunk."""
-        for tensors in (self._inputs, self._outputs, self._gradients):
-            tensors.pop(key, None)
+        for held in (self._inputs, self._outputs, self._edges, self._gradients):
+            held.pop(key, None)
 
     def _recv_forward(self, task: Instruction) -> None:
         received = self._p2p.recv(task)
@@ -190,14 +192,21 @@ class _Step(Generic[MicroBatch]):
             self.loss_sum += output.detach()
 
     def _send_forward(self, task: Instruction) -> None:
-        self._p2p.post_send(self._outputs[_key(task)].detach(), task)
+        output = self._outputs.pop(_key(task))
+        if output.requires_grad:
+            self._edges[_key(task)] = get_gradient_edge(output)
+        self._p2p.post_send(output.detach(), task)
 
     def _recv_backward(self, task: Instruction) -> None:
         self._gradients[_key(task)] = self._p2p.recv(task)
 
     def _backward(self, task: Instruction) -> None:
-        output = self._outputs.pop(_key(task))
-        torch.autograd.backward(output, self._output_gradient(output, task))
+        """Go back from the loss, or from where an output that was sent and let go of came from."""
+        if self._p2p.is_last(task.chunk):
+            loss = self._outputs.pop(_key(task))
+            torch.autograd.backward(loss, torch.full_like(loss, self._loss_gradient))
+        else:
+            torch.autograd.backward(self._edges.pop(_key(task)), self._gradients.pop(_key(task)))
 
     def _backward_input(self, task: Instruction) -> None:
         with self._deferrals[task.chunk].collecting() as owed:
@@ -206,11 +215,6 @@ class _Step(Generic[MicroBatch]):
 
     def _backward_weight(self, task: Instruction) -> None:
         make_owed(self._owed.pop(_key(task)))
-
-    def _output_gradient(self, output: Tensor, task: Instruction) -> Tensor:
-        if self._p2p.is_last(task.chunk):
-            return torch.full_like(output, self._loss_gradient)
-        return self._gradients.pop(_key(task))
 
     def _send_backward(self, task: Instruction) -> None:
         gradient = self._inputs.pop(_key(task)).grad
