@@ -69,17 +69,18 @@ def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float =
         scale: Units on the time axis per unit of the events; 1000 shows seconds as ``ms``.
     """
     frame = _make_frame(rows, scale)
+    last_chunk = max((event[2] for events in rows.values() for event in events), default=0)
+    legend, legend_px = _legend(rows, last_chunk)
     parts = [
         PATTERN,
         _text(MARGIN_PX, 24, title, "title"),
-        *_legend(rows),
+        *legend,
         *_axis(frame, len(rows), time_unit),
     ]
-    last_chunk = max((event[2] for events in rows.values() for event in events), default=0)
     for index, (label, events) in enumerate(rows.items()):
         parts += _row(frame, index, label, events, last_chunk)
     height = frame.row_y(len(rows)) + AXIS_PX
-    width = frame.left_px + frame.width_px + MARGIN_PX
+    width = max(frame.left_px + frame.width_px, legend_px) + MARGIN_PX
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}">\n<style>{STYLE}</style>\n'
@@ -141,20 +142,27 @@ def _row(
                 yield _text(x + width / 2, y + ROW_PX / 2 + 4, str(micro_batch), "number")
 
 
-def _legend(rows: Rows) -> Iterator[str]:
+def _legend(rows: Rows, last_chunk: int) -> tuple[list[str], float]:
+    """What colours mean and what was measured, and where that ends on the right."""
     x: float = MARGIN_PX
+    parts = []
     present = {event[0] for events in rows.values() for event in events}
     shown = [(name, FILLS[op]) for op, name in NAMES.items() if op in present]
     for name, fill in (*shown, ("waiting", WAIT_FILL)):
-        yield f'<rect x="{x:.1f}" y="{TITLE_PX + 2}" width="16" height="16" fill="{fill}"/>'
-        yield _text(x + 22, TITLE_PX + 14, name)
+        parts.append(f'<rect x="{x:.1f}" y="{TITLE_PX + 2}" width="16" height="16" fill="{fill}"/>')
+        parts.append(_text(x + 22, TITLE_PX + 14, name))
         x += 22 + CHARACTER_PX * len(name) + 18
+    text = _measures(rows) + ("; paler: later chunks" if last_chunk else "")
+    return [*parts, _text(x, TITLE_PX + 14, text)], x + CHARACTER_PX * len(text)
+
+
+def _measures(rows: Rows) -> str:
     ratio, rate = bubble(rows.values())
     text = f"bubble: {ratio:.3f} of ideal time, {rate:.1%} of all time"
     hidden = overlap(rows.values())
-    if hidden is not None:
-        text += f"; strips: gradients and weights under way, {hidden.hidden_share:.0%} hidden"
-    yield _text(x, TITLE_PX + 14, text)
+    if hidden is None:
+        return text
+    return f"{text}; strips: gradients and weights under way, {hidden.hidden_share:.0%} hidden"
 
 
 def _axis(frame: _Frame, num_rows: int, time_unit: str) -> Iterator[str]:

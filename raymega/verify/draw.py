@@ -15,7 +15,6 @@ from raymega.verify.layout import (
     Layout,
     Option,
     is_legal,
-    layout_of,
     legal_shapes,
 )
 
@@ -26,15 +25,16 @@ AXIS_WEIGHT = 100
 """An axis that was not met yet outweighs any number of options that were not."""
 
 
-def draw_layouts(job: Job, *, count: int, max_ranks: int, seed: int) -> tuple[Layout, ...]:
+def draw_layouts(
+    job: Job, *, own: Layout, count: int, max_ranks: int, seed: int
+) -> tuple[Layout, ...]:
     """At most ``count`` distinct legal layouts of 2 to ``max_ranks`` ranks.
 
-    The job's own comes first when it is among them. Then each pick is the one that adds most that
+    ``own``, which is the unshrunk job's, comes first when it is among them. Then each pick is the one that adds most that
     was not met yet: first axes, then two axes together, schedules, sizes, orders, degrees that are
     no power of two.
     """
     random, shapes = Random(seed), list(legal_shapes(job, max_ranks))
-    own = layout_of(job)
     is_own_possible = 1 < own.world_size <= max_ranks and is_legal(job, own)
     chosen = [own] if is_own_possible else []
     while shapes and len(chosen) < count:

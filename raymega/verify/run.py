@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
 from raymega.data.checks import data_faults
@@ -16,7 +16,7 @@ from raymega.errors import ConfigError, Fault, WorkerError
 from raymega.verify.compare import LIMIT, Comparison, Reference, compare, make_reference
 from raymega.verify.draw import draw_layouts
 from raymega.verify.launch import LayoutFailedError, Nursery, open_nursery
-from raymega.verify.layout import Layout, reference_layout
+from raymega.verify.layout import Layout, layout_of, reference_layout
 from raymega.verify.minimise import minimise
 from raymega.verify.shrink import Shrunk, shrink_job
 
@@ -107,7 +107,12 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         is_data_there=_is_data_there(job),
     )
     layouts = draw_layouts(
-        shrunk.job, count=options.layouts, max_ranks=options.max_ranks, seed=options.seed
+        shrunk.job,
+        # Shrinking leaves the grid to the layouts, and takes a micro-batch that fits the batch.
+        own=replace(layout_of(job), micro_batch_size=shrunk.job.schedule.micro_batch_size),
+        count=options.layouts,
+        max_ranks=options.max_ranks,
+        seed=options.seed,
     )
     if not layouts:
         raise ConfigError(_no_layouts(options))

@@ -14,6 +14,7 @@ from typing import Any
 from raymega.config.schema import Job
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault
+from raymega.plan.placement import KINDS
 from raymega.plan.state_size import count_parameters
 from raymega.verify.draw import is_power_of_two
 from raymega.verify.layout import layout_of
@@ -70,6 +71,7 @@ def shrink_job(
     """
     draft = _Draft(job)
     _shorten(draft, steps)
+    _free_stages(draft)
     _narrow(draft, max_params)
     vocab_size = draft.values["model"]["vocab_size"]
     if job.data.path != SYNTHETIC_PATH and not is_data_there:
@@ -126,6 +128,16 @@ def _shorten(draft: _Draft, steps: int) -> None:
     timeout_s = min(job.elastic.collective_timeout_s, TIMEOUT_S)
     draft.values["elastic"]["collective_timeout_s"] = timeout_s
     draft.values["parallel"] |= dict.fromkeys(("tp", "cp", "pp", "dp", "ep", "etp"), 1)
+
+
+def _free_stages(draft: _Draft) -> None:
+    """What is set by hand for the job's own stages fits no layout with other ones."""
+    why, parallel = "layouts have other stages", draft.job().parallel
+    if parallel.stages not in KINDS:
+        draft.set("parallel.stages", "even", why)
+    draft.set("parallel.first_stage_layers", "even", why)
+    draft.set("parallel.last_stage_layers", "even", why)
+    draft.set("schedule.group_size", "pp", why)
 
 
 def _narrow(draft: _Draft, max_params: int) -> None:

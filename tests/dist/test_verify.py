@@ -54,6 +54,7 @@ def test_tiny_job_passes_and_says_so_in_json():
     assert done.returncode == 0, done.stderr
     *layouts, verdict = _lines(done)
     assert [line["event"] for line in layouts] == ["layout"] * 3 and verdict["event"] == "verdict"
+    assert layouts[0]["layout"] == "pp2, 1f1b, micro-batch 2"  # the job's own
     assert verdict["passed"] and all(line["passed"] for line in layouts)
     assert verdict["largest"]["deviation"] < 1e-9 and verdict["smallest_failing"] is None
 

@@ -17,6 +17,7 @@ from raymega.verify.layout import (
 from tests.unit.verify.jobs import make_job
 
 JOB = make_job()
+OWN = layout_of(JOB)
 SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedule").values
 AXES = {("axis", "tp"), ("axis", "pp"), ("axis", "dp")}
 
@@ -28,7 +29,7 @@ def _met(layouts):
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 12), max_ranks=st.integers(2, 8))
 def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
-    layouts = draw_layouts(JOB, count=count, max_ranks=max_ranks, seed=seed)
+    layouts = draw_layouts(JOB, own=OWN, count=count, max_ranks=max_ranks, seed=seed)
     assert len(set(layouts)) == len(layouts) == count
     assert all(is_legal(JOB, layout) and 2 <= layout.world_size <= max_ranks for layout in layouts)
 
@@ -36,24 +37,26 @@ def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_three_layouts_meet_every_axis_eight_every_pair_and_sixteen_every_schedule(seed):
-    assert _met(draw_layouts(JOB, count=3, max_ranks=8, seed=seed)) >= AXES
-    met = _met(draw_layouts(JOB, count=8, max_ranks=8, seed=seed))
+    assert _met(draw_layouts(JOB, own=OWN, count=3, max_ranks=8, seed=seed)) >= AXES
+    met = _met(draw_layouts(JOB, own=OWN, count=8, max_ranks=8, seed=seed))
     assert ("uneven", "dp") in met
     assert {("pair", "pp", "tp"), ("pair", "dp", "tp"), ("pair", "dp", "pp")} <= met
     assert len({feature for feature in met if feature[0] == "micro"}) >= 3
-    met = _met(draw_layouts(JOB, count=16, max_ranks=8, seed=seed))
+    met = _met(draw_layouts(JOB, own=OWN, count=16, max_ranks=8, seed=seed))
     assert met >= {("schedule", name) for name in SCHEDULES_OF_JOBS}
 
 
 def test_same_seed_draws_the_same_and_another_seed_others():
-    first, again, other = (draw_layouts(JOB, count=6, max_ranks=8, seed=s) for s in (1, 1, 2))
+    first, again, other = (
+        draw_layouts(JOB, own=OWN, count=6, max_ranks=8, seed=s) for s in (1, 1, 2)
+    )
     assert first == again and first != other
 
 
 def test_jobs_own_layout_comes_first_when_it_fits():
     job = make_job("parallel.tp=4", "parallel.pp=1", "schedule.name=gpipe")
-    assert draw_layouts(job, count=1, max_ranks=8, seed=0) == (layout_of(job),)
-    assert draw_layouts(job, count=4, max_ranks=2, seed=0)[0].world_size == 2
+    assert draw_layouts(job, own=layout_of(job), count=1, max_ranks=8, seed=0) == (layout_of(job),)
+    assert draw_layouts(job, own=layout_of(job), count=4, max_ranks=2, seed=0)[0].world_size == 2
 
 
 def test_illegal_degrees_are_not_drawn():
@@ -85,12 +88,12 @@ def test_reference_is_one_rank_with_one_micro_batch():
 
 
 def test_ten_layouts_meet_every_option_at_its_simplest_and_otherwise():
-    met = _met(draw_layouts(JOB, count=10, max_ranks=8, seed=0))
+    met = _met(draw_layouts(JOB, own=OWN, count=10, max_ranks=8, seed=0))
     for option in OPTIONS:
         assert len({feature for feature in met if feature[0] == option.name}) >= 2, option.name
 
 
 def test_option_that_changes_nothing_is_left_at_its_simplest():
-    for layout in draw_layouts(JOB, count=30, max_ranks=8, seed=3):
+    for layout in draw_layouts(JOB, own=OWN, count=30, max_ranks=8, seed=3):
         assert layout.tp > 1 or not layout.sequence_parallel
         assert layout.dp > 1 or layout.sharding == "none"

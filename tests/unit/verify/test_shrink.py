@@ -37,6 +37,20 @@ def test_shipped_job_fits_and_keeps_its_ratios_and_degrees(file):
     assert (was.num_kv_heads == "num_heads") == (now.num_kv_heads == "num_heads")
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["parallel.stages=Ett|ttL", "parallel.first_stage_layers=1", "schedule.group_size=2"],
+)
+def test_stages_by_hand_are_freed_and_that_is_told(override):
+    shrunk = _shrink(make_job(override))
+    assert not job_faults(job_values(shrunk.job))
+    assert {shape.pp for shape in legal_shapes(shrunk.job, 4)} == {1, 2, 3, 4}
+    field = override.partition("=")[0]
+    assert [change.why for change in shrunk.changes if change.field == field] == [
+        "layouts have other stages"
+    ]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     kv_heads=st.sampled_from([1, 2, 3, 5, 8, 12, 32, 96]),
