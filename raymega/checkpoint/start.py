@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from raymega.checkpoint.inspection import open_checkpoint
-from raymega.checkpoint.manifest import broken_files
+from raymega.checkpoint.manifest import Manifest, broken_files
 from raymega.config.schema import ModelSection
 from raymega.errors import Fault, RaymegaError
 from raymega.messages import SavedBox
@@ -19,6 +19,9 @@ WEIGHTS = "model"
 """Kind of the weights among what a checkpoint holds."""
 FIELD = "checkpoint.start_from"
 NUM_NAMED = 5
+UNSEEN_IN_SHAPES = ("num_heads", "vocab_size")
+"""Fields of the model that say what the elements are, and that other numbers may have in common:
+features are so many heads, and rows behind the vocabulary are padding, which stays zero."""
 
 
 def start_faults(uri: str, model: ModelSection) -> list[Fault]:
@@ -30,7 +33,8 @@ def start_faults(uri: str, model: ModelSection) -> list[Fault]:
         return [_fault(uri, str(error), "it must name a checkpoint", "give another URI, or none")]
     if broken:
         return broken
-    return _tensor_faults(uri, manifest.tensors(), model)
+    faults = _tensor_faults(uri, manifest.tensors(), model)
+    return faults or _field_faults(uri, manifest, model)
 
 
 def _tensor_faults(
@@ -51,10 +55,25 @@ def _tensor_faults(
     if not unlike:
         return []
     more = f" and {len(unlike) - NUM_NAMED} more" if len(unlike) > NUM_NAMED else ""
-    fact = f"holds {', '.join(unlike[:NUM_NAMED])}{more}"
+    return [_other_model(uri, f"holds {', '.join(unlike[:NUM_NAMED])}{more}")]
+
+
+def _field_faults(uri: str, manifest: Manifest, model: ModelSection) -> list[Fault]:
+    """What shapes do not tell; a checkpoint whose model is not known is taken as it is."""
+    made_with = manifest.job.get("model")
+    then = made_with if isinstance(made_with, dict) else {}
+    now = model.model_dump(mode="json")
+    return [
+        _other_model(uri, f"was made with model.{field}={then[field]}, not {now[field]}")
+        for field in UNSEEN_IN_SHAPES
+        if then.get(field, now[field]) != now[field]
+    ]
+
+
+def _other_model(uri: str, fact: str) -> Fault:
     rule = "its weights must be those of the job's model section"
     remedy = "use the model section that it was made with; `raymega checkpoint show` tells"
-    return [_fault(uri, fact, rule, remedy)]
+    return _fault(uri, fact, rule, remedy)
 
 
 def _fault(uri: str, fact: str, rule: str, remedy: str) -> Fault:

@@ -6,7 +6,7 @@ data or at a store are not here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, lcm
 from typing import Any
@@ -258,6 +258,18 @@ def _attention_weights(
     ]
 
 
+def _recompute(recompute: str, parts: Sequence[str]) -> list[Fault]:
+    if recompute != "selective" or parts:
+        return []
+    return [
+        Fault(
+            fact="memory.recompute_parts=[]",
+            rule="memory.recompute=selective makes the parts again that are named there",
+            remedy="name attention, activation or norm, or set memory.recompute=none",
+        )
+    ]
+
+
 def _grid(cp: int, ep: int, etp: int, order: str) -> list[Fault]:
     return grid_faults(ParallelSection(cp=cp, ep=ep, etp=etp, order=order))
 
@@ -308,6 +320,7 @@ RULES = (
         ),
         check=_attention_weights,
     ),
+    Rule(reads=("memory.recompute", "memory.recompute_parts"), check=_recompute),
     Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
     Rule(
         reads=(

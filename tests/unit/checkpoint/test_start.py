@@ -33,12 +33,19 @@ def test_same_model_has_no_faults(imported):
         ({"num_layers": 3}, "layers.2.attention_norm.weight as nothing instead of (16,)"),
         ({"num_layers": 1}, "layers.1.attention.k.weight, which this model lacks,"),
         ({"ffn_width": 32}, "mlp.gate.weight as (24, 16) instead of (32, 16)"),
+        ({"num_heads": 2, "num_kv_heads": 1}, "was made with model.num_heads=4, not 2"),
+        ({"vocab_size": 51}, "was made with model.vocab_size=50, not 51"),
     ],
-    ids=["deeper", "shallower", "wider"],
+    ids=["deeper", "shallower", "wider", "other heads", "other padding"],
 )
 def test_other_model_is_refused(imported, change, fact):
     (fault,) = start_faults(imported.uri, _changed(imported.model, **change))
     assert fact in str(fault) and "checkpoint.start_from=" in str(fault)
+
+
+def test_what_the_weights_do_not_fix_may_change(imported):
+    changes = {"residual_dropout": 0.1, "z_loss": 0.1, "max_positions": 24, "rope_base": 5e5}
+    assert start_faults(imported.uri, _changed(imported.model, **changes)) == []
 
 
 def test_missing_files_are_told(imported):

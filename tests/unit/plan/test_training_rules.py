@@ -25,6 +25,7 @@ def _plan(*overrides):
         ([WSD, "optimizer.lr_cooldown_steps=21"], "run.steps=20"),
         ([WSD, "optimizer.lr_cooldown_steps=6", "optimizer.lr_decay_steps=10"], "use 1 to 5 steps"),
         (["optimizer.lr_cooldown_steps=3"], "only lr_schedule=wsd"),
+        (["memory.recompute=selective", "memory.recompute_parts=[]"], r"recompute_parts=\[\]"),
         ([RAMP % (64, 4, 64, 8)], r"batch_ramp\[1\].until_samples=64; .* \(64\)"),
         ([RAMP % (64, 8, 96, 4)], r"batch_ramp\[0\].global_batch_size=8; .*next stage's \(4\)"),
         ([RAMP % (64, 8, 96, 16)], r"batch_ramp\[1\].*=16; .*data.global_batch_size \(16\)"),
@@ -45,6 +46,7 @@ def test_each_rule_names_its_fact(overrides, message):
     [
         ["optimizer.lr_schedule=inverse_sqrt", "optimizer.lr_warmup_steps=1"],
         [WSD, "optimizer.lr_cooldown_steps=20"],
+        ["memory.recompute=full", "memory.recompute_parts=[]"],
         [WSD, "optimizer.lr_cooldown_steps=5", "optimizer.lr_decay_steps=10"],
         [RAMP % (64, 4, 96, 8)],
     ],
