@@ -13,6 +13,9 @@ from raymega.plan.stages import even_counts
 
 EMBEDDING, LAYER, LOSS, CUT = "E", "t", "L", "|"
 KINDS = ("even", "auto")
+MAX_LENGTH = 100_000
+"""Of a layout text when its repetitions are written out."""
+MAX_DIGITS = len(str(MAX_LENGTH))
 
 
 def layer_counts(
@@ -38,7 +41,7 @@ def layer_counts(
     extra = sum(weights[stage] for stage in free)
     shares = even_counts(num_layers - sum(ends.values()) + extra, len(free))
     counts = ends | {s: share - weights[s] for s, share in zip(free, shares, strict=True)}
-    return _without_debts([counts[stage] for stage in range(num_stages)])
+    return _without_debts([counts[stage] for stage in range(num_stages)], free)
 
 
 def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: int) -> list[Fault]:
@@ -70,12 +73,12 @@ def _given_ends(parallel: ParallelSection, num_stages: int) -> dict[int, int]:
     return ends
 
 
-def _without_debts(counts: list[int]) -> tuple[int, ...]:
-    """No stage below 0: what an end is short of, the fullest stages give up."""
+def _without_debts(counts: list[int], free: list[int]) -> tuple[int, ...]:
+    """No stage below 0: what an end is short of, the fullest of the ``free`` stages give up."""
     for stage, count in enumerate(counts):
         for _ in range(-count):
             counts[stage] += 1
-            counts[max(range(len(counts)), key=lambda s: counts[s])] -= 1
+            counts[max(free, key=lambda s: counts[s])] -= 1
     return tuple(counts)
 
 
@@ -101,14 +104,18 @@ def _expand(text: str) -> str:
 
 
 def _repeat(match: re.Match[str]) -> str:
-    return match[1] * int(match[2])
+    """MAX_LENGTH characters at most, and no more work than that: such a text is refused."""
+    times = int(match[2][:MAX_DIGITS]) if match[1] else 0
+    return (match[1] * min(times, MAX_LENGTH // max(1, len(match[1])) + 1))[:MAX_LENGTH]
 
 
 def _text_faults(text: str, num_layers: int, num_stages: int) -> list[Fault]:
     expanded = _expand(text)
     stages = expanded.split(CUT)
     rules = []
-    if re.search(r"[^EtL|]", expanded):
+    if len(expanded) >= MAX_LENGTH:
+        rules.append(f"it must be shorter than {MAX_LENGTH:,} when repetitions are written out")
+    elif re.search(r"[^EtL|]", expanded):
         rules.append("it must be even, auto, or made of E, t, L, |, *, numbers and parentheses")
     elif expanded.count(EMBEDDING) != 1 or not expanded.startswith(EMBEDDING):
         rules.append("it must begin with its one E, the embedding")

@@ -61,6 +61,21 @@ def test_auto_gives_the_last_stage_fewer_layers_the_dearer_the_loss_is():
     assert _counts(16, 4, stages="auto", loss_cost=40.0) == (5, 6, 5, 0)
 
 
+@given(
+    layers=st.integers(1, 20),
+    stages=st.integers(2, 8),
+    by_hand=st.integers(0, 20),
+    end=st.sampled_from(["first_stage_layers", "last_stage_layers"]),
+    embedding=st.booleans(),
+    loss=st.booleans(),
+)
+def test_what_is_set_by_hand_stays(layers, stages, by_hand, end, embedding, loss):
+    fields = {end: min(by_hand, layers), "is_embedding_a_layer": embedding, "is_loss_a_layer": loss}
+    counts = _counts(layers, stages, **fields)
+    assert counts[0 if end.startswith("first") else -1] == fields[end]
+    assert sum(counts) == layers and min(counts) >= 0
+
+
 @given(layers=st.integers(2, 40), stages=st.integers(2, 8), cost=st.floats(0, 10))
 def test_no_other_last_stage_is_cheaper_than_autos(layers, stages, cost):
     def dearest(counts):
@@ -76,6 +91,8 @@ def test_no_other_last_stage_is_cheaper_than_autos(layers, stages, cost):
     ("fields", "rule"),
     [
         ({"stages": "Etx|tL"}, "made of E, t, L"),
+        ({"stages": "Et*99999999999999999999|L"}, "shorter than 100,000"),
+        ({"stages": "E((((t*99999)*99999)*99999)*99999)*1|L"}, "shorter than 100,000"),
         ({"stages": "tE|ttL"}, "begin with its one E"),
         ({"stages": "Ett|t"}, "end with its one L"),
         ({"stages": "Ett|tL"}, "it has 3 t, and model.num_layers=4"),
