@@ -81,3 +81,10 @@ def test_every_error_pickles_with_its_faults(kind):
     again = pickle.loads(pickle.dumps(kind(fault, "text")))
     assert type(again) is kind and again.faults == (fault, "text")
     assert "a=1; must be 2; set a=2" in str(again)
+
+
+def test_pytest_looks_into_every_folder_of_tests(request):
+    passed_over = request.config.getini("norecursedirs")
+    folders = [path for path in (ROOT / "tests").rglob("*") if path.is_dir()]
+    assert not [path for path in folders if any(path.match(name) for name in passed_over)
+                and path.name != "__pycache__"]  # fmt: skip
