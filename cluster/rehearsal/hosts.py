@@ -174,7 +174,9 @@ class Host:
         return done.stdout + done.stderr
 
     def processes(self, pattern: str) -> list[str]:
-        """Command lines of its processes that ``pattern`` is found in."""
+        """Command lines of its processes that ``pattern`` is found in; none while it is off."""
+        if not self._children():
+            return []
         mine = Path(f"/proc/{self._init()}/ns/pid").readlink()
         lines = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -186,8 +188,13 @@ class Host:
 
     def _init(self) -> int:
         """The machine's first process, by its number outside."""
+        return int(self._children()[0])
+
+    def _children(self) -> list[str]:
         pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return []
 
 
 class Site:

@@ -67,7 +67,8 @@ def test_gpt2_with_biases_and_no_rope_passes():
 
 
 def test_planted_mistake_is_found_and_its_smallest_layout_named(broken):
-    words = [*SMALL, "--layouts", "2", "--max-ranks", "8", "--seed", "1"]
+    own = ["--set", "parallel.tp=2", "--set", "parallel.dp=2", "--set", "parallel.pp=1"]
+    words = [*SMALL, *own, "--layouts", "2", "--max-ranks", "8", "--seed", "1"]
     done = _verify(str(JOBS / "verify.yaml"), *words, "--json", package=broken)
     assert done.returncode == 1, done.stdout + done.stderr
     verdict = _lines(done)[-1]
