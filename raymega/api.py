@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from raymega.checkpoint.manifest import list_manifests
 from raymega.checkpoint.start import start_faults
 from raymega.config.load import parse_job
 from raymega.config.schema import Job, ModelSection
@@ -202,11 +203,16 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             vocab_size=values.get("model.vocab_size", 0),
             needs_valid=values.get("run.eval_samples", 0) > 0,
         )
+    if "checkpoint.uri" in values:
+        run = f"/{values['run.name']}" if "run.name" in values else ""
+        uri = values["checkpoint.uri"].rstrip("/") + run
+        outside = store_faults(uri)
+        faults += outside
+        # A run that has checkpoints of its own goes on from them and never looks back.
+        if not outside and list_manifests(open_store(uri)):
+            return faults
     if values.get("checkpoint.start_from", "none") != "none" and values.keys() >= MODEL_FIELDS:
         sizes = {field.removeprefix("model."): values[field] for field in MODEL_FIELDS}
         model = ModelSection.model_validate(sizes)
         faults += start_faults(values["checkpoint.start_from"], model)
-    if "checkpoint.uri" in values:
-        run = f"/{values['run.name']}" if "run.name" in values else ""
-        faults += store_faults(values["checkpoint.uri"].rstrip("/") + run)
     return faults

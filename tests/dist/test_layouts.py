@@ -5,18 +5,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from raymega.messages import Requests
-from raymega.plan.run_plan import read_plan
-from raymega.train.build import build_parts
-from raymega.train.state import TrainState
-from raymega.train.step import train_step
-from tests.support.jobs import layout_overrides, make_test_plan
-from tests.support.ranks import run_grid
+from tests.support.jobs import layout_overrides
+from tests.support.training import LIMIT, assert_same_run, train
 
 pytestmark = pytest.mark.dist
 
-LIMIT = 1e-9
-STEPS = 4
 MODELS = {
     "gpt2-tied": ["model.family=gpt2", "model.num_kv_heads=num_heads"],
     "gpt2-untied": [
@@ -62,44 +55,9 @@ CASES = [
 ]
 
 
-def _train(env, plan_json):
-    """Steps of one rank: losses, norms, and the blocks of its final parameters."""
-    plan = read_plan(plan_json)
-    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
-    state, curve = TrainState(), []
-    for _ in range(STEPS):
-        outcome = train_step(parts, state, Requests(), is_recording=False)
-        state = outcome.state
-        curve.append((outcome.loss, outcome.grad_norm))
-    blocks = [
-        (block.name, block.tensor.shape, block.box, block.values.numpy().copy())
-        for block in parts.optimizer.blocks()
-    ]
-    return curve, blocks
-
-
-def _slices(box):
-    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
-
-
-def _run(overrides):
-    plan = make_test_plan(*overrides)
-    results = run_grid(_train, plan.grid, plan.to_json())
-    whole = {}
-    for _, blocks in results:
-        for name, shape, box, values in blocks:
-            target = whole.setdefault(name, np.full(shape, np.nan))
-            held = target[_slices(box)]
-            same = np.isnan(held) | (np.abs(held - values) <= LIMIT)
-            assert same.all(), f"{name}: replicas differ"
-            target[_slices(box)] = values
-    return [curve for curve, _ in results], whole
-
-
 @cache
 def _reference(model: str):
-    curves, whole = _run([*MODELS[model], *layout_overrides("tp1")])
-    return curves[0], whole
+    return train([*MODELS[model], *layout_overrides("tp1")])
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -117,27 +75,19 @@ def test_sharded_optimizer_trains_the_same_run(model, layout):
 
 
 def check_same_run(overrides, model):
-    curve, whole = _reference(model)
-    curves, tensors = _run(overrides)
-    assert all(other == curves[0] for other in curves), "ranks disagree on loss or norm"
-    np.testing.assert_allclose(curves[0], curve, rtol=LIMIT)
-    assert tensors.keys() == whole.keys()
-    for name, values in whole.items():
-        assert np.isfinite(tensors[name]).all(), f"{name}: not covered by the ranks"
-        np.testing.assert_allclose(tensors[name], values, rtol=0, atol=LIMIT, err_msg=name)
+    assert_same_run(overrides, _reference(model))
 
 
 def test_batch_with_masked_tail_and_uneven_dp_is_the_same_run():
     wanted = [*layout_overrides("dp3"), "schedule.micro_batch_size=3"]
-    curves, _ = _run(wanted)
-    np.testing.assert_allclose(curves[0], _reference("llama-gqa-tied")[0], rtol=LIMIT)
+    assert_same_run(wanted, _reference("llama-gqa-tied"))
 
 
 def test_padding_of_the_table_is_no_part_of_the_run():
     """Rows 70 to 127 stay zero through weight decay; without them the run is the same."""
-    curve, whole = _reference("llama-all-losses")
+    (curve,), whole = _reference("llama-all-losses")
     overrides = [*MODELS["llama-all-losses"], *layout_overrides("tp2-sp")]
-    curves, tensors = _run([*overrides, "model.vocab_multiple=1"])
+    curves, tensors = train([*overrides, "model.vocab_multiple=1"])
     np.testing.assert_allclose(curves[0], curve, rtol=LIMIT)
     for name, values in whole.items():
         rows = 70 if "embedding" in name else len(values)
@@ -146,5 +96,5 @@ def test_padding_of_the_table_is_no_part_of_the_run():
 
 
 def test_loss_falls_in_the_reference_run():
-    curve, _ = _reference("llama-gqa-tied")
+    (curve,), _ = _reference("llama-gqa-tied")
     assert curve[-1][0] < curve[0][0]

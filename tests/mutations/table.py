@@ -82,6 +82,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         layout=Layout(pp=2, dp=2, sharding="optimizer"),
     ),
     Mutation(
+        name="gradients are not summed over data-parallel ranks",
+        file="parallel/grad_buffer.py",
+        old="        pending = start(self._buckets[bucket.index], self._table.dp)",
+        new="        pending = start(self._buckets[bucket.index].clone(), self._table.dp)",
+        layout=Layout(dp=2),
+    ),
+    Mutation(
         name="ranks' gradients are averaged instead of summed",
         file="parallel/grad_buffer.py",
         old="            self.owned(bucket).mul_(factor)",

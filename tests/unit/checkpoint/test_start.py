@@ -1,5 +1,7 @@
 """Whether a run can start with a checkpoint's weights, asked before anything starts."""
 
+import shutil
+
 import pytest
 
 from raymega.api import load_job
@@ -62,3 +64,11 @@ def test_job_with_a_start_that_is_none_is_refused_before_it_runs(tmp_path):
     with pytest.raises(ConfigError, match=r"start_from=.*there is no checkpoint at"):
         load_job(VERIFY, [override, root], is_for_training=True)
     assert not (tmp_path / "runs").exists()
+
+
+def test_run_with_checkpoints_of_its_own_needs_its_start_no_more(tmp_path, imported):
+    """It is resumed from its own, so the source may be gone."""
+    root = tmp_path / "runs"
+    shutil.copytree(imported.uri, root / "verify")
+    overrides = [f"checkpoint.start_from={tmp_path / 'gone'}", f"checkpoint.uri={root}"]
+    assert load_job(VERIFY, overrides, is_for_training=True).run.name == "verify"
