@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raymega.checkpoint.manifest import list_manifests
-from raymega.checkpoint.start import start_faults
+from raymega.checkpoint.start import resume_faults, start_faults
+from raymega.config.fields import Section
 from raymega.config.load import parse_job
-from raymega.config.schema import Job, ModelSection
+from raymega.config.schema import CheckpointSection, Job, ModelSection
 from raymega.data.checks import data_faults
 from raymega.data.remote import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
@@ -44,7 +45,7 @@ from raymega.verify.run import Options, Report, Watcher, verify_job
 
 SINK_CLOSE_S = 30.0
 METRICS_FILE = "metrics.jsonl"
-MODEL_FIELDS = {f"model.{name}" for name in ModelSection.model_fields}
+T = TypeVar("T", bound=Section)
 
 
 def load_job(
@@ -210,9 +211,24 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
         faults += outside
         # A run that has checkpoints of its own goes on from them and never looks back.
         if not outside and list_manifests(open_store(uri)):
-            return faults
-    if values.get("checkpoint.start_from", "none") != "none" and values.keys() >= MODEL_FIELDS:
-        sizes = {field.removeprefix("model."): values[field] for field in MODEL_FIELDS}
-        model = ModelSection.model_validate(sizes)
-        faults += start_faults(values["checkpoint.start_from"], model)
+            return faults + [
+                fault
+                for model in _section(values, "model", ModelSection)
+                for fault in resume_faults(open_store(uri), model)
+            ]
+    if values.get("checkpoint.start_from", "none") != "none":
+        faults += [
+            fault
+            for model in _section(values, "model", ModelSection)
+            for checkpoint in _section(values, "checkpoint", CheckpointSection)
+            for fault in start_faults(checkpoint, model)
+        ]
     return faults
+
+
+def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:
+    """The section of a job whose fields all parsed; none when one did not."""
+    fields = {field: f"{name}.{field}" for field in kind.model_fields}
+    if not values.keys() >= set(fields.values()):
+        return []
+    return [kind.model_validate({field: values[path] for field, path in fields.items()})]

@@ -77,12 +77,27 @@ def read_block(store: Store, manifest: Manifest, saved: SavedBox) -> bytes:
     try:
         data = store.get(key, start=saved.start, num_bytes=saved.num_bytes)
     except KeyError:
-        raise _corrupt(key, saved, "the file is missing") from None
+        raise missing_file(key, saved) from None
+    verified(key, saved, memoryview(data))
+    return data
+
+
+def verified(key: str, saved: SavedBox, data: memoryview) -> memoryview:
+    """``data``, which was read from the file ``key`` as the bytes of a box.
+
+    Raises:
+        CheckpointError: They are not the bytes that were written.
+    """
     if len(data) != saved.num_bytes:
         raise _corrupt(key, saved, f"only {len(data)} bytes are there")
     if crc32(data) != saved.crc32:
         raise _corrupt(key, saved, f"their crc32 is {crc32(data):08x}, not {saved.crc32:08x}")
     return data
+
+
+def missing_file(key: str, saved: SavedBox) -> CheckpointError:
+    """The error of a file that is not there when ``saved`` is wanted."""
+    return _corrupt(key, saved, "the file is missing")
 
 
 def _entry_name(share: Share) -> str:

@@ -1,24 +1,29 @@
 """Fills a rank's tensors from a checkpoint, whatever layout wrote it.
 
-Every saved box that meets something the rank holds is read once, verified, and copied to where it
-belongs; nothing else is read. It takes host memory for one box (planner.MAX_BOX_BYTES) twice.
+Every saved box that meets something the rank holds is read once, whole and verified, and its
+elements are copied to where they belong. What a checkpoint must hold is checked here before
+anything is read; requests and their memory are checkpoint.fetching's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
-from raymega.checkpoint.data_file import read_block
 from raymega.checkpoint.dtypes import element_type
+from raymega.checkpoint.fetching import NUM_FETCHES, fetch
 from raymega.checkpoint.items import dtype_name
 from raymega.checkpoint.manifest import Manifest
 from raymega.checkpoint.tiling import uneven_cells
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
-from raymega.messages import Box, SavedBox
+from raymega.messages import SavedBox
 from raymega.parallel.blocks import Block
 from raymega.storage.store import Store
+
+_SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by which elements of so many bytes are moved as they are; numpy lacks bfloat16."""
 
 
 def load(
@@ -27,51 +32,67 @@ def load(
     blocks: Sequence[Block],
     *,
     is_narrowing_allowed: bool = False,
+    expected: Collection[str] = (),
+    num_fetches: int = NUM_FETCHES,
 ) -> int:
-    """Fill every block and return how many bytes were read.
+    """Fill every block and return how many bytes were fetched.
 
     Values keep their bits unless the formats differ: they may widen, and narrow (float64 to
     float32) only with ``is_narrowing_allowed``.
+
+    Args:
+        store: The run's store.
+        manifest: Says what is where.
+        blocks: What this rank holds.
+        is_narrowing_allowed: Values may lose digits.
+        expected: Names of everything that all ranks hold together, so that what the checkpoint has
+            beside it is refused; without them only what is missing is.
+        num_fetches: Requests at once.
 
     Raises:
         CheckpointError: With everything that the manifest lacks, before anything is read; or with
             the first file whose bytes are not what was written, and then the tensors are not to
             be used.
-        ConfigError: Values would have to narrow; an older checkpoint would not help.
+        ConfigError: The checkpoint holds more than the model, or values would have to narrow; an
+            older checkpoint would not help.
     """
     saved = manifest.tensors()
+    unexpected = list(_unexpected(saved, expected, manifest)) if expected else []
     lacking = [fault for block in blocks for fault in _missing(block, saved, manifest)]
-    raise_faults(CheckpointError, lacking)
+    raise_faults(CheckpointError, [*lacking, *unexpected] if lacking else [])
+    raise_faults(ConfigError, unexpected)
     if not is_narrowing_allowed:
         too_narrow = [fault for block in blocks for fault in _narrowing(block, saved)]
         raise_faults(ConfigError, too_narrow)
-    return _fill(store, manifest, blocks)
-
-
-def _fill(store: Store, manifest: Manifest, blocks: Sequence[Block]) -> int:
     by_tensor: dict[str, list[Block]] = {}
     for block in blocks:
         by_tensor.setdefault(block.name, []).append(block)
-    num_bytes = 0
-    for saved in sorted(manifest.boxes, key=lambda box: (box.file, box.start)):
-        wanted = [at for at in by_tensor.get(saved.tensor, ()) if saved.box.intersect(at.box)]
-        if wanted:
-            values = _tensor_of(read_block(store, manifest, saved), saved)
-            num_bytes += saved.num_bytes
-        for target in wanted:
-            _copy(values, saved.box, target)
-    return num_bytes
+    wanted = [box for box in manifest.boxes if _targets(box, by_tensor)]
+
+    def use(box: SavedBox, data: memoryview) -> None:
+        for target in _targets(box, by_tensor):
+            _copy(data, box, target)
+
+    return fetch(store, manifest, wanted, use, num_fetches=num_fetches)
 
 
-def _tensor_of(data: bytes, saved: SavedBox) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, saved.dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(saved.box.shape)
+def _targets(saved: SavedBox, by_tensor: Mapping[str, Sequence[Block]]) -> list[Block]:
+    return [at for at in by_tensor.get(saved.tensor, ()) if saved.box.intersect(at.box)]
 
 
-def _copy(values: torch.Tensor, box: Box, target: Block) -> None:
-    common = box.intersect(target.box)
+def _copy(data: memoryview, saved: SavedBox, target: Block) -> None:
+    common = saved.box.intersect(target.box)
     assert common is not None, "only boxes that meet the target are read"
-    target.values.detach()[common.within(target.box)] = values[common.within(box)]
+    place = target.values.detach()[common.within(target.box)]
+    part = common.within(saved.box)
+    if place.device.type == "cpu" and dtype_name(place.dtype) == saved.dtype:
+        as_integers = place.view(_SAME_SIZE[place.itemsize]).numpy()
+        as_integers[...] = np.frombuffer(data, as_integers.dtype).reshape(saved.box.shape)[part]
+    else:
+        dtype: torch.dtype = getattr(torch, saved.dtype)
+        # torch takes no memory that may not be written to, hence the copy.
+        values = torch.frombuffer(bytearray(data), dtype=dtype).view(saved.box.shape)
+        place.copy_(values[part])
 
 
 def _missing(
@@ -88,6 +109,19 @@ def _missing(
         for cell, count in uneven_cells(target.box, [box.box for box in boxes]):
             fact = f"has its block {cell.shape} at {cell.offset} {count} times in {manifest.key}"
             yield _fault(target, fact)
+
+
+def _unexpected(
+    saved: Mapping[str, Sequence[SavedBox]], expected: Collection[str], manifest: Manifest
+) -> Iterator[Fault]:
+    """What the manifest has beside what the ranks hold: dropping it would train something else."""
+    for name in sorted(saved.keys() - set(expected)):
+        yield Fault(
+            fact=f"{name} is in {manifest.key}, and nothing in this model",
+            rule="a run goes on with everything that was saved, or says what it leaves behind",
+            remedy="use the model and optimizer that the checkpoint was made with, or start "
+            "another run from its weights by checkpoint.start_from",
+        )
 
 
 def _narrowing(target: Block, saved: Mapping[str, Sequence[SavedBox]]) -> Iterator[Fault]:

@@ -1,31 +1,42 @@
-"""Whether a run can start with the weights of a checkpoint: asked before anything starts.
+"""Whether a run can start with the weights of a checkpoint, or go on: asked before anything starts.
 
-Weights alone: no moments, no position. Reading them is the reader's.
+A start takes weights alone: no moments, no position; which of them the job says by rules, and what
+they leave open is refused. Reading is the reader's.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from dataclasses import replace
 
 from raymega.checkpoint.inspection import open_checkpoint
-from raymega.checkpoint.manifest import Manifest, broken_files
-from raymega.config.schema import ModelSection
+from raymega.checkpoint.manifest import Manifest, broken_files, find_restore
+from raymega.config.schema import CheckpointSection, ModelSection
 from raymega.errors import Fault, RaymegaError
-from raymega.messages import SavedBox
+from raymega.plan.renames import make_renames
+from raymega.plan.start_rules import FRESH, IGNORE, RENAME, begins_fresh, matches, start_names
 from raymega.plan.tensors import model_tensors
+from raymega.storage.store import Store
 
 WEIGHTS = "model"
 """Kind of the weights among what a checkpoint holds."""
 FIELD = "checkpoint.start_from"
 NUM_NAMED = 5
-UNSEEN_IN_SHAPES = ("num_heads", "vocab_size")
-"""Fields of the model that say what the elements are, and that other numbers may have in common:
-features are so many heads, and rows behind the vocabulary are padding, which stays zero."""
+UNSEEN_IN_SHAPES = {
+    "num_heads": ("layers.*.attention.*",),
+    "vocab_size": ("embedding.tokens.*", "head.*"),
+}
+"""Fields of the model that say what the elements of these tensors are, and that other numbers may
+have in common: features are so many heads, and rows behind the vocabulary are padding, which stays
+zero."""
+
+Shape = tuple[int, ...]
 
 
-def start_faults(uri: str, model: ModelSection) -> list[Fault]:
-    """What keeps a run of ``model`` from starting with the newest checkpoint at ``uri``."""
+def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]:
+    """What keeps a run of ``model`` from starting as ``section`` says."""
+    uri = section.start_from
     try:
         store, manifest = open_checkpoint(uri)
         broken = list(broken_files(store, manifest).values())
@@ -33,46 +44,155 @@ def start_faults(uri: str, model: ModelSection) -> list[Fault]:
         return [_fault(uri, str(error), "it must name a checkpoint", "give another URI, or none")]
     if broken:
         return broken
-    faults = _tensor_faults(uri, manifest.tensors(), model)
-    return faults or _field_faults(uri, manifest, model)
+    saved, wanted = _weight_shapes(manifest), _shapes_of(model)
+    faults = _idle_faults(section, saved, wanted)
+    faults += _tensor_faults(section, saved, wanted)
+    return faults or _field_faults(section, manifest, model)
+
+
+def resume_faults(store: Store, model: ModelSection) -> list[Fault]:
+    """What keeps a run of ``model`` from going on where its own newest whole checkpoint is."""
+    try:
+        manifest = find_restore(store).manifest
+    except RaymegaError:  # the driver tells, which knows what the run has saved
+        return []
+    if manifest is None or not manifest.boxes:
+        return []
+    unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
+    if not unlike:
+        return []
+    return [
+        Fault(
+            fact=f"{store.uri}/{manifest.key} holds {_first(unlike)}",
+            rule="a run goes on with the model that it began with",
+            remedy="set the model section back, or give another run.name; there "
+            "checkpoint.start_from takes what is common",
+        )
+    ]
+
+
+def starting_manifest(manifest: Manifest, section: CheckpointSection) -> Manifest:
+    """What a run starts with, by its own names: as if it had been saved so."""
+    names = start_names(section, _weight_shapes(manifest))
+    boxes = [
+        replace(box, tensor=f"{WEIGHTS}/{names[name]}")
+        for box in manifest.boxes
+        if (name := _weight_name(box.tensor)) in names
+    ]
+    return replace(manifest, boxes=tuple(boxes))
+
+
+def _weight_shapes(manifest: Manifest) -> dict[str, Shape]:
+    """Global shape of each weight by its name, the kind left out."""
+    shapes = {_weight_name(box.tensor): box.global_shape for box in manifest.boxes}
+    shapes.pop("", None)
+    return shapes
+
+
+def _weight_name(saved: str) -> str:
+    """The tensor's name; empty for what is no weight."""
+    kind, _, name = saved.partition("/")
+    return name if kind == WEIGHTS else ""
+
+
+def _shapes_of(model: ModelSection) -> dict[str, Shape]:
+    return {tensor.name: tensor.shape for tensor in model_tensors(model)}
+
+
+def _unlike(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
+    """Tensors that are missing, of another shape, or there beside the model's."""
+    return [
+        f"{name} as {saved.get(name, 'nothing')} instead of {shape}"
+        for name, shape in wanted.items()
+        if saved.get(name) != shape
+    ] + [f"{name}, which this model lacks," for name in sorted(saved.keys() - wanted.keys())]
+
+
+def _first(items: Sequence[str]) -> str:
+    more = f" and {len(items) - NUM_NAMED} more" if len(items) > NUM_NAMED else ""
+    return f"{', '.join(items[:NUM_NAMED])}{more}"
+
+
+def _idle_faults(
+    section: CheckpointSection, saved: Mapping[str, Shape], wanted: Mapping[str, Shape]
+) -> list[Fault]:
+    """Rules that apply to no tensor: something is misspelt."""
+    left = [name for name in saved if not matches(name, section.start_ignore)]
+    renames = make_renames(section.start_rename)
+    at_work = {next((i for i, r in enumerate(renames) if r.apply(at)), -1) for at in left}
+    idle = [
+        (IGNORE, pattern, "of the checkpoint")
+        for pattern in section.start_ignore
+        if not any(matches(name, [pattern]) for name in saved)
+    ]
+    idle += [
+        (FRESH, pattern, "of this model")
+        for pattern in section.start_fresh
+        if not any(matches(name, [pattern]) for name in wanted)
+    ]
+    idle += [
+        (RENAME, rule, "of the checkpoint that is not ignored or renamed by a rule before it")
+        for i, rule in enumerate(section.start_rename)
+        if i not in at_work
+    ]
+    return [
+        Fault(
+            fact=f"{field} has {text!r}, which fits no tensor {whose}",
+            rule="a rule that does nothing is a mistake",
+            remedy="correct or remove it; `raymega checkpoint show` lists a checkpoint's tensors",
+        )
+        for field, text, whose in idle
+    ]
 
 
 def _tensor_faults(
-    uri: str, saved: Mapping[str, Sequence[SavedBox]], model: ModelSection
+    section: CheckpointSection, saved: Mapping[str, Shape], wanted: Mapping[str, Shape]
 ) -> list[Fault]:
-    shapes = {name: boxes[0].global_shape for name, boxes in saved.items()}
-    unlike = [
-        f"{tensor.name} as {shapes.get(name, 'nothing')} instead of {tensor.shape}"
-        for tensor in model_tensors(model)
-        if shapes.get(name := f"{WEIGHTS}/{tensor.name}") != tensor.shape
+    names = start_names(section, saved)
+    met = Counter(names.values())
+    faults = [
+        _fault(
+            section.start_from,
+            f"{' and '.join(old for old in names if names[old] == new)} are both {new} here",
+            "a tensor has one source",
+            f"correct {RENAME}, or put one of them into {IGNORE}",
+        )
+        for new, count in met.items()
+        if count > 1
     ]
-    wanted = {f"{WEIGHTS}/{tensor.name}" for tensor in model_tensors(model)}
-    unlike += [
-        f"{PurePath(name).name}, which this model lacks,"
-        for name in sorted(shapes.keys() - wanted)
-        if name.startswith(f"{WEIGHTS}/")
-    ]
-    if not unlike:
-        return []
-    more = f" and {len(unlike) - NUM_NAMED} more" if len(unlike) > NUM_NAMED else ""
-    return [_other_model(uri, f"holds {', '.join(unlike[:NUM_NAMED])}{more}")]
+    fresh = {name for name in wanted if begins_fresh(section, name)}
+    given = {new: saved[old] for old, new in names.items() if new not in fresh}
+    taken = {name: shape for name, shape in wanted.items() if name not in fresh}
+    unlike = _unlike(given, taken)
+    if unlike:
+        faults.append(_other_model(section.start_from, f"holds {_first(unlike)}"))
+    return faults
 
 
-def _field_faults(uri: str, manifest: Manifest, model: ModelSection) -> list[Fault]:
+def _field_faults(
+    section: CheckpointSection, manifest: Manifest, model: ModelSection
+) -> list[Fault]:
     """What shapes do not tell; a checkpoint whose model is not known is taken as it is."""
     made_with = manifest.job.get("model")
     then = made_with if isinstance(made_with, dict) else {}
     now = model.model_dump(mode="json")
+    taken = [name for name in _shapes_of(model) if not begins_fresh(section, name)]
     return [
-        _other_model(uri, f"was made with model.{field}={then[field]}, not {now[field]}")
-        for field in UNSEEN_IN_SHAPES
+        _other_model(
+            section.start_from, f"was made with model.{field}={then[field]}, not {now[field]}"
+        )
+        for field, patterns in UNSEEN_IN_SHAPES.items()
         if then.get(field, now[field]) != now[field]
+        and any(matches(name, patterns) for name in taken)
     ]
 
 
 def _other_model(uri: str, fact: str) -> Fault:
-    rule = "its weights must be those of the job's model section"
-    remedy = "use the model section that it was made with; `raymega checkpoint show` tells"
+    rule = "its weights must be those of the job's model section, but for what the job's rules say"
+    remedy = (
+        "use the model section that it was made with, which `raymega checkpoint show` tells, or "
+        f"say by {RENAME}, {FRESH} and {IGNORE} what belongs where"
+    )
     return _fault(uri, fact, rule, remedy)
 
 

@@ -1,4 +1,4 @@
-"""`raymega convert`: models from and to Hugging Face; no logic of its own."""
+"""`raymega convert`: from and to Hugging Face and torch checkpoints; no logic of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Annotated
 
 import typer
 
+from raymega.config.load import parse_job
+from raymega.convert.dcp_export import dcp_export
+from raymega.convert.dcp_import import Reading, dcp_import
+from raymega.convert.dcp_names import DIALECTS
 from raymega.convert.hf_export import DTYPES, MAX_FILE_BYTES, hf_export
 from raymega.convert.hf_import import hf_import, model_yaml
 
@@ -75,4 +79,83 @@ def export(
         print(json.dumps(result))
         return
     print(f"{done.folder}: step {done.step}, {done.num_parameters:,} parameters in {done.dtype}")
+    print("\n".join(done.files))
+
+
+@convert_app.command("dcp-import")
+def import_dcp(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder that torch.distributed.checkpoint wrote.")
+    ],
+    out: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix for the checkpoint.")],
+    job: Annotated[
+        Path | None, typer.Option(metavar="JOB.yaml", help="Job whose model it must be.")
+    ] = None,
+    names: Annotated[
+        str, typer.Option(help=f"Whose names it has: {', '.join(DIALECTS)}.")
+    ] = "raymega",
+    rename: Annotated[
+        list[str] | None, typer.Option(metavar="OLD=NEW", help="Weights' names; may be repeated.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Entries that are left behind.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Completed steps.")] = None,
+    samples: Annotated[int | None, typer.Option(min=0, help="Consumed samples.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=0, help="Consumed tokens.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a torch.distributed.checkpoint folder into a checkpoint, optimizer state included.
+
+    Nothing in the folder is run: only names of torch's own metadata are read, others are refused.
+
+    Example: raymega convert dcp-import outputs/step-1000 --names torchtitan --job job.yaml --out runs/mine
+    """
+    told = {"step": step, "samples": samples, "tokens": tokens}
+    reading = Reading(
+        names=names,
+        rename=tuple(rename or ()),
+        ignore=tuple(ignore or ()),
+        model=parse_job(job).job().model if job else None,
+        position={name: value for name, value in told.items() if value is not None},
+    )
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    done = dcp_import(folder, out, reading, created=created)
+    if as_json:
+        result = {
+            "output": done.uri, "manifest": done.key, "state": done.state, "kinds": done.kinds,
+            "num_parameters": done.num_parameters, "left_out": done.left_out,
+        }  # fmt: skip
+        print(json.dumps(result))
+        return
+    print(f"{done.uri}/{done.key}: {done.num_parameters:,} parameters, {', '.join(done.kinds)}")
+    print("position: " + ", ".join(f"{name}={value}" for name, value in done.state.items()))
+    for name in done.left_out:
+        print(f"left behind: {name}")
+
+
+@convert_app.command("dcp-export")
+def export_dcp(
+    uri: Annotated[
+        str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make.")],
+    names: Annotated[
+        str, typer.Option(help=f"Whose names to give: {', '.join(DIALECTS)}.")
+    ] = "raymega",
+    as_json: AsJson = False,
+) -> None:
+    """Turn a checkpoint, of a run the newest one, into a folder for torch.distributed.checkpoint.
+
+    Example: raymega convert dcp-export ~/.raymega/runs/verify --out verify-dcp
+    """
+    done = dcp_export(uri, out, names=names)
+    if as_json:
+        result = {
+            "output": str(done.folder), "manifest": done.key, "step": done.step,
+            "num_parameters": done.num_parameters, "files": done.files,
+        }  # fmt: skip
+        print(json.dumps(result))
+        return
+    print(f"{done.folder}: step {done.step}, {done.num_parameters:,} parameters")
     print("\n".join(done.files))

@@ -262,6 +262,20 @@ class CheckpointSection(Section):
         description="Checkpoint whose weights, and nothing else, the run starts with: of another run "
         "or by `raymega convert hf-import`. Read at the first step only; `none` draws weights.",
     )
+    start_rename: tuple[str, ...] = Field(
+        default=(),
+        description="OLD=NEW for start_from: its tensors whose names begin with OLD are this model's "
+        "that begin with NEW; * stands for one dotted part. The first rule that fits holds.",
+    )
+    start_fresh: tuple[str, ...] = Field(
+        default=(),
+        description="Patterns such as head.*: tensors of this model that start_from does not give "
+        "and that begin with first values of their own.",
+    )
+    start_ignore: tuple[str, ...] = Field(
+        default=(),
+        description="Patterns such as layers.1?.*: tensors of start_from that are left behind.",
+    )
     every: NonNegative = Field(
         default=100, description="Steps between checkpoints; 0 is only at the end."
     )

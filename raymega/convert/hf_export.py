@@ -6,15 +6,12 @@ The folder appears whole or not at all. It holds one tensor in memory, with the 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from raymega.checkpoint.assembly import coverage_faults
 from raymega.checkpoint.inspection import open_checkpoint
@@ -24,8 +21,9 @@ from raymega.config.schema import ModelSection
 from raymega.convert.carried import CONFIG, carried_config, find_carried
 from raymega.convert.hf_config import config_from
 from raymega.convert.hf_names import HfTensor, hf_tensors
-from raymega.convert.native import read_tensor
+from raymega.convert.native import model_of, read_tensor
 from raymega.convert.number_formats import Array, recast
+from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.weight_files import NewTensor, write_weights
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.messages import SavedBox
@@ -71,18 +69,16 @@ def hf_export(
         ConfigError: The arguments are wrong; nothing was written.
         CheckpointError: The checkpoint is not whole; nothing was written.
     """
-    raise_faults(ConfigError, [*_dtype_faults(dtype), *_folder_faults(folder)])
+    raise_faults(ConfigError, [*_dtype_faults(dtype), *folder_faults(folder)])
     store, manifest = open_checkpoint(uri)
-    model = _model_of(manifest)
+    model = model_of(manifest)
     saved = _weights_of(manifest, model)
     carried = find_carried(store, manifest)
     source = next(iter(saved.values()))[0].dtype
     target = source if dtype == "saved" else dtype
     theirs = hf_tensors(model)
     config = config_from(model, dtype=target, carried=carried_config(carried))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-partial-"))
-    try:
+    with new_folder(folder) as partial:
         write_weights(
             partial,
             [NewTensor(name=at.name, dtype=target, shape=at.shape) for at in theirs],
@@ -90,11 +86,6 @@ def hf_export(
             max_file_bytes=max_file_bytes,
         )
         _write_beside(partial, config, carried)
-        partial.chmod(0o755)
-        partial.replace(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return Exported(
         folder=folder, key=manifest.key, step=manifest.step, dtype=target,
         num_parameters=sum(int(np.prod(at.shape)) for at in theirs),
@@ -107,31 +98,6 @@ def _dtype_faults(dtype: str) -> list[Fault]:
         return []
     rule = f"it is one of {', '.join(DTYPES)}"
     return [Fault(fact=f"--dtype {dtype!r}", rule=rule, remedy="use one of them")]
-
-
-def _folder_faults(folder: Path) -> list[Fault]:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return []
-    return [
-        Fault(
-            fact=f"--out {str(folder)!r} exists and is not an empty folder",
-            rule="an export overwrites nothing",
-            remedy="give a new folder",
-        )
-    ]
-
-
-def _model_of(manifest: Manifest) -> ModelSection:
-    try:
-        return ModelSection.model_validate(manifest.job.get("model"))
-    except ValidationError as error:
-        fault = Fault(
-            fact=f"{manifest.key} has a model section that this build cannot read: "
-            f"{error.errors()[0]['loc']}, {error.errors()[0]['msg']}",
-            rule="a checkpoint is exported by the model section that it carries",
-            remedy="use the raymega that wrote it",
-        )
-        raise CheckpointError(fault) from error
 
 
 def _weights_of(manifest: Manifest, model: ModelSection) -> dict[str, list[SavedBox]]:

@@ -16,18 +16,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-from raymega.checkpoint.manifest import list_manifests
 from raymega.config.schema import ModelSection
 from raymega.convert.carried import CONFIG, PREFIX, files_to_carry
 from raymega.convert.hf_config import model_from
 from raymega.convert.hf_names import BUFFER, HEAD, HfTensor, hf_tensors
-from raymega.convert.native import write_weights
+from raymega.convert.native import occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
 from raymega.convert.weight_files import WeightEntry, open_weights
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.tensors import GlobalTensor, model_tensors
 from raymega.storage.open import open_store, store_faults
-from raymega.storage.store import Store
 
 MODEL_FILE = "model.yaml"
 NUM_NAMED = 5
@@ -76,7 +74,7 @@ def hf_import(
     raise_faults(ConfigError, _weight_faults(entries, model))
     raise_faults(ConfigError, store_faults(uri, field="--out"))
     store = open_store(uri)
-    raise_faults(ConfigError, _occupied_faults(store))
+    raise_faults(ConfigError, occupied_faults(store))
     carried = files_to_carry(folder)
     dtype = _common_dtype(entries)
     beside = {f"{PREFIX}{path.name}": path.read_bytes() for path in carried}
@@ -189,19 +187,6 @@ def _tied_head_faults(
             fact=f"{HEAD} differs from the token table",
             rule="config.json has tie_word_embeddings=true, which makes them one",
             remedy="set tie_word_embeddings to false in config.json, or remove the tensor",
-        )
-    ]
-
-
-def _occupied_faults(store: Store) -> list[Fault]:
-    manifests = list_manifests(store)
-    if not manifests:
-        return []
-    return [
-        Fault(
-            fact=f"--out {store.uri!r} holds {manifests[0]}",
-            rule="converted weights go where no checkpoint is",
-            remedy="give a new folder",
         )
     ]
 

@@ -1,29 +1,83 @@
-"""Native checkpoints from the outside: weights written without a run, and read tensor by tensor.
+"""Native checkpoints from the outside: written without a run, and read tensor by tensor.
 
-The pieces of the format are the checkpoint package's. It holds one tensor in memory at a time.
+The pieces of the format are the checkpoint package's. It holds one block in memory at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from zlib import crc32
 
 import numpy as np
+from pydantic import ValidationError
 
 from raymega.checkpoint.data_file import Layout, lay_out, read_block, saved_boxes
 from raymega.checkpoint.dtypes import element_type
 from raymega.checkpoint.keys import CheckpointId, data_file, folder_of, manifest_key
-from raymega.checkpoint.manifest import Manifest, commit
+from raymega.checkpoint.manifest import Manifest, commit, list_manifests
 from raymega.checkpoint.planner import MAX_BOX_BYTES, Share
 from raymega.checkpoint.start import WEIGHTS
+from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array, storage_type
+from raymega.errors import CheckpointError, Fault
 from raymega.messages import Box, SavedBox
 from raymega.plan.tensors import GlobalTensor
 from raymega.storage.store import Store
 
-AT = CheckpointId(attempt=0, step=0)
-"""No worker group writes it and no step was taken."""
+ATTEMPT = 0
+"""No worker group writes it."""
 FILE_BYTES = 2 * 2**30
+
+State = dict[str, int | float | str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A block of a tensor that is to be written.
+
+    Attributes:
+        tensor: Saved name, ``kind/name``.
+        dtype: Element type.
+        global_shape: Shape of the whole tensor.
+        box: Which block of it.
+        read: Gives the values, [*box.shape]; called once.
+    """
+
+    tensor: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    read: Callable[[], Array]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.box.num_elements * element_type(self.dtype).num_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a checkpoint says of itself beside its tensors.
+
+    Attributes:
+        state: The trainer's scalars.
+        job: What is known of a job.
+        created: When: ISO 8601, UTC.
+        grid: Degrees of the axes that it was made on; nothing when there were none.
+    """
+
+    state: State
+    job: Mapping[str, object]
+    created: str
+    grid: Mapping[str, object]
+
+    @property
+    def at(self) -> CheckpointId:
+        """Which checkpoint of a run it is."""
+        return CheckpointId(attempt=ATTEMPT, step=int(self.state["step"]))
 
 
 def write_weights(
@@ -35,7 +89,7 @@ def write_weights(
     job: Mapping[str, object],
     created: str,
 ) -> str:
-    """Write a checkpoint of weights alone and return its manifest's key.
+    """Write a checkpoint of weights alone, before any step, and return its manifest's key.
 
     Args:
         store: Where a run would lie.
@@ -45,23 +99,70 @@ def write_weights(
         job: What is known of a job, for the manifest.
         created: When: ISO 8601, UTC.
     """
+    sources = [
+        Source(
+            tensor=f"{WEIGHTS}/{tensor.name}", dtype=dtype, global_shape=tensor.shape,
+            box=tensor.whole, read=partial(values, tensor),
+        )
+        for tensor in tensors
+    ]  # fmt: skip
+    state: State = {"step": 0, "samples": 0, "tokens": 0}
+    return write_checkpoint(store, sources, Header(state=state, job=job, created=created, grid={}))
+
+
+def write_checkpoint(store: Store, sources: Sequence[Source], header: Header) -> str:
+    """Write a checkpoint of ``sources``, which tile their tensors, and return its manifest's key.
+
+    When something fails, what was written is removed.
+    """
     boxes: list[SavedBox] = []
     written: list[str] = []
     try:
-        for number, batch in enumerate(_files(tensors, dtype)):
-            file = data_file(attempt=AT.attempt, rank=number)
-            written.append(folder_of(AT.step) + file)
-            boxes += _write_file(store, file, batch, values, dtype)
-        state: dict[str, int | float | str] = {"step": 0, "samples": 0, "tokens": 0}
+        for number, batch in enumerate(_files(sources)):
+            file = data_file(attempt=ATTEMPT, rank=number)
+            written.append(folder_of(header.at.step) + file)
+            boxes += _write_file(store, written[-1], batch, header.at)
         manifest = Manifest(
-            step=AT.step, attempt=AT.attempt, created=created, state=state, job=dict(job), grid={},
-            boxes=tuple(boxes),
+            step=header.at.step, attempt=ATTEMPT, created=header.created, state=header.state,
+            job=dict(header.job), grid=dict(header.grid), boxes=tuple(boxes),
         )  # fmt: skip
         return commit(store, manifest)
     except BaseException:
-        for key in (manifest_key(AT), *written):
+        for key in (manifest_key(header.at), *written):
             store.delete(key)
         raise
+
+
+def occupied_faults(store: Store) -> list[Fault]:
+    """What keeps converted weights from being written to ``store``."""
+    manifests = list_manifests(store)
+    if not manifests:
+        return []
+    return [
+        Fault(
+            fact=f"--out {store.uri!r} holds {manifests[0]}",
+            rule="converted weights go where no checkpoint is",
+            remedy="give a new folder",
+        )
+    ]
+
+
+def model_of(manifest: Manifest) -> ModelSection:
+    """The model section that a checkpoint carries.
+
+    Raises:
+        CheckpointError: It has none that this build can read.
+    """
+    try:
+        return ModelSection.model_validate(manifest.job.get("model"))
+    except ValidationError as error:
+        fault = Fault(
+            fact=f"{manifest.key} has a model section that this build cannot read: "
+            f"{error.errors()[0]['loc']}, {error.errors()[0]['msg']}",
+            rule="a checkpoint is exported by the model section that it carries",
+            remedy="use the raymega that wrote it",
+        )
+        raise CheckpointError(fault) from error
 
 
 def read_tensor(store: Store, manifest: Manifest, boxes: Sequence[SavedBox]) -> Array:
@@ -73,17 +174,27 @@ def read_tensor(store: Store, manifest: Manifest, boxes: Sequence[SavedBox]) -> 
     values = np.empty(boxes[0].global_shape, storage_type(boxes[0].dtype))
     whole = Box(offset=(0,) * values.ndim, shape=values.shape)
     for saved in boxes:
-        block = np.frombuffer(read_block(store, manifest, saved), storage_type(saved.dtype))
-        values[saved.box.within(whole)] = block.reshape(saved.box.shape)
+        values[saved.box.within(whole)] = read_box(store, manifest, saved)
     return values
 
 
-def _files(tensors: Sequence[GlobalTensor], dtype: str) -> Iterator[list[GlobalTensor]]:
-    """Tensors of one data file each: until one has FILE_BYTES or more."""
-    size, batch = 0, []
-    for tensor in tensors:
-        batch.append(tensor)
-        size += tensor.num_elements * element_type(dtype).num_bytes
+def read_box(store: Store, manifest: Manifest, saved: SavedBox) -> Array:
+    """One box, verified.
+
+    Raises:
+        CheckpointError: It is missing or not as it was written.
+    """
+    block = np.frombuffer(read_block(store, manifest, saved), storage_type(saved.dtype))
+    return block.reshape(saved.box.shape)
+
+
+def _files(sources: Sequence[Source]) -> Iterator[list[Source]]:
+    """Blocks of one data file each: until one has FILE_BYTES or more."""
+    size = 0
+    batch: list[Source] = []
+    for source in sources:
+        batch.append(source)
+        size += source.num_bytes
         if size >= FILE_BYTES:
             yield batch
             size, batch = 0, []
@@ -92,50 +203,42 @@ def _files(tensors: Sequence[GlobalTensor], dtype: str) -> Iterator[list[GlobalT
 
 
 def _write_file(
-    store: Store,
-    file: str,
-    tensors: Sequence[GlobalTensor],
-    values: Callable[[GlobalTensor], Array],
-    dtype: str,
+    store: Store, key: str, sources: Sequence[Source], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
-    shares = [share for tensor in tensors for share in _shares(tensor, dtype)]
-    layout = lay_out(shares, metadata={"step": str(AT.step), "attempt": str(AT.attempt)})
-    assert layout.shares == tuple(shares), "of one format, blocks keep their order"
+    shares = [share for i, source in enumerate(sources) for share in _shares(i, source)]
+    layout = lay_out(shares, metadata={"step": str(at.step), "attempt": str(at.attempt)})
     checksums: list[int] = []
-    chunks = _chunks(layout, tensors, values, checksums)
-    store.put(folder_of(AT.step) + file, chunks, overwrite=True)
-    return saved_boxes(layout, checksums, file)
+    store.put(key, _chunks(layout, sources, checksums), overwrite=True)
+    return saved_boxes(layout, checksums, key.rpartition("/")[2])
 
 
-def _shares(tensor: GlobalTensor, dtype: str) -> Iterator[Share]:
-    """The tensor in blocks of rows of bounded size."""
-    num_rows, *rest = tensor.shape
-    row_bytes = tensor.num_elements // num_rows * element_type(dtype).num_bytes
+def _shares(index: int, source: Source) -> Iterator[Share]:
+    """The source in blocks of rows of bounded size."""
+    num_rows, *rest = source.box.shape
+    row_bytes = prod(rest) * element_type(source.dtype).num_bytes
     step = max(1, MAX_BOX_BYTES // row_bytes)
     for row in range(0, num_rows, step):
-        box = Box(offset=(row, *([0] * len(rest))), shape=(min(step, num_rows - row), *rest))
+        offset = (source.box.offset[0] + row, *source.box.offset[1:])
         yield Share(
-            holding=0, tensor=f"{WEIGHTS}/{tensor.name}", dtype=dtype, global_shape=tensor.shape,
-            box=box,
+            holding=index, tensor=source.tensor, dtype=source.dtype,
+            global_shape=source.global_shape,
+            box=Box(offset=offset, shape=(min(step, num_rows - row), *rest)),
         )  # fmt: skip
 
 
 def _chunks(
-    layout: Layout,
-    tensors: Sequence[GlobalTensor],
-    values: Callable[[GlobalTensor], Array],
-    checksums: list[int],
+    layout: Layout, sources: Sequence[Source], checksums: list[int]
 ) -> Iterator[bytes | memoryview]:
-    """The file's bytes, and meanwhile the checksum of each block."""
+    """The file's bytes, and meanwhile the checksum of each block; a source's blocks are together."""
     yield layout.header
-    shares = iter(layout.shares)
-    for tensor in tensors:
-        array = np.ascontiguousarray(values(tensor))
-        row = 0
-        while row < tensor.shape[0]:
-            share = next(shares)
-            rows = array[row : row + share.box.shape[0]]
-            block = rows.reshape(-1).view(np.uint8).data
-            checksums.append(crc32(block))
-            yield block
-            row += share.box.shape[0]
+    held, values = -1, np.empty(0)
+    for share in layout.shares:
+        source = sources[share.holding]
+        if share.holding != held:
+            held, values = share.holding, np.ascontiguousarray(source.read())
+            assert values.shape == source.box.shape, f"{source.tensor} came as {values.shape}"
+        first = share.box.offset[0] - source.box.offset[0]
+        rows = values[first : first + share.box.shape[0]]
+        block = rows.reshape(-1).view(np.uint8).data
+        checksums.append(crc32(block))
+        yield block

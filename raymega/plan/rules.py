@@ -16,6 +16,7 @@ from raymega.errors import Fault
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.placement import KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
+from raymega.plan.start_rules import start_rule_faults
 from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.training_rules import (
     batch_ramp_faults,
@@ -335,6 +336,10 @@ RULES = (
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),
     Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),
+    Rule(
+        reads=tuple(f"checkpoint.start_{name}" for name in ("from", "rename", "fresh", "ignore")),
+        check=start_rule_faults,
+    ),
     Rule(
         reads=(
             "schedule.name",

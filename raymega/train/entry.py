@@ -14,14 +14,18 @@ import torch
 from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
-from raymega.checkpoint.start import WEIGHTS
+from raymega.checkpoint.start import WEIGHTS, starting_manifest
 from raymega.checkpoint.writer import CheckpointWriter
+from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CommunicationError
 from raymega.messages import Channel, Entered, StartWorker
+from raymega.optim.updates import UPDATES
 from raymega.parallel import groups as world
 from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
 from raymega.plan.run_plan import RunPlan, read_plan
+from raymega.plan.start_rules import begins_fresh
+from raymega.plan.tensors import model_tensors
 from raymega.storage.open import open_store
 from raymega.train.build import Parts, build_parts
 from raymega.train.environment import listen_towards, prepare_process, refused_operation
@@ -93,25 +97,36 @@ def _train(
 def _restore(parts: Parts, start: StartWorker) -> TrainState:
     precision = parts.plan.job.precision
     if not start.restore:
-        start_from(parts, parts.plan.job.checkpoint.start_from)
+        start_from(parts, parts.plan.job.checkpoint)
         return first_state(precision)
     store = open_store(start.run_uri)
     manifest = read_manifest(store, start.restore)
-    load(store, manifest, list(parts.optimizer.blocks()))
+    blocks = list(parts.optimizer.blocks())
+    load(store, manifest, blocks, expected=_all_names(parts.plan.job))
     parts.optimizer.sync_weights()
     log.info("restored step %d from %s", manifest.step, start.restore)
     return state_from(manifest.state, precision)
 
 
-def start_from(parts: Parts, uri: str) -> None:
+def start_from(parts: Parts, section: CheckpointSection) -> None:
     """Take another checkpoint's weights, rounded where the masters have fewer digits."""
-    if uri == "none":
+    if section.start_from == "none":
         return
-    store, manifest = open_checkpoint(uri)
-    weights = [block for block in parts.optimizer.blocks() if block.kind == WEIGHTS]
-    load(store, manifest, weights, is_narrowing_allowed=True)
+    store, manifest = open_checkpoint(section.start_from)
+    weights = [
+        block
+        for block in parts.optimizer.blocks()
+        if block.kind == WEIGHTS and not begins_fresh(section, block.tensor.name)
+    ]
+    load(store, starting_manifest(manifest, section), weights, is_narrowing_allowed=True)
     parts.optimizer.sync_weights()
-    log.info("started from the weights of step %d in %s", manifest.step, uri)
+    log.info("started from the weights of step %d in %s", manifest.step, section.start_from)
+
+
+def _all_names(job: Job) -> set[str]:
+    """Names of everything that the ranks of a run hold together."""
+    kinds = (WEIGHTS, *UPDATES[job.optimizer.name].kinds)
+    return {f"{kind}/{tensor.name}" for kind in kinds for tensor in model_tensors(job.model)}
 
 
 class _Phases:

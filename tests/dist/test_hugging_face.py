@@ -121,7 +121,7 @@ def _train(env, plan_json):
     """Losses and norms, and this rank's blocks of the trained weights."""
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
-    start_from(parts, plan.job.checkpoint.start_from)
+    start_from(parts, plan.job.checkpoint)
     state, curve = TrainState(), []
     for _ in range(STEPS):
         outcome = train_step(parts, state, Requests(), is_recording=False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raymega.checkpoint import planner
+from raymega.checkpoint import fetching, planner
 from raymega.checkpoint.reader import load
 from raymega.errors import CheckpointError, ConfigError
 from raymega.storage.memory import MemoryStore
@@ -36,17 +36,23 @@ def store():
     return CountingStore()
 
 
-def test_each_box_that_is_needed_is_read_once_and_no_other(store, monkeypatch):
+def test_what_is_needed_is_read_once_and_nothing_else(store, monkeypatch):
     monkeypatch.setattr(planner, "MAX_BOX_BYTES", 256)
+    monkeypatch.setattr(fetching, "GAP_BYTES", 0)
     manifest = save_checkpoint(store, MODEL, make_grid("dp2"))
     grid = make_grid("tp4-pp4")
     store.reads.clear()
     num_bytes = load(store, manifest, make_blocks(MODEL, grid, 5, is_filled=False))
-    assert len(set(store.reads)) == len(store.reads)
     assert sum(n for _, _, n in store.reads) == num_bytes < manifest.total_bytes / 4
-    starts = {(manifest.file_key(box), box.start): box for box in manifest.boxes}
-    read = {starts[key, start].tensor for key, start, _ in store.reads}
-    assert {name.split("/")[1].split(".")[1] for name in read} == {"1"}
+    read = [
+        box
+        for key, start, n in store.reads
+        for box in manifest.boxes
+        if manifest.file_key(box) == key and start <= box.start < start + n
+    ]
+    assert sum(box.num_bytes for box in read) == num_bytes, "no byte twice, none between boxes"
+    assert {box.tensor.split("/")[1].split(".")[1] for box in read} == {"1"}
+    assert len(store.reads) < len(read) / 2, "neighbours travel together"
 
 
 def test_whole_model_costs_every_byte_once(store):
@@ -74,6 +80,25 @@ def test_every_tensor_that_is_missing_is_named_and_nothing_is_read(store):
     layers = {f"layers.{layer}.mlp.gate.weight" for layer in range(4)}
     kinds = ("model", "adam.exp_avg", "adam.exp_avg_sq")
     assert named == {f"{kind}/{name}" for kind in kinds for name in {*layers, "head.weight"}}
+    assert store.reads == []
+
+
+def test_every_tensor_that_nobody_holds_is_named_and_nothing_is_read(store):
+    """A shallower model must not go on with half of what was saved."""
+    manifest = save_checkpoint(store, MODEL, ALONE)
+    store.reads.clear()
+    shallow = MODEL.model_copy(update={"num_layers": 3})
+    blocks = make_blocks(shallow, ALONE, 0, is_filled=False)
+    expected = {block.name for block in blocks}
+    with pytest.raises(ConfigError) as caught:
+        load(store, manifest, blocks, expected=expected)
+    named = {fault.fact.split()[0] for fault in caught.value.faults}
+    assert named == {name for name in manifest.tensors() if "/layers.3." in name}
+    with pytest.raises(CheckpointError) as caught:
+        load(store, manifest, make_blocks(MODELS["gpt2-tied"], ALONE, 0), expected={"model/x"})
+    facts = [fault.fact for fault in caught.value.faults]
+    assert any("mlp_norm.bias is not in" in fact for fact in facts)
+    assert any("head.weight is in" in fact for fact in facts)
     assert store.reads == []
 
 

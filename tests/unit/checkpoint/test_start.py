@@ -5,9 +5,10 @@ import shutil
 import pytest
 
 from raymega.api import load_job
+from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.keys import ROOT
-from raymega.checkpoint.start import start_faults
-from raymega.config.schema import ModelSection
+from raymega.checkpoint.start import start_faults, starting_manifest
+from raymega.config.schema import CheckpointSection, ModelSection
 from raymega.convert.hf_import import hf_import
 from raymega.errors import ConfigError
 from raymega.storage.open import open_store
@@ -21,12 +22,18 @@ def imported(tmp_path):
     return hf_import(folder, str(tmp_path / "ours"), created=NOW, vocab_multiple=8)
 
 
+def _start(uri, model, **rules) -> list:
+    """Faults of a start; rules are given without their prefix."""
+    fields = {f"start_{name}": value for name, value in rules.items()}
+    return start_faults(CheckpointSection(start_from=uri, **fields), model)
+
+
 def _changed(model: ModelSection, **changes) -> ModelSection:
     return model.model_copy(update=changes)
 
 
 def test_same_model_has_no_faults(imported):
-    assert start_faults(imported.uri, imported.model) == []
+    assert _start(imported.uri, imported.model) == []
 
 
 @pytest.mark.parametrize(
@@ -41,20 +48,90 @@ def test_same_model_has_no_faults(imported):
     ids=["deeper", "shallower", "wider", "other heads", "other padding"],
 )
 def test_other_model_is_refused(imported, change, fact):
-    (fault,) = start_faults(imported.uri, _changed(imported.model, **change))
+    (fault,) = _start(imported.uri, _changed(imported.model, **change))
     assert fact in str(fault) and "checkpoint.start_from=" in str(fault)
 
 
 def test_what_the_weights_do_not_fix_may_change(imported):
     changes = {"residual_dropout": 0.1, "z_loss": 0.1, "max_positions": 24, "rope_base": 5e5}
-    assert start_faults(imported.uri, _changed(imported.model, **changes)) == []
+    assert _start(imported.uri, _changed(imported.model, **changes)) == []
+
+
+def test_rules_say_what_belongs_where(imported):
+    """A deeper model of another vocabulary: the new layer and the tables begin fresh."""
+    deeper = _changed(imported.model, num_layers=3, vocab_size=51, is_embedding_tied=True)
+    fresh = ("layers.2.*", "embedding.tokens.weight")
+    assert _start(imported.uri, deeper, fresh=fresh, ignore=("head.*",)) == []
+    (fault,) = _start(imported.uri, deeper, fresh=fresh)
+    assert "head.weight, which this model lacks," in str(fault)
+    shallower = _changed(imported.model, num_layers=1)
+    assert _start(imported.uri, shallower, ignore=("layers.1.*",)) == []
+    last = ("layers.1=layers.0",)
+    assert _start(imported.uri, shallower, ignore=("layers.0.*",), rename=last) == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "fact"),
+    [
+        ({"ignore": ("layer.1.*",)}, "start_ignore has 'layer.1.*', which fits no tensor"),
+        ({"fresh": ("haed.*",)}, "start_fresh has 'haed.*', which fits no tensor of this model"),
+        ({"rename": ("norm=final_norm",)}, "start_rename has 'norm=final_norm', which fits no"),
+        (
+            {"rename": ("layers.*.mlp.up=layers.*.mlp.gate", "layers.0.mlp=layers.0.mlp")},
+            "layers.0.mlp.gate.weight and layers.0.mlp.up.weight are both layers.0.mlp.gate.weight",
+        ),
+    ],
+    ids=["ignore", "fresh", "rename", "two sources"],
+)
+def test_rules_that_are_mistakes_are_refused(imported, rules, fact):
+    assert fact in str(_start(imported.uri, imported.model, **rules)[0])
+
+
+def test_fields_that_shapes_do_not_tell_matter_only_for_what_is_taken(imported):
+    other = _changed(imported.model, num_heads=2, num_kv_heads=1, vocab_size=51)
+    facts = list(map(str, _start(imported.uri, other)))
+    assert len(facts) == 2
+    assert len(_start(imported.uri, other, fresh=("layers.*.attention.*",))) == 1
+    fresh = ("layers.*.attention.*", "embedding.*", "head.*")
+    assert _start(imported.uri, other, fresh=fresh) == []
+
+
+def test_start_holds_what_is_renamed_and_nothing_else(imported):
+    _, manifest = open_checkpoint(imported.uri)
+    section = CheckpointSection(
+        start_from=imported.uri,
+        start_rename=("layers.1=layers.0",),
+        start_ignore=("layers.0.*", "head.*"),
+    )
+    began = starting_manifest(manifest, section)
+    assert {box.tensor for box in began.boxes if "layers" in box.tensor} == {
+        box.tensor for box in manifest.boxes if "layers.0." in box.tensor
+    }
+    assert {box.file for box in began.boxes} == {box.file for box in manifest.boxes}
+    assert "model/head.weight" not in began.tensors()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["start_rename=[a=b]", "start_fresh=[head.*]", "start_ignore=[head.*]"],
+)
+def test_rules_without_a_start_are_refused(override):
+    with pytest.raises(ConfigError, match="start_from is none"):
+        load_job(VERIFY, [f"checkpoint.{override}"])
+
+
+def test_run_of_another_model_is_refused_before_it_goes_on(tmp_path, imported):
+    shutil.copytree(imported.uri, tmp_path / "runs" / "verify")
+    with pytest.raises(ConfigError, match=r"manifest-a0000.json holds .* instead of") as caught:
+        load_job(VERIFY, [f"checkpoint.uri={tmp_path / 'runs'}"], is_for_training=True)
+    assert "give another run.name" in str(caught.value)
 
 
 def test_missing_files_are_told(imported):
     store = open_store(imported.uri)
     (data,) = [key for key in store.list(ROOT) if key.endswith(".safetensors")]
     store.delete(data)
-    (fault,) = start_faults(imported.uri, imported.model)
+    (fault,) = _start(imported.uri, imported.model)
     assert f"{data} is missing" in str(fault)
 
 
@@ -70,5 +147,10 @@ def test_run_with_checkpoints_of_its_own_needs_its_start_no_more(tmp_path, impor
     """It is resumed from its own, so the source may be gone."""
     root = tmp_path / "runs"
     shutil.copytree(imported.uri, root / "verify")
-    overrides = [f"checkpoint.start_from={tmp_path / 'gone'}", f"checkpoint.uri={root}"]
+    model = imported.model.model_dump(mode="json")
+    overrides = [f"model.{name}={value}" for name, value in model.items()]
+    overrides += [
+        f"checkpoint.start_from={tmp_path / 'gone'}", f"checkpoint.uri={root}", "data.seq_len=8",
+        "parallel.pp=1",
+    ]  # fmt: skip
     assert load_job(VERIFY, overrides, is_for_training=True).run.name == "verify"
