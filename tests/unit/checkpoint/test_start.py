@@ -18,7 +18,7 @@ from tests.unit.convert.folders import NOW, make_model, write_folder
 
 @pytest.fixture
 def imported(tmp_path):
-    folder = write_folder(tmp_path / "theirs", make_model())
+    folder = write_folder(tmp_path / "theirs", make_model(is_embedding_tied=False))
     return hf_import(folder, str(tmp_path / "ours"), created=NOW, vocab_multiple=8)
 
 
@@ -143,9 +143,11 @@ def test_job_with_a_start_that_is_none_is_refused_before_it_runs(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_run_with_checkpoints_of_its_own_needs_its_start_no_more(tmp_path, imported):
+def test_run_with_checkpoints_of_its_own_needs_its_start_no_more(tmp_path):
     """It is resumed from its own, so the source may be gone."""
     root = tmp_path / "runs"
+    folder = write_folder(tmp_path / "theirs", make_model(vocab_size=64))
+    imported = hf_import(folder, str(tmp_path / "ours"), created=NOW)
     shutil.copytree(imported.uri, root / "verify")
     model = imported.model.model_dump(mode="json")
     overrides = [f"model.{name}={value}" for name, value in model.items()]
