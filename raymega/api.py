@@ -87,8 +87,14 @@ def run_uri(job: Job) -> str:
 
 
 def local_folder(job: Job) -> Path:
-    """Where the driver keeps logs, metrics.jsonl and pictures: the run's folder if it is local."""
-    return local_path(run_uri(job)) or Path.home() / ".raymega" / "runs" / job.run.name
+    """Where the driver keeps logs, metrics.jsonl and pictures: the run's folder if it is local.
+
+    For an object store, a folder here that all of the URI names: two roots may each have a run of
+    one name.
+    """
+    uri = run_uri(job)
+    places = [part for part in uri.replace(":", "/").split("/") if part.strip(".")]
+    return local_path(uri) or Path.home().joinpath(".raymega", "remote", *places)
 
 
 def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> RunFinished:

@@ -65,7 +65,7 @@ def open_session(
     """
     target = _resolve(address)
     is_private = target == "local"
-    _set_environment(is_private=is_private)
+    set_environment(is_private=is_private)
     import ray
 
     try:
@@ -110,6 +110,26 @@ def session_at(address: str) -> Iterator[None]:
         yield
     finally:
         close_session()
+
+
+def set_environment(*, is_private: bool) -> None:
+    """Decide what Ray would otherwise decide by itself, for this process and its children.
+
+    Before anything speaks to a cluster: ``open_session`` calls it, and a client of the job server.
+
+    Args:
+        is_private: A private instance follows, which gets a token of its own if the user has none.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Lines of different ranks are equal up to numbers, and Ray would merge them for 5 s. Read at
+    # ray's import: a process that imported it earlier keeps Ray's default.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if os.environ.get("RAY_AUTH_MODE"):
+        return
+    if is_private and not _has_token():
+        os.environ["RAY_AUTH_TOKEN"] = PRIVATE_TOKEN_PREFIX + secrets.token_hex(32)
+    os.environ["RAY_AUTH_MODE"] = "token" if _has_token() else "disabled"
+    _reread_environment()
 
 
 def _resolve(address: str) -> str:
@@ -180,20 +200,6 @@ def _no_start(target: str, error: Exception) -> Fault:
         rule="its processes must come up before a run can begin",
         remedy="try again when the machine is less busy; Ray's own logs are in /tmp/ray",
     )
-
-
-def _set_environment(*, is_private: bool) -> None:
-    """Everything that Ray would otherwise decide by itself, for this process and its children."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Lines of different ranks are equal up to numbers, and Ray would merge them for 5 s. Read at
-    # ray's import: a process that imported it earlier keeps Ray's default.
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    if os.environ.get("RAY_AUTH_MODE"):
-        return
-    if is_private and not _has_token():
-        os.environ["RAY_AUTH_TOKEN"] = PRIVATE_TOKEN_PREFIX + secrets.token_hex(32)
-    os.environ["RAY_AUTH_MODE"] = "token" if _has_token() else "disabled"
-    _reread_environment()
 
 
 @contextmanager

@@ -66,6 +66,8 @@ class Cloud:
 
     def living(self) -> list[Host]:
         """Machines of instances that run."""
+        if not self._keeper.is_alive():
+            raise RuntimeError("no machine boots or ends any more, for the reason printed above")
         names = {instance["InstanceId"] for instance in self.instances()}
         return [host for name, host in self.machines.items() if name in names]
 
@@ -105,7 +107,8 @@ class Cloud:
         while not self._is_closed.wait(1.0):
             running = {instance["InstanceId"]: instance for instance in self.instances()}
             for name in self.machines.keys() - running.keys() - self._ended:
-                self.machines[name].crash()
+                # EC2 gives an address that has become free to the next instance, and moto at once.
+                self.machines[name].remove()
                 self._ended.add(name)
             for name in running.keys() - self.machines.keys():
                 self._boot(running[name])

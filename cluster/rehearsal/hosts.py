@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +139,14 @@ class Host:
         if self.process:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
+            self.process = None
+
+    def remove(self) -> None:
+        """Crash it and take its network away: another machine may be given its addresses."""
+        self.crash()
+        _end_processes(self.network)
+        _run("ip", "link", "del", self.cable)
+        _run("ip", "netns", "del", self.network)
 
     def cut_link(self) -> None:
         """Pull the cable: the machine runs on, nobody hears of it."""
@@ -191,6 +198,8 @@ class Host:
         return int(self._children()[0])
 
     def _children(self) -> list[str]:
+        if not self.process:
+            return []
         pid = self.process.pid
         with contextlib.suppress(OSError):
             return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -300,12 +309,19 @@ def _clear() -> None:
 
 
 def _end_processes(name: str) -> None:
-    found = subprocess.run(
-        ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
-    )
-    for pid in found.stdout.split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+    """Kill a network namespace's processes until none is left; their sockets close with them."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+        )
+        if not found.stdout.split():
+            return
+        for pid in found.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
+    raise RuntimeError(f"processes of {name} do not end")
 
 
 def _path() -> str:
@@ -316,4 +332,4 @@ def _run(*words: str | Path) -> None:
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True,
                           check=False)  # fmt: skip
     if done.returncode:
-        sys.exit(f"{shlex.join(map(str, words))}: {done.stderr.strip()}")
+        raise RuntimeError(f"{shlex.join(map(str, words))}: {done.stderr.strip()}")

@@ -20,7 +20,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, PreemptedError, StorageError
 from raymega.orchestrate.submission import Submission, make_submission, next_attempt
-from raymega.session import _set_environment
+from raymega.session import set_environment
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class JobsClient:
             ConfigError: Nothing answers there, it refuses the token, or it runs another Ray.
         """
         self.address = address
-        _set_environment(is_private=False)
+        set_environment(is_private=False)
         try:
             self._client = JobSubmissionClient(address)
             cluster_ray = self._client._server_ray_version

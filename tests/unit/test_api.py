@@ -1,0 +1,26 @@
+"""The plain functions behind the commands, as far as no cluster is needed."""
+
+from pathlib import Path
+
+from raymega.api import load_job, local_folder
+
+JOB = Path(__file__).parents[2] / "jobs" / "verify.yaml"
+
+
+def folder_of(uri):
+    return local_folder(load_job(JOB, (f"checkpoint.uri={uri}",), is_for_training=False))
+
+
+def test_local_run_keeps_logs_and_pictures_beside_its_checkpoints(tmp_path):
+    assert folder_of(tmp_path) == tmp_path / "verify"
+
+
+def test_runs_of_one_name_in_two_buckets_keep_their_logs_apart():
+    home = Path.home() / ".raymega" / "remote" / "s3"
+    assert folder_of("s3://one/team/runs") == home / "one" / "team" / "runs" / "verify"
+    assert folder_of("s3://two/runs/") == home / "two" / "runs" / "verify"
+
+
+def test_no_uri_leads_out_of_the_folder_for_remote_runs():
+    home = Path.home() / ".raymega" / "remote"
+    assert folder_of("s3://bucket/../../..") == home / "s3" / "bucket" / "verify"
