@@ -202,7 +202,8 @@ ROWS = (
             ),
             curve("Time of a save", "checkpoint/save_s", "checkpoint/stall_s"),
             curve("Size", "checkpoint/bytes", width=4),
-            curve("Failed saves", "checkpoint/failed_saves", width=4),
+            curve("Failed saves", "checkpoint/failed_saves", "checkpoint/skipped_saves", width=4),
+            curve("Written share of the newest save", "checkpoint/written_share"),
         ),
     ),
     Row(

@@ -149,6 +149,24 @@ class ShardSaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SaveAdvanced:
+    """A rank is writing its part: ``written_bytes`` of ``num_bytes`` were handed to the store."""
+
+    rank: int
+    step: int
+    written_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveSkipped:
+    """The save after ``step`` was left out on all ranks: the one before is still being written."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineRecorded:
     """What one rank's executor did in one step: ``(name, micro_batch, chunk, start_s, end_s)``.
 
@@ -219,6 +237,8 @@ Report = (
     | Progress
     | Evaluated
     | ShardSaved
+    | SaveAdvanced
+    | SaveSkipped
     | TimelineRecorded
     | MemoryMeasured
     | WorkerFinished
@@ -230,7 +250,13 @@ Report = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """What the driver wants at the next step boundary (driver to worker)."""
+    """What the driver wants at the next step boundary (driver to worker).
+
+    Attributes:
+        stop: Leave the loop, with a save.
+        save: Save once. It counts on rank 0 alone: ranks hear of it at different steps, and one wish
+            is one save.
+    """
 
     stop: bool = False
     save: bool = False
@@ -243,7 +269,7 @@ class Channel(Protocol):
         """Hand over a report; called from any thread of the worker; never blocks, never raises."""
 
     def requests(self) -> Requests:
-        """The driver's wishes now; called once a step; never blocks."""
+        """The driver's wishes now; called once a step; never blocks. A save is wished for once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,7 @@ def open_session(
     num_cpus: int = 0,
     include_dashboard: bool = False,
     log_to_driver: bool = False,
+    is_joining: bool = False,
 ) -> Session:
     """Connect this process to a cluster, or start one inside it.
 
@@ -59,12 +60,15 @@ def open_session(
             has its own.
         include_dashboard: Start a private instance's dashboard.
         log_to_driver: Print the workers' output here, each line of each worker.
+        is_joining: Start nothing: there must be a cluster.
 
     Raises:
         ConfigError: No cluster answers at the address, or it refuses the token.
     """
     target = _resolve(address)
     is_private = target == "local"
+    if is_private and is_joining:
+        raise ConfigError(_nothing_to_join(address))
     set_environment(is_private=is_private)
     import ray
 
@@ -170,6 +174,14 @@ def _address_fault(address: str) -> Fault | None:
         fact=f"address={address!r} does not answer ({cause})",
         rule=f"it must be auto, local, or HOST:PORT of a Ray head within {PROBE_TIMEOUT_S:g} s",
         remedy="start a head with `ray start --head`, or use local",
+    )
+
+
+def _nothing_to_join(address: str) -> Fault:
+    return Fault(
+        fact=f"address={address!r} leads to no cluster",
+        rule="the run's own cluster must be joined; a private Ray of another process cannot be",
+        remedy="give HOST:PORT of the head; a run is also reached by its folder, without an address",
     )
 
 

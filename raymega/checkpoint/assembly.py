@@ -6,6 +6,7 @@ It reads and writes no store: the writer has written the data, and manifest.comm
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from raymega.checkpoint.manifest import Manifest
 from raymega.checkpoint.tiling import uneven_cells
@@ -13,7 +14,7 @@ from raymega.errors import CheckpointError, Fault, raise_faults
 from raymega.messages import Box, ShardSaved
 
 
-def assemble(
+def assemble(  # noqa: PLR0913  # each is a part of the manifest
     shards: Sequence[ShardSaved],
     *,
     world_size: int,
@@ -21,6 +22,7 @@ def assemble(
     created: str,
     job: Mapping[str, object],
     grid: Mapping[str, object],
+    metrics: Mapping[str, float] = MappingProxyType({}),
 ) -> Manifest:
     """The manifest of a save that every rank has reported.
 
@@ -35,6 +37,7 @@ def assemble(
         state=shards[0].state,
         job=dict(job),
         grid=dict(grid),
+        metrics=dict(metrics),
         boxes=tuple(
             box for shard in sorted(shards, key=lambda shard: shard.rank) for box in shard.boxes
         ),

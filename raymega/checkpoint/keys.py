@@ -1,6 +1,7 @@
 """Where the parts of a checkpoint lie in a run's store, and which of two checkpoints is newer.
 
     checkpoints/step-00000100/a0002-rank00003.safetensors      rank 3 of attempt 2
+    checkpoints/step-00000100/a0002-rank00003-001.safetensors  its second file, when it has several
     checkpoints/step-00000100/manifest-a0002.json              the driver of attempt 2
 
 Every key carries its attempt, so a new attempt never touches what an older one wrote.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 ROOT = "checkpoints/"
 _KEY = re.compile(
     r"checkpoints/step-(?P<step>\d{8,})/"
-    r"(?:a(?P<data>\d{4,})-rank\d{5,}\.safetensors|manifest-a(?P<manifest>\d{4,})\.json)"
+    r"(?:a(?P<data>\d{4,})-rank\d{5,}(?:-\d{3,})?\.safetensors|manifest-a(?P<manifest>\d{4,})\.json)"
 )
 
 
@@ -35,9 +36,10 @@ def folder_of(step: int) -> str:
     return f"{ROOT}step-{step:08d}/"
 
 
-def data_file(*, attempt: int, rank: int) -> str:
-    """Name of a rank's data file in that folder."""
-    return f"a{attempt:04d}-rank{rank:05d}.safetensors"
+def data_file(*, attempt: int, rank: int, number: int = 0) -> str:
+    """Name of a rank's data file in that folder; ``number`` tells several of one rank apart."""
+    more = f"-{number:03d}" if number else ""
+    return f"a{attempt:04d}-rank{rank:05d}{more}.safetensors"
 
 
 def manifest_key(at: CheckpointId) -> str:

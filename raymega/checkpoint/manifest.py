@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from zlib import crc32
 
 from pydantic import TypeAdapter, ValidationError
@@ -29,7 +29,9 @@ from raymega.errors import CheckpointError, Fault, raise_faults
 from raymega.messages import SavedBox
 from raymega.storage.store import Store
 
-VERSION = 1
+VERSION = 2
+READABLE = frozenset({1, 2})
+"""Version 1 had no metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,7 @@ class Manifest:
         job: The job's values, as its JSON.
         grid: Degrees of the axes at the time.
         boxes: Every block of every tensor, each element once.
+        metrics: What the evaluation after that step found, by the names of tracking.names.
     """
 
     step: int
@@ -53,6 +56,7 @@ class Manifest:
     job: dict[str, object]
     grid: dict[str, object]
     boxes: tuple[SavedBox, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -108,11 +112,11 @@ def parse_manifest(text: str | bytes, *, key: str) -> Manifest:
         version, checksum, body = whole["version"], whole["crc32"], whole["checkpoint"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(key, f"is not a manifest ({error!r})") from error
-    if version != VERSION:
+    if version not in READABLE:
         raise UnknownVersionError(
             Fault(
                 fact=f"{key} has version {version!r}",
-                rule=f"this build reads version {VERSION}",
+                rule=f"this build reads versions up to {VERSION}",
                 remedy="use the raymega that wrote it, or give the run another name",
             )
         )

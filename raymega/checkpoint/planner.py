@@ -63,26 +63,47 @@ class Share:
 
 
 def share_boxes(
-    holdings: Sequence[Holding], *, num_replicas: int, replica: int
+    holdings: Sequence[Holding],
+    *,
+    num_replicas: int,
+    replica: int,
+    max_box_bytes: int = MAX_BOX_BYTES,
 ) -> tuple[Share, ...]:
     """The blocks that ``replica`` writes, of what it holds and is primary for.
 
     What it holds alone it writes whole. What all replicas hold, laid end to end, is cut into
     ``num_replicas`` stretches of equal bytes; a row (an index of dim 0) belongs to the stretch in
     which it begins. So no replica has more than one row too many, and at most num_replicas - 1
-    holdings are cut at all.
+    holdings are cut at all. Boxes have at most ``max_box_bytes``, which cannot be more than
+    MAX_BOX_BYTES, or one row if that is more.
     """
     primary = [(i, holding) for i, holding in enumerate(holdings) if holding.is_primary]
     replicated = [_whole(i, holding) for i, holding in primary if holding.is_replicated]
     total = sum(share.num_bytes for share in replicated)
     begin, end = (total * index // num_replicas for index in (replica, replica + 1))
+    max_box_bytes = min(max_box_bytes, MAX_BOX_BYTES)
     shares: list[Share] = []
     for share in replicated:
-        shares += _rows_between(share, begin, end)
+        shares += _rows_between(share, begin, end, max_box_bytes)
         begin, end = begin - share.num_bytes, end - share.num_bytes
     for share in (_whole(i, holding) for i, holding in primary if not holding.is_replicated):
-        shares += _rows_between(share, 0, share.num_bytes)
+        shares += _rows_between(share, 0, share.num_bytes, max_box_bytes)
     return tuple(shares)
+
+
+def pack(sizes: Sequence[int], limit: int) -> tuple[slice, ...]:
+    """Cut a row of things into stretches of at most ``limit`` together, or one thing if that is more.
+
+    For boxes in files, and for files in what is copied at once.
+    """
+    stretches: list[slice] = []
+    begin = total = 0
+    for index, size in enumerate(sizes):
+        if index > begin and total + size > limit:
+            stretches.append(slice(begin, index))
+            begin, total = index, 0
+        total += size
+    return (*stretches, slice(begin, len(sizes))) if sizes else ()
 
 
 def _whole(index: int, holding: Holding) -> Share:
@@ -95,12 +116,12 @@ def _whole(index: int, holding: Holding) -> Share:
     )
 
 
-def _rows_between(share: Share, begin: int, end: int) -> Iterator[Share]:
+def _rows_between(share: Share, begin: int, end: int, max_bytes: int) -> Iterator[Share]:
     """Rows that begin in bytes [begin, end) of ``share``, in blocks of bounded size."""
     num_rows = share.box.shape[0]
     row_bytes = share.num_bytes // num_rows
     first, last = (min(max(-(-byte // row_bytes), 0), num_rows) for byte in (begin, end))
-    step = max(1, MAX_BOX_BYTES // row_bytes)
+    step = max(1, max_bytes // row_bytes)
     for row in range(first, last, step):
         yield replace(share, box=_rows(share.box, row, min(step, last - row)))
 

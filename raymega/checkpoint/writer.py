@@ -1,31 +1,37 @@
-"""Saves a rank's share: copies it to host memory while training waits, writes it while it goes on.
+"""Saves a rank's share: copies it to host memory, and writes it while training goes on.
 
 It takes one host buffer as large as the share (the rank's state divided by the data-parallel
-degree) and keeps it between saves. It never raises into training for a store that fails, and does
-not decide whether a checkpoint exists: it reports, and the driver commits.
+degree), or as the job allows, and keeps it between saves. It never raises into training for a store
+that fails, and does not decide whether a checkpoint exists: it reports, and the driver commits.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from threading import Thread
 from zlib import crc32
-
-import torch
 
 from raymega.checkpoint.data_file import Layout, lay_out, saved_boxes
 from raymega.checkpoint.items import holding_of, values_at
 from raymega.checkpoint.keys import data_file, folder_of
-from raymega.checkpoint.planner import share_boxes
+from raymega.checkpoint.pace import Pace
+from raymega.checkpoint.planner import MAX_BOX_BYTES, pack, share_boxes
+from raymega.checkpoint.snapshot import Snapshot
 from raymega.errors import StorageError
-from raymega.messages import SavedBox, ShardSaved
+from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
 from raymega.parallel.blocks import Block
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+FILES_IN_FLIGHT = 2
+"""Files that a rank writes at once; each may be sent in parts of its own."""
+ALIGNMENT = 64
+"""Files begin at such bytes of the buffer, so that elements of every type lie right."""
 
 State = dict[str, int | float | str]
 
@@ -44,131 +50,233 @@ class Patience:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a save may take; 0 is no limit.
+
+    Attributes:
+        file_bytes: Largest data file, but for a box that is larger.
+        buffer_bytes: Host memory of the copy. A share that is larger is copied and written piece by
+            piece while training waits, but for the last piece.
+        bytes_per_s: Of all the files that a rank writes.
+        report_every_s: Seconds between reports of how far a save is.
+    """
+
+    file_bytes: int = 2**30
+    buffer_bytes: int = 0
+    bytes_per_s: int = 0
+    report_every_s: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """One data file: its name, what is in it, and where in the buffer its blocks begin."""
+
+    name: str
+    layout: Layout
+    base: int
+
+
+@dataclass(kw_only=True, slots=True)
 class _Save:
-    """A save whose values are in the host buffer."""
+    """A save under way; ``written`` is by file."""
 
     step: int
     state: State
-    stall_s: float
-    layout: Layout
+    num_bytes: int
+    began_s: float
+    stall_s: float = 0.0
+    write_s: float = 0.0
+    boxes: list[SavedBox] = field(default_factory=list)
+    written: dict[str, int] = field(default_factory=dict)
+    reported_s: float = 0.0
+    error: str = ""
 
 
 class CheckpointWriter:
-    """One save at a time: the copy in the caller's thread, the write in a background thread."""
+    """One save at a time: the copy for the caller's thread, the write in a background thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # train.entry is the one place that calls it
         self,
         store: Store,
         *,
         rank: int,
         attempt: int,
         dp: int,
-        report: Callable[[ShardSaved], None],
+        report: Callable[[ShardSaved | SaveAdvanced], None],
         patience: Patience = Patience(),
+        limits: Limits = Limits(),
     ) -> None:
         """Make the writer of global rank ``rank`` in worker group ``attempt``.
 
-        ``dp`` replicas share the work. ``report`` is called once a save, from the background
-        thread unless the save is given up at once; it may not raise.
+        ``dp`` replicas share the work. ``report`` gets one ShardSaved a save, from the background
+        thread unless the save is given up at once, and before it how far it is; it may not raise.
         """
         self._store = store
-        self._rank = rank
-        self._attempt = attempt
-        self._dp = dp
+        self._rank, self._attempt, self._dp = rank, attempt, dp
         self._report = report
-        self._patience = patience
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._patience, self._limits = patience, limits
+        self._pace = Pace(limits.bytes_per_s)
+        self._snapshot = Snapshot()
         self._thread: Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """A save is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is kept for saves."""
+        return self._snapshot.num_bytes
 
     def save(self, step: int, blocks: Sequence[Block], state: State, *, dp_rank: int) -> float:
         """Copy this replica's share of ``blocks``, start its write, return the seconds it took.
 
-        When it returns, the tensors may change. It waits for the save before.
+        It waits for the save before. Tensors of the CPU may change when it returns, those of a GPU
+        behind :meth:`fence`.
         """
-        began = time.monotonic()
+        save = _Save(step=step, state=state, num_bytes=0, began_s=time.monotonic())
         if not self.wait():
             error = f"the save before is still being written after {self._patience.timeout_s:g} s"
-            return self._give_up(step, state, began, error)
-        holdings = [holding_of(block) for block in blocks]
-        shares = share_boxes(holdings, num_replicas=self._dp, replica=dp_rank)
-        layout = lay_out(shares, metadata={"step": str(step), "attempt": str(self._attempt)})
-        is_cuda = any(block.values.is_cuda for block in blocks)
+            return self._give_up(save, error)
+        portions = self._divide(blocks, step, dp_rank)
+        save.num_bytes = sum(file.layout.num_bytes for files in portions for file in files)
+        largest = max(
+            (files[-1].base + files[-1].layout.num_bytes for files in portions), default=0
+        )
+        buffer_bytes = self._limits.buffer_bytes
+        if buffer_bytes and largest > buffer_bytes:
+            error = f"a row of {largest} bytes is more than checkpoint.buffer_bytes={buffer_bytes}"
+            return self._give_up(save, error)
         try:
-            self._reserve(layout.num_bytes, is_pinned=is_cuda)
+            is_cuda = any(block.values.is_cuda for block in blocks)
+            self._snapshot.reserve(largest, is_pinned=is_cuda)
         except RuntimeError as error:  # how torch reports that host memory is used up
-            return self._give_up(step, state, began, f"no host memory for the copy: {error}")
-        self._copy(layout, blocks)
-        if is_cuda:
-            torch.cuda.synchronize()
-        stall_s = time.monotonic() - began
-        self._start(_Save(step=step, state=state, stall_s=stall_s, layout=layout))
-        return stall_s
+            return self._give_up(save, f"no host memory for the copy: {error}")
+        *earlier, last = portions or [[]]
+        for files in earlier:
+            self._start(save, files, blocks, is_last=False)
+            if not self.wait():
+                save.error = f"its first part was not written in {self._patience.timeout_s:g} s"
+            if save.error:
+                return self._give_up(save, save.error)
+        self._start(save, last, blocks, is_last=True)
+        return save.stall_s
+
+    def fence(self) -> None:
+        """Call before the tensors change: on a GPU the change then comes behind the copy."""
+        self._snapshot.fence()
 
     def wait(self) -> bool:
         """Wait until nothing is being written; false when that took longer than the patience."""
         if self._thread is not None:
             self._thread.join(self._patience.timeout_s)
-        return self._thread is None or not self._thread.is_alive()
+        return not self.is_busy
 
-    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
-        """Make the buffer large enough: the only place where host memory is taken."""
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    def _divide(self, blocks: Sequence[Block], step: int, dp_rank: int) -> list[list[_File]]:
+        """The replica's share in files, and files in portions that the buffer holds at once."""
+        buffer_bytes = self._limits.buffer_bytes
+        limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
+        shares = share_boxes(
+            [holding_of(block) for block in blocks],
+            num_replicas=self._dp,
+            replica=dp_rank,
+            max_box_bytes=min([MAX_BOX_BYTES, *limits]),
+        )
+        sizes = [share.num_bytes for share in shares]
+        metadata = {"step": str(step), "attempt": str(self._attempt)}
+        total = sum(sizes)
+        parts = pack(sizes, min([total, *limits]))
+        layouts = [lay_out(shares[part], metadata=metadata) for part in parts]
+        portions = pack(
+            [_aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
+        )
+        return [self._place(layouts, portion) for portion in portions]
 
-    def _copy(self, layout: Layout, blocks: Sequence[Block]) -> None:
-        for share, start in zip(layout.shares, layout.starts, strict=True):
-            source = values_at(blocks[share.holding], share.box)
-            place = self._buffer[start : start + share.num_bytes].view(source.dtype)
-            place.view(source.shape).copy_(source, non_blocking=True)
+    def _place(self, layouts: Sequence[Layout], portion: slice) -> list[_File]:
+        files, base = [], 0
+        for number in range(portion.start, portion.stop):
+            name = data_file(attempt=self._attempt, rank=self._rank, number=number)
+            files.append(_File(name=name, layout=layouts[number], base=base))
+            base += _aligned(layouts[number].num_bytes)
+        return files
 
-    def _start(self, save: _Save) -> None:
-        self._thread = Thread(target=self._write, args=(save,), name="checkpoint", daemon=True)
+    def _start(
+        self, save: _Save, files: list[_File], blocks: Sequence[Block], *, is_last: bool
+    ) -> None:
+        self._snapshot.take(
+            (file.base + start, values_at(blocks[share.holding], share.box))
+            for file in files
+            for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
+        )
+        save.stall_s = time.monotonic() - save.began_s
+        self._thread = Thread(
+            target=self._write, args=(save, files, is_last), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
-    def _give_up(self, step: int, state: State, began: float, error: str) -> float:
-        log.warning("step %d is not saved: %s", step, error)
-        stall_s = time.monotonic() - began
-        self._report(
-            ShardSaved(
-                rank=self._rank, step=step, boxes=(), state=state, stall_s=stall_s, write_s=0.0,
-                num_bytes=0, error=error,
-            )
-        )  # fmt: skip
-        return stall_s
+    def _give_up(self, save: _Save, error: str) -> float:
+        log.warning("step %d is not saved: %s", save.step, error)
+        save.error, save.stall_s = error, time.monotonic() - save.began_s
+        self._finish(save)
+        return save.stall_s
 
-    def _write(self, save: _Save) -> None:
+    def _write(self, save: _Save, files: list[_File], is_last: bool) -> None:  # noqa: FBT001
         """Body of the background thread; every failure becomes a report."""
         began = time.monotonic()
-        boxes: tuple[SavedBox, ...] = ()
-        error = ""
         try:
-            boxes = self._put(save)
+            self._snapshot.wait()
+            with ThreadPoolExecutor(FILES_IN_FLIGHT, thread_name_prefix="checkpoint-file") as pool:
+                for boxes in pool.map(lambda file: self._put(save, file), files):
+                    save.boxes += boxes
         except Exception as cause:  # noqa: BLE001  # the thread's edge
-            error = f"{type(cause).__name__}: {cause}"
-            log.warning("step %d is not saved: %s", save.step, error)
+            save.error = f"{type(cause).__name__}: {cause}"
+            log.warning("step %d is not saved: %s", save.step, save.error)
+        save.write_s += time.monotonic() - began
+        if is_last:
+            self._finish(save)
+
+    def _finish(self, save: _Save) -> None:
+        boxes = () if save.error else tuple(save.boxes)
         self._report(
             ShardSaved(
                 rank=self._rank, step=save.step, boxes=boxes, state=save.state,
-                stall_s=save.stall_s, write_s=time.monotonic() - began,
-                num_bytes=sum(box.num_bytes for box in boxes), error=error,
+                stall_s=save.stall_s, write_s=save.write_s,
+                num_bytes=sum(box.num_bytes for box in boxes), error=save.error,
             )
         )  # fmt: skip
 
-    def _put(self, save: _Save) -> tuple[SavedBox, ...]:
-        """Write the data file, and return what is in it; a share may be empty."""
-        file = data_file(attempt=self._attempt, rank=self._rank)
-        blocks = self._blocks(save.layout)
-        boxes = saved_boxes(save.layout, map(crc32, blocks), file)
-        if boxes:
-            key = folder_of(save.step) + file
-            self._retry(lambda: self._store.put(key, [save.layout.header, *blocks], overwrite=True))
+    def _put(self, save: _Save, file: _File) -> tuple[SavedBox, ...]:
+        """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
+        spans = zip(file.layout.starts, file.layout.shares, strict=True)
+        blocks = [self._snapshot.chunk(file.base + at, share.num_bytes) for at, share in spans]
+        boxes = saved_boxes(file.layout, map(crc32, blocks), file.name)
+        key = folder_of(save.step) + file.name
+
+        def put() -> None:
+            chunks = self._counted(save, file.name, [memoryview(file.layout.header), *blocks])
+            self._store.put(key, chunks, overwrite=True)
+
+        self._retry(put)
         return boxes
 
-    def _blocks(self, layout: Layout) -> list[memoryview]:
-        data = self._buffer.numpy().data
-        spans = zip(layout.starts, layout.shares, strict=True)
-        return [data[start : start + share.num_bytes] for start, share in spans]
+    def _counted(
+        self, save: _Save, name: str, chunks: Sequence[memoryview]
+    ) -> Iterator[memoryview]:
+        """The file's bytes at the job's pace; a second try counts anew."""
+        save.written[name] = 0
+        for piece in self._pace.pass_on(chunks):
+            yield piece
+            save.written[name] += len(piece)
+            now = time.monotonic()
+            if now - max(save.reported_s, save.began_s) >= self._limits.report_every_s:
+                save.reported_s = now
+                self._report(
+                    SaveAdvanced(
+                        rank=self._rank, step=save.step, num_bytes=save.num_bytes,
+                        written_bytes=min(sum(save.written.values()), save.num_bytes),
+                    )
+                )  # fmt: skip
 
     def _retry(self, put: Callable[[], None]) -> None:
         for delay_s in self._patience.retry_delays_s:
@@ -178,3 +286,7 @@ class CheckpointWriter:
                 log.warning("writing again in %g s: %s", delay_s, error)
                 time.sleep(delay_s)
         return put()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,14 +1,17 @@
-"""`raymega checkpoint`: list, show and verify what a run has saved, remove what killed writers left."""
+"""`raymega checkpoint`: what there is to see of what runs have saved. What changes it is
+checkpoint_changes'."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from math import inf, isfinite
 from typing import Annotated
 
 import typer
 
+from raymega.checkpoint.comparison import Side, TensorDifference, compare
 from raymega.checkpoint.inspection import (
     CheckpointSummary,
     list_checkpoints,
@@ -16,16 +19,11 @@ from raymega.checkpoint.inspection import (
     verify_checkpoints,
 )
 from raymega.checkpoint.manifest import Manifest
+from raymega.cli.checkpoint_changes import AsJson, Uri, copy_, now, prune
 from raymega.cli.tables import table
 from raymega.messages import SavedBox
-from raymega.storage.open import drop_unfinished
 
-checkpoint_app = typer.Typer(help="Look into the checkpoints of a run.", no_args_is_help=True)
-
-Uri = Annotated[
-    str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+checkpoint_app = typer.Typer(help="Checkpoints of runs, in any store.", no_args_is_help=True)
 
 
 @checkpoint_app.command("list")
@@ -63,27 +61,65 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
 
 
 @checkpoint_app.command()
-def prune(
-    uri: Annotated[str, typer.Argument(help="A run's folder, or any folder above runs.")],
-    older_than_h: Annotated[
+def diff(
+    uri: Uri,
+    other: Annotated[str, typer.Argument(metavar="URI2", help="The same, of the second one.")],
+    limit: Annotated[
         float,
-        typer.Option("--older-than", min=0, help="Hours; more than a write under way can take."),
-    ] = 24.0,
+        typer.Option(
+            min=0,
+            help="Exit 1 when a tensor's relative difference is larger, or when one "
+            "has no counterpart; inf only shows.",
+        ),
+    ] = inf,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what killed writers left: unfinished uploads, which are invisible but cost space.
+    """Show how far two checkpoints differ, tensor by tensor, whatever layouts wrote them.
 
-    Checkpoints are not touched. Folders need none of this.
+    relative is the largest |a - b| over the tensor's largest magnitude, elementwise the largest
+    |a - b| / max(|a|, |b|). Of a run, its newest checkpoint is taken.
 
-    Example: raymega checkpoint prune s3://team/runs
+    Example: raymega checkpoint diff runs/a runs/b/checkpoints/step-00000100
     """
-    keys = drop_unfinished(uri, older_than=timedelta(hours=older_than_h), now=datetime.now(UTC))
+    sides = [Side(store=store, manifest=at) for store, at in map(open_checkpoint, (uri, other))]
+    found = list(compare(*sides))
     if as_json:
-        print(json.dumps({"uri": uri, "aborted": keys}))
-        return
-    for key in keys:
-        print(f"aborted the upload of {key}")
-    print(f"{len(keys)} unfinished uploads older than {older_than_h:g} h at {uri}")
+        steps = [side.manifest.step for side in sides]
+        print(json.dumps({"uris": [uri, other], "steps": steps, "tensors": _plain(found)}))
+    else:
+        _show_differences(sides, found)
+    if limit < inf and any(each.note or each.relative > limit for each in found):
+        raise typer.Exit(1)
+
+
+checkpoint_app.command()(prune)
+checkpoint_app.command("copy")(copy_)
+checkpoint_app.command()(now)
+
+
+def _plain(found: list[TensorDifference]) -> list[dict[str, object]]:
+    """JSON knows no inf and no nan: null is the difference that has no number."""
+    return [
+        {name: value if not isinstance(value, float) or isfinite(value) else None
+         for name, value in asdict(each).items()}
+        for each in found
+    ]  # fmt: skip
+
+
+def _show_differences(sides: list[Side], found: list[TensorDifference]) -> None:
+    for side in sides:
+        print(f"{side.store.uri}/{side.manifest.key}: step {side.manifest.step}")
+    rows = [
+        (each.name, each.note, "", "") if each.note else
+        (each.name, f"{each.relative:.3g}", f"{each.elementwise:.3g}",
+         f"{each.num_different:,} of {each.num_elements:,}")
+        for each in found
+    ]  # fmt: skip
+    print(table(("tensor", "relative", "elementwise", "elements that differ"), rows))
+    measured = [each for each in found if not each.note]
+    if measured:
+        worst = max(measured, key=lambda each: each.relative)
+        print(f"largest relative difference: {worst.relative:.3g} in {worst.name}")
 
 
 def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bool) -> None:
@@ -131,6 +167,7 @@ def _manifest_object(manifest: Manifest) -> dict[str, object]:
         "created": manifest.created,
         "state": manifest.state,
         "grid": manifest.grid,
+        "metrics": manifest.metrics,
         "job": manifest.job,
         "total_bytes": manifest.total_bytes,
         "files": manifest.file_sizes(),
@@ -140,7 +177,14 @@ def _manifest_object(manifest: Manifest) -> dict[str, object]:
 
 def _show_manifest(manifest: Manifest) -> None:
     print(f"{manifest.key}, written {manifest.created}")
-    for title, values in (("state", manifest.state), ("grid", manifest.grid)):
+    parts: dict[str, Mapping[str, object]] = {
+        "state": manifest.state,
+        "grid": manifest.grid,
+        "metrics": manifest.metrics,
+    }
+    for title, values in parts.items():
+        if not values:
+            continue
         print(f"{title}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
     print(f"{manifest.total_bytes:,} bytes of tensors in {len(manifest.file_sizes())} files")
     rows = [

@@ -42,7 +42,7 @@ def submit(
 
     Example: raymega submit jobs/llama-7b-16gpu.yaml --address http://127.0.0.1:8265 --follow
     """
-    server = _server(address)
+    server = server_url(address)
     job = api.load_job(job_file, overrides or ())
     client = jobs_client.JobsClient(server)
     if stop:
@@ -60,7 +60,7 @@ def submit(
         raise typer.Exit(_follow(client, submission.submission_id, as_json=as_json))
 
 
-def _server(address: str) -> str:
+def server_url(address: str) -> str:
     """The job server's URL. Ray lets its variable win over an option; here the option wins."""
     if address == "auto":
         address = os.environ.get("RAY_API_SERVER_ADDRESS", "auto")

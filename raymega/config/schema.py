@@ -279,7 +279,33 @@ class CheckpointSection(Section):
     every: NonNegative = Field(
         default=100, description="Steps between checkpoints; 0 is only at the end."
     )
+    when_busy: Literal["wait", "skip"] = Field(
+        default="wait",
+        description="When a save is due and the one before is still being written: training waits, or "
+        "the save is left out. The last save and one on request always wait.",
+    )
+    file_bytes: Annotated[int, Field(ge=1, le=2**38)] = Field(
+        default=2**30,
+        description="Largest data file, but for a box that is larger; a worker writes two at a time.",
+    )
+    buffer_bytes: NonNegative = Field(
+        default=0,
+        description="Most host memory for a worker's copy of its share; 0 is as much as it needs. A "
+        "larger share is copied and written piece by piece while training waits.",
+    )
+    bytes_per_s: NonNegative = Field(
+        default=0,
+        description="Most bytes a second that each worker writes; 0 is as many as the store takes.",
+    )
     keep_last: Positive = Field(default=3, description="Newest checkpoints that are kept.")
+    keep_every: NonNegative = Field(
+        default=0,
+        description="Checkpoints of steps that this divides are kept for ever; 0 is none.",
+    )
+    keep_best: NonNegative = Field(
+        default=0,
+        description="Checkpoints with the lowest validation loss (eval/loss) that are kept too.",
+    )
 
 
 class ElasticSection(Section):

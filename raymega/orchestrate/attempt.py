@@ -15,6 +15,7 @@ from raymega.messages import (
     Evaluated,
     Progress,
     Report,
+    SaveAdvanced,
     ShardSaved,
     StepDone,
     WorkerDied,
@@ -75,6 +76,8 @@ class Attempt:
                 self._finished.add(report.rank)
                 self.last_sign_s = now_s
             case ShardSaved() | Evaluated():
+                self.last_sign_s = now_s
+            case SaveAdvanced() if report.step >= self.step:  # training may be waiting for it
                 self.last_sign_s = now_s
 
     def failure(self, now_s: float) -> Failure | None:

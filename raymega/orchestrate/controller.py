@@ -17,7 +17,6 @@ from raymega.messages import (
     NodesChecked,
     Report,
     Requests,
-    ShardSaved,
     StepDone,
     TimelineRecorded,
 )
@@ -188,6 +187,8 @@ class Controller:
         elif self._is_stop_asked:
             self._group.request(Requests(stop=True, save=True))
             self._move(State.STOPPING, "asked to stop")
+        elif self._work.saves.is_wished_for(self.state.step):
+            self._group.request(Requests(save=True))
 
     def _wait_for_stop(self) -> None:
         failure = self._listen()
@@ -246,11 +247,11 @@ class Controller:
             self._sink.emit(events.workers_started(self.state, members))
 
     def _take(self, report: Report) -> None:
+        for told in self._work.saves.take(report):
+            self._sink.emit(told)
         match report:
             case StepDone():
                 self._take_step(report)
-            case ShardSaved():
-                self._work.saves.add(report)
             case Evaluated():
                 self._sink.emit(events.evaluation_finished(self.state, report))
             case TimelineRecorded() | MemoryMeasured():

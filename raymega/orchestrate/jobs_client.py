@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import aiohttp
 import ray
@@ -28,6 +30,7 @@ POLL_S = 1.0
 AWAY_TIMEOUT_S = 600.0
 """How long a follower tries to reach a job server that does not answer any more."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+COMMAND = ("python", "-c", "from raymega.cli.main import run; run()")
 SAVED = re.compile(rf"^{PreemptedError.__name__}: ", re.MULTILINE)
 """The driver's last line when it was stopped and has saved; Ray keeps no code of stopped jobs."""
 
@@ -89,6 +92,19 @@ def stop_job(job: Job, *, client: JobsClient) -> int:
     return client.wait(running)
 
 
+def run_on_cluster(
+    words: Sequence[str], *, run: str, client: JobsClient, write: Callable[[str], None]
+) -> int:
+    """Run ``raymega words`` on the cluster, as a job with the files of the run's own job.
+
+    For what needs the cluster's network or its file systems. Its output goes to ``write``, and its
+    exit code is returned.
+    """
+    name = f"{run}-{words[1]}-{uuid4().hex[:8]}"
+    client.submit_beside(run, submission_id=name, entrypoint=shlex.join([*COMMAND, *words]))
+    return client.follow(name, write)
+
+
 class JobsClient:
     """A connection to one job server."""
 
@@ -141,6 +157,25 @@ class JobsClient:
             if "already exists" in str(error):
                 raise ConfigError(_taken(submission.submission_id)) from error
             raise StorageError(_not_taken(submission.submission_id, error)) from error
+
+    def submit_beside(self, run: str, *, submission_id: str, entrypoint: str) -> None:
+        """Queue a small job; of a run that was submitted, its working folder is used again.
+
+        Raises:
+            StorageError: The server refused it.
+        """
+        running = self.live_submission(run)
+        of_run = self._client.get_job_info(running).runtime_env if running else None
+        folder = (of_run or {}).get("working_dir")
+        try:
+            self._client.submit_job(
+                entrypoint=entrypoint,
+                submission_id=submission_id,
+                runtime_env={"working_dir": folder} if folder else None,
+                metadata={"raymega_beside": run},
+            )
+        except RuntimeError as error:
+            raise StorageError(_not_taken(submission_id, error)) from error
 
     def stop(self, submission_id: str) -> None:
         """Ask a job to save and end; returns at once."""

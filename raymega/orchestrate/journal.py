@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from raymega.checkpoint.keys import checkpoint_of
+from raymega.checkpoint.manifest import list_manifests
 from raymega.config.schema import Job
 from raymega.data.checks import dataset_identity
 from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
@@ -114,9 +116,11 @@ def write_quietly(store: Store, record: RunRecord) -> None:
 def claim_attempt(store: Store, *, now: str) -> int:
     """Take the next attempt's number; a create-only put lets no two drivers have the same.
 
-    The newest claim also says who may commit: an older driver that still lives is to stop.
+    The newest claim also says who may commit: an older driver that still lives is to stop. The
+    number is above that of every checkpoint too, which a copy from another store may have brought.
     """
-    number = newest_attempt(store) + 1
+    copied = [at.attempt for key in list_manifests(store) if (at := checkpoint_of(key))]
+    number = max(newest_attempt(store), *copied, 0) + 1
     while True:
         try:
             store.put(f"{CLAIMS}{number:06d}.json", [_claim(now)], overwrite=False)

@@ -5,6 +5,7 @@ It is a queue between threads of one process; the actor's long poll carries it t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Condition
 
 from raymega.messages import Progress, Report, Requests
@@ -37,11 +38,15 @@ class Outbox:
 
     def requests(self) -> Requests:
         """See Channel."""
-        return self._requests
+        with self._changed:
+            wishes = self._requests
+            self._requests = replace(wishes, save=False)
+            return wishes
 
     def set_requests(self, requests: Requests) -> None:
         """The driver's wishes from now on."""
-        self._requests = requests
+        with self._changed:
+            self._requests = requests
 
     def take(self, timeout_s: float) -> list[Report]:
         """All reports that wait; blocks until there is one beside Progress, or ``timeout_s``."""

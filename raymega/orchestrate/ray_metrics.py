@@ -21,6 +21,7 @@ from raymega.tracking.sink import (
     RunEvent,
     RunStarted,
     SaveFailed,
+    SavePassedOver,
     StepFinished,
 )
 
@@ -99,6 +100,7 @@ class RayMetricsSink:
             case RunStarted():
                 self._run = event.name
                 self._stand("checkpoint/failed_saves", 0)
+                self._stand("checkpoint/skipped_saves", 0)
                 self._stand("run/last_step_unix_s", self._clock())
             case AttemptStarted():
                 self._attempt = event.attempt
@@ -106,8 +108,12 @@ class RayMetricsSink:
             case StepFinished():
                 self._stand("run/last_step_unix_s", self._clock())
             case SaveFailed():
-                failed = self._standing.get(_Key("checkpoint/failed_saves", NO_RANK), 0)
-                self._stand("checkpoint/failed_saves", failed + 1)
+                self._count("checkpoint/failed_saves")
+            case SavePassedOver():
+                self._count("checkpoint/skipped_saves")
+
+    def _count(self, name: str) -> None:
+        self._stand(name, self._standing.get(_Key(name, NO_RANK), 0) + 1)
 
     def _stand(self, name: str, value: float) -> None:
         """Remember a value that outlives the attempt."""

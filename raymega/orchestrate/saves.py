@@ -12,19 +12,23 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 
 from raymega.checkpoint.assembly import assemble
+from raymega.checkpoint.keys import CheckpointId, checkpoint_of, folder_of, is_manifest
 from raymega.checkpoint.manifest import Manifest, commit
-from raymega.checkpoint.retention import prune
-from raymega.errors import RaymegaError
-from raymega.messages import ShardSaved
+from raymega.checkpoint.retention import Keep, Pruner
+from raymega.errors import CheckpointError, RaymegaError
+from raymega.messages import Evaluated, Report, SaveAdvanced, SaveSkipped, ShardSaved
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.gather import Gather
 from raymega.orchestrate.journal import newest_attempt
+from raymega.orchestrate.save_requests import SaveRequests
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
+from raymega.tracking.sink import SavePassedOver, SaveUnderWay
 
 log = logging.getLogger(__name__)
 
+PROGRESS_EVERY_S = 2.0
 _AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
@@ -70,33 +74,86 @@ class Saves:
         self._store, self._executor, self._clock = store, executor, clock
         self._shards: Gather[ShardSaved] = Gather(plan.grid.world_size)
         self._under_way: list[Future[Outcome]] = []
+        self._requests = SaveRequests(store, executor, clock)
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._progress: dict[int, SaveAdvanced] = {}
+        self._told_s = clock.monotonic()
+        section = plan.job.checkpoint
+        keep = Keep(last=section.keep_last, every=section.keep_every, best=section.keep_best)
+        self._pruner = Pruner(store, keep)
 
     @property
     def is_idle(self) -> bool:
         """Every save that all ranks have reported has an outcome, and it was taken."""
         return not self._under_way
 
-    def add(self, shard: ShardSaved) -> None:
-        """Take in a rank's part; the last one starts the commit. Never blocks."""
-        shards = self._shards.add(rank=shard.rank, step=shard.step, value=shard)
-        if shards:
-            self._under_way.append(self._executor.submit(self._finish, shards))
+    def take(self, report: Report) -> list[SaveUnderWay | SavePassedOver]:
+        """Take in what concerns saves, and return what is to be told of it. Never blocks."""
+        match report:
+            case ShardSaved():
+                self._add(report)
+            case Evaluated():
+                self._metrics[report.step] = report.metrics
+            case SaveAdvanced():
+                return self._advance(report)
+            case SaveSkipped():
+                return [SavePassedOver(attempt=self._attempt, step=report.step)]
+        return []
+
+    def is_wished_for(self, step: int) -> bool:
+        """Whether somebody has asked for a save since ``step``, the last one, was complete."""
+        return self._requests.has_new(step)
 
     def take_outcomes(self) -> list[Outcome]:
         """What became of saves since the last call; never blocks."""
         done = [future for future in self._under_way if future.done()]
         self._under_way = [future for future in self._under_way if not future.done()]
-        return [future.result() for future in done]
+        outcomes = [future.result() for future in done]
+        for outcome in outcomes:
+            if isinstance(outcome, Committed):
+                self._requests.answer(outcome.step, uri=outcome.uri)
+            if isinstance(outcome, Refused):
+                self._requests.answer(outcome.step, error=outcome.reason)
+        return outcomes
 
     def wait(self, timeout_s: float) -> None:
         """Block until every commit under way has an outcome."""
         wait(self._under_way, timeout=timeout_s)
 
-    def _finish(self, shards: Mapping[int, ShardSaved]) -> Outcome:
+    def _add(self, shard: ShardSaved) -> None:
+        """A rank's part; the last one starts the commit."""
+        shards = self._shards.add(rank=shard.rank, step=shard.step, value=shard)
+        if shards:
+            metrics = self._metrics.get(shard.step, {})
+            self._metrics = {step: at for step, at in self._metrics.items() if step > shard.step}
+            self._under_way.append(self._executor.submit(self._finish, shards, metrics))
+
+    def _advance(self, report: SaveAdvanced) -> list[SaveUnderWay | SavePassedOver]:
+        """What all ranks have said of the newest save, now and then."""
+        self._progress[report.rank] = report
+        now_s = self._clock.monotonic()
+        if now_s - self._told_s < PROGRESS_EVERY_S:
+            return []
+        self._told_s = now_s
+        of_step = [each for each in self._progress.values() if each.step == report.step]
+        return [
+            SaveUnderWay(
+                attempt=self._attempt,
+                step=report.step,
+                written_bytes=sum(each.written_bytes for each in of_step),
+                num_bytes=sum(each.num_bytes for each in of_step),
+            )
+        ]
+
+    def _finish(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Outcome:
         step = next(iter(shards.values())).step
         begun_s = self._clock.monotonic()
         try:
-            manifest = self._assemble(shards)
+            manifest = self._assemble(shards, metrics)
+        except CheckpointError as error:
+            self._clear_away(step)
+            return Refused(step=step, reason=str(error))
+        try:
             newest = newest_attempt(self._store)
             if newest > self._attempt:
                 return Superseded(step=step, by=newest)
@@ -114,7 +171,7 @@ class Saves:
             num_bytes=sum(shard.num_bytes for shard in shards.values()),
         )
 
-    def _assemble(self, shards: Mapping[int, ShardSaved]) -> Manifest:
+    def _assemble(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Manifest:
         grid = self._plan.grid
         return assemble(
             tuple(shards.values()),
@@ -123,11 +180,22 @@ class Saves:
             created=self._clock.timestamp(),
             job=self._plan.job.model_dump(mode="json"),
             grid=degrees(grid),
+            metrics=metrics,
         )
+
+    def _clear_away(self, step: int) -> None:
+        """Give back the room of a save that no manifest was written for, and none will be."""
+        mine = CheckpointId(attempt=self._attempt, step=step)
+        try:
+            keys = [key for key in self._store.list(folder_of(step)) if checkpoint_of(key) == mine]
+            for key in () if any(map(is_manifest, keys)) else keys:
+                self._store.delete(key)
+        except RaymegaError as error:
+            log.warning("what is left of the save of step %d stays: %s", step, error)
 
     def _delete_old(self) -> None:
         try:
-            prune(self._store, keep_last=self._plan.job.checkpoint.keep_last)
+            self._pruner.prune()
         except RaymegaError as error:
             log.warning("old checkpoints were not deleted: %s", error)
 

@@ -60,6 +60,7 @@ class Worker:
         self._rendezvous: object = None
         self._outbox = Outbox()
         self._thread = Thread()
+        self._run_uri = ""
 
     def place(self) -> Place:
         """Where this process lives."""
@@ -70,6 +71,10 @@ class Worker:
             pid=os.getpid(),
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
         )
+
+    def run_uri(self) -> str:
+        """Folder of the run that it works for; empty before its first attempt."""
+        return self._run_uri
 
     def preload(self) -> None:
         """Import the entry, which takes seconds, while the driver is busy with other things."""
@@ -87,7 +92,7 @@ class Worker:
     def start(self, start: StartWorker, log_path: str) -> None:
         """Begin an attempt; returns at once."""
         _write_output_to(Path(log_path), start)
-        self._outbox = Outbox()
+        self._outbox, self._run_uri = Outbox(), start.run_uri
         self._thread = Thread(
             target=self._train,
             args=(start, _Steps(self._outbox), self._rendezvous),

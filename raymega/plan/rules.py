@@ -13,6 +13,7 @@ from typing import Any
 
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
+from raymega.plan.checkpoint_rules import buffer_faults, keep_best_faults
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.placement import KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
@@ -322,6 +323,11 @@ RULES = (
         check=_attention_weights,
     ),
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=_recompute),
+    Rule(
+        reads=("checkpoint.keep_best", "checkpoint.every", "run.eval_every", "run.eval_samples"),
+        check=keep_best_faults,
+    ),
+    Rule(reads=("checkpoint.buffer_bytes", "model.width", "model.ffn_width"), check=buffer_faults),
     Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
     Rule(
         reads=(

@@ -25,7 +25,9 @@ class _AccessFaults(Protocol):
 
 
 class _DropUnfinished(Protocol):
-    def __call__(self, uri: str, *, older_than: timedelta, now: datetime) -> list[str]: ...
+    def __call__(
+        self, uri: str, *, older_than: timedelta, now: datetime, is_dry: bool
+    ) -> list[str]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +102,16 @@ def reading_faults(uri: str, *, field: str) -> list[Fault]:
     return _access_faults(uri, field, is_for_writing=False)
 
 
-def drop_unfinished(uri: str, *, older_than: timedelta, now: datetime) -> list[str]:
+def drop_unfinished(
+    uri: str, *, older_than: timedelta, now: datetime, is_dry: bool = False
+) -> list[str]:
     """Remove what killed writers left below ``uri``, which nobody sees and which costs space.
 
     Args:
         uri: Root of a store.
         older_than: Longer than any write that is still alive can take, such as a day.
         now: The time, with its zone.
+        is_dry: Only say what would go.
 
     Returns:
         Keys of the objects that will never be; always none in a folder, which tidies itself.
@@ -115,7 +120,8 @@ def drop_unfinished(uri: str, *, older_than: timedelta, now: datetime) -> list[s
         StorageError: The URI is not one of a store, or the store refuses.
     """
     raise_faults(StorageError, _uri_faults(uri, field="uri"))
-    return SCHEMES[_scheme(uri)]().drop_unfinished(uri, older_than=older_than, now=now)
+    backend = SCHEMES[_scheme(uri)]()
+    return backend.drop_unfinished(uri, older_than=older_than, now=now, is_dry=is_dry)
 
 
 def _access_faults(uri: str, field: str, *, is_for_writing: bool) -> list[Fault]:
@@ -151,7 +157,13 @@ def _uri_faults(uri: str, *, field: str) -> list[Fault]:
     return SCHEMES[scheme]().uri_faults(uri, field=field)
 
 
-def _nothing_unfinished(uri: str, *, older_than: timedelta, now: datetime) -> list[str]:  # noqa: ARG001
+def _nothing_unfinished(
+    uri: str,  # noqa: ARG001
+    *,
+    older_than: timedelta,  # noqa: ARG001
+    now: datetime,  # noqa: ARG001
+    is_dry: bool,  # noqa: ARG001
+) -> list[str]:
     """A folder's puts remove what killed ones left; see local."""
     return []
 

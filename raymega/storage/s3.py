@@ -18,9 +18,11 @@ from uuid import uuid4
 import boto3.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.session import Session
 
 from raymega.errors import Fault, RaymegaError, StorageError
 from raymega.storage.keys import check_key, is_key
+from raymega.storage.s3_encryption import SETTINGS, encrypt_writes, encryption_of
 from raymega.storage.s3_errors import (
     ABSENT_CODES,
     TAKEN_CODES,
@@ -96,9 +98,12 @@ def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
     return []
 
 
-def drop_unfinished(uri: str, *, older_than: timedelta, now: datetime) -> list[str]:
+def drop_unfinished(
+    uri: str, *, older_than: timedelta, now: datetime, is_dry: bool = False
+) -> list[str]:
     """Abort the uploads below ``uri`` that were begun longer ago than ``older_than``; their keys."""
-    return [upload.key for upload in open_s3(uri).abort_stale_uploads(older_than, now=now)]
+    stale = open_s3(uri).abort_stale_uploads(older_than, now=now, is_dry=is_dry)
+    return [upload.key for upload in stale]
 
 
 class S3Store:
@@ -166,18 +171,20 @@ class S3Store:
             self._client.delete_object(**target.names)
 
     def abort_stale_uploads(
-        self, older_than: timedelta, *, now: datetime
+        self, older_than: timedelta, *, now: datetime, is_dry: bool = False
     ) -> tuple[OpenUpload, ...]:
         """Abort what killed writers left below the root; not part of the Store protocol.
 
         Args:
             older_than: Longer than any upload that is still alive can take, such as a day.
             now: The time, with its zone.
+            is_dry: Only say which.
         """
         with self._failures("abort uploads of", self._root):
             uploads = abort_stale_uploads(
-                self._client, bucket=self._bucket, prefix=self._root, older_than=older_than, now=now
-            )
+                self._client, bucket=self._bucket, prefix=self._root, older_than=older_than, now=now,
+                is_dry=is_dry,
+            )  # fmt: skip
         return tuple(uploads)
 
     def _put_small(self, target: Target, data: bytes, *, overwrite: bool) -> None:
@@ -249,7 +256,9 @@ def _connect(bucket: str, config: Config) -> Client:
     """
     nowhere = Place(bucket=bucket, endpoint="the configured endpoint")
     try:
-        client = boto3.session.Session().client("s3", config=config)
+        session = Session(session_vars=SETTINGS)
+        client = boto3.session.Session(botocore_session=session).client("s3", config=config)
+        encrypt_writes(client, encryption_of(session))
     except (BotoCoreError, ValueError) as error:
         raise StorageError(fault_of(error, "open", "", nowhere)) from error
     if urlsplit(client.meta.endpoint_url).username is not None:

@@ -91,7 +91,13 @@ def list_open_uploads(client: Client, *, bucket: str, prefix: str) -> list[OpenU
 
 
 def abort_stale_uploads(
-    client: Client, *, bucket: str, prefix: str, older_than: timedelta, now: datetime
+    client: Client,
+    *,
+    bucket: str,
+    prefix: str,
+    older_than: timedelta,
+    now: datetime,
+    is_dry: bool = False,
 ) -> list[OpenUpload]:
     """Abort the uploads below ``prefix`` that were begun longer ago than ``older_than``.
 
@@ -101,10 +107,11 @@ def abort_stale_uploads(
         prefix: Beginning of the keys; empty is the whole bucket.
         older_than: Longer than any upload that is still alive can take.
         now: The time, with its zone.
+        is_dry: Only say which.
     """
     uploads = list_open_uploads(client, bucket=bucket, prefix=prefix)
     stale = [upload for upload in uploads if now - upload.begun > older_than]
-    for upload in stale:
+    for upload in () if is_dry else stale:
         client.abort_multipart_upload(Bucket=bucket, Key=upload.key, UploadId=upload.upload_id)
     return stale
 

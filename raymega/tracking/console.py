@@ -24,6 +24,8 @@ from raymega.tracking.sink import (
     RunFinished,
     RunStarted,
     SaveFailed,
+    SavePassedOver,
+    SaveUnderWay,
     StepFinished,
     TimelineReady,
     WorkersStarted,
@@ -167,6 +169,14 @@ def _news(event: RunEvent) -> str:
             return (
                 f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stood still "
                 f"{event.stall_s * 1000:.0f} ms, written in {event.save_s:.1f} s."
+            )
+        case SaveUnderWay():
+            share = event.written_bytes / max(1, event.num_bytes)
+            return f"Saving step {event.step}: {share:.0%} of {_size(event.num_bytes)} are written."
+        case SavePassedOver():
+            return (
+                f"The checkpoint of step {event.step} is left out: the one before is still being "
+                "written."
             )
         case TimelineReady():
             bubble = metrics_of(event)["run/bubble"]

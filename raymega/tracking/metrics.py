@@ -18,6 +18,7 @@ from raymega.tracking.sink import (
     RunEvent,
     RunFinished,
     RunStarted,
+    SaveUnderWay,
     StepFinished,
     TimelineReady,
     WorkersStarted,
@@ -37,7 +38,10 @@ def metrics_of(event: RunEvent) -> Mapping[str, float]:
                 "checkpoint/stall_s": event.stall_s,
                 "checkpoint/save_s": event.save_s,
                 "checkpoint/bytes": event.num_bytes,
+                "checkpoint/written_share": 1.0,
             }
+        case SaveUnderWay():
+            return {"checkpoint/written_share": event.written_bytes / max(1, event.num_bytes)}
         case Recovered():
             return {
                 "run/detection_s": event.detection_s,

@@ -100,6 +100,8 @@ METRICS = (
     _gauge("checkpoint/step", "steps", "Step of the newest checkpoint."),
     _gauge("checkpoint/every_steps", "steps", "The job's checkpoint.every."),
     _gauge("checkpoint/failed_saves", "saves", "Saves that failed since the driver began."),
+    _gauge("checkpoint/skipped_saves", "saves", "Saves left out since the driver began."),
+    _gauge("checkpoint/written_share", "1", "Share of the newest save that workers have written."),
     _gauge("memory/max_peak_bytes", "bytes", "Largest memory/peak_bytes of all ranks."),
     _gauge("run/step", "steps", "Completed steps of the run."),
     _gauge("run/total_steps", "steps", "The job's run.steps."),

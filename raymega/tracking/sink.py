@@ -132,6 +132,27 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SaveUnderWay:
+    """Workers have handed ``written_bytes`` of the checkpoint of ``step`` to the store.
+
+    ``num_bytes`` is all that those workers write which have said so far how large their part is.
+    """
+
+    attempt: int
+    step: int
+    written_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePassedOver:
+    """The save after ``step`` was left out: the one before was still being written."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FailureSeen:
     """The attempt is lost; ``rank`` is where it began, -1 when unknown, ``step`` the last done."""
 
@@ -223,6 +244,8 @@ RunEvent = (
     | EvaluationFinished
     | CheckpointCommitted
     | SaveFailed
+    | SaveUnderWay
+    | SavePassedOver
     | FailureSeen
     | Recovered
     | TimelineReady

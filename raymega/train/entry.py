@@ -15,7 +15,7 @@ from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.start import WEIGHTS, starting_manifest
-from raymega.checkpoint.writer import CheckpointWriter
+from raymega.checkpoint.writer import CheckpointWriter, Limits
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CommunicationError
 from raymega.messages import Channel, Entered, StartWorker
@@ -33,6 +33,8 @@ from raymega.train.loop import run_loop
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
+
+REPORT_EVERY_S, REPORTS_PER_S = 2.0, 50.0
 
 
 def host_rendezvous(host: str) -> tuple[str, object]:
@@ -90,8 +92,20 @@ def _train(
         attempt=start.attempt,
         dp=plan.grid.dp,
         report=channel.report,
+        limits=_limits(plan),
     )
     run_loop(parts, state, channel=channel, writer=writer, rank=start.rank)
+
+
+def _limits(plan: RunPlan) -> Limits:
+    """Reports are the rarer the more ranks send them: the driver gets some dozens a second."""
+    section = plan.job.checkpoint
+    return Limits(
+        file_bytes=section.file_bytes,
+        buffer_bytes=section.buffer_bytes,
+        bytes_per_s=section.bytes_per_s,
+        report_every_s=max(REPORT_EVERY_S, plan.grid.world_size / REPORTS_PER_S),
+    )
 
 
 def _restore(parts: Parts, start: StartWorker) -> TrainState:

@@ -6,6 +6,7 @@ It decides when; the parts know how. It never retries and never decides to resum
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from raymega.checkpoint.writer import CheckpointWriter
 from raymega.messages import (
@@ -13,6 +14,7 @@ from raymega.messages import (
     Evaluated,
     MemoryMeasured,
     Progress,
+    SaveSkipped,
     StepDone,
     TimelineRecorded,
     WorkerFinished,
@@ -42,7 +44,15 @@ def run_loop(
         watches_activations = _is_due(state.step + 1, job.tracking.activations_every)
         with activations_of(parts, is_due=watches_activations) as activations:
             began = time.monotonic()
-            outcome = train_step(parts, state, channel.requests(), is_recording=is_recording)
+            wishes = channel.requests()
+            outcome = train_step(
+                parts,
+                state,
+                replace(wishes, save=wishes.save and rank == 0),
+                is_recording=is_recording,
+                is_saving=writer.is_busy,
+                before_update=writer.fence,
+            )
             seconds = time.monotonic() - began
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
         metrics |= _statistics(parts, state, outcome, activations)
@@ -56,17 +66,22 @@ def run_loop(
         is_last = stopped or state.step == job.run.steps
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
-        if is_last or outcome.save or _is_due(state.step, job.checkpoint.every):
-            refuse_non_finite_state(parts, state.step)
-            writer.save(
-                state.step,
-                list(parts.optimizer.blocks()),
-                state.scalars(),
-                dp_rank=parts.coords.dp,
-            )
+        if is_last or outcome.save:
+            _save(parts, state, writer)
+        elif _is_due(state.step, job.checkpoint.every):
+            if outcome.is_saving and job.checkpoint.when_busy == "skip":
+                _report_skip(channel, rank, state.step)
+            else:
+                _save(parts, state, writer)
     writer.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
     return state
+
+
+def _save(parts: Parts, state: TrainState, writer: CheckpointWriter) -> None:
+    refuse_non_finite_state(parts, state.step)
+    blocks = list(parts.optimizer.blocks())
+    writer.save(state.step, blocks, state.scalars(), dp_rank=parts.coords.dp)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -114,6 +129,11 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         metrics["train/loss_scale"] = state.loss_scale.factor
         metrics["train/skipped_steps"] = float(state.skipped_steps)
     return metrics
+
+
+def _report_skip(channel: Channel, rank: int, step: int) -> None:
+    if rank == 0:
+        channel.report(SaveSkipped(rank=rank, step=step))
 
 
 def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:

@@ -6,6 +6,7 @@ learns the same totals from one small all-reduce, so every rank takes the same d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -31,7 +32,8 @@ class StepOutcome:
 
     ``state`` is where the run stands after it. ``loss`` is in nats per token, ``grad_norm`` the
     global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
-    ``save`` are true when the driver asked any rank for it.
+    ``save`` are true when the driver asked any rank for it, ``is_saving`` when the save before was
+    still being written on any rank.
     """
 
     state: TrainState
@@ -43,16 +45,28 @@ class StepOutcome:
     is_skipped: bool
     stop: bool
     save: bool
+    is_saving: bool
     events: tuple[Event, ...]
 
 
+def _do_nothing() -> None:
+    pass
+
+
 def train_step(
-    parts: Parts, state: TrainState, wishes: Requests, *, is_recording: bool
+    parts: Parts,
+    state: TrainState,
+    wishes: Requests,
+    *,
+    is_recording: bool,
+    is_saving: bool = False,
+    before_update: Callable[[], None] = _do_nothing,
 ) -> StepOutcome:
     """Forward, backward, reduce, clip, update.
 
     A float16 gradient that overflows shows in the norm, hence on every rank: the step updates
-    nothing, and the loss scale sinks.
+    nothing, and the loss scale sinks. ``is_saving`` is passed on to all ranks; ``before_update`` is
+    called when masters and moments are about to change.
 
     Raises:
         NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
@@ -62,7 +76,8 @@ def train_step(
     scale = loss_gradient(parts.plan, state)
     output = forward_backward(parts, micro_batches, loss_gradient=scale, is_recording=is_recording)
 
-    totals = _sum_over_world(parts, output.loss_sum, micro_batches, wishes)
+    flags = (wishes.stop, wishes.save, is_saving)
+    totals = _sum_over_world(parts, output.loss_sum, micro_batches, flags)
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
     is_overflow = state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm)
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
@@ -72,6 +87,7 @@ def train_step(
             loss_gradient=scale,
         )  # fmt: skip
         factor = clip_factor(grad_norm, job.optimizer.clip_norm)
+        before_update()
         parts.gradients.scale(factor / totals.tokens / scale)
         parts.optimizer.step(lr=lr, step=state.updates + 1)
     after = state.advance(
@@ -82,7 +98,8 @@ def train_step(
     )
     return StepOutcome(
         state=after, loss=loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
-        tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save, events=output.events,
+        tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save,
+        is_saving=totals.is_saving, events=output.events,
     )  # fmt: skip
 
 
@@ -101,10 +118,14 @@ class _Totals:
     norm_sq: float
     stop: bool
     save: bool
+    is_saving: bool
 
 
 def _sum_over_world(
-    parts: Parts, loss_sum: torch.Tensor, micro_batches: list[MicroBatch], wishes: Requests
+    parts: Parts,
+    loss_sum: torch.Tensor,
+    micro_batches: list[MicroBatch],
+    flags: tuple[bool, bool, bool],
 ) -> _Totals:
     """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it."""
     here = parts.coords
@@ -115,8 +136,7 @@ def _sum_over_world(
         float(loss_sum) if counts_loss else 0.0,
         tokens,
         float(norm_sq),
-        wishes.stop,
-        wishes.save,
+        *flags,
     ]
     totals = torch.tensor(mine, dtype=torch.float64, device=parts.device)
     total = all_reduce(totals, parts.groups.world).tolist()
@@ -126,4 +146,5 @@ def _sum_over_world(
         norm_sq=total[2],
         stop=total[3] > 0,
         save=total[4] > 0,
+        is_saving=total[5] > 0,
     )

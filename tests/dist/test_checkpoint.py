@@ -56,7 +56,7 @@ def _save(env, model, uri, is_sharded):
     writer.save(100, list(optimizer.blocks()), STATE, dp_rank=env.coords.dp)
     assert writer.wait()
     held = sum(block.values.nbytes for block in optimizer.blocks())
-    return shards[0], writer._buffer.numel(), held // (1 if is_sharded else env.grid.dp)
+    return shards[0], writer.host_bytes, held // (1 if is_sharded else env.grid.dp)
 
 
 def _load(env, model, uri, key, is_sharded):

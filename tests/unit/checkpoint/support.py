@@ -7,7 +7,7 @@ import torch
 
 from raymega.checkpoint.assembly import assemble
 from raymega.checkpoint.manifest import Manifest, commit
-from raymega.checkpoint.writer import CheckpointWriter, Patience
+from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience
 from raymega.config.schema import ModelSection
 from raymega.errors import StorageError
 from raymega.messages import Box
@@ -24,6 +24,7 @@ from raymega.storage.memory import MemoryStore
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")
 FUSED = (("attention.q.", "attention.k.", "attention.v."), ("mlp.gate.", "mlp.up."))
 NO_WAIT = Patience(timeout_s=20.0, retry_delays_s=(0.0, 0.0))
+DEFAULT_LIMITS = Limits()
 STATE = {"step": 100, "samples": 800, "tokens": 12800.0, "note": "x"}
 
 
@@ -143,20 +144,31 @@ def same(blocks, wanted) -> bool:
     return all(a.box == b.box and torch.equal(a.values, b.values) for a, b in pairs)
 
 
-def save_shards(store, model, grid, *, step=100, attempt=1, dtype=torch.float32, is_sharded=False):
+def save_shards(
+    store,
+    model,
+    grid,
+    *,
+    step=100,
+    attempt=1,
+    dtype=torch.float32,
+    is_sharded=False,
+    limits=DEFAULT_LIMITS,
+):
     """Every rank's report of a save."""
     shards = []
     for rank in range(grid.world_size):
         writer = CheckpointWriter(
-            store, rank=rank, attempt=attempt, dp=grid.dp, report=shards.append, patience=NO_WAIT
-        )
+            store, rank=rank, attempt=attempt, dp=grid.dp, report=shards.append, patience=NO_WAIT,
+            limits=limits,
+        )  # fmt: skip
         blocks = make_blocks(model, grid, rank, dtype=dtype, is_sharded=is_sharded)
         writer.save(step, blocks, {**STATE, "step": step}, dp_rank=grid.coords(rank).dp)
         assert writer.wait()
     return shards
 
 
-def assemble_shards(shards, grid, *, attempt=1) -> Manifest:
+def assemble_shards(shards, grid, *, attempt=1, metrics=None) -> Manifest:
     return assemble(
         shards,
         world_size=grid.world_size,
@@ -164,16 +176,27 @@ def assemble_shards(shards, grid, *, attempt=1) -> Manifest:
         created="2026-01-02T03:04:05+00:00",
         job={"run": {"name": "t"}},
         grid={"tp": grid.tp, "pp": grid.pp, "dp": grid.dp},
+        metrics=metrics or {},
     )
 
 
 def save_checkpoint(
-    store, model, grid, *, step=100, attempt=1, dtype=torch.float32, is_sharded=False
+    store,
+    model,
+    grid,
+    *,
+    step=100,
+    attempt=1,
+    dtype=torch.float32,
+    is_sharded=False,
+    limits=DEFAULT_LIMITS,
+    metrics=None,
 ) -> Manifest:
     """A committed checkpoint of known values."""
     shards = save_shards(
-        store, model, grid, step=step, attempt=attempt, dtype=dtype, is_sharded=is_sharded
-    )
-    manifest = assemble_shards(shards, grid, attempt=attempt)
+        store, model, grid, step=step, attempt=attempt, dtype=dtype, is_sharded=is_sharded,
+        limits=limits,
+    )  # fmt: skip
+    manifest = assemble_shards(shards, grid, attempt=attempt, metrics=metrics)
     commit(store, manifest)
     return manifest

@@ -82,3 +82,55 @@ def test_commands_and_the_drivers_modules_leave_torch_unloaded():
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_diff_shows_the_largest_difference_and_judges_it_only_when_asked(run, tmp_path_factory):
+    root, _, manifest = run
+    other = tmp_path_factory.mktemp("other")
+    save_checkpoint(LocalStore(other), MODELS["gpt2-tied"], make_grid("pp2-dp2"), step=200)
+    shown = _call("diff", root, other)
+    assert shown.exit_code == 0 and "largest relative difference: 0 in " in shown.stdout
+    told = json.loads(_call("diff", root, other, "--json", "--limit", "0").stdout)
+    assert told["steps"] == [100, 200]
+    assert {each["relative"] for each in told["tensors"]} == {0.0}
+    assert {each["name"] for each in told["tensors"]} == set(manifest.tensors())
+    third = tmp_path_factory.mktemp("third")
+    save_checkpoint(LocalStore(third), MODELS["gpt2-untied"], make_grid("tp1"))
+    assert _call("diff", root, third).exit_code == 0
+    assert _call("diff", root, third, "--limit", "inf").exit_code == 0
+    judged = _call("diff", root, third, "--limit", "1e-9")
+    assert judged.exit_code == 1 and "only in the second" in judged.stdout
+
+
+def test_copy_brings_the_newest_checkpoint_to_another_store(run, tmp_path_factory):
+    root, store, _ = run
+    newest = save_checkpoint(store, MODELS["gpt2-tied"], make_grid("tp2"), step=200)
+    target = tmp_path_factory.mktemp("target")
+    told = json.loads(_call("copy", root, target, "--json").stdout)
+    assert told == {
+        "uri": f"{target}/{newest.key}", "step": 200, "bytes": newest.total_bytes,
+        "files_written": 2, "files_found": 0,
+    }  # fmt: skip
+    assert _call("verify", target).exit_code == 0
+    again = _call("copy", root / "checkpoints" / "step-00000200", target)
+    assert again.exit_code == 0 and "0 files written, 2 were there already" in again.stdout
+
+
+def test_prune_shows_first_and_then_deletes_what_need_not_be_kept(run):
+    root, store, first = run
+    for step in (200, 300, 400):
+        save_checkpoint(store, MODELS["gpt2-tied"], make_grid("tp2"), step=step)
+    before = list(store.list(""))
+    for words in ([], ["--keep-last", "1", "--keep-every", "100"]):
+        assert _call("prune", root, *words).exit_code == 0
+        assert list(store.list("")) == before
+    rule = ("--keep-last", "1", "--keep-every", "200")
+    dry = _call("prune", root, *rule, "--dry-run")
+    assert dry.exit_code == 0 and f"would have deleted {first.key}" in dry.stdout
+    assert list(store.list("")) == before
+    told = json.loads(_call("prune", root, *rule, "--json").stdout)
+    assert len(told["deleted"]) == 6 and told["dry_run"] is False
+    rows = json.loads(_call("list", root, "--json").stdout)["checkpoints"]
+    assert [row["step"] for row in rows] == [400, 200]
+    refused = _call("prune", root, "--keep-best", "1")
+    assert isinstance(refused.exception, ConfigError)

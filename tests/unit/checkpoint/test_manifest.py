@@ -65,8 +65,10 @@ def test_text_that_is_no_manifest_is_refused(text):
 
 
 def test_another_version_is_refused_by_its_number():
-    text = json.dumps({"version": 2, "crc32": 0, "checkpoint": {}})
-    with pytest.raises(UnknownVersionError, match="k has version 2; this build reads version 1"):
+    text = json.dumps({"version": 3, "crc32": 0, "checkpoint": {}})
+    with pytest.raises(
+        UnknownVersionError, match="k has version 3; this build reads versions up to 2"
+    ):
         parse_manifest(text, key="k")
 
 
@@ -169,7 +171,7 @@ def test_two_attempts_of_one_step_never_touch_each_other(store):
 def test_restore_does_not_pass_over_another_version(store):
     _save(store, step=100)
     newer = _save(store, step=200)
-    _spoil(store, newer.key, lambda data: data.replace(b'"version": 1', b'"version": 9'))
+    _spoil(store, newer.key, lambda data: data.replace(b'"version": 2', b'"version": 9'))
     with pytest.raises(UnknownVersionError, match="version 9"):
         find_restore(store)
 

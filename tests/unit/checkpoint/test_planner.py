@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.checkpoint import planner
-from raymega.checkpoint.planner import Holding, share_boxes
+from raymega.checkpoint.planner import Holding, pack, share_boxes
 from raymega.messages import Box
 from raymega.parallel.sharding import make_spec
 from raymega.plan.grid import Grid
@@ -112,3 +112,14 @@ def test_block_that_one_replica_holds_alone_is_written_whole_by_it(replica):
 def test_copy_that_does_not_count_is_not_saved():
     spec = make_spec((_tensor("t", 4, 2),), tp=2, tp_rank=1)
     assert share_boxes(_holdings([spec]), num_replicas=1, replica=0) == ()
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), limit=st.integers(1, 60))
+def test_packed_stretches_hold_everything_in_order_within_the_limit(sizes, limit):
+    parts = pack(sizes, limit)
+    assert [size for part in parts for size in sizes[part]] == sizes
+    assert pack([], limit) == ()
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        assert sum(sizes[part]) <= limit or part.stop - part.start == 1
+        if following is not None:
+            assert sum(sizes[part]) + sizes[following.start] > limit, "no part is closed too early"

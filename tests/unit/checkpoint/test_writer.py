@@ -1,14 +1,19 @@
 """The writer: what training waits for, what it reports, and what a failing store does to it."""
 
+import time
 from dataclasses import replace
-from threading import Event
+from itertools import pairwise
+from threading import Barrier, Event
 
 import pytest
 import torch
 
-from raymega.checkpoint.keys import data_file, folder_of
+from raymega.checkpoint.keys import CheckpointId, checkpoint_of, data_file, folder_of
 from raymega.checkpoint.reader import load
-from raymega.checkpoint.writer import CheckpointWriter, Patience
+from raymega.checkpoint.snapshot import Snapshot
+from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience
+from raymega.errors import StorageError
+from raymega.messages import SaveAdvanced, ShardSaved
 from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
@@ -78,8 +83,8 @@ def test_host_buffer_is_as_large_as_the_share_and_used_again():
     for step in (1, 2):
         writer.save(step, blocks, STATE, dp_rank=0)
         assert writer.wait()
-        addresses.append(writer._buffer.data_ptr())
-    assert writer._buffer.numel() == shards[0].num_bytes
+        addresses.append(writer._snapshot._buffer.data_ptr())
+    assert writer.host_bytes == shards[0].num_bytes
     assert shards[0].num_bytes <= sum(b.values.nbytes for b in blocks) // 2 + MODEL.width * 4
     assert addresses[0] == addresses[1]
 
@@ -164,6 +169,172 @@ def test_lack_of_host_memory_is_reported(monkeypatch):
     assert "no host memory" in shards[0].error
 
 
+def _limited(store, shards, **limits):
+    return CheckpointWriter(
+        store, rank=0, attempt=1, dp=1, report=shards.append, patience=NO_WAIT,
+        limits=Limits(**limits),
+    )  # fmt: skip
+
+
+def _saved(shards):
+    return [shard for shard in shards if isinstance(shard, ShardSaved)]
+
+
+def test_share_is_cut_into_files_of_the_wanted_size_and_loads_back():
+    store, shards = MemoryStore(), []
+    writer, blocks = _limited(store, shards, file_bytes=4096), make_blocks(MODEL, ALONE, 0)
+    writer.save(100, blocks, STATE, dp_rank=0)
+    assert writer.wait()
+    manifest = assemble_shards(shards, ALONE)
+    sizes = {key: store.size(key) for key in store.list("")}
+    assert sizes == manifest.file_sizes()
+    in_files = [sum(box.num_bytes for box in manifest.boxes if manifest.file_key(box) == key)
+                for key in sizes]  # fmt: skip
+    assert max(in_files) <= 4096 and len(sizes) < 1.5 * sum(in_files) / 4096 + 1
+    load(store, manifest, blocks := make_blocks(MODEL, ALONE, 0, is_filled=False))
+    assert same(blocks, make_blocks(MODEL, ALONE, 0))
+    assert all(checkpoint_of(key) == CheckpointId(attempt=1, step=100) for key in sizes)
+
+
+def test_files_of_a_share_are_written_side_by_side():
+    class Meeting(MemoryStore):
+        """A put goes on when another one is under way."""
+
+        def __init__(self):
+            super().__init__()
+            self.both = Barrier(2, timeout=20)
+
+        def put(self, key, chunks, *, overwrite):
+            self.both.wait()
+            super().put(key, chunks, overwrite=overwrite)
+
+    shards, blocks = [], make_blocks(MODEL, ALONE, 0)
+    half = sum(block.values.nbytes for block in blocks) * 6 // 10
+    writer = _limited(Meeting(), shards, file_bytes=half)
+    writer.save(100, blocks, STATE, dp_rank=0)
+    assert writer.wait()
+    assert shards[0].error == "" and len({box.file for box in shards[0].boxes}) == 2
+
+
+@pytest.mark.parametrize("buffer_bytes", [512, 5000, 10**9])
+def test_buffer_stays_below_its_cap_and_everything_is_saved(buffer_bytes):
+    store, shards = MemoryStore(), []
+    writer, blocks = (
+        _limited(store, shards, buffer_bytes=buffer_bytes),
+        make_blocks(MODEL, ALONE, 0),
+    )
+    for step in (100, 200):
+        writer.save(step, blocks, {**STATE, "step": step}, dp_rank=0)
+        assert writer.wait()
+    assert 0 < writer.host_bytes <= buffer_bytes
+    for shard in shards:
+        manifest = assemble_shards([shard], ALONE)
+        load(store, manifest, found := make_blocks(MODEL, ALONE, 0, is_filled=False))
+        assert same(found, blocks)
+
+
+def test_only_the_last_piece_of_a_share_beyond_the_buffer_is_written_in_the_background():
+    store, shards = SlowStore(), []
+    store.may_write.set()
+    writer, blocks = _limited(store, shards, buffer_bytes=5000), make_blocks(MODEL, ALONE, 0)
+    total = sum(block.values.nbytes for block in blocks)
+    seen = []
+    take = writer._snapshot.take
+
+    def watch(parts):
+        seen.append(sum(store.size(key) for key in store.list("")))
+        take(parts)
+
+    writer._snapshot.take = watch
+    writer.save(100, blocks, STATE, dp_rank=0)
+    assert len(seen) >= total // 5000 and seen[-1] >= total - 5000
+    assert writer.wait() and shards[0].error == ""
+
+
+def test_row_beyond_the_buffer_and_a_failure_before_the_last_piece_are_reported():
+    store, shards = FailingStore(), []
+    blocks = make_blocks(MODEL, ALONE, 0)
+    _limited(store, shards, buffer_bytes=16).save(100, blocks, STATE, dp_rank=0)
+    assert "a row of 96 bytes is more than checkpoint.buffer_bytes=16" in shards[0].error
+    store.failures["put"] = 3
+    writer = _limited(store, shards, buffer_bytes=5000)
+    writer.save(200, blocks, STATE, dp_rank=0)
+    writer.save(300, blocks, STATE, dp_rank=0)
+    assert writer.wait()
+    assert shards[1].error == "StorageError: put refused" and shards[1].boxes == ()
+    assert shards[2].error == "" and assemble_shards([shards[2]], ALONE)
+
+
+def test_bytes_go_out_no_faster_than_the_job_allows():
+    shards, blocks = [], make_blocks(MODEL, ALONE, 0)
+    total = sum(block.values.nbytes for block in blocks)
+    writer = _limited(MemoryStore(), shards, bytes_per_s=2 * total)
+    began = time.monotonic()
+    writer.save(100, blocks, STATE, dp_rank=0)
+    assert time.monotonic() - began < 0.4, "training does not wait for it"
+    assert writer.wait() and shards[0].write_s >= 0.5
+
+
+def test_progress_of_a_save_is_reported_and_a_retry_counts_anew():
+    class Torn(MemoryStore):
+        num_left = 1
+
+        def put(self, key, chunks, *, overwrite):
+            chunks = list(chunks)
+            if self.num_left:
+                self.num_left -= 1
+                raise StorageError("torn at its end")
+            super().put(key, chunks, overwrite=overwrite)
+
+    shards, blocks = [], make_blocks(MODEL, ALONE, 0)
+    writer = _limited(Torn(), shards, report_every_s=0.0)
+    writer.save(100, blocks, STATE, dp_rank=0)
+    assert writer.wait()
+    (saved,) = _saved(shards)
+    told = [each for each in shards if isinstance(each, SaveAdvanced)]
+    assert shards[-1] is saved and {each.num_bytes for each in told} == {saved.num_bytes}
+    counts = [each.written_bytes for each in told]
+    assert counts[-1] == saved.num_bytes
+    falls = [b < a for a, b in pairwise(counts)]
+    assert sum(falls) == 1, "one try was torn"
+
+
+def test_writer_is_busy_until_the_report():
+    store, shards = SlowStore(), []
+    writer = _writer(store, shards)
+    assert not writer.is_busy
+    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, dp_rank=0)
+    assert store.is_writing.wait(20) and writer.is_busy
+    store.may_write.set()
+    assert writer.wait() and not writer.is_busy and len(shards) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copy_runs_beside_the_step_and_the_update_comes_behind_it():
+    """Kernels that were enqueued before the save are in it, changes behind the fence are not."""
+    size = 64 << 20
+    values = torch.zeros(size, device="cuda")
+    snapshot = Snapshot()
+    snapshot.reserve(values.nbytes, is_pinned=True)
+    for turn in range(1, 6):
+        values.fill_(turn)
+        began = time.monotonic()
+        snapshot.take([(0, values)])
+        enqueued_s = time.monotonic() - began
+        busy = values @ values  # work of the next step that only reads
+        snapshot.fence()
+        values.fill_(-1.0)
+        snapshot.wait()
+        copied_s = time.monotonic() - began
+        copy = torch.frombuffer(snapshot.chunk(0, values.nbytes), dtype=torch.float32)
+        assert (copy == turn).all(), "the copy is of the moment of the save"
+        torch.cuda.synchronize()
+        assert (values == -1.0).all() and busy.isfinite()
+        if turn > 1:
+            assert enqueued_s < copied_s / 2, "the host does not wait for the copy"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_a_gpu_are_saved_through_pinned_memory_and_loaded_back():
@@ -174,6 +345,6 @@ def test_tensors_on_a_gpu_are_saved_through_pinned_memory_and_loaded_back():
     writer.save(100, blocks, STATE, dp_rank=0)
     for block in blocks:
         block.values.zero_()
-    assert writer.wait() and writer._buffer.is_pinned()
+    assert writer.wait() and writer._snapshot._buffer.is_pinned()
     load(store, assemble_shards(shards, ALONE), blocks)
     assert same([replace(block, values=block.values.cpu()) for block in blocks], wanted)

@@ -1,8 +1,11 @@
 """The controller stepped through its states by a fake group; no process, no disk, no waiting."""
 
+import json
+
 import pytest
 
 from raymega.checkpoint.keys import data_file, folder_of
+from raymega.checkpoint.manifest import list_manifests, read_manifest
 from raymega.errors import (
     CapacityError,
     CheckpointError,
@@ -12,7 +15,7 @@ from raymega.errors import (
     PreemptedError,
     WorkerError,
 )
-from raymega.messages import Evaluated, Requests, TimelineRecorded
+from raymega.messages import Evaluated, Requests, SaveAdvanced, SaveSkipped, TimelineRecorded
 from raymega.orchestrate.attempt import PROGRESS_MARGIN_S
 from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.journal import claim_attempt, read_record
@@ -27,6 +30,8 @@ from raymega.tracking.sink import (
     RunFinished,
     RunStarted,
     SaveFailed,
+    SavePassedOver,
+    SaveUnderWay,
     StepFinished,
     TimelineReady,
     WorkersStarted,
@@ -392,6 +397,53 @@ def test_driver_that_another_one_has_overtaken_commits_nothing_more(world):
     manifests = [key for key in world.store.list("checkpoints/") if "manifest" in key]
     assert len(manifests) == 1 and "step-00000002" in manifests[0]
     assert set(before) <= set(world.store.list("")), "nothing of the newer driver was deleted"
+
+
+# Saves on request.
+
+
+def test_save_on_request_is_asked_of_the_workers_and_answered_by_the_commit(world):
+    world.store.put("requests/a.json", [b"{}"], overwrite=False)
+    world.drive(whole_run()).run()
+    assert world.group.requested == [Requests(save=True)]
+    answer = json.loads(world.store.get("answers/a.json"))
+    assert answer["step"] == 2 and answer["uri"].endswith("manifest-a0001.json")
+
+
+def test_request_outlives_the_attempt_that_did_not_answer_it(world):
+    workers = FakeWorkers(4)
+    lost = workers.enter() + workers.steps(1) + workers.die(2)
+    world.store.put("requests/a.json", [b"{}"], overwrite=False)
+    world.drive(lost, whole_run(attempt=2)).run()
+    assert world.group.requested == [Requests(save=True)] * 2
+    assert json.loads(world.store.get("answers/a.json"))["step"] == 2
+
+
+def test_what_workers_say_of_saves_is_told(world):
+    workers = FakeWorkers(4)
+    polls = workers.enter() + workers.steps(2)
+    polls += [[SaveSkipped(rank=0, step=2)], []]
+    polls += [
+        [SaveAdvanced(rank=rank, step=2, written_bytes=rank, num_bytes=10)] for rank in (1, 2)
+    ]
+    world.drive(polls + workers.steps(2) + workers.save() + workers.finish())
+    world.tick_until(State.RUNNING)
+    world.clock.advance(5.0)
+    world.controller.run()
+    (skipped,) = world.sink.of(SavePassedOver)
+    assert skipped.step == 2
+    (advanced,) = world.sink.of(SaveUnderWay)
+    assert (advanced.step, advanced.written_bytes, advanced.num_bytes) == (2, 1, 10)
+
+
+def test_manifest_carries_the_evaluation_of_its_step(world):
+    workers = FakeWorkers(4)
+    polls = workers.enter() + workers.steps(2)
+    polls += [[Evaluated(rank=0, step=2, metrics={"eval/loss": 1.5})]]
+    polls += workers.save() + workers.steps(2) + workers.save() + workers.finish()
+    world.drive(polls).run()
+    found = [read_manifest(world.store, key) for key in list_manifests(world.store)]
+    assert [(each.step, each.metrics) for each in found] == [(4, {}), (2, {"eval/loss": 1.5})]
 
 
 # Stop.

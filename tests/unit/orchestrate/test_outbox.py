@@ -37,3 +37,10 @@ def test_requests_are_the_last_ones_set():
     assert outbox.requests() == Requests()
     outbox.set_requests(Requests(stop=True))
     assert outbox.requests().stop
+
+
+def test_save_is_wished_for_once_and_a_stop_for_good():
+    outbox = Outbox()
+    outbox.set_requests(Requests(stop=True, save=True))
+    assert outbox.requests() == Requests(stop=True, save=True)
+    assert outbox.requests() == Requests(stop=True)

@@ -194,7 +194,11 @@ def test_prune_aborts_uploads_that_are_old_enough(store, raw, prefix):
     century_h = str(100 * 365 * 24)  # this service says that every upload began in 2010
     young = CliRunner().invoke(app, ["checkpoint", "prune", store.uri, "--older-than", century_h])
     assert (young.exit_code, len(_open_uploads(raw))) == (0, 1), young.output
-    old = CliRunner().invoke(app, ["checkpoint", "prune", store.uri, "--older-than", "0", "--json"])
+    words = ["checkpoint", "prune", store.uri, "--older-than", "0", "--json"]
+    dry = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert json.loads(dry.stdout)["aborted"] == [f"{prefix}/torn"]
+    assert len(_open_uploads(raw)) == 1
+    old = CliRunner().invoke(app, words)
     assert json.loads(old.stdout)["aborted"] == [f"{prefix}/torn"]
     assert _open_uploads(raw) == []
 

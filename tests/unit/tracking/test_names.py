@@ -33,7 +33,11 @@ def test_names_hold_every_metric_that_a_run_emits():
     emitted |= {name for row in by_rank for name in row}
     check_names(emitted)
     assert {find_metric(name).is_per_rank for row in by_rank for name in row} == {True}
-    kept_by_the_sink = {"run/last_step_unix_s", "checkpoint/failed_saves"}
+    kept_by_the_sink = {
+        "run/last_step_unix_s",
+        "checkpoint/failed_saves",
+        "checkpoint/skipped_saves",
+    }
     rows = {find_metric(name).name for name in emitted}
     assert {metric.name for metric in METRICS} - rows == kept_by_the_sink
 

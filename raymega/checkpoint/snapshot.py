@@ -1,0 +1,72 @@
+"""Snapshot: a copy of tensors in host memory, in one buffer that is kept and used again.
+
+It owns the buffer and when the copy is done. On a GPU the copy runs beside the next step on a stream
+of its own, into pinned memory; only what changes the tensors has to come behind it. What is copied is
+the writer's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class Snapshot:
+    """One copy at a time: it must be written out before the next one is taken."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it keeps."""
+        return self._buffer.numel()
+
+    def reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
+        """Make the buffer large enough: the only place where host memory is taken.
+
+        Raises:
+            RuntimeError: There is none left.
+        """
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+    def take(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Copy each tensor to its first byte in the buffer, a multiple of its element's bytes.
+
+        On a GPU this returns at once: see :meth:`fence` and :meth:`wait`.
+        """
+        parts = list(parts)
+        if not any(values.is_cuda for _, values in parts):
+            self._copied = None
+            return self._copy(parts)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(parts)
+            self._copied = self._stream.record_event()
+        return None
+
+    def fence(self) -> None:
+        """Let what this thread gives the GPU from now on come behind the copy; the host goes on."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Block until the copy is whole."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def chunk(self, start: int, num_bytes: int) -> memoryview:
+        """A stretch of the buffer, not copied."""
+        return memoryview(self._buffer.numpy().data)[start : start + num_bytes]
+
+    def _copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+        for start, values in parts:
+            place = self._buffer[start : start + values.nbytes].view(values.dtype)
+            place.view(values.shape).copy_(values, non_blocking=True)
