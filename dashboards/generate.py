@@ -172,8 +172,9 @@ ROWS = (
                 unit="percentunit",
             ),
             curve("Pipeline bubble", "run/bubble", unit="percentunit"),
-            curve("Model TFLOP/s per worker", "train/tflops_per_worker", width=12),
-            curve("MFU", "train/mfu", unit="percentunit", width=12),
+            curve("Model TFLOP/s per worker", "train/tflops_per_worker"),
+            curve("MFU", "train/mfu", unit="percentunit", width=8),
+            curve("Packing efficiency", "data/packing_efficiency", unit="percentunit"),
         ),
     ),
     Row(

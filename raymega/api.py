@@ -209,6 +209,7 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             seq_len=values.get("data.seq_len", 0),
             vocab_size=values.get("model.vocab_size", 0),
             needs_valid=values.get("run.eval_samples", 0) > 0,
+            is_packed=values.get("data.packing", "none") != "none",
         )
     if "checkpoint.uri" in values:
         run = f"/{values['run.name']}" if "run.name" in values else ""

@@ -10,7 +10,8 @@ import typer
 from raymega.cli.progress import phase_bars
 from raymega.cli.tables import table
 from raymega.data.format import DatasetMeta
-from raymega.data.inspect import describe, inspect_dataset
+from raymega.data.inspect import describe, describe_packing, inspect_dataset
+from raymega.data.open import Shape
 
 data_app = typer.Typer(help="Prepare and inspect datasets.", no_args_is_help=True)
 
@@ -58,18 +59,26 @@ def prepare(
     with phase_bars() as on_progress:
         done = run_prepare(options, on_progress=on_progress)
     result = {"output": done.uri, "seconds": done.seconds, "is_cached": done.is_cached}
-    _show(done.meta, result, as_json=as_json)
+    _show(done.meta, result, packing={}, as_json=as_json)
 
 
 @data_app.command()
 def inspect(
     uri: Annotated[str, typer.Argument(help="The dataset.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare.")] = False,
+    seq_len: Annotated[
+        int, typer.Option(min=0, help="Pack documents into rows of so many tokens and report it.")
+    ] = 0,
+    packing_window: Annotated[
+        int, typer.Option(min=1, help="Documents that are packed together.")
+    ] = 4096,
     as_json: AsJson = False,
 ) -> None:
     """Show what a dataset holds; with --verify, whether every byte of it is whole.
 
-    Example: raymega data inspect corpus-tokens --verify
+    With --seq-len also how many rows data.packing=best_fit makes of its documents.
+
+    Example: raymega data inspect corpus-tokens --verify --seq-len 8192
     """
     with phase_bars() as on_progress:
         meta = inspect_dataset(
@@ -77,17 +86,29 @@ def inspect(
             is_verified=verify,
             on_shard=lambda done, total: on_progress("verifying", done, total),
         )
-    _show(meta, {"output": uri, "is_verified": verify}, as_json=as_json)
+    shape = Shape(seq_len=seq_len, packing="best_fit", window=packing_window)
+    packing = describe_packing(uri, meta, shape) if seq_len else {}
+    _show(meta, {"output": uri, "is_verified": verify}, packing=packing, as_json=as_json)
 
 
-def _show(meta: DatasetMeta, result: dict[str, object], *, as_json: bool) -> None:
+def _show(
+    meta: DatasetMeta,
+    result: dict[str, object],
+    *,
+    packing: dict[str, dict[str, float]],
+    as_json: bool,
+) -> None:
     description = describe(meta)
     if as_json:
+        result |= {"packing": packing} if packing else {}
         print(json.dumps(result | description))
         return
     splits = description.pop("splits")
     headers = ("split", "documents", "text bytes", "tokens", "shards", "bytes per token")
     print(table(headers, [(name, *split.values()) for name, split in splits.items()]))
+    if packing:
+        columns = ("split", "rows", "packing efficiency", "longest document", "mean context")
+        print(table(columns, [(name, *found.values()) for name, found in packing.items()]))
     for key, value in {**description, **result}.items():
         print(f"{key.replace('_', ' ')}: {_text(value)}")
 

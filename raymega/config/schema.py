@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from raymega.config.data import BatchStage as BatchStage
+from raymega.config.data import DataSection as DataSection
 from raymega.config.fields import Decay, Fraction, NonNegative, Positive, PositiveFloat, Section
 from raymega.config.parallel import ParallelSection as ParallelSection
 from raymega.config.parallel import ScheduleSection as ScheduleSection
@@ -124,30 +126,6 @@ class ModelSection(Section):
         if self.head_features == "width / num_heads":
             return self.width // self.num_heads
         return self.head_features
-
-
-class BatchStage(Section):
-    """One stage of a batch ramp."""
-
-    until_samples: Positive = Field(description="Samples of the run consumed when it ends.")
-    global_batch_size: Positive = Field(description="Sequences of one optimizer step until then.")
-
-
-class DataSection(Section):
-    """Which tokens, in which portions."""
-
-    path: str = Field(
-        description="Folder or s3://bucket/prefix written by `raymega data prepare`, or `synthetic` "
-        "for built-in tokens that need no file."
-    )
-    seq_len: Positive = Field(description="S, tokens of one sequence.")
-    global_batch_size: Positive = Field(description="Sequences of one optimizer step, all ranks.")
-    batch_ramp: tuple[BatchStage, ...] = Field(
-        default=(),
-        description="Smaller batches at the start: each entry `{until_samples, global_batch_size}` "
-        "holds until so many samples of the run are consumed, then the next, then "
-        "global_batch_size.",
-    )
 
 
 class OptimizerSection(Section):

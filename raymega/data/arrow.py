@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal, Self
 
@@ -21,6 +21,7 @@ from raymega.data.format import ShardMeta, SplitMeta, shard_fault
 from raymega.errors import DataError
 
 COLUMN = "tokens"
+LENGTHS_KEY = b"document_lengths"
 BATCH_TOKENS = 1 << 20
 Tokens = npt.NDArray[np.int64]
 
@@ -50,6 +51,19 @@ class TokenStream:
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
         return np.concatenate(list(self._pieces(start, stop)))
 
+    def document_lengths(self) -> Tokens:
+        """Tokens of each document in stream order, [N], from the batches' headers.
+
+        Raises:
+            DataError: They do not add up to the stream.
+        """
+        parts = chain.from_iterable(_batch_lengths(self._folder, shard) for shard in self._shards)
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        if int(lengths.sum()) != self.num_tokens:
+            fact = f"the documents of {self._folder} have {int(lengths.sum())} tokens"
+            raise DataError(shard_fault(fact, f"dataset.json says {self.num_tokens}"))
+        return lengths
+
     def _pieces(self, start: int, stop: int) -> Iterator[Tokens]:
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -68,7 +82,8 @@ class TokenStream:
 class ShardWriter:
     """Writes one shard in batches; the file gets its name only when it is whole.
 
-    A batch holds BATCH_TOKENS, so that memory stays bounded however long the shard is.
+    A batch holds BATCH_TOKENS or a little more, whole documents, so that memory stays bounded
+    however long the shard is; the batch's metadata are the documents' lengths.
     """
 
     def __init__(self, folder: Path, file: str, *, dtype: str) -> None:
@@ -108,7 +123,9 @@ class ShardWriter:
         if not self._pending:
             return
         column = pa.array(np.concatenate(self._pending))
-        self._writer.write_batch(pa.record_batch([column], schema=self._schema))
+        lengths = b",".join(b"%d" % len(document) for document in self._pending)
+        batch = pa.record_batch([column], schema=self._schema)
+        self._writer.write_batch(batch, custom_metadata={LENGTHS_KEY: lengths})
         self._num_tokens += self._num_pending
         self._pending, self._num_pending = [], 0
 
@@ -128,6 +145,22 @@ def file_crc32(path: Path) -> int:
         while piece := stream.read(1 << 20):
             crc = zlib.crc32(piece, crc)
     return crc
+
+
+def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
+    """Document lengths of each batch of a shard; none where they were not written."""
+    path = folder / shard.file
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            reader = pa.ipc.open_file(mapped)
+            for index in range(reader.num_record_batches):
+                metadata = reader.get_batch_with_custom_metadata(index).custom_metadata or {}
+                texts = metadata.get(LENGTHS_KEY, b"").split(b",")
+                yield np.array([int(text) for text in texts if text], dtype=np.int64)
+    except (OSError, pa.ArrowInvalid, ValueError) as error:
+        raise DataError(
+            shard_fault(f"{path} cannot be read ({error})", "it must be whole")
+        ) from error
 
 
 def _map_shard(folder: Path, shard: ShardMeta) -> pa.ChunkedArray:

@@ -5,11 +5,12 @@ It owns the questions; the answers about one dataset come from data.format.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from raymega.data.format import META_FILE, DatasetMeta, local_folder, read_meta, size_faults
-from raymega.data.open import missing_split, short_split
+from raymega.data.open import missing_split, no_documents, short_split
 from raymega.data.remote import is_remote, meta_at, missing_shards
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import Fault, RaymegaError
@@ -20,7 +21,12 @@ MIN_BPE_VOCAB_SIZE = 257
 
 
 def data_faults(
-    path: str, *, seq_len: int, vocab_size: int, needs_valid: bool = False
+    path: str,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    needs_valid: bool = False,
+    is_packed: bool = False,
 ) -> list[Fault]:
     """Everything that is wrong with ``data.path``; a number of 0 is not known and not checked.
 
@@ -29,20 +35,23 @@ def data_faults(
         seq_len: ``data.seq_len``.
         vocab_size: ``model.vocab_size``.
         needs_valid: The job evaluates, so there must be a validation split.
+        is_packed: The job packs documents, so the dataset must know where they begin.
     """
+    wants = _Wants(
+        seq_len=seq_len, vocab_size=vocab_size, needs_valid=needs_valid, is_packed=is_packed
+    )
     if path == SYNTHETIC_PATH:
         return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, vocab_size)
     try:
         if is_remote(path):
-            return _remote_faults(path, seq_len, vocab_size, needs_valid=needs_valid)
+            return _remote_faults(path, wants)
         folder = local_folder(path)
         if not (folder / META_FILE).is_file():
             return [_not_prepared(path, folder, vocab_size)]
         meta = read_meta(folder)
     except RaymegaError as error:
         return [fault for fault in error.faults if isinstance(fault, Fault)]
-    faults = _content_faults(path, meta, seq_len, vocab_size, needs_valid=needs_valid)
-    return [*faults, *size_faults(folder, meta)]
+    return [*_content_faults(path, meta, wants), *size_faults(folder, meta)]
 
 
 def dataset_identity(path: str) -> str:
@@ -61,24 +70,33 @@ def dataset_identity(path: str) -> str:
     return blake2b(repr(shards).encode(), digest_size=8).hexdigest()
 
 
-def _remote_faults(path: str, seq_len: int, vocab_size: int, *, needs_valid: bool) -> list[Fault]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wants:
+    """What the job wants of its data; see :func:`data_faults`."""
+
+    seq_len: int
+    vocab_size: int
+    needs_valid: bool
+    is_packed: bool
+
+
+def _remote_faults(path: str, wants: _Wants) -> list[Fault]:
     """The same for a dataset in an object store, which is asked only when it answers at all."""
     refusals = reading_faults(path, field="data.path")
     if refusals:
         return refusals
     meta = meta_at(path)
-    faults = _content_faults(path, meta, seq_len, vocab_size, needs_valid=needs_valid)
-    return [*faults, *missing_shards(path, meta)]
+    return [*_content_faults(path, meta, wants), *missing_shards(path, meta)]
 
 
-def _content_faults(
-    path: str, meta: DatasetMeta, seq_len: int, vocab_size: int, *, needs_valid: bool
-) -> list[Fault]:
-    lacks_valid = needs_valid and "valid" not in meta.splits
+def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
+    lacks_valid = wants.needs_valid and "valid" not in meta.splits
+    lacks_documents = wants.is_packed and not meta.has_documents
     return [
         *([missing_split(path, "valid")] if lacks_valid else []),
-        *_vocabulary_faults(path, meta.vocab_size, vocab_size),
-        *_length_faults(path, meta, seq_len),
+        *([no_documents(path)] if lacks_documents else []),
+        *_vocabulary_faults(path, meta.vocab_size, wants.vocab_size),
+        *([] if wants.is_packed else _length_faults(path, meta, wants.seq_len)),
     ]
 
 

@@ -97,7 +97,7 @@ class DatasetMeta:
             distribution, nats per token; the loss of a model that knows only token frequencies.
             -1 without a valid split.
         source: Where the text came from.
-        version: Of this layout.
+        version: Of this layout. Shards of version 2 know where documents begin.
     """
 
     recipe: dict[str, str]
@@ -107,7 +107,12 @@ class DatasetMeta:
     splits: dict[str, SplitMeta]
     valid_entropy: float
     source: SourceMeta
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether the shards know where documents begin."""
+        return self.version >= 2
 
 
 def local_folder(uri: str) -> Path:
@@ -152,7 +157,7 @@ def parse_meta(content: bytes, name: str) -> DatasetMeta:
         return _ADAPTER.validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        fact = f"{name} is not a version 1 description: {first['loc']}: {first['msg']}"
+        fact = f"{name} is not a version 1 or 2 description: {first['loc']}: {first['msg']}"
         raise DataError(no_dataset(fact)) from error
 
 

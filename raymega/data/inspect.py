@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raymega.data.arrow import file_crc32
+from raymega.data.arrow import TokenStream, file_crc32
 from raymega.data.format import (
     DatasetMeta,
     ShardMeta,
@@ -17,7 +17,8 @@ from raymega.data.format import (
     shard_fault,
     size_faults,
 )
-from raymega.data.remote import is_remote, meta_at, missing_shards, shard_crc32
+from raymega.data.open import Shape, StreamDocuments, no_documents, packed
+from raymega.data.remote import is_remote, local_copy, meta_at, missing_shards, shard_crc32
 from raymega.errors import DataError, Fault, StorageError, raise_faults
 from raymega.storage.open import open_store, reading_faults
 
@@ -46,6 +47,26 @@ def inspect_dataset(
         shards = [shard for split in meta.splits.values() for shard in split.shards]
         raise_faults(DataError, _checksum_faults(uri, shards, on_shard))
     return meta
+
+
+def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dict[str, float]]:
+    """By split, how many rows its documents fill and how much of them is no padding.
+
+    Raises:
+        DataError: The shards do not know where documents begin.
+    """
+    folder, found = local_copy(uri), {}
+    raise_faults(DataError, [] if meta.has_documents else [no_documents(uri)])
+    for name, split in meta.splits.items():
+        documents = StreamDocuments(TokenStream(folder, split), vocab_size=meta.vocab_size)
+        source = packed(documents, shape)
+        found[name] = {
+            "rows": source.num_windows,
+            "packing_efficiency": round(source.efficiency, 4),
+            "longest_document": int(documents.lengths.max()),
+            "mean_context": round(source.context, 1),
+        }
+    return found
 
 
 def describe(meta: DatasetMeta) -> dict[str, Any]:

@@ -10,9 +10,13 @@ from hashlib import shake_128
 import numpy as np
 import numpy.typing as npt
 
+from raymega.data.rows import Row, whole_row
+
 SYNTHETIC_PATH = "synthetic"
 SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
+NUM_DOCUMENTS = {"train": 1 << 13, "valid": 1 << 9}
+HALVINGS = 5  # of the longest document, to the shortest
 NOISE_BYTES = 32  # of 256: one token in eight is drawn afresh
 
 
@@ -26,16 +30,40 @@ class SyntheticSource:
     def __init__(self, *, split: str, seq_len: int, seed: int) -> None:
         """``split`` is ``train`` or ``valid``; the two share no window."""
         self.num_windows = NUM_WINDOWS[split]
-        self._split, self._seq_len, self._seed = split, seq_len, seed
+        self._split, self.seq_len, self._seed = split, seq_len, seed
+        self.context, self.efficiency = float(seq_len), 1.0
 
     def window(self, index: int) -> npt.NDArray[np.int64]:
         """Tokens of window ``index``: [S + 1]."""
-        name = f"{self._seed}/{self._split}/{index}".encode()
-        noise = shake_128(name).digest(2 * (self._seq_len + 1))
-        tokens = np.empty(self._seq_len + 1, dtype=np.int64)
-        token = noise[0] % SYNTHETIC_VOCAB_SIZE
-        for position in range(self._seq_len + 1):
-            is_noise, fresh = noise[2 * position] < NOISE_BYTES, noise[2 * position + 1]
-            token = (fresh if is_noise else 5 * token + 17) % SYNTHETIC_VOCAB_SIZE
-            tokens[position] = token
-        return tokens
+        return _noisy_cycle(f"{self._seed}/{self._split}/{index}", self.seq_len + 1)
+
+    def row(self, index: int) -> Row:
+        """The window as a sample."""
+        return whole_row(self.window(index))
+
+
+class SyntheticDocuments:
+    """Documents of such tokens, some longer than S and most much shorter."""
+
+    def __init__(self, *, split: str, seq_len: int, seed: int) -> None:
+        """Lengths are spread evenly over their logarithm, up to a quarter above S."""
+        self._name = f"{seed}/{split}/document"
+        digits = shake_128(self._name.encode()).digest(2 * NUM_DOCUMENTS[split])
+        shares = np.frombuffer(digits, dtype="<u2") / (1 << 16)
+        lengths = 1.25 * seq_len * 2.0 ** (-HALVINGS * shares)
+        self.lengths = np.maximum(lengths.astype(np.int64), 1)
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, stop) of one of them."""
+        return _noisy_cycle(f"{self._name}/{document}", int(self.lengths[document]))[start:stop]
+
+
+def _noisy_cycle(name: str, length: int) -> npt.NDArray[np.int64]:
+    noise = shake_128(name.encode()).digest(2 * length)
+    tokens = np.empty(length, dtype=np.int64)
+    token = noise[0] % SYNTHETIC_VOCAB_SIZE
+    for position in range(length):
+        is_noise, fresh = noise[2 * position] < NOISE_BYTES, noise[2 * position + 1]
+        token = (fresh if is_noise else 5 * token + 17) % SYNTHETIC_VOCAB_SIZE
+        tokens[position] = token
+    return tokens

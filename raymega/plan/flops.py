@@ -13,7 +13,7 @@ FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies each matrix twice: for its input's gradient and for its own."""
 
 
-def flops_per_token(model: ModelSection, *, seq_len: int) -> float:
+def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     """Of training on one token: forward and backward.
 
     A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not; looking

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 PEAK_16_BIT_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -40,3 +42,44 @@ def peak_flops(device_name: str, *, dtype: str) -> float | None:
         return None
     found = (flops for name, flops in PEAK_16_BIT_FLOPS.items() if name in device_name)
     return next(found, None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What one kind of cluster does in practice, for cost formulas.
+
+    Attributes:
+        flops: Peak FLOP/s of 16-bit matrices.
+        matrix_share: Share of the peak that large matrix products reach.
+        attention_share: Share that fused causal attention reaches, forward and backward together.
+        near_bytes_per_s: One GPU to others of its node, one direction.
+        far_bytes_per_s: One GPU to another node.
+        hop_s: Of a message, however short.
+        launch_s: Of a kernel, however small.
+        ranks_per_node: GPUs of a node.
+    """
+
+    flops: float
+    matrix_share: float
+    attention_share: float
+    near_bytes_per_s: float
+    far_bytes_per_s: float
+    hop_s: float
+    launch_s: float
+    ranks_per_node: int
+
+
+HARDWARE = {
+    "h100": Hardware(
+        flops=989e12,
+        matrix_share=0.6,
+        attention_share=0.4,
+        near_bytes_per_s=450e9,
+        far_bytes_per_s=50e9,
+        hop_s=15e-6,
+        launch_s=2e-6,
+        ranks_per_node=8,
+    ),
+}
+"""DGX H100: one 400 Gb/s adapter a GPU. The shares and times are round figures that published runs
+suggest; nothing here was measured."""

@@ -24,6 +24,7 @@ from raymega.plan.training_rules import (
     loss_scale_faults,
     lr_schedule_faults,
     lr_step_faults,
+    packing_faults,
     recompute_faults,
 )
 from raymega.schedule.order import make_sizes
@@ -339,6 +340,7 @@ RULES = (
         ),
         check=lr_schedule_faults,
     ),
+    Rule(reads=("data.packing", "data.seq_len", "data.document_multiple"), check=packing_faults),
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),
     Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),

@@ -95,6 +95,36 @@ def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> lis
     return faults
 
 
+def packing_faults(packing: str, seq_len: int, multiple: int) -> list[Fault]:
+    """Documents of a row are multiples, so the row must be one too."""
+    if packing == "best_fit":  # attention inside documents is not built
+        return [
+            Fault(
+                fact="data.packing=best_fit",
+                rule="training on packed documents is not built yet",
+                remedy="set data.packing=none",
+            )
+        ]
+    if packing == "none" and multiple > 1:
+        return [
+            Fault(
+                fact=f"data.document_multiple={multiple}",
+                rule="only data.packing=best_fit has documents to pad, and it is none",
+                remedy="set data.packing=best_fit, or data.document_multiple=1",
+            )
+        ]
+    if seq_len % multiple == 0:
+        return []
+    lower = seq_len - seq_len % multiple
+    return [
+        Fault(
+            fact=f"data.document_multiple={multiple}",
+            rule=f"it must divide data.seq_len={seq_len} (remainder {seq_len % multiple})",
+            remedy=f"set data.seq_len={lower or multiple}, or another multiple",
+        )
+    ]
+
+
 def recompute_faults(recompute: str, parts: Sequence[str]) -> list[Fault]:
     """Selective recompute has something to make again."""
     if recompute != "selective" or parts:

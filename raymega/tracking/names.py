@@ -71,6 +71,7 @@ METRICS = (
     _gauge("train/global_batch_size", "sequences", "Sequences of the step, all ranks."),
     _gauge("train/loss_scale", "1", "Loss scale of the next step; float16 only."),
     _counter("train/skipped_steps", "steps", "Steps without update, of an overflow; float16 only."),
+    _gauge("data/packing_efficiency", "1", "Share of packed rows that is no padding."),
     _counter("train/tokens", "tokens", "Unmasked tokens trained on since the run began."),
     _counter("train/samples", "sequences", "Sequences trained on since the run began."),
     _gauge("train/step_time_s", "s", "Wall time of the step on rank 0."),

@@ -13,7 +13,8 @@ import torch
 
 from raymega.config.schema import Job
 from raymega.data.loader import Loader
-from raymega.data.open import Source, open_split
+from raymega.data.open import Shape, open_split
+from raymega.data.rows import Source
 from raymega.model.stage import StageModule
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.buckets import bucket_bytes_for, make_buckets
@@ -174,7 +175,14 @@ def _log_attention_weights(job: Job) -> None:
 
 def _open_source(plan: RunPlan, split: str) -> Source:
     job = plan.job
-    return open_split(job.data.path, split, seq_len=job.data.seq_len, seed=job.run.seed)
+    data = job.data
+    shape = Shape(
+        seq_len=data.seq_len,
+        packing=data.packing,
+        window=data.packing_window,
+        multiple=data.document_multiple,
+    )
+    return open_split(data.path, split, shape, seed=job.run.seed)
 
 
 def _build_executors(

@@ -34,7 +34,9 @@ def run_loop(
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop."""
     job = parts.plan.job
-    speed = Speedometer(parts.plan, parts.device)
+    source = parts.loader.source
+    speed = Speedometer(parts.plan, parts.device, context=source.context)
+    packing = {"data/packing_efficiency": source.efficiency} if job.data.packing != "none" else {}
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
     while state.step < job.run.steps and not stopped:
@@ -55,7 +57,7 @@ def run_loop(
             )
             seconds = time.monotonic() - began
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
-        metrics |= _statistics(parts, state, outcome, activations)
+        metrics |= packing | _statistics(parts, state, outcome, activations)
         state = outcome.state
         _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):

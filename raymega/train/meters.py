@@ -18,10 +18,13 @@ STATM = Path("/proc/self/statm")
 class Speedometer:
     """Turns tokens and seconds of a step into speeds of the run and of one worker."""
 
-    def __init__(self, plan: RunPlan, device: torch.device) -> None:
-        """Look the device up; one that is not in the table has no MFU."""
+    def __init__(self, plan: RunPlan, device: torch.device, *, context: float) -> None:
+        """Look the device up; one that is not in the table has no MFU.
+
+        ``context`` is the length of what a token stands in, S where nothing is packed.
+        """
         self._world_size = plan.grid.world_size
-        self._flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
+        self._flops = flops_per_token(plan.job.model, seq_len=context)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, dtype=plan.job.precision.dtype)
 

@@ -190,7 +190,10 @@ def _find_smallest(
 
 def _is_data_there(job: Job) -> bool:
     return job.data.path == SYNTHETIC_PATH or not data_faults(
-        job.data.path, seq_len=job.data.seq_len, vocab_size=job.model.vocab_size
+        job.data.path,
+        seq_len=job.data.seq_len,
+        vocab_size=job.model.vocab_size,
+        is_packed=job.data.packing != "none",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from raymega.config.schema import Job
@@ -114,6 +115,8 @@ def _shorten(draft: _Draft, steps: int) -> None:
     job = draft.job()
     draft.set("precision.dtype", "float64", "so that rounding is far below any mistake")
     draft.set("data.seq_len", min(job.data.seq_len, MAX_SEQ_LEN))
+    multiple = gcd(job.data.document_multiple, draft.values["data"]["seq_len"])
+    draft.set("data.document_multiple", multiple, "it must divide the sequence")
     draft.set("data.global_batch_size", _small_batch(job.data.global_batch_size))
     draft.set("data.batch_ramp", _short_ramp(draft.job()))
     micro = min(job.schedule.micro_batch_size, draft.values["data"]["global_batch_size"])

@@ -11,7 +11,7 @@ from raymega.convert.hf_export import hf_export
 from raymega.convert.hf_import import hf_import
 from raymega.convert.hf_names import hf_tensors
 from raymega.data.loader import Loader
-from raymega.data.open import open_split
+from raymega.data.open import Shape, open_split
 from raymega.messages import Requests
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.blocks import Block
@@ -137,7 +137,7 @@ def _train(env, plan_json):
 
 def _micro_batches(plan, state):
     job = plan.job
-    source = open_split(job.data.path, "train", seq_len=job.data.seq_len, seed=job.run.seed)
+    source = open_split(job.data.path, "train", Shape(seq_len=job.data.seq_len), seed=job.run.seed)
     loader = Loader(source, dp_rank=0, seed=job.run.seed, device="cpu")
     return loader.micro_batches(plan.batch, state.samples)
 

@@ -6,7 +6,7 @@ from ray.cluster_utils import Cluster
 
 from raymega.data.format import META_FILE
 from raymega.data.inspect import inspect_dataset
-from raymega.data.open import open_split
+from raymega.data.open import Shape, open_split
 from raymega.errors import ConfigError
 from raymega.prepare import sources
 from raymega.prepare.pipeline import PrepareOptions, prepare
@@ -76,7 +76,7 @@ def _check_dataset(meta, out):
     assert sum(split.num_documents for split in meta.splits.values()) == NUM_FILES
     num_bytes = sum(split.num_text_bytes for split in meta.splits.values())
     assert num_bytes == meta.source.num_bytes and meta.valid_entropy > 1
-    source = open_split(str(out), "train", seq_len=16, seed=0)
+    source = open_split(str(out), "train", Shape(seq_len=16), seed=0)
     windows = [source.window(i) for i in range(source.num_windows)]
     num_ends = sum((window[:-1] == meta.eod_id).sum() for window in windows)
     num_train = meta.splits["train"].num_documents

@@ -6,8 +6,8 @@ from raymega.data.arrow import ShardWriter
 from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
 
 
-def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257):
-    """Splits whose streams count 0, 1, 2, ...; ``train`` and ``valid`` are lengths of shards."""
+def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257, version=2):
+    """Splits whose streams count 0, 1, 2, ...; ``train`` and ``valid`` are lengths of shards, each of one document."""
     lengths = {"train": train, "valid": valid}
     splits = {name: _write_split(folder, name, sizes) for name, sizes in lengths.items() if sizes}
     meta = DatasetMeta(
@@ -20,6 +20,7 @@ def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257):
         source=SourceMeta(
             inputs=("x",), num_files=1, num_bytes=1, num_replaced=0, num_tokenizer_bytes=0
         ),
+        version=version,
     )
     (folder / META_FILE).write_bytes(encode_meta(meta))
     return meta

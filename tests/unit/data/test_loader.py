@@ -4,6 +4,7 @@ import torch
 
 from raymega.data.loader import Loader
 from raymega.data.order import sample_window
+from raymega.data.rows import whole_row
 from raymega.plan.batch import make_batch
 
 SEQ_LEN, NUM_WINDOWS, SEED = 5, 40, 9
@@ -12,10 +13,10 @@ SEQ_LEN, NUM_WINDOWS, SEED = 5, 40, 9
 class CountingSource:
     """Window i is i * 100 + 1, i * 100 + 2, ...: its tokens tell its number."""
 
-    num_windows = NUM_WINDOWS
+    num_windows, seq_len = NUM_WINDOWS, SEQ_LEN
 
-    def window(self, index):
-        return 100 * index + np.arange(1, SEQ_LEN + 2)
+    def row(self, index):
+        return whole_row(100 * index + np.arange(1, SEQ_LEN + 2))
 
 
 def _step(step, *, dp, micro_batch_size, global_batch_size=16):

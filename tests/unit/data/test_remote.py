@@ -8,7 +8,7 @@ import pytest
 from raymega.data.checks import data_faults
 from raymega.data.format import META_FILE
 from raymega.data.inspect import inspect_dataset
-from raymega.data.open import open_split
+from raymega.data.open import Shape, open_split
 from raymega.data.remote import local_copy, meta_at
 from raymega.errors import ConfigError, DataError, StorageError
 from raymega.storage.open import open_store
@@ -50,8 +50,8 @@ def _corrupt(uri, file):
 
 def test_split_opens_from_a_store_with_the_same_tokens(uri, meta, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    far = open_split(uri, "train", seq_len=16, seed=0)
-    near = open_split(str(tmp_path / "made"), "train", seq_len=16, seed=0)
+    far = open_split(uri, "train", Shape(seq_len=16), seed=0)
+    near = open_split(str(tmp_path / "made"), "train", Shape(seq_len=16), seed=0)
     assert far.num_windows == near.num_windows == 4
     assert all((far.window(i) == near.window(i)).all() for i in range(4))
     (copy,) = (tmp_path / "home/.raymega/cache").iterdir()

@@ -68,6 +68,7 @@ def step_finished(step, attempt=1, loss=0.0):
         "train/tokens_per_s_per_worker": 1024.0,
         "train/tflops_per_worker": 0.5,
         "train/mfu": 0.25,
+        "data/packing_efficiency": 0.99,
     }
     return StepFinished(attempt=attempt, step=step, metrics=metrics)
 

@@ -1,0 +1,327 @@
+"""Dynamic context parallelism: how many ranks hold each document of a step, in which micro-batch.
+
+Static context parallelism cuts every document into as many parts as the longest one needs. Here
+each pack of documents gets as few ranks as its memory and a fair share of the work allow. It is a
+pure function of the documents' lengths, so every rank decides alike and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import lcm
+
+from raymega.errors import Fault, PlanError
+from raymega.plan.pack_cost import PackCost, pairs_of
+
+SPREADS = (1.0, 1.3, 1.6, 2.5)
+"""Times the mean load: what a document may cost before it is given more ranks. All are tried."""
+MORE_ROUNDS = 2
+"""So many more micro-batches than the fewest that could hold the tokens are tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pack:
+    """Documents that some neighbouring ranks hold together in one micro-batch.
+
+    Attributes:
+        first_rank: A multiple of ``size``; ranks count over dp * cp.
+        size: Ranks, a power of two.
+        documents: Indices of documents in the step; none where a rank has nothing to do.
+        tokens: On each rank, padding included.
+        seconds: What it costs by the formula.
+    """
+
+    first_rank: int
+    size: int
+    documents: tuple[int, ...]
+    tokens: int
+    seconds: float
+
+
+Round = tuple[Pack, ...]
+"""One micro-batch of all ranks: packs in the order of their ranks, every rank in one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a schedule keeps to.
+
+    Attributes:
+        num_ranks: dp * cp, a power of two.
+        max_tokens: That one rank holds in one micro-batch.
+        multiple: Of a rank's tokens: tp where positions are cut over tp.
+    """
+
+    num_ranks: int
+    max_tokens: int
+    multiple: int = 1
+
+    def tokens_a_rank(self, padded: int, size: int) -> int:
+        """What each of ``size`` ranks holds of documents that have ``padded`` tokens together."""
+        unit = lcm(self.multiple, 2) if size > 1 else self.multiple
+        return -(-padded // (size * unit)) * unit
+
+
+def padded_length(length: int, size: int) -> int:
+    """Of a document that ``size`` ranks hold: each has two chunks of it, and all are equal."""
+    unit = 2 * size if size > 1 else 1
+    return -(-length // unit) * unit
+
+
+def schedule_documents(lengths: Sequence[int], limits: Limits, cost: PackCost) -> tuple[Round, ...]:
+    """The micro-batches of a step; each document is in one pack.
+
+    All ranks have equally many micro-batches, and in each of them every rank is in one pack, so
+    that any pipeline schedule runs the same list everywhere and no two groups wait for each other.
+
+    Args:
+        lengths: Tokens of each document, at least 1.
+        limits: What a rank can hold.
+        cost: Decides between schedules that are legal.
+
+    Raises:
+        PlanError: A document does not fit all ranks together.
+    """
+    _check(lengths, limits)
+    fewest = max(1, -(-sum(lengths) // (limits.num_ranks * limits.max_tokens)))
+    best: tuple[Round, ...] | None = None
+    num_rounds = fewest
+    while best is None or num_rounds <= fewest + MORE_ROUNDS:
+        for spread in SPREADS:
+            found = _attempt(lengths, limits, cost, num_rounds=num_rounds, spread=spread)
+            if found is not None and (best is None or _is_sooner(found, best, limits)):
+                best = found
+        num_rounds += 1
+    return best
+
+
+def finish_seconds(rounds: Sequence[Round], num_ranks: int) -> float:
+    """When the last rank is done; a pack begins when all its ranks have done what came before."""
+    at = [0.0] * num_ranks
+    for pack in (pack for packs in rounds for pack in packs):
+        ranks = slice(pack.first_rank, pack.first_rank + pack.size)
+        at[ranks] = [max(at[ranks]) + pack.seconds] * pack.size
+    return max(at)
+
+
+def imbalance(rounds: Sequence[Round], num_ranks: int) -> float:
+    """Largest over mean work of the ranks."""
+    work = [0.0] * num_ranks
+    for pack in (pack for packs in rounds for pack in packs):
+        for rank in range(pack.first_rank, pack.first_rank + pack.size):
+            work[rank] += pack.seconds
+    return max(work) * num_ranks / sum(work)
+
+
+def _is_sooner(one: Sequence[Round], other: Sequence[Round], limits: Limits) -> bool:
+    return finish_seconds(one, limits.num_ranks) < finish_seconds(other, limits.num_ranks)
+
+
+def least_size(length: int, limits: Limits) -> int:
+    """The fewest ranks, a power of two, that can hold a document."""
+    size = 1
+    while limits.tokens_a_rank(padded_length(length, size), size) > limits.max_tokens:
+        size *= 2
+    return size
+
+
+@dataclass(kw_only=True, slots=True)
+class _Bin:
+    """A pack in the making; ``tokens`` are those of its documents, padded for ``size``."""
+
+    size: int
+    documents: list[int] = field(default_factory=list)
+    tokens: int = 0
+    pairs: int = 0
+    version: int = 0
+
+    def with_document(self, length: int, limits: Limits, cost: PackCost) -> float | None:
+        """Seconds with one more document, None when it does not fit."""
+        tokens = limits.tokens_a_rank(self.tokens + padded_length(length, self.size), self.size)
+        if tokens > limits.max_tokens:
+            return None
+        return cost.seconds(tokens=tokens, pairs=self.pairs + pairs_of(length), size=self.size)
+
+    def add(self, document: int, length: int) -> None:
+        self.documents.append(document)
+        self.version += 1
+        self.tokens += padded_length(length, self.size)
+        self.pairs += pairs_of(length)
+
+    def seconds(self, limits: Limits, cost: PackCost) -> float:
+        tokens = limits.tokens_a_rank(self.tokens, self.size)
+        return cost.seconds(tokens=tokens, pairs=self.pairs, size=self.size)
+
+
+def _attempt(
+    lengths: Sequence[int], limits: Limits, cost: PackCost, *, num_rounds: int, spread: float
+) -> tuple[Round, ...] | None:
+    """A schedule with ``num_rounds`` micro-batches, None when the documents do not fit so."""
+    slots = limits.num_ranks * num_rounds
+    work = sum(cost.seconds(tokens=n, pairs=pairs_of(n), size=1) - cost.start_s for n in lengths)
+    target = cost.start_s + spread * work / slots
+    sizes = [_fair_size(length, target, limits, cost) for length in lengths]
+    shelves = _Shelves(limits, cost, free=slots, target=target)
+    # Longest first, as for any load balancing by a greedy rule; ties by the order of the step.
+    for document in sorted(range(len(lengths)), key=lambda i: (-sizes[i], -lengths[i], i)):
+        least = least_size(lengths[document], limits)
+        if not shelves.put(document, lengths[document], wanted=sizes[document], least=least):
+            return None
+    return _in_rounds(_widened(shelves, lengths, limits, cost), limits, cost)
+
+
+def _fair_size(length: int, target: float, limits: Limits, cost: PackCost) -> int:
+    """Ranks of a document: what memory needs, and more while it costs more than ``target``."""
+    size = least_size(length, limits)
+
+    def seconds(ranks: int) -> float:
+        tokens = limits.tokens_a_rank(padded_length(length, ranks), ranks)
+        return cost.seconds(tokens=tokens, pairs=pairs_of(length), size=ranks)
+
+    while size < limits.num_ranks and seconds(size) > target > 0:
+        if seconds(2 * size) >= seconds(size):
+            break
+        size *= 2
+    return size
+
+
+@dataclass(order=True, frozen=True, slots=True)
+class _Entry:
+    """A bin on a shelf as it was; stale when the bin has changed since."""
+
+    seconds: float
+    number: int
+    version: int = field(compare=False)
+    bin: _Bin = field(compare=False)
+
+    @property
+    def is_stale(self) -> bool:
+        return self.version != self.bin.version
+
+
+class _Shelves:
+    """Bins by their size, each shelf a heap by what its bins cost so far."""
+
+    def __init__(self, limits: Limits, cost: PackCost, *, free: int, target: float) -> None:
+        self._limits, self._cost, self._target = limits, cost, target
+        self._shelves: dict[int, list[_Entry]] = {}
+        self.free = free
+        self.bins: list[_Bin] = []
+
+    def put(self, document: int, length: int, *, wanted: int, least: int) -> bool:
+        """Put a document where the load stays lowest; False when there is no room.
+
+        A bin is opened while there are slots and no open one takes the document below the target,
+        so that small documents fill what large ones leave.
+        """
+        choice = self._cheapest(length, at_least=wanted)
+        if (choice is None or choice.seconds > self._target) and self._open(wanted):
+            choice = self._cheapest(length, at_least=wanted)
+        if choice is None:
+            choice = self._cheapest(length, at_least=least)
+        if choice is None and self._open(least):
+            choice = self._cheapest(length, at_least=least)
+        if choice is None:
+            return False
+        choice.bin.add(document, length)
+        self._shelve(choice.bin, choice.number)
+        return True
+
+    def _open(self, size: int) -> bool:
+        if size > self.free:
+            return False
+        self.free -= size
+        self.bins.append(_Bin(size=size))
+        self._shelve(self.bins[-1], len(self.bins))
+        return True
+
+    def _shelve(self, made: _Bin, number: int) -> None:
+        entry = _Entry(made.seconds(self._limits, self._cost), number, made.version, made)
+        heappush(self._shelves.setdefault(made.size, []), entry)
+
+    def _cheapest(self, length: int, *, at_least: int) -> _Entry | None:
+        """Of the bins that have room, the one that costs least afterwards, with that cost."""
+        found = [
+            entry
+            for size, shelf in self._shelves.items()
+            if size >= at_least and (entry := self._first_with_room(shelf, length)) is not None
+        ]
+        return min(found, default=None)
+
+    def _first_with_room(self, shelf: list[_Entry], length: int) -> _Entry | None:
+        """The shelf's cheapest bin that has room; the fuller ones before it are put back."""
+        passed, found = [], None
+        while shelf and found is None:
+            entry = shelf[0]
+            if not entry.is_stale:
+                seconds = entry.bin.with_document(length, self._limits, self._cost)
+                if seconds is not None:
+                    found = _Entry(seconds, entry.number, entry.version, entry.bin)
+                    break
+                passed.append(entry)
+            heappop(shelf)
+        for entry in passed:
+            heappush(shelf, entry)
+        return found
+
+
+def _widened(
+    shelves: _Shelves, lengths: Sequence[int], limits: Limits, cost: PackCost
+) -> list[_Bin]:
+    """Give slots that nobody needs to the packs that cost most, as far as that helps."""
+    bins, free = list(shelves.bins), shelves.free
+    while free:
+        by_load = sorted(range(len(bins)), key=lambda i: (-bins[i].seconds(limits, cost), i))
+        most = next((i for i in by_load if bins[i].size <= min(free, limits.num_ranks // 2)), None)
+        if most is None:
+            break
+        wide = _Bin(size=2 * bins[most].size)
+        for document in bins[most].documents:
+            wide.add(document, lengths[document])
+        is_too_much = limits.tokens_a_rank(wide.tokens, wide.size) > limits.max_tokens
+        if is_too_much or wide.seconds(limits, cost) >= bins[most].seconds(limits, cost):
+            break
+        free -= bins[most].size
+        bins[most] = wide
+    return bins + [_Bin(size=1) for _ in range(free)]
+
+
+def _in_rounds(bins: list[_Bin], limits: Limits, cost: PackCost) -> tuple[Round, ...]:
+    """Lay bins side by side, large ones first: then each begins at a multiple of its size."""
+    packs = sorted(
+        ((b, b.seconds(limits, cost)) for b in bins),
+        key=lambda one: (-one[0].size, -one[1], one[0].documents),
+    )
+    starts = accumulate((made.size for made, _ in packs), initial=0)
+    rounds: list[list[Pack]] = []
+    for start, (made, seconds) in zip(starts, packs, strict=False):
+        if start % limits.num_ranks == 0:
+            rounds.append([])
+        rounds[-1].append(
+            Pack(
+                first_rank=start % limits.num_ranks,
+                size=made.size,
+                documents=tuple(made.documents),
+                tokens=limits.tokens_a_rank(max(1, made.tokens), made.size),
+                seconds=seconds,
+            )
+        )
+    return tuple(map(tuple, rounds))
+
+
+def _check(lengths: Sequence[int], limits: Limits) -> None:
+    longest = max(lengths, default=0)
+    unit = lcm(limits.multiple, 2) if limits.num_ranks > 1 else limits.multiple
+    room = limits.num_ranks * (limits.max_tokens - limits.max_tokens % unit)
+    if longest <= room:
+        return
+    raise PlanError(
+        Fault(
+            fact=f"a document of {longest} tokens",
+            rule=f"{limits.num_ranks} ranks of {limits.max_tokens} tokens each hold {room} together",
+            remedy="use a shorter data.seq_len, or more ranks in dp * cp",
+        )
+    )
