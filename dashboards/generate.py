@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raymega.tracking.names import Metric, find_metric
+from raymega.tracking.names import Metric, find_row
 
 FOLDER = Path(__file__).parent
 DASHBOARD = FOLDER / "raymega.json"
@@ -23,6 +23,7 @@ UNITS = {"s": "s", "bytes": "bytes"}
 ATTEMPT_LEGEND = "{{run}}, attempt {{attempt}}"
 WINDOW = "$__rate_interval"
 TIMELINE = "tracking.timeline_every"
+PART_SETTINGS = {"group": "tracking.norms_every", "layer": "tracking.activations_every"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ def series(metric: Metric) -> str:
 
 def select(name: str) -> str:
     """The series of ``name`` of the chosen runs."""
-    return f'{series(find_metric(name))}{{run=~"$run"}}'
+    return f'{series(find_row(name))}{{run=~"$run"}}'
 
 
 def by_attempt(name: str) -> str:
@@ -81,7 +82,7 @@ def by_rank(name: str) -> str:
 
 def curve(title: str, *names: str, width: int = 8, unit: str = "", is_log: bool = False) -> Panel:
     """A panel of metrics over time, a line an attempt; unit and help are the first one's."""
-    metrics = [find_metric(name) for name in names]
+    metrics = [find_row(name) for name in names]
     lines = tuple(
         Line(
             expr=by_attempt(metric.name),
@@ -99,9 +100,20 @@ def curve(title: str, *names: str, width: int = 8, unit: str = "", is_log: bool 
     )
 
 
+def part_curve(title: str, name: str, *, is_log: bool = False) -> Panel:
+    """A panel of one metric, a line for each part of the model that has its own."""
+    metric = find_row(name)
+    line = Line(
+        expr=f"max by (run, {metric.part}) ({select(name)})",
+        legend=f"{{{{run}}}} {{{{{metric.part}}}}}",
+    )
+    help_line = f"{metric.help} Needs {PART_SETTINGS[metric.part]}."
+    return Panel(title=title, help=help_line, lines=(line,), is_log=is_log)
+
+
 def number(title: str, name: str, *, unit: str = "") -> Panel:
     """A panel of the newest value."""
-    metric = find_metric(name)
+    metric = find_row(name)
     return Panel(
         title=title,
         help=metric.help,
@@ -114,7 +126,7 @@ def number(title: str, name: str, *, unit: str = "") -> Panel:
 
 def rank_curve(title: str, name: str, *, needs: str = "", width: int = 8) -> Panel:
     """A panel of one metric, a line a rank."""
-    metric = find_metric(name)
+    metric = find_row(name)
     help_line = f"{metric.help} Needs {needs}." if needs else metric.help
     line = Line(expr=by_rank(name), legend="{{run}} rank {{rank}}")
     unit = UNITS.get(metric.unit, "short")
@@ -151,6 +163,24 @@ ROWS = (
             curve("Loss", "train/loss", "eval/loss", width=12),
             curve("Gradient norm", "train/grad_norm", width=6, is_log=True),
             curve("Learning rate", "train/lr", width=6),
+        ),
+    ),
+    Row(
+        title="Numbers inside the model",
+        panels=(
+            part_curve("Norm of weights", "train/group_weight_norm", is_log=True),
+            part_curve("Norm of gradients", "train/group_grad_norm", is_log=True),
+            part_curve("Blocks' outputs: standard deviation", "train/output_std", is_log=True),
+            part_curve("Blocks' outputs: mean", "train/output_mean"),
+            part_curve("Blocks' outputs: largest magnitude", "train/output_max_abs", is_log=True),
+            part_curve(
+                "Gradients by outputs: standard deviation", "train/output_grad_std", is_log=True
+            ),
+            part_curve("Gradients by outputs: mean", "train/output_grad_mean"),
+            part_curve(
+                "Gradients by outputs: largest magnitude", "train/output_grad_max_abs", is_log=True
+            ),
+            curve("Loss scale", "train/loss_scale", "train/skipped_steps", is_log=True),
         ),
     ),
     Row(
@@ -266,7 +296,7 @@ def _datasource_variable() -> dict[str, Any]:
 
 
 def _run_variable() -> dict[str, Any]:
-    query = f"label_values({series(find_metric('run/step'))}, run)"
+    query = f"label_values({series(find_row('run/step'))}, run)"
     return {
         "name": "run",
         "type": "query",

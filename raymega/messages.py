@@ -121,6 +121,14 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Working:
+    """Rank ``rank`` has done a portion of something long: an instruction of the schedule, a box that
+    was read or written. It says that the rank is alive, not how far it is."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
     """Held-out metrics after ``step`` steps."""
 
@@ -235,6 +243,7 @@ Report = (
     Entered
     | StepDone
     | Progress
+    | Working
     | Evaluated
     | ShardSaved
     | SaveAdvanced

@@ -7,7 +7,7 @@ anything is read; requests and their memory are checkpoint.fetching's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by which elements of so many bytes are moved as they are; numpy lacks bfloat16."""
 
 
-def load(
+def load(  # noqa: PLR0913  # what may be left out says how strict it is, and who watches
     store: Store,
     manifest: Manifest,
     blocks: Sequence[Block],
@@ -34,6 +34,7 @@ def load(
     is_narrowing_allowed: bool = False,
     expected: Collection[str] = (),
     num_fetches: int = NUM_FETCHES,
+    pulse: Callable[[], None] = lambda: None,
 ) -> int:
     """Fill every block and return how many bytes were fetched.
 
@@ -48,6 +49,7 @@ def load(
         expected: Names of everything that all ranks hold together, so that what the checkpoint has
             beside it is refused; without them only what is missing is.
         num_fetches: Requests at once.
+        pulse: Called after each box, for whoever watches whether work goes on.
 
     Raises:
         CheckpointError: With everything that the manifest lacks, before anything is read; or with
@@ -72,6 +74,7 @@ def load(
     def use(box: SavedBox, data: memoryview) -> None:
         for target in _targets(box, by_tensor):
             _copy(data, box, target)
+        pulse()
 
     return fetch(store, manifest, wanted, use, num_fetches=num_fetches)
 

@@ -9,13 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import Manifest, broken_files, find_restore
-from raymega.config.schema import CheckpointSection, ModelSection
+from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.errors import Fault, RaymegaError
 from raymega.plan.renames import make_renames
-from raymega.plan.start_rules import FRESH, IGNORE, RENAME, begins_fresh, matches, start_names
+from raymega.plan.start_rules import (
+    CHANGED,
+    FRESH,
+    IGNORE,
+    RENAME,
+    begins_fresh,
+    matches,
+    start_names,
+)
 from raymega.plan.tensors import model_tensors
 from raymega.storage.store import Store
 
@@ -177,14 +186,26 @@ def _field_faults(
     then = made_with if isinstance(made_with, dict) else {}
     now = model.model_dump(mode="json")
     taken = [name for name in _shapes_of(model) if not begins_fresh(section, name)]
-    return [
-        _other_model(
-            section.start_from, f"was made with model.{field}={then[field]}, not {now[field]}"
-        )
-        for field, patterns in UNSEEN_IN_SHAPES.items()
+    facts = {
+        field: f"was made with model.{field}={then[field]}, not {now[field]}"
+        for field in (*UNSEEN_IN_SHAPES, *get_args(FunctionField))
         if then.get(field, now[field]) != now[field]
-        and any(matches(name, patterns) for name in taken)
+    }
+    return [
+        _other_model(section.start_from, facts[field])
+        for field, patterns in UNSEEN_IN_SHAPES.items()
+        if field in facts and any(matches(name, patterns) for name in taken)
+    ] + [
+        _other_function(section.start_from, field, facts[field])
+        for field in get_args(FunctionField)
+        if field in facts and field not in section.start_changed
     ]
+
+
+def _other_function(uri: str, field: str, fact: str) -> Fault:
+    rule = "with it the same weights compute something else than what they were trained for"
+    remedy = f"set model.{field} back, or {CHANGED}=[{field}] if it is meant"
+    return _fault(uri, fact, rule, remedy)
 
 
 def _other_model(uri: str, fact: str) -> Fault:

@@ -62,21 +62,27 @@ def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
 
 
 def _activation_bytes(plan: RunPlan) -> tuple[int, ...]:
-    """The most activations that a rank keeps, by formula, for each rank of the pipeline."""
+    """The most activations that a rank keeps in any step of the run, for each rank of the pipeline."""
+    by_batch = [_activation_bytes_of(plan, batch) for batch in plan.batches]
+    return tuple(max(peaks) for peaks in zip(*by_batch, strict=True))
+
+
+def _activation_bytes_of(plan: RunPlan, batch: BatchPlan) -> tuple[int, ...]:
+    """The same of a step with ``batch``, by formula."""
     shape, placement = activation_shape(plan.job), plan.placement
     stages = [stage_activations(shape, stage) for stage in plan.stages]
     return tuple(
         peak_bytes(work, [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)])
-        for pp, work in enumerate(_program(plan).lists)
+        for pp, work in enumerate(_program(plan, batch).lists)
     )
 
 
-def _bubble(plan: RunPlan) -> float:
-    return simulate(_program(plan), Durations()).bubble
+def _bubble(plan: RunPlan, batch: BatchPlan) -> float:
+    return simulate(_program(plan, batch), Durations()).bubble
 
 
-def _program(plan: RunPlan) -> Program:
-    return make_schedule(plan.job.schedule.name, plan.sizes(plan.batch))
+def _program(plan: RunPlan, batch: BatchPlan) -> Program:
+    return make_schedule(plan.job.schedule.name, plan.sizes(batch))
 
 
 def _plan_object(plan: RunPlan) -> dict[str, object]:
@@ -87,10 +93,10 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "world_size": grid.world_size,
         "num_parameters": count_parameters(job.model),
         "batch": asdict(plan.batch),
-        "batch_phases": [asdict(phase) for phase in phases(plan.ramp, plan.batch)],
+        "batch_phases": [_phase_object(plan, phase) for phase in phases(plan.ramp, plan.batch)],
         "stages": [asdict(stage) for stage in plan.stages],
         "schedule": job.schedule.name,
-        "bubble": _bubble(plan),
+        "bubble": _bubble(plan, plan.batch),
         "ranks": [
             {
                 "rank": rank,
@@ -101,6 +107,14 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
             }
             for rank, size in enumerate(_sizes(plan, grid.world_size))
         ],
+    }
+
+
+def _phase_object(plan: RunPlan, phase: Phase) -> dict[str, object]:
+    return {
+        **asdict(phase),
+        "bubble": _bubble(plan, phase.batch),
+        "activation_bytes": max(_activation_bytes_of(plan, phase.batch)),
     }
 
 
@@ -121,14 +135,14 @@ def _show_summary(plan: RunPlan) -> None:
         f"{batch.dp} data-parallel ranks{_tail(batch)}"
     )
     for phase in phases(plan.ramp, batch):
-        _show_phase(phase)
+        _show_phase(plan, phase)
 
 
 def _tail(batch: BatchPlan) -> str:
     return f"; {batch.num_masked} slots of the tail are masked" if batch.num_masked else ""
 
 
-def _show_phase(phase: Phase) -> None:
+def _show_phase(plan: RunPlan, phase: Phase) -> None:
     """One line of a ramp; a batch that never changes has none."""
     batch, last = phase.batch, phase.first_step + phase.num_steps - 1
     if phase.first_step == 1 and not phase.num_steps:
@@ -136,7 +150,8 @@ def _show_phase(phase: Phase) -> None:
     steps = f"steps {phase.first_step} to {last}" if phase.num_steps else "then"
     print(
         f"  {steps}, from sample {phase.first_sample:,}: {batch.global_batch_size} sequences, "
-        f"{batch.num_micro_batches} micro-batches{_tail(batch)}"
+        f"{batch.num_micro_batches} micro-batches{_tail(batch)}; bubble {_bubble(plan, batch):.3f}, "
+        f"activations up to {_readable(max(_activation_bytes_of(plan, batch)))}"
     )
 
 
@@ -190,7 +205,7 @@ def _readable(num_bytes: int) -> str:
 
 def _show_schedule(plan: RunPlan) -> None:
     print(
-        f"\nschedule {plan.job.schedule.name}: bubble {_bubble(plan):.3f} of ideal time (a forward "
+        f"\nschedule {plan.job.schedule.name}: bubble {_bubble(plan, plan.batch):.3f} of ideal time (a forward "
         "takes 1, a backward 2, transfers 0); rows are ranks along pp"
     )
-    print(timetable(_program(plan)))
+    print(timetable(_program(plan, plan.batch)))

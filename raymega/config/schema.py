@@ -227,6 +227,13 @@ class MemorySection(Section):
     )
 
 
+FunctionField = Literal[
+    "family", "norm_eps", "rope_base", "rope_scaling", "rope_factor", "rope_low_freq_factor",
+    "rope_high_freq_factor", "rope_original_positions",
+]  # fmt: skip
+"""Fields of the model that change what it computes, but no tensor's shape."""
+
+
 class CheckpointSection(Section):
     """Where and when state is saved."""
 
@@ -253,6 +260,11 @@ class CheckpointSection(Section):
     start_ignore: tuple[str, ...] = Field(
         default=(),
         description="Patterns such as layers.1?.*: tensors of start_from that are left behind.",
+    )
+    start_changed: tuple[FunctionField, ...] = Field(
+        default=(),
+        description="Fields of the model section in which this run differs on purpose from what "
+        "start_from was made with, such as [rope_base] for longer sequences. Others are refused.",
     )
     every: NonNegative = Field(
         default=100, description="Steps between checkpoints; 0 is only at the end."

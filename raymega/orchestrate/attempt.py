@@ -21,6 +21,7 @@ from raymega.messages import (
     WorkerDied,
     WorkerFailed,
     WorkerFinished,
+    Working,
 )
 from raymega.orchestrate.policies import Failure, FailureKind
 
@@ -75,7 +76,7 @@ class Attempt:
             case WorkerFinished():
                 self._finished.add(report.rank)
                 self.last_sign_s = now_s
-            case ShardSaved() | Evaluated():
+            case ShardSaved() | Evaluated() | Working():
                 self.last_sign_s = now_s
             case SaveAdvanced() if report.step >= self.step:  # training may be waiting for it
                 self.last_sign_s = now_s

@@ -8,20 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 from threading import Condition
 
-from raymega.messages import Progress, Report, Requests
+from raymega.messages import Progress, Report, Requests, Working
 
 
 class Outbox:
     """The Channel of one attempt.
 
-    Progress is the heart beat of ranks that do not report: only the newest is kept, and it wakes
-    nobody, so that a step costs the driver one message and not one a rank.
+    Progress and Working are heart beats: only the newest is kept, and it wakes nobody, so that a step
+    costs the driver one message and not one a rank. Working, which says less, never replaces Progress.
     """
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._reports: list[Report] = []
-        self._progress: Progress | None = None
+        self._beat: Progress | Working | None = None
         self._requests = Requests()
         self._is_closed = False
 
@@ -30,8 +30,10 @@ class Outbox:
         with self._changed:
             if self._is_closed:
                 return
-            if isinstance(report, Progress):
-                self._progress = report
+            if isinstance(report, Working) and self._beat is not None:
+                return
+            if isinstance(report, Progress | Working):
+                self._beat = report
                 return
             self._reports.append(report)
             self._changed.notify_all()
@@ -49,13 +51,13 @@ class Outbox:
             self._requests = requests
 
     def take(self, timeout_s: float) -> list[Report]:
-        """All reports that wait; blocks until there is one beside Progress, or ``timeout_s``."""
+        """All reports that wait; blocks until there is one beside heart beats, or ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._is_closed, timeout_s)
             taken = self._reports
-            if self._progress is not None:
-                taken = [self._progress, *taken]
-            self._reports, self._progress = [], None
+            if self._beat is not None:
+                taken = [self._beat, *taken]
+            self._reports, self._beat = [], None
             return taken
 
     def close(self) -> None:

@@ -73,11 +73,6 @@ class Bucket:
     is_tied: bool
     is_partial_over_tp: bool
 
-    @property
-    def is_ordinary(self) -> bool:
-        """One reduction over dp is all that its gradients need."""
-        return not (self.is_tied or self.is_partial_over_tp)
-
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
         """What lies between elements ``begin`` and ``end``, padding left out."""
         for param, start in self.spans:
@@ -106,7 +101,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketTable:
-    """All buckets of a rank, in the order in which they are launched, and who owns what.
+    """All buckets of a rank, and who owns what.
 
     Attributes:
         buckets: Ordinary ones first, then partial ones, then tied ones.

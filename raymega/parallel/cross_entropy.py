@@ -6,6 +6,7 @@ caller's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch.autograd.function import once_differentiable
 from raymega.parallel.comm import all_reduce
 from raymega.parallel.groups import Group
 from raymega.parallel.tensor import local_rows
+
+PORTION = 2**18
+"""Logits that are worked on at once on a CPU: 1 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +46,7 @@ def vocab_parallel_cross_entropy(
     """The loss of each token.
 
     Args:
-        logits: [S, B, V/tp] in the compute dtype; V padded.
+        logits: [S, B, V/tp] in the compute dtype; V padded. Overwritten: nobody else may need them.
         labels: [S, B] int64. A label outside [0, V) gives a finite loss without meaning.
         tp: The tensor-parallel ranks.
         terms: What the loss is made of.
@@ -59,25 +63,36 @@ def num_real_columns(num_columns: int, tp: Group, vocab_size: int) -> int:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits and one number a token; backward makes the softmax again from them."""
+    """Keeps the logits' memory and one number a token, and gives the gradient in the same memory.
+
+    In max(fp32, dtype) the exponentials are made there too. Logits of fewer bits stay as they are,
+    and backward makes the exponentials again.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Group, terms: LossTerms) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows, is_elsewhere = local_rows(labels, logits.shape[-1], tp)
-        ctx.num_real = num_real_columns(logits.shape[-1], tp, terms.vocab_size)
-        real = logits[..., : ctx.num_real]
+        num_real = num_real_columns(logits.shape[-1], tp, terms.vocab_size)
+        real = logits[..., :num_real]
         peak = all_reduce(_peak(real).to(wide), tp, op="max")
-        shifted = _minus(real, peak)
         picked = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1) - peak
         aim = picked.masked_fill_(is_elsewhere, 0.0)
+        sum_exp, mean = torch.empty_like(peak), torch.empty_like(peak)
+        for part in _portions(logits):
+            shifted = _minus(real[part], peak[part])
+            if terms.label_smoothing:
+                mean[part] = shifted.sum(-1) / terms.vocab_size
+            sum_exp[part] = shifted.exp_().sum(-1)
         if terms.label_smoothing:
-            aim = torch.lerp(aim, shifted.sum(-1) / terms.vocab_size, terms.label_smoothing)
-        sum_exp, aim = all_reduce(torch.stack((shifted.exp_().sum(-1), aim)), tp)
+            aim = torch.lerp(aim, mean, terms.label_smoothing)
+        sum_exp, aim = all_reduce(torch.stack((sum_exp, aim)), tp)
         log_sum = sum_exp.log()
         log_sum_exp = peak + log_sum
-        ctx.save_for_backward(logits, log_sum_exp, rows, is_elsewhere)
-        ctx.terms = terms
+        ctx.is_narrow = logits.dtype != wide
+        number = log_sum_exp if ctx.is_narrow else _z_factor(log_sum_exp, terms) / sum_exp
+        ctx.save_for_backward(logits, number, rows, is_elsewhere)
+        ctx.terms, ctx.num_real = terms, num_real
         loss = log_sum - aim
         return loss + terms.z_loss * log_sum_exp.square() if terms.z_loss else loss
 
@@ -85,18 +100,39 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """softmax * (1 + 2 z log_sum_exp) - (1 - a) * one-hot of the label - a / V."""
-        logits, log_sum_exp, rows, is_elsewhere = ctx.saved_tensors
+        logits, number, rows, is_elsewhere = ctx.saved_tensors
         terms: LossTerms = ctx.terms
-        grad_logits = _minus(logits, log_sum_exp).exp_()
-        if terms.z_loss:
-            grad_logits.mul_((1.0 + 2.0 * terms.z_loss * log_sum_exp).unsqueeze(-1))
-        label = (~is_elsewhere).to(grad_logits.dtype).mul_(terms.label_smoothing - 1.0)
-        grad_logits.scatter_add_(-1, rows.unsqueeze(-1), label.unsqueeze(-1))
-        if terms.label_smoothing:
-            grad_logits.sub_(terms.label_smoothing / terms.vocab_size)
-        grad_logits.mul_(grad.unsqueeze(-1))
-        grad_logits[..., ctx.num_real :] = 0.0
-        return grad_logits.to(logits.dtype), None, None, None
+        factor = _z_factor(number, terms) if ctx.is_narrow else number
+        factor = (grad * factor).unsqueeze(-1)
+        at_label = torch.where(is_elsewhere, 0.0, grad * (terms.label_smoothing - 1.0))
+        everywhere = grad * (terms.label_smoothing / terms.vocab_size)
+        for part in _portions(logits):
+            kept = logits[part]
+            softmax = _minus(kept, number[part]).exp_() if ctx.is_narrow else kept
+            grad_logits = softmax.mul_(factor[part])
+            grad_logits.scatter_add_(-1, rows[part].unsqueeze(-1), at_label[part].unsqueeze(-1))
+            if terms.label_smoothing:
+                grad_logits.sub_(everywhere[part].unsqueeze(-1))
+            grad_logits[..., ctx.num_real :] = 0.0
+            if ctx.is_narrow:
+                kept.copy_(grad_logits)
+        return logits, None, None, None
+
+
+def _portions(logits: Tensor) -> Iterator[slice]:
+    """Slices of dim 0, so that what is made of one stays in a CPU's cache; one slice on a GPU.
+
+    A temporary as large as the logits costs more than the arithmetic: the system fills it with zeros.
+    """
+    per_position = logits[0].numel()
+    step = len(logits) if logits.is_cuda else max(1, PORTION // max(1, per_position))
+    for first in range(0, len(logits), step):
+        yield slice(first, first + step)
+
+
+def _z_factor(log_sum_exp: Tensor, terms: LossTerms) -> Tensor | float:
+    """By what the z-loss multiplies the softmax in the gradient."""
+    return 1.0 + 2.0 * terms.z_loss * log_sum_exp if terms.z_loss else 1.0
 
 
 def _peak(real: Tensor) -> Tensor:
@@ -109,8 +145,7 @@ def _peak(real: Tensor) -> Tensor:
 def _minus(logits: Tensor, numbers: Tensor) -> Tensor:
     """logits: [S, B, V/tp] less one of ``numbers`` [S, B] a token, in their format.
 
-    A mixed subtraction would widen the logits into a buffer of its own: twice the memory to fill.
+    Logits of that format are overwritten. A mixed subtraction would widen others into a buffer of its
+    own: twice the memory to fill.
     """
-    if logits.dtype == numbers.dtype:
-        return logits - numbers.unsqueeze(-1)
     return logits.to(numbers.dtype).sub_(numbers.unsqueeze(-1))

@@ -14,7 +14,7 @@ from raymega.errors import Fault, InternalError
 from raymega.parallel.buckets import Bucket, BucketTable, Range, piece_boxes
 from raymega.parallel.comm import start_all_reduce, start_reduce_scatter_in_place
 from raymega.parallel.comm_log import CommLog, Waitable
-from raymega.parallel.groups import Groups
+from raymega.parallel.groups import Group, Groups
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import Piece
 from raymega.plan.tensors import GlobalTensor
@@ -24,9 +24,8 @@ class GradBuffer:
     """Flat buckets in float32 or better, with a view for each parameter.
 
     A hook adds each ``param.grad`` to its view and drops it; a parameter that got none keeps zeros.
-    An ordinary bucket leaves for the data-parallel ranks in the last backward, as soon as its last
-    gradient is there and all buckets before it have left: so the ranks launch in one order, whatever
-    arrived when. The rest leaves in :meth:`finish`.
+    A bucket leaves in the last backward, as soon as its last gradient is there and all buckets that
+    should be full before it have left: so the ranks launch in one order, whatever arrived when.
     """
 
     def __init__(self, table: BucketTable, groups: Groups, *, log: CommLog | None = None) -> None:
@@ -34,11 +33,14 @@ class GradBuffer:
         device = table.buckets[0].spans[0].param.device
         self._flat = torch.zeros(table.num_elements, dtype=table.dtype, device=device)
         self._buckets = torch.split(self._flat, [bucket.size for bucket in table.buckets])
+        self._order = sorted(table.buckets, key=_order_of_backward)
         self._views: dict[ShardedParameter, torch.Tensor] = {}
-        self._ordinary = [bucket for bucket in table.buckets if bucket.is_ordinary]
-        self._missing: list[set[ShardedParameter]] = []
+        self._untouched: set[torch.Tensor] = set()
+        self._missing: dict[int, set[ShardedParameter]] = {}
         self._last_chunks: set[int] = set()
+        self._left: set[int] = set()
         self._launched: dict[int, Waitable] = {}
+        self._summing: _PartialSum | None = None
         for bucket in table.buckets:
             for span in bucket.spans:
                 view = self._buckets[bucket.index][span.start : span.stop].view(span.param.shape)
@@ -64,8 +66,10 @@ class GradBuffer:
             yield from counted(self._table.share(bucket), self._buckets[bucket.index], begin=0)
 
     def zero(self) -> None:
-        """Forget the last step's sums."""
-        self._flat.zero_()
+        """Forget the last step's sums: the first gradient of a parameter takes the place of its sum."""
+        for bucket in self._table.buckets:
+            self._buckets[bucket.index][bucket.spans[-1].stop :] = 0.0
+        self._untouched = set(self._views)
         self._expect_all()
 
     def launch_when_full(self, chunk: int = 0) -> None:
@@ -74,7 +78,7 @@ class GradBuffer:
 
     def launch(self, chunk: int = 0) -> None:
         """The last backward of model chunk ``chunk`` is over: its buckets are complete."""
-        for bucket in self._ordinary:
+        for bucket in self._order:
             if bucket.chunk == chunk:
                 self._missing[bucket.index].clear()
         self._launch_in_order(is_end=False)
@@ -87,12 +91,8 @@ class GradBuffer:
         numbers has no order, while a sum over dp may have.
         """
         self._launch_in_order(is_end=True)
-        for bucket in self._table.buckets:
-            if bucket.is_partial_over_tp:
-                self._sum_over_tp(bucket)
-            if not bucket.is_ordinary:
-                self._launch(bucket)
-        for bucket in self._table.buckets:
+        self._reduce_partial()
+        for bucket in self._order:
             self._launched[bucket.index].wait(self._table.dp.timeout_s)
             if bucket.is_tied:
                 tie = start_all_reduce(self.owned(bucket), self._groups.embedding)
@@ -104,57 +104,90 @@ class GradBuffer:
             self.owned(bucket).mul_(factor)
 
     def _expect_all(self) -> None:
-        self._missing = [
-            {span.param for span in bucket.spans if span.param.requires_grad}
-            for bucket in self._ordinary
-        ]
-        self._last_chunks, self._launched = set(), {}
+        self._missing = {
+            bucket.index: {span.param for span in bucket.spans if span.param.requires_grad}
+            for bucket in self._order
+        }
+        self._last_chunks, self._left, self._launched = set(), set(), {}
 
     def _adder(self, bucket: Bucket, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def add_gradient(param: torch.Tensor) -> None:
             if param.grad is None:  # put off: backward came by without one
                 return
-            if bucket.index in self._launched:
+            if bucket.index in self._left:
                 raise _late(bucket)
-            view.add_(param.grad)
+            if param in self._untouched:
+                self._untouched.remove(param)
+                view.copy_(param.grad)
+            else:
+                view.add_(param.grad)
             param.grad = None
-            if bucket.is_ordinary and bucket.chunk in self._last_chunks:
+            if bucket.chunk in self._last_chunks:
                 self._missing[bucket.index].discard(param)
                 self._launch_in_order(is_end=False)
 
         return add_gradient
 
     def _launch_in_order(self, *, is_end: bool) -> None:
-        """Launch ordinary buckets up to the first that still waits for a gradient, or all."""
-        for bucket in self._ordinary[len(self._launched) :]:
+        """Let buckets leave up to the first that still waits for a gradient, or all."""
+        for bucket in self._order[len(self._left) :]:
             if self._missing[bucket.index] and not is_end:
                 break
-            self._launch(bucket)
+            self._left.add(bucket.index)
+            for span in bucket.spans:
+                if span.param in self._untouched:
+                    self._views[span.param].zero_()
+            self._leave(bucket)
 
-    def _sum_over_tp(self, bucket: Bucket) -> None:
-        """Sum the partial pieces of a bucket over the tp ranks that hold the same blocks.
+    def _leave(self, bucket: Bucket) -> None:
+        """A partial bucket goes over tp now, and over dp when the next bucket leaves.
 
-        Every rank adds its blocks to zeros of the whole tensors' shapes. So one all-reduce over all
-        tp ranks serves blocks that some of them share and blocks that all of them share.
+        So a rank waits for tp where all its peers do, and the dp ranks see one order.
         """
-        parts = list(_partial_parts(bucket, self._buckets[bucket.index]))
-        sizes = [piece.tensor.num_elements for piece, _ in parts]
-        whole = self._flat.new_zeros(sum(sizes))
-        blocks = [
-            tensor.view(piece.tensor.shape)[piece.box.within(piece.tensor.whole)]
-            for (piece, _), tensor in zip(parts, torch.split(whole, sizes), strict=True)
-        ]
-        for (_, mine), block in zip(parts, blocks, strict=True):
-            block.copy_(mine)
-        pending = start_all_reduce(whole, self._groups.tp)
-        self._log.track("sum_partial", bucket, pending).wait(self._groups.tp.timeout_s)
-        for (_, mine), block in zip(parts, blocks, strict=True):
-            mine.copy_(block)
+        self._reduce_partial()
+        if bucket.is_partial_over_tp:
+            flat = self._buckets[bucket.index]
+            self._summing = _PartialSum(bucket, flat, self._groups.tp, self._log)
+        else:
+            self._reduce(bucket)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _reduce_partial(self) -> None:
+        if self._summing is not None:
+            self._summing.finish()
+            self._reduce(self._summing.bucket)
+        self._summing = None
+
+    def _reduce(self, bucket: Bucket) -> None:
         start = start_reduce_scatter_in_place if self._table.is_sharded else start_all_reduce
         pending = start(self._buckets[bucket.index], self._table.dp)
         self._launched[bucket.index] = self._log.track("reduce", bucket, pending)
+
+
+class _PartialSum:
+    """The partial pieces of a bucket on their way over the tp ranks that hold the same blocks.
+
+    Every rank adds its blocks to zeros of the whole tensors' shapes. So one all-reduce over all tp
+    ranks serves blocks that some of them share and blocks that all of them share.
+    """
+
+    def __init__(self, bucket: Bucket, flat: torch.Tensor, tp: Group, log: CommLog) -> None:
+        self.bucket, self._tp = bucket, tp
+        parts = list(_partial_parts(bucket, flat))
+        sizes = [piece.tensor.num_elements for piece, _ in parts]
+        whole = flat.new_zeros(sum(sizes))
+        self._places = [
+            (mine, tensor.view(piece.tensor.shape)[piece.box.within(piece.tensor.whole)])
+            for (piece, mine), tensor in zip(parts, torch.split(whole, sizes), strict=True)
+        ]
+        for mine, block in self._places:
+            block.copy_(mine)
+        self._pending = log.track("sum_partial", bucket, start_all_reduce(whole, tp))
+
+    def finish(self) -> None:
+        """Wait, and put the sums into the bucket."""
+        self._pending.wait(self._tp.timeout_s)
+        for mine, block in self._places:
+            mine.copy_(block)
 
 
 def counted(
@@ -172,6 +205,11 @@ def counted(
         for piece, box, at in piece_boxes(extent):
             if piece.is_primary:
                 yield piece.tensor, values[at : at + box.num_elements]
+
+
+def _order_of_backward(bucket: Bucket) -> tuple[int, int, int]:
+    """As backward completes them: the last chunk first, and in it what is used first last."""
+    return -bucket.chunk, -bucket.first_use, bucket.index
 
 
 def _partial_parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:

@@ -1,7 +1,7 @@
 """WeightBuffer: the weights of a rank in flat buckets, gathered after each rank updated its part.
 
-The gather is started at once and waited for by the first use, so it hides behind the forward work
-of the layers before.
+The gather is started right after the update and waited for by the first use, so it hides behind what
+a run does between steps, and behind the forward work of the layers before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.buckets import Bucket, BucketTable
-from raymega.parallel.comm import start_all_gather_in_place
+from raymega.parallel.comm import Pending, start_all_gather_in_place
 from raymega.parallel.comm_log import CommLog, Waitable
 from raymega.parallel.parameter import ShardedParameter
 
@@ -48,6 +48,13 @@ class WeightBuffer:
             pending = start_all_gather_in_place(self._flats[bucket.index], self._table.dp)
             self._under_way[bucket.index] = self._log.track("gather", bucket, pending)
         self._is_old = False
+
+    def record(self) -> None:
+        """A step is recorded from now on: gathers that are under way are part of it."""
+        for index, gather in self._under_way.items():
+            if isinstance(gather, Pending):
+                bucket = self._table.buckets[index]
+                self._under_way[index] = self._log.track("gather", bucket, gather)
 
     def wait_for(self, module: nn.Module) -> None:
         """Return when the weights of ``module`` are whole.

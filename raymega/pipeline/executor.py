@@ -54,6 +54,7 @@ class Executor(Generic[MicroBatch]):
         p2p: The rank's transfers.
         deferrals: By chunk, where the stage's layers leave weight gradients that are put off; for
             schedules that cut backwards in two.
+        pulse: Called after each instruction, for whoever watches whether work goes on.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
             here, recorded events show when instructions were issued; CUDA events are needed there
             for when they ran.
@@ -66,8 +67,10 @@ class Executor(Generic[MicroBatch]):
         p2p: PointToPoint,
         *,
         deferrals: Sequence[Deferral] = (),
+        pulse: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._pulse = pulse
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
         self._deferrals = deferrals
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
@@ -114,6 +117,7 @@ class Executor(Generic[MicroBatch]):
                     after_last_backward(instruction.chunk)
                 if is_recording:
                     events.append(_event(instruction, start - began, self._clock() - began))
+                self._pulse()
             self._p2p.wait_all()
         return StepOutput(loss_sum=step.loss_sum, events=tuple(events), began_s=began)
 

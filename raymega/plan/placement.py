@@ -13,6 +13,13 @@ from raymega.plan.stages import even_counts
 
 EMBEDDING, LAYER, LOSS, CUT = "E", "t", "L", "|"
 KINDS = ("even", "auto")
+EVEN_ONLY = {
+    field: ParallelSection.model_fields[field].default
+    for field in (
+        "first_stage_layers", "last_stage_layers", "is_embedding_a_layer", "is_loss_a_layer",
+    )
+}  # fmt: skip
+"""Fields that ``stages=even`` alone goes by, with what leaves them out."""
 MAX_LENGTH = 100_000
 """Of a layout text when its repetitions are written out."""
 MAX_DIGITS = len(str(MAX_LENGTH))
@@ -46,10 +53,11 @@ def layer_counts(
 
 def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: int) -> list[Fault]:
     """What keeps the layers from being placed so."""
-    if parallel.stages not in KINDS:
-        return _text_faults(parallel.stages, num_layers, num_stages)
-    if parallel.stages == "auto":
-        return []
+    if parallel.stages != "even":
+        faults = _unread_faults(parallel)
+        if parallel.stages not in KINDS:
+            faults += _text_faults(parallel.stages, num_layers, num_stages)
+        return faults
     ends = _given_ends(parallel, num_stages)
     rest, num_free = num_layers - sum(ends.values()), num_stages - len(ends)
     if rest < 0 or (num_free == 0 and rest):
@@ -62,6 +70,19 @@ def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: 
             )
         ]
     return []
+
+
+def _unread_faults(parallel: ParallelSection) -> list[Fault]:
+    """Fields that are set and that only the even split goes by."""
+    return [
+        Fault(
+            fact=f"parallel.{field}={str(getattr(parallel, field)).lower()}",
+            rule=f"only parallel.stages=even goes by it, and it is {parallel.stages!r}",
+            remedy=f"remove it (parallel.{field}={str(default).lower()}), or set parallel.stages=even",
+        )
+        for field, default in EVEN_ONLY.items()
+        if getattr(parallel, field) != default
+    ]
 
 
 def _given_ends(parallel: ParallelSection, num_stages: int) -> dict[int, int]:

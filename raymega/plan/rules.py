@@ -6,7 +6,7 @@ data or at a store are not here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isqrt, lcm
 from typing import Any
@@ -15,7 +15,7 @@ from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.checkpoint_rules import buffer_faults, keep_best_faults
 from raymega.plan.grid import grid_faults, world_fault
-from raymega.plan.placement import KINDS, layer_counts, placement_faults
+from raymega.plan.placement import EVEN_ONLY, KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
 from raymega.plan.start_rules import start_rule_faults
 from raymega.plan.state_size import DTYPE_BYTES
@@ -28,15 +28,9 @@ from raymega.plan.training_rules import (
     recompute_faults,
 )
 from raymega.schedule.order import make_sizes
-from raymega.schedule.table import make_placement, schedule_faults
+from raymega.schedule.table import make_placement, schedule_faults, unread_faults
 
-PLACING = (
-    "stages",
-    "first_stage_layers",
-    "last_stage_layers",
-    "is_embedding_a_layer",
-    "is_loss_a_layer",
-)
+PLACING = ("stages", *EVEN_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,9 +192,16 @@ def _positions(seq_len: int, longest: int) -> list[Fault]:
     ]
 
 
-def _schedule(name: str, pp: int, chunks: int, group_size: int | str) -> list[Fault]:
+def _schedule(
+    name: str, pp: int, chunks: int, group_size: int | str, max_activations: int | str
+) -> list[Fault]:
     sizes = make_sizes(pp=pp, chunks=chunks, group_size=group_size, num_micro_batches=1)
-    return schedule_faults(name, sizes)
+    given = {
+        field: value
+        for field, value in (("group_size", group_size), ("max_activations", max_activations))
+        if value != "pp"
+    }
+    return schedule_faults(name, sizes) + unread_faults(name, chunks=chunks, given=given)
 
 
 def _stages(
@@ -261,18 +262,6 @@ def _attention_weights(
     ]
 
 
-def _recompute(recompute: str, parts: Sequence[str]) -> list[Fault]:
-    if recompute != "selective" or parts:
-        return []
-    return [
-        Fault(
-            fact="memory.recompute_parts=[]",
-            rule="memory.recompute=selective makes the parts again that are named there",
-            remedy="name attention, activation or norm, or set memory.recompute=none",
-        )
-    ]
-
-
 def _grid(cp: int, ep: int, etp: int, order: str) -> list[Fault]:
     return grid_faults(ParallelSection(cp=cp, ep=ep, etp=etp, order=order))
 
@@ -323,7 +312,6 @@ RULES = (
         ),
         check=_attention_weights,
     ),
-    Rule(reads=("memory.recompute", "memory.recompute_parts"), check=_recompute),
     Rule(
         reads=("checkpoint.keep_best", "checkpoint.every", "run.eval_every", "run.eval_samples"),
         check=keep_best_faults,
@@ -345,7 +333,9 @@ RULES = (
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),
     Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),
     Rule(
-        reads=tuple(f"checkpoint.start_{name}" for name in ("from", "rename", "fresh", "ignore")),
+        reads=tuple(
+            f"checkpoint.start_{name}" for name in ("from", "rename", "fresh", "ignore", "changed")
+        ),
         check=start_rule_faults,
     ),
     Rule(
@@ -354,6 +344,7 @@ RULES = (
             "parallel.pp",
             "schedule.chunks",
             "schedule.group_size",
+            "schedule.max_activations",
         ),
         check=_schedule,
     ),

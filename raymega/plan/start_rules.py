@@ -12,7 +12,9 @@ from raymega.config.schema import CheckpointSection
 from raymega.errors import Fault
 from raymega.plan.renames import make_renames, rename_faults, renamed
 
-RENAME, FRESH, IGNORE = (f"checkpoint.start_{name}" for name in ("rename", "fresh", "ignore"))
+RENAME, FRESH, IGNORE, CHANGED = (
+    f"checkpoint.start_{name}" for name in ("rename", "fresh", "ignore", "changed")
+)
 
 
 def start_names(section: CheckpointSection, saved: Iterable[str]) -> dict[str, str]:
@@ -33,11 +35,10 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def start_rule_faults(
-    start_from: str, rename: tuple[str, ...], fresh: tuple[str, ...], ignore: tuple[str, ...]
-) -> list[Fault]:
-    """Rules that are none, or that nothing is there to apply to."""
-    given = {RENAME: rename, FRESH: fresh, IGNORE: ignore}
+def start_rule_faults(start_from: str, *rules: tuple[str, ...]) -> list[Fault]:
+    """Rules that are none, or that nothing is there to apply to; in the order of the fields above."""
+    given = dict(zip((RENAME, FRESH, IGNORE, CHANGED), rules, strict=True))
+    rename = given[RENAME]
     faults = rename_faults(RENAME, rename)
     if start_from != "none":
         return faults

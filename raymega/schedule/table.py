@@ -6,8 +6,8 @@ keeps its promises is checker's to prove.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from raymega.errors import Fault, PlanError, raise_faults
 from raymega.schedule.dual_pipe_v import dualpipe_v
@@ -34,22 +34,25 @@ class Kind:
         least_chunks: Fewest chunks a rank that it can have.
         most_chunks: Most.
         is_vee: Odd chunks run from the last rank to the first.
+        reads: Fields of the job's schedule section that only some schedules go by, and from how many
+            chunks on this one does.
     """
 
     make: Callable[[Sizes], tuple[Schedule, ...]]
     least_chunks: int = 1
     most_chunks: int = MANY
     is_vee: bool = False
+    reads: Mapping[str, int] = field(default_factory=dict)
 
 
 SCHEDULES: dict[str, Kind] = {
-    "1f1b": Kind(make=one_f_one_b),
+    "1f1b": Kind(make=one_f_one_b, reads={"group_size": 2}),
     "gpipe": Kind(make=gpipe),
-    "interleaved": Kind(make=interleaved, least_chunks=2),
+    "interleaved": Kind(make=interleaved, least_chunks=2, reads={"group_size": 2}),
     "zb_h1": Kind(make=zb_h1, most_chunks=1),
     "zb_h2": Kind(make=zb_h2, most_chunks=1),
     "zb_v": Kind(make=zb_v, least_chunks=2, most_chunks=2, is_vee=True),
-    "zb_auto": Kind(make=zb_auto, most_chunks=1),
+    "zb_auto": Kind(make=zb_auto, most_chunks=1, reads={"max_activations": 1}),
     "dualpipe_v": Kind(make=dualpipe_v, least_chunks=2, most_chunks=2, is_vee=True),
 }
 
@@ -104,6 +107,29 @@ def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
             )
         )
     return faults
+
+
+def unread_faults(name: str, *, chunks: int, given: Mapping[str, int | str]) -> list[Fault]:
+    """Numbers that the job sets, ``given`` by field, and that schedule ``name`` does not go by."""
+    reads = SCHEDULES[name].reads
+    return [
+        Fault(
+            fact=f"schedule.{setting}={value}",
+            rule=f"only {_readers(setting)} goes by it; this is {name}, schedule.chunks={chunks}",
+            remedy=f"remove it (schedule.{setting}=pp), or choose such a schedule",
+        )
+        for setting, value in given.items()
+        if chunks < reads.get(setting, MANY)
+    ]
+
+
+def _readers(setting: str) -> str:
+    """Such as ``1f1b from 2 chunks on or zb_auto``."""
+    least = {name: kind.reads[setting] for name, kind in SCHEDULES.items() if setting in kind.reads}
+    return " or ".join(
+        f"{name} from {chunks} chunks on" if chunks > SCHEDULES[name].least_chunks else name
+        for name, chunks in least.items()
+    )
 
 
 def _chunk_range(kind: Kind) -> str:

@@ -146,6 +146,17 @@ def find_metric(name: str) -> Metric:
     return replace(_BY_NAME[metric], of=part)
 
 
+def find_row(name: str) -> Metric:
+    """The row of ``name`` as the table has it: of all parts together, where a metric has parts.
+
+    Raises:
+        InternalError: It is not in the table.
+    """
+    if name not in _BY_NAME:
+        check_names((name,))
+    return _BY_NAME[name]
+
+
 def check_names(names: Iterable[str]) -> None:
     """Refuse names that are not in the table: an undeclared metric is a mistake of ours."""
     unknown = sorted(name for name in names if not _is_known(name))

@@ -6,7 +6,7 @@ It opens no process group and restores nothing; entry does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,8 +75,18 @@ class Parts:
     evaluation: Evaluation | None
 
 
-def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.device) -> Parts:
-    """Assemble rank ``rank`` of ``plan``; parameters get their initial values."""
+def build_parts(
+    plan: RunPlan,
+    *,
+    rank: int,
+    groups: Groups,
+    device: torch.device,
+    pulse: Callable[[], None] = lambda: None,
+) -> Parts:
+    """Assemble rank ``rank`` of ``plan``; parameters get their initial values.
+
+    ``pulse`` is called after each portion of a step or an evaluation.
+    """
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
     stream = Stream(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     modules = _build_modules(plan, stages, stream=stream, device=device)
@@ -116,12 +126,12 @@ def build_parts(plan: RunPlan, *, rank: int, groups: Groups, device: torch.devic
             seed=job.run.seed,
             device=device,
         ),
-        executors=_build_executors(plan, coords, modules=modules, p2p=p2p),
+        executors=_build_executors(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
         gradients=gradients,
         weights=weights,
         optimizer=Optimizer(table, gradients, weights, job.optimizer),
         comm_log=comm_log,
-        evaluation=_build_evaluation(plan, coords, modules=modules, p2p=p2p),
+        evaluation=_build_evaluation(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
     )
 
 
@@ -186,7 +196,12 @@ def _open_source(plan: RunPlan, split: str) -> Source:
 
 
 def _build_executors(
-    plan: RunPlan, coords: Coords, *, modules: Sequence[StageModule], p2p: PointToPoint
+    plan: RunPlan,
+    coords: Coords,
+    *,
+    modules: Sequence[StageModule],
+    p2p: PointToPoint,
+    pulse: Callable[[], None],
 ) -> dict[int, Executor]:
     executors = {}
     for batch in {batch.num_micro_batches: batch for batch in plan.batches}.values():
@@ -196,12 +211,18 @@ def _build_executors(
             [module.run for module in modules],
             p2p,
             deferrals=[module.deferral for module in modules],
+            pulse=pulse,
         )
     return executors
 
 
 def _build_evaluation(
-    plan: RunPlan, coords: Coords, *, modules: Sequence[StageModule], p2p: PointToPoint
+    plan: RunPlan,
+    coords: Coords,
+    *,
+    modules: Sequence[StageModule],
+    p2p: PointToPoint,
+    pulse: Callable[[], None],
 ) -> Evaluation | None:
     """One pass over the evaluation samples, or None when the job asks for none."""
     job = plan.job
@@ -214,8 +235,9 @@ def _build_evaluation(
         dp=plan.grid.dp,
     )
     program = make_forward_only(plan.placement, batch.num_micro_batches)
+    stage_fns = [module.evaluate for module in modules]
     return Evaluation(
         batch=batch,
         loader=Loader(source, dp_rank=coords.dp, seed=job.run.seed, device=p2p.device),
-        executor=Executor(program.lists[coords.pp], [m.evaluate for m in modules], p2p),
+        executor=Executor(program.lists[coords.pp], stage_fns, p2p, pulse=pulse),
     )

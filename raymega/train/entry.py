@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -30,6 +31,7 @@ from raymega.storage.open import open_store
 from raymega.train.build import Parts, build_parts
 from raymega.train.environment import listen_towards, prepare_process, refused_operation
 from raymega.train.loop import run_loop
+from raymega.train.pulse import Pulse
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
@@ -82,9 +84,10 @@ def _train(
     timeout_s = plan.job.elastic.collective_timeout_s
     groups = world.build_groups(plan.grid, start.rank, timeout_s=timeout_s)
     phases.passed("rendezvous")
-    parts = build_parts(plan, rank=start.rank, groups=groups, device=device)
+    pulse = Pulse(channel, start.rank)
+    parts = build_parts(plan, rank=start.rank, groups=groups, device=device, pulse=pulse)
     phases.passed("built")
-    state = _restore(parts, start)
+    state = _restore(parts, start, pulse)
     phases.passed("restored")
     writer = CheckpointWriter(
         open_store(start.run_uri),
@@ -108,21 +111,23 @@ def _limits(plan: RunPlan) -> Limits:
     )
 
 
-def _restore(parts: Parts, start: StartWorker) -> TrainState:
+def _restore(parts: Parts, start: StartWorker, pulse: Pulse) -> TrainState:
     precision = parts.plan.job.precision
     if not start.restore:
-        start_from(parts, parts.plan.job.checkpoint)
+        start_from(parts, parts.plan.job.checkpoint, pulse=pulse)
         return first_state(precision)
     store = open_store(start.run_uri)
     manifest = read_manifest(store, start.restore)
     blocks = list(parts.optimizer.blocks())
-    load(store, manifest, blocks, expected=_all_names(parts.plan.job))
+    load(store, manifest, blocks, expected=_all_names(parts.plan.job), pulse=pulse)
     parts.optimizer.sync_weights()
     log.info("restored step %d from %s", manifest.step, start.restore)
     return state_from(manifest.state, precision)
 
 
-def start_from(parts: Parts, section: CheckpointSection) -> None:
+def start_from(
+    parts: Parts, section: CheckpointSection, *, pulse: Callable[[], None] = lambda: None
+) -> None:
     """Take another checkpoint's weights, rounded where the masters have fewer digits."""
     if section.start_from == "none":
         return
@@ -132,7 +137,8 @@ def start_from(parts: Parts, section: CheckpointSection) -> None:
         for block in parts.optimizer.blocks()
         if block.kind == WEIGHTS and not begins_fresh(section, block.tensor.name)
     ]
-    load(store, starting_manifest(manifest, section), weights, is_narrowing_allowed=True)
+    source = starting_manifest(manifest, section)
+    load(store, source, weights, is_narrowing_allowed=True, pulse=pulse)
     parts.optimizer.sync_weights()
     log.info("started from the weights of step %d in %s", manifest.step, section.start_from)
 

@@ -75,6 +75,7 @@ def run_loop(
                 _report_skip(channel, rank, state.step)
             else:
                 _save(parts, state, writer)
+    parts.weights.wait_for_all()
     writer.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
     return state

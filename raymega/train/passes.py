@@ -26,6 +26,7 @@ def forward_backward(
     """
     if is_recording:
         parts.comm_log.start()
+        parts.weights.record()
     parts.weights.start_gather()
     parts.gradients.zero()
     output = parts.executors[len(micro_batches)].run(

@@ -90,6 +90,7 @@ def train_step(
         before_update()
         parts.gradients.scale(factor / totals.tokens / scale)
         parts.optimizer.step(lr=lr, step=state.updates + 1)
+        parts.weights.start_gather()  # goes on beside reports, saves and the next step's data
     after = state.advance(
         samples=batch.global_batch_size,
         tokens=round(totals.tokens),

@@ -9,9 +9,11 @@ from dataclasses import replace
 from random import Random
 
 from raymega.config.schema import Job
+from raymega.plan.placement import CUT, LAYER
 from raymega.verify.layout import (
     DEGREES,
     OPTIONS,
+    SIMPLEST_STAGES,
     Layout,
     Option,
     is_legal,
@@ -30,11 +32,12 @@ def draw_layouts(
 ) -> tuple[Layout, ...]:
     """At most ``count`` distinct legal layouts of 2 to ``max_ranks`` ranks.
 
-    ``own``, which is the unshrunk job's, comes first when it is among them. Then each pick is the one that adds most that
-    was not met yet: first axes, then two axes together, schedules, sizes, orders, degrees that are
-    no power of two.
+    ``own``, which is the unshrunk job's, comes first when it is among them, with stages of its own if
+    the layers are still as many. Then each pick is the one that adds most that was not met yet: first
+    axes, then two axes together, schedules, sizes, orders, degrees that are no power of two.
     """
     random, shapes = Random(seed), list(legal_shapes(job, max_ranks))
+    own = own if is_legal(job, own) else own.with_value("stages", SIMPLEST_STAGES)
     is_own_possible = 1 < own.world_size <= max_ranks and is_legal(job, own)
     chosen = [own] if is_own_possible else []
     while shapes and len(chosen) < count:
@@ -65,9 +68,14 @@ def is_power_of_two(number: int) -> bool:
 
 
 def _met(option: Option, layout: Layout) -> tuple[object, ...]:
-    """An option's value; of the many rank orders only which axis is the fastest."""
+    """An option's value; of the many rank orders only which axis is the fastest, of the many texts
+    that place layers only whether a stage has none."""
     value = layout.value(option)
-    return (option.name, value.split("-")[0] if option.name == "order" else value)
+    if option.name == "order":
+        value = value.split("-")[0]
+    if option.name == "stages" and value not in option.values:
+        value = "uneven" if all(LAYER in stage for stage in value.split(CUT)) else "empty"
+    return (option.name, value)
 
 
 def _dress(job: Job, shape: Layout, random: Random) -> Layout:
@@ -76,7 +84,7 @@ def _dress(job: Job, shape: Layout, random: Random) -> Layout:
     size = random.choice([*sizes, job.schedule.micro_batch_size])
     dressed = replace(shape, micro_batch_size=size)
     for option in OPTIONS:
-        value = random.choice(option.values)
+        value = random.choice([*option.values, *option.texts(job, dressed)])
         candidate = dressed.with_value(option.name, value)
         if option.matters(dressed) and is_legal(job, candidate):
             dressed = candidate

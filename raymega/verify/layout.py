@@ -12,13 +12,16 @@ from typing import Any, get_args
 
 from raymega.config.schema import Job, MemorySection, ParallelSection, ScheduleSection
 from raymega.plan.grid import AXES
+from raymega.plan.placement import EVEN_ONLY, KINDS, LAYER
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values
+from raymega.plan.stages import even_counts
 from raymega.schedule.table import SCHEDULES
 
 DEGREES = ("tp", "cp", "pp", "dp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 SIMPLEST_SCHEDULE = "gpipe"
+SIMPLEST_STAGES = "even"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,7 @@ class Layout:
     dp: int = 1
     micro_batch_size: int = 1
     chunks: int = 1
+    stages: str = SIMPLEST_STAGES
     schedule: str = SIMPLEST_SCHEDULE
     order: str = DEFAULT_ORDER
     sharding: str = "none"
@@ -52,13 +56,24 @@ class Layout:
         """What the layout has for ``option``."""
         return getattr(self, option.name)
 
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * self.chunks
+
     def with_value(self, name: str, value: object) -> Layout:
-        """The same but for one degree or option; chunks follow the schedule."""
+        """The same but for one degree or option.
+
+        Chunks follow the schedule, and stages that were written for another number of them go.
+        """
         change: dict[str, Any] = {name: value}
         if name == "schedule":
             kind = SCHEDULES[str(value)]
             change["chunks"] = min(max(self.chunks, kind.least_chunks), kind.most_chunks)
-        return replace(self, **change)
+        changed = replace(self, **change)
+        if changed.num_stages != self.num_stages and changed.stages not in KINDS:
+            return replace(changed, stages=SIMPLEST_STAGES)
+        return changed
 
     def grid(self) -> str:
         """Short form of the degrees, such as ``tp2-pp2``."""
@@ -98,12 +113,14 @@ class Option:
         name: Its name in Layout.
         path: Its dotted path in the job.
         values: What may be drawn, the simplest first.
+        texts: What may be drawn besides, of a job and a layout that has its degrees and chunks.
         matters: Whether it changes anything on a layout; where it does not, the simplest is drawn.
     """
 
     name: str
     path: str
     values: tuple[Any, ...]
+    texts: Callable[[Job, Layout], tuple[str, ...]] = lambda _job, _layout: ()
     matters: Callable[[Layout], bool] = lambda _layout: True
 
     @property
@@ -115,6 +132,22 @@ class Option:
 def _allowed(section: type[Any], field: str) -> tuple[Any, ...]:
     """What the job file allows for a field, in the order in which it says so."""
     return get_args(section.model_fields[field].annotation)
+
+
+def _stage_texts(job: Job, layout: Layout) -> tuple[str, ...]:
+    """Uneven placements: all layers but one a stage on the first; ends and middles without any."""
+    layers, stages = job.model.num_layers, layout.num_stages
+    others = [min(1, max(0, layers - stage)) for stage in range(1, stages)]
+    counts = [
+        [layers - sum(others), *others],
+        [0, *even_counts(layers, stages - 1)],
+        [*even_counts(layers, stages - 1), 0],
+    ]
+    if stages > 2:
+        counts.append([0, *even_counts(layers, stages - 2), 0])
+        halves = even_counts(layers, stages - 1)
+        counts.append([halves[0], 0, *halves[1:]])
+    return tuple(f"E{'|'.join(LAYER * count for count in each)}L" for each in counts)
 
 
 OPTIONS = (
@@ -130,6 +163,13 @@ OPTIONS = (
         matters=lambda layout: layout.pp > 1,
     ),
     Option(name="chunks", path="schedule.chunks", values=(1, 2, 3)),
+    Option(
+        name="stages",
+        path="parallel.stages",
+        values=(SIMPLEST_STAGES, "auto"),
+        texts=_stage_texts,
+        matters=lambda layout: layout.num_stages > 1,
+    ),
     Option(
         name="order",
         path="parallel.order",
@@ -196,6 +236,8 @@ def with_layout(job: Job, layout: Layout) -> Job:
     for option in OPTIONS:
         section, _, field = option.path.partition(".")
         values[section][field] = layout.value(option)
+    if layout.stages != SIMPLEST_STAGES:
+        values["parallel"] |= EVEN_ONLY
     return Job.model_validate(values)
 
 

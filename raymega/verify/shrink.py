@@ -141,6 +141,7 @@ def _free_stages(draft: _Draft) -> None:
     draft.set("parallel.first_stage_layers", "even", why)
     draft.set("parallel.last_stage_layers", "even", why)
     draft.set("schedule.group_size", "pp", why)
+    draft.set("schedule.max_activations", "pp", why)
 
 
 def _narrow(draft: _Draft, max_params: int) -> None:

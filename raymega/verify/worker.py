@@ -40,7 +40,9 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
             device=cpu,
         )
     groups = build_groups(plan.grid, rank, timeout_s=timeout_s)
-    _train(build_parts(plan, rank=rank, groups=groups, device=cpu), steps, folder, rank)
+    parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
+    _train(parts, steps, folder, rank)
+    parts.weights.wait_for_all()
     close_world()
 
 

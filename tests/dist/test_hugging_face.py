@@ -45,7 +45,7 @@ def _import(tmp_path, model):
 
 
 def _tokens():
-    return torch.randint(0, 260, (3, 40), generator=torch.Generator().manual_seed(5))
+    return torch.randint(0, 259, (3, 40), generator=torch.Generator().manual_seed(5))
 
 
 def _blocks(module):

@@ -25,7 +25,7 @@ def _steps(env, plan_json):
         outcome = train_step(parts, state, Requests(), is_recording=True)
         state = outcome.state
         events.append(outcome.events)
-    buckets = [(b.index, b.is_ordinary, b.is_tied) for b in parts.optimizer._table.buckets]
+    buckets = [(b.index, b.is_partial_over_tp, b.is_tied) for b in parts.optimizer._table.buckets]
     return events, buckets, parts.comm_log.take((), began_s=0.0)
 
 
@@ -34,19 +34,26 @@ def _of(events, name):
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
-def test_ordinary_buckets_leave_during_the_last_backward_and_only_then(sharding):
-    overrides = [*layout_overrides("pp2-dp2"), f"parallel.sharding={sharding}"]
-    plan = make_test_plan(*overrides)
+@pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-dp2-sp", "tp2-pp2-dp2-sp"])
+def test_buckets_leave_during_the_last_backward_and_only_then(layout, sharding):
+    """Partial ones go over tp meanwhile, and over dp when the next one leaves, or at the end."""
+    overrides = [*layout_overrides(layout), f"parallel.sharding={sharding}"]
+    plan = make_test_plan(*overrides, "model.num_kv_heads=1")
     for steps, buckets, rest in run_grid(_steps, plan.grid, plan.to_json()):
         assert rest == () and len(buckets) >= 4
         for events in steps:
             backwards = [e for e in events if e.name == "backward"]
             last = max(backwards, key=lambda event: event.end_s)
             reduces, waits = _of(events, "reduce"), _of(events, "wait_reduce")
+            over_tp = _of(events, "sum_partial")
             assert reduces.keys() == waits.keys() == {index for index, *_ in buckets}
-            for index, is_ordinary, is_tied in buckets:
-                begin = reduces[index].start_s
-                assert begin > last.start_s and is_ordinary == (begin < last.end_s)
+            assert over_tp.keys() == {index for index, is_partial, _ in buckets if is_partial}
+            assert bool(over_tp) == ("sp" in layout)
+            leaving = [(over_tp.get(i) or reduces[i]).start_s for i, *_ in buckets]
+            assert all(last.start_s < start_s < last.end_s for start_s in leaving)
+            late = [index for index, e in reduces.items() if e.start_s > last.end_s]
+            assert len(late) <= 1 and set(late) <= over_tp.keys()
+            for index, _, is_tied in buckets:
                 assert is_tied == (index in _of(events, "sum_tied"))
                 assert waits[index].start_s >= last.end_s >= last.start_s
             assert 0 <= overlap([events]).hidden_share <= 1
@@ -65,6 +72,33 @@ def test_weights_are_gathered_in_the_order_of_use_and_awaited_in_the_first_forwa
         assert all(inside)
         launched = sorted(gathers, key=lambda index: gathers[index].start_s)
         assert launched == sorted(waits, key=lambda index: waits[index].start_s)
+
+
+def _after_update(env, plan_json):
+    """A step and a save, while the weights are on their way; then the weights."""
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    train_step(parts, TrainState(), Requests(), is_recording=False)
+    under_way = set(parts.weights._under_way)
+    saved = [block.values.clone() for block in parts.optimizer.blocks()]
+    parts.weights.wait_for_all()
+    same = all(
+        torch.equal(a, block.values)
+        for a, block in zip(saved, parts.optimizer.blocks(), strict=True)
+    )
+    buckets = {bucket.index for bucket in parts.optimizer._table.buckets}
+    return under_way == buckets, same, [flat.clone() for flat in parts.weights._flats]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gather_starts_with_the_update_and_disturbs_no_save(dtype):
+    overrides = ["parallel.sharding=optimizer", f"precision.dtype={dtype}"]
+    plan = make_test_plan(*layout_overrides("pp2-dp2"), *overrides)
+    results = run_grid(_after_update, plan.grid, plan.to_json())
+    for rank, (is_under_way, is_undisturbed, weights) in enumerate(results):
+        assert is_under_way and is_undisturbed
+        first = results[plan.grid.group("dp", rank)[0]][2]
+        assert all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))
 
 
 def _evaluated(env, plan_json):

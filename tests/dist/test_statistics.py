@@ -65,6 +65,9 @@ def reference():
         ("tp4-pp2", []),
         ("dp3", ["schedule.micro_batch_size=3"]),
         ("tp2-pp2-dp2", ["parallel.sharding=optimizer", "parallel.sequence_parallel=true"]),
+        ("tp1", ["memory.recompute=full"]),
+        ("pp2", ["memory.recompute=full", "memory.recompute_every=2"]),
+        ("tp2", ["memory.recompute=selective", "memory.recompute_parts=[attention, norm]"]),
     ],
 )
 def test_statistics_are_equal_on_any_layout(reference, layout, overrides):

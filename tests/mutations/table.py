@@ -68,6 +68,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         job=TWO_KV_HEADS,
     ),
     Mutation(
+        name="sums of shared pieces do not come back from the ranks that share them",
+        file="parallel/grad_buffer.py",
+        old="            mine.copy_(block)",
+        new="            block.copy_(mine)",
+        layout=Layout(tp=2, sequence_parallel=True),
+    ),
+    Mutation(
+        name="layers of a stage are counted as if all stages had as many",
+        file="plan/stages.py",
+        old="        first += count",
+        new="        first = (index + 1) * counts[0]",
+        layout=Layout(pp=3, stages="Et|tt|tL"),
+    ),
+    Mutation(
         name="tied embedding is forgotten",
         file="parallel/grad_buffer.py",
         old="            if bucket.is_tied:\n",
@@ -194,8 +208,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="z-loss takes the rank's own sum of exponentials",
         file="parallel/cross_entropy.py",
-        old="grad_logits.mul_((1.0 + 2.0 * terms.z_loss * log_sum_exp).unsqueeze(-1))",
-        new="grad_logits.mul_(1.0 + 2.0 * terms.z_loss * logits.logsumexp(-1, keepdim=True))",
+        old="_z_factor(log_sum_exp, terms) / sum_exp",
+        new="_z_factor(log_sum_exp - torch.tensor(float(tp.size)).log(), terms) / sum_exp",
         layout=Layout(tp=2),
         job=LOSSES,
     ),

@@ -12,7 +12,7 @@ SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "vocab_size": 260,
+    "vocab_size": 259,
     "max_position_embeddings": 40,
 }
 LLAMA3_ROPE = {
@@ -24,7 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 24,
 }
 GPT2 = {
-    "n_embd": 48, "n_layer": 3, "n_head": 8, "vocab_size": 260, "n_positions": 40,
+    "n_embd": 48, "n_layer": 3, "n_head": 8, "vocab_size": 259, "n_positions": 40,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 KINDS = {

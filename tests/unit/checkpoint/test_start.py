@@ -1,6 +1,7 @@
 """Whether a run can start with a checkpoint's weights, asked before anything starts."""
 
 import shutil
+from typing import get_args
 
 import pytest
 
@@ -8,7 +9,7 @@ from raymega.api import load_job
 from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.keys import ROOT
 from raymega.checkpoint.start import start_faults, starting_manifest
-from raymega.config.schema import CheckpointSection, ModelSection
+from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.convert.hf_import import hf_import
 from raymega.errors import ConfigError
 from raymega.storage.open import open_store
@@ -44,8 +45,11 @@ def test_same_model_has_no_faults(imported):
         ({"ffn_width": 32}, "mlp.gate.weight as (24, 16) instead of (32, 16)"),
         ({"num_heads": 2, "num_kv_heads": 1}, "was made with model.num_heads=4, not 2"),
         ({"vocab_size": 51}, "was made with model.vocab_size=50, not 51"),
+        ({"norm_eps": 1e-3}, "not 0.001"),
+        ({"rope_base": 5e5}, "was made with model.rope_base=10000.0, not 500000.0"),
+        ({"rope_scaling": "llama3"}, "was made with model.rope_scaling=none, not llama3"),
     ],
-    ids=["deeper", "shallower", "wider", "other heads", "other padding"],
+    ids=["deeper", "shallower", "wider", "heads", "padding", "norms", "waves", "scaling"],
 )
 def test_other_model_is_refused(imported, change, fact):
     (fault,) = _start(imported.uri, _changed(imported.model, **change))
@@ -53,8 +57,24 @@ def test_other_model_is_refused(imported, change, fact):
 
 
 def test_what_the_weights_do_not_fix_may_change(imported):
-    changes = {"residual_dropout": 0.1, "z_loss": 0.1, "max_positions": 24, "rope_base": 5e5}
+    changes = {"residual_dropout": 0.1, "z_loss": 0.1, "max_positions": 24}
     assert _start(imported.uri, _changed(imported.model, **changes)) == []
+
+
+def test_what_the_run_changes_on_purpose_is_named(imported):
+    longer = _changed(imported.model, rope_base=5e5, norm_eps=1e-3)
+    (fault,) = _start(imported.uri, longer, changed=("rope_base",))
+    assert "model.norm_eps" in fault.fact and "start_changed=[norm_eps]" in fault.remedy
+    assert _start(imported.uri, longer, changed=("rope_base", "norm_eps")) == []
+
+
+def test_every_field_that_changes_the_function_but_no_shape_is_watched():
+    """Nothing new in the model section may slip by: shapes, the function, or neither."""
+    shapes = {"num_layers", "width", "num_heads", "num_kv_heads", "head_features", "ffn_width",
+              "vocab_size", "vocab_multiple", "is_embedding_tied", "max_positions"}  # fmt: skip
+    training = {"init_std", "residual_dropout", "attention_dropout", "label_smoothing", "z_loss"}
+    others = set(ModelSection.model_fields) - shapes - training
+    assert others == set(get_args(FunctionField))
 
 
 def test_rules_say_what_belongs_where(imported):
@@ -113,7 +133,12 @@ def test_start_holds_what_is_renamed_and_nothing_else(imported):
 
 @pytest.mark.parametrize(
     "override",
-    ["start_rename=[a=b]", "start_fresh=[head.*]", "start_ignore=[head.*]"],
+    [
+        "start_rename=[a=b]",
+        "start_fresh=[head.*]",
+        "start_ignore=[head.*]",
+        "start_changed=[norm_eps]",
+    ],
 )
 def test_rules_without_a_start_are_refused(override):
     with pytest.raises(ConfigError, match="start_from is none"):

@@ -52,6 +52,31 @@ def test_plan_as_json_is_one_object_with_exact_counts():
     assert plan["ranks"][0]["total"] == 32 * plan["ranks"][0]["num_parameters"]
 
 
+RAMP = "data.batch_ramp=[{until_samples: 8, global_batch_size: 4}]"
+
+
+def test_plan_tells_what_each_phase_of_a_ramp_costs():
+    options = ["--set", RAMP, "--set", "schedule.name=gpipe", "--grid", "pp=2"]
+    plan = json.loads(_run("plan", VERIFY, *options, "--json"))
+    first, rest = plan["batch_phases"]
+    assert (first["num_steps"], first["bubble"], rest["bubble"]) == (2, 0.5, 0.125)
+    # gpipe holds every micro-batch of a step: 2 of the first phase, 8 of the second.
+    assert rest["activation_bytes"] == 4 * first["activation_bytes"]
+    assert max(rank["activation_bytes"] for rank in plan["ranks"]) == rest["activation_bytes"]
+    text = _run("plan", VERIFY, *options)
+    assert "steps 1 to 2, from sample 0: 4 sequences, 2 micro-batches; bubble 0.500" in text
+
+
+def test_plan_counts_the_activations_of_the_dearest_step(monkeypatch):
+    """A schedule may hold more with fewer micro-batches; here one that does."""
+    monkeypatch.setattr(
+        "raymega.cli.plan._activation_bytes_of",
+        lambda _plan, batch: (100 * batch.num_micro_batches, 1000 // batch.num_micro_batches),
+    )
+    plan = json.loads(_run("plan", VERIFY, "--set", RAMP, "--grid", "pp=2", "--json"))
+    assert {rank["activation_bytes"] for rank in plan["ranks"]} == {800, 500}
+
+
 def test_plan_shows_which_rank_holds_which_stage_and_what_is_empty():
     stages = _run("plan", VERIFY, "--set", "schedule.chunks=3").partition("stage")[2]
     rows = [line.split() for line in stages.partition("ranks;")[0].splitlines()]

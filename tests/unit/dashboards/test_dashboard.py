@@ -8,6 +8,7 @@ import pytest
 
 from dashboards import generate
 from raymega.errors import InternalError
+from raymega.tracking.names import METRICS
 from tests.support.prometheus import DASHBOARD, dashboard_queries, metric_names
 
 QUERIES = list(dashboard_queries())
@@ -32,6 +33,14 @@ def test_queries_choose_runs_but_for_what_belongs_to_machines():
     for title, expr in dashboard_queries(run="chosen"):
         names = metric_names(expr)
         assert names <= RAYS_OWN or expr.count('{run=~"chosen"}') == len(names), title
+
+
+def test_every_metric_of_the_models_parts_has_a_panel_with_a_line_a_part():
+    parts = [metric for metric in METRICS if metric.part]
+    assert len(parts) >= 8
+    for metric in parts:
+        (expr,) = [expr for _, expr in QUERIES if generate.series(metric) in metric_names(expr)]
+        assert f"by (run, {metric.part})" in expr
 
 
 def test_undeclared_metric_makes_no_panel():

@@ -1,7 +1,7 @@
 import pytest
 
 from raymega.config.schema import ElasticSection
-from raymega.messages import Evaluated, Progress, WorkerDied
+from raymega.messages import Evaluated, Progress, WorkerDied, Working
 from raymega.orchestrate.attempt import PROGRESS_MARGIN_S, SETTLE_S, Attempt
 from raymega.orchestrate.policies import FailureKind
 from tests.support.fakes import FakeWorkers
@@ -143,3 +143,13 @@ def test_signs_of_life_other_than_steps_put_the_deadline_off(running, workers):
 def test_the_first_cause_stays_the_cause(running):
     feed(running, [[WorkerDied(rank=r, cause="x")] for r in (2, 0)], 2.0)
     assert running.failure(2.0).rank == 2
+
+
+def test_work_that_goes_on_is_no_silence_and_true_silence_still_ends_it(running):
+    """An evaluation, a restore or a save of four deadlines, told in portions."""
+    for number in range(1, 9):
+        now_s = number * DEADLINE_S / 2
+        assert running.failure(now_s) is None
+        feed(running, [[Working(rank=number % 4)]], now_s)
+    assert running.failure(5 * DEADLINE_S - 0.1) is None
+    assert running.failure(5 * DEADLINE_S).kind == FailureKind.HUNG

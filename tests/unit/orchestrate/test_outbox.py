@@ -1,4 +1,4 @@
-from raymega.messages import Progress, Requests, StepDone
+from raymega.messages import Progress, Requests, StepDone, Working
 from raymega.orchestrate.outbox import Outbox
 
 
@@ -23,6 +23,19 @@ def test_take_keeps_only_the_newest_progress():
     for number in (1, 2, 3):
         outbox.report(beat(number))
     assert outbox.take(0.0) == [beat(3)]
+
+
+def test_take_has_one_sign_of_life_and_never_instead_of_a_step():
+    outbox, alive = Outbox(), Working(rank=1)
+    for report in (alive, alive):
+        outbox.report(report)
+    assert outbox.take(0.0) == [alive] and outbox.take(0.0) == []
+    for report in (beat(1), alive):
+        outbox.report(report)
+    assert outbox.take(0.0) == [beat(1)]
+    for report in (alive, beat(2)):
+        outbox.report(report)
+    assert outbox.take(0.0) == [beat(2)]
 
 
 def test_close_drops_later_reports_and_waits_for_nobody():

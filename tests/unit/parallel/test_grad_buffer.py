@@ -25,6 +25,19 @@ def test_micro_batches_add_up_and_leave_no_gradient_behind():
         assert torch.equal(buffer.view(param), torch.full_like(param, 11.0))
 
 
+def test_first_gradient_takes_the_place_of_the_sum_before_and_the_next_ones_are_added():
+    params = _params()
+    buffer = make_buffer(params)
+    for factor in (1.0, 10.0):
+        buffer.zero()
+        for part in (factor, 2 * factor):
+            sum((part * param).sum() for param in params[:2]).backward()
+        buffer.finish()
+        for param in params[:2]:
+            assert torch.equal(buffer.view(param), torch.full_like(param, 3 * factor))
+        assert not buffer.view(params[2]).any()
+
+
 def test_a_parameter_that_got_no_gradient_keeps_zeros():
     params = _params()
     buffer = make_buffer(params)

@@ -74,6 +74,15 @@ def test_micro_batches_are_let_go_when_they_are_done(name, peak, weight, batches
     assert max(peaks) == peak
 
 
+@pytest.mark.parametrize("name", ["1f1b", "forward_only"])
+def test_every_instruction_is_a_sign_of_life(name, weight, batches, alone):
+    schedule, pulses = _schedule(name), []
+    stages = [lambda x, _: (x * weight).sum()]
+    executor = Executor(schedule, stages, alone, pulse=lambda: pulses.append(1))
+    executor.run(batches, is_recording=False)
+    assert len(pulses) == len(schedule)
+
+
 def test_recorded_events_are_the_schedule_in_seconds_since_the_start(weight, batches, alone):
     ticks = itertools.count(100)
     executor = Executor(

@@ -47,13 +47,16 @@ def test_plan_refuses_all_broken_rules_at_once():
         ("model.width=24", "model.width / model.num_heads = 3"),
         ("model.head_features=5", "model.head_features=5"),
         ("schedule.name=interleaved", "schedule.chunks=1"),
-        ("schedule.group_size=1", "schedule.group_size=1"),
+        ("schedule.chunks=2 schedule.group_size=1", "schedule.group_size=1"),
+        ("schedule.group_size=4", "only 1f1b from 2 chunks on or interleaved goes by it"),
+        ("schedule.max_activations=4", "only zb_auto goes by it; this is 1f1b, schedule.chunks=1"),
+        ("parallel.stages=auto parallel.is_loss_a_layer=true", "parallel.is_loss_a_layer=true"),
         ("model.vocab_multiple=257", "parallel.tp=2"),
     ],
 )
 def test_each_rule_names_its_fact(override, fact):
     with pytest.raises(PlanError, match=re.escape(fact)):
-        make_plan(parse_job(VERIFY, [override, "parallel.tp=2"]).job())
+        make_plan(parse_job(VERIFY, [*override.split(), "parallel.tp=2"]).job())
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,41 @@ def test_ten_layouts_meet_every_option_at_its_simplest_and_otherwise():
         assert len({feature for feature in met if feature[0] == option.name}) >= 2, option.name
 
 
+def test_placements_are_drawn_even_by_cost_uneven_and_with_empty_stages():
+    drawn = draw_layouts(JOB, own=OWN, count=24, max_ranks=8, seed=1)
+    kinds = {value for name, value in _pairs(_met(drawn)) if name == "stages"}
+    assert kinds == {"even", "auto", "uneven", "empty"}
+    for layout in drawn:
+        stages = with_layout(JOB, layout).parallel.stages
+        assert stages == layout.stages
+        if stages not in ("even", "auto"):
+            assert stages.count("|") == layout.num_stages - 1 and layout.num_stages > 1
+
+
+def _pairs(met):
+    return {feature for feature in met if len(feature) == 2}
+
+
+def test_stages_of_the_jobs_own_are_tried_where_the_depth_is_kept():
+    job = make_job("parallel.stages=Ettt|tL")
+    own = layout_of(job)
+    free = make_job()
+    assert draw_layouts(free, own=own, count=1, max_ranks=8, seed=0) == (own,)
+    deeper = make_job("model.num_layers=6")
+    assert draw_layouts(deeper, own=own, count=1, max_ranks=8, seed=0)[0].stages == "even"
+
+
+def test_text_goes_with_the_stages_that_it_was_written_for():
+    layout = Layout(pp=2, stages="Ettt|tL")
+    assert layout.with_value("dp", 2).stages == "Ettt|tL"
+    assert layout.with_value("pp", 1).stages == layout.with_value("chunks", 2).stages == "even"
+
+
+def test_placement_by_hand_does_not_keep_other_placements_away():
+    job = make_job("parallel.is_loss_a_layer=true")
+    assert is_legal(job, Layout(pp=2, stages="auto")) and is_legal(job, Layout(pp=2))
+
+
 def test_option_that_changes_nothing_is_left_at_its_simplest():
     for layout in draw_layouts(JOB, own=OWN, count=30, max_ranks=8, seed=3):
         assert layout.tp > 1 or not layout.sequence_parallel
