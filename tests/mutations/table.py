@@ -77,9 +77,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="layers of a stage are counted as if all stages had as many",
         file="plan/stages.py",
-        old="        first += count",
-        new="        first = (index + 1) * counts[0]",
+        old="range(self.first_layer, self.first_layer + self.num_layers)",
+        new="range(self.index * self.num_layers, (self.index + 1) * self.num_layers)",
         layout=Layout(pp=3, stages="Et|tt|tL"),
+        job=("model.num_layers=4",),
     ),
     Mutation(
         name="tied embedding is forgotten",
