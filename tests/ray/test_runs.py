@@ -5,6 +5,7 @@ import signal
 import pytest
 from ray.cluster_utils import Cluster
 
+from raymega.checkpoint.inspection import open_checkpoint, verify_checkpoints
 from tests.support.command import VERIFY, Outcome, Running, raymega, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -123,6 +124,34 @@ def test_finished_run_says_so_and_more_steps_continue_it(address, store, undistu
     assert more.code == 0, more.stderr
     assert [event["step"] for event in more.all("step")] == [STEPS + 1, STEPS + 2]
     assert len({e["run_id"] for o in (undisturbed, done, more) for e in o.all("finished")}) == 1
+
+
+def test_save_that_is_still_being_written_lets_the_next_be_skipped(address, store, undisturbed):
+    """A worker may write 100 kB a second of its 270 kB; the last save is waited for."""
+    slow = ("checkpoint.every=1", "checkpoint.when_busy=skip", "checkpoint.bytes_per_s=100000")
+    outcome = train(*_settings(store, "slow", *slow), address=address)
+    assert outcome.code == 0, outcome.stderr
+    saved = [event["step"] for event in outcome.all("checkpoint")]
+    skipped = [event["step"] for event in outcome.all("save_skipped")]
+    assert saved[-1] == STEPS and skipped, "every step is saved or skipped"
+    assert sorted(saved + skipped) == list(range(1, STEPS + 1))
+    assert all(event["save_s"] > 2.0 for event in outcome.all("checkpoint"))
+    shares = [event["written_bytes"] / event["num_bytes"] for event in outcome.all("save_progress")]
+    assert shares and all(0 < share <= 1 for share in shares)
+    assert outcome.losses == undisturbed.losses
+
+
+def test_checkpoints_are_kept_by_the_rules_of_the_job(address, store):
+    rules = ("run.eval_every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=6",
+             "checkpoint.keep_best=1", "optimizer.lr=0.3")  # fmt: skip
+    outcome = train(*_settings(store, "kept", *rules), address=address)
+    assert outcome.code == 0, outcome.stderr
+    losses = {event["step"]: event["loss"] for event in outcome.all("evaluation")}
+    best = min(losses, key=losses.get)
+    kept = [each.step for each in verify_checkpoints(str(store / "kept"))]
+    assert kept == sorted({6, 12, best}, reverse=True)
+    _, manifest = open_checkpoint(str(store / "kept"))
+    assert manifest.metrics["eval/loss"] == losses[STEPS]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@
 import os
 import threading
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 
+from raymega.checkpoint.manifest import find_restore
+from raymega.checkpoint.retention import Keep, Pruner
 from raymega.checkpoint.writer import Patience
 from raymega.errors import StorageError
 from raymega.storage.open import store_faults
 from raymega.storage.s3 import S3Store
 from tests.support.s3_server import BUCKET, raw_client
 from tests.support.store_contract import *  # noqa: F403  # the tests, against the fixture below
+from tests.unit.checkpoint.large import holds_step, save_step
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(180)]
 
@@ -109,6 +112,37 @@ def test_upload_finishes_through_a_killed_gateway(ceph, store, raw, prefix, repo
     report_rates(f"64 MiB through a killed gateway: {time.monotonic() - began:.1f} s")
     assert store.get("k") == data
     assert list(store.list("")) == ["k"] and _open_uploads(raw, prefix) == []
+
+
+def test_save_is_committed_through_a_killed_gateway(ceph, store, raw, prefix):
+    """The gateway dies when the second file begins, and comes back; then it dies for good."""
+    old = save_step(store, 100)
+    begun, put = threading.Event(), store.put
+
+    def watched(key, chunks, *, overwrite):
+        if key.endswith("-001.safetensors"):
+            begun.set()
+        put(key, chunks, overwrite=overwrite)
+
+    store.put = watched
+
+    def kill_and_restart():
+        begun.wait(60)
+        ceph.kill_gateway()
+        time.sleep(2)
+        ceph.start_gateway()
+
+    killer = threading.Thread(target=kill_and_restart)
+    killer.start()
+    try:
+        new = save_step(store, 200)
+    finally:
+        killer.join(120)
+    assert find_restore(store).manifest == new and holds_step(store, new) and holds_step(store, old)
+    store.abort_stale_uploads(timedelta(seconds=-60), now=datetime.now(UTC))
+    assert _open_uploads(raw, prefix) == []
+    Pruner(store, Keep(last=1)).prune()
+    assert set(store.list("")) == {new.key, *new.file_sizes()} and holds_step(store, new)
 
 
 def test_read_finishes_through_a_killed_gateway(ceph, store):

@@ -1,0 +1,59 @@
+"""A model of 13 MB of state whose values tell the step: large enough for uploads of several parts."""
+
+import torch
+
+from raymega.checkpoint.assembly import assemble
+from raymega.checkpoint.manifest import commit
+from raymega.checkpoint.reader import load
+from raymega.checkpoint.writer import CheckpointWriter, Limits
+from raymega.config.schema import ModelSection
+from tests.unit.checkpoint.support import NO_WAIT, STATE, make_blocks, make_grid
+
+ALONE = make_grid("tp1")
+LARGE = ModelSection(
+    family="llama", num_layers=1, width=256, num_heads=8, num_kv_heads=4, ffn_width=256,
+    vocab_size=3072, vocab_multiple=8, max_positions=12, is_embedding_tied=True,
+)  # fmt: skip
+PART = 5 << 20  # the least that services take
+FILES = Limits(file_bytes=6 << 20)
+
+
+def blocks_of_step(step):
+    blocks = make_blocks(LARGE, ALONE, 0)
+    for block in blocks:
+        block.values.add_(step)
+    return blocks
+
+
+def write_step(store, step, *, attempt=1, limits=FILES, patience=NO_WAIT):
+    """The report of a save."""
+    shards = []
+    writer = CheckpointWriter(
+        store, rank=0, attempt=attempt, dp=1, report=shards.append, limits=limits, patience=patience
+    )
+    writer.save(step, blocks_of_step(step), {**STATE, "step": step}, dp_rank=0)
+    assert writer.wait()
+    return shards[-1]
+
+
+def make_manifest(shard, *, attempt=1):
+    return assemble(
+        [shard], world_size=1, attempt=attempt, created="2026-01-02T03:04:05+00:00", job={}, grid={}
+    )
+
+
+def save_step(store, step, *, attempt=1, limits=FILES):
+    """A committed checkpoint of ``step``."""
+    shard = write_step(store, step, attempt=attempt, limits=limits)
+    assert shard.error == ""
+    manifest = make_manifest(shard, attempt=attempt)
+    commit(store, manifest)
+    return manifest
+
+
+def holds_step(store, manifest):
+    """Whether the checkpoint loads with the values of its own step, bit for bit."""
+    found = make_blocks(LARGE, ALONE, 0, is_filled=False)
+    load(store, manifest, found)
+    wanted = blocks_of_step(manifest.step)
+    return all(torch.equal(a.values, b.values) for a, b in zip(found, wanted, strict=True))
