@@ -156,16 +156,33 @@ def save_shards(
     limits=DEFAULT_LIMITS,
 ):
     """Every rank's report of a save."""
-    shards = []
-    for rank in range(grid.world_size):
-        writer = CheckpointWriter(
-            store, rank=rank, attempt=attempt, dp=grid.dp, report=shards.append, patience=NO_WAIT,
+    return [
+        save_rank(
+            store,
+            make_blocks(model, grid, rank, dtype=dtype, is_sharded=is_sharded),
+            rank=rank,
+            num_replicas=grid.dp,
+            replica=grid.coords(rank).dp,
+            step=step,
+            attempt=attempt,
             limits=limits,
-        )  # fmt: skip
-        blocks = make_blocks(model, grid, rank, dtype=dtype, is_sharded=is_sharded)
-        writer.save(step, blocks, {**STATE, "step": step}, dp_rank=grid.coords(rank).dp)
-        assert writer.wait()
-    return shards
+        )
+        for rank in range(grid.world_size)
+    ]
+
+
+def save_rank(
+    store, blocks, *, rank, num_replicas, replica, step=100, attempt=1, limits=DEFAULT_LIMITS
+):
+    """One rank's report of a save."""
+    shards = []
+    writer = CheckpointWriter(
+        store, rank=rank, attempt=attempt, dp=num_replicas, report=shards.append, patience=NO_WAIT,
+        limits=limits,
+    )  # fmt: skip
+    writer.save(step, blocks, {**STATE, "step": step}, dp_rank=replica)
+    assert writer.wait()
+    return shards[-1]
 
 
 def assemble_shards(shards, grid, *, attempt=1, metrics=None) -> Manifest:
