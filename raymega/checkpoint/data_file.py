@@ -78,21 +78,20 @@ def read_block(store: Store, manifest: Manifest, saved: SavedBox) -> bytes:
         data = store.get(key, start=saved.start, num_bytes=saved.num_bytes)
     except KeyError:
         raise missing_file(key, saved) from None
-    verified(key, saved, memoryview(data))
+    check_block(key, saved, num_bytes=len(data), checksum=crc32(data))
     return data
 
 
-def verified(key: str, saved: SavedBox, data: memoryview) -> memoryview:
-    """``data``, which was read from the file ``key`` as the bytes of a box.
+def check_block(key: str, saved: SavedBox, *, num_bytes: int, checksum: int) -> None:
+    """Hold what was read from the file ``key`` as the bytes of a box against what was written.
 
     Raises:
-        CheckpointError: They are not the bytes that were written.
+        CheckpointError: They differ.
     """
-    if len(data) != saved.num_bytes:
-        raise _corrupt(key, saved, f"only {len(data)} bytes are there")
-    if crc32(data) != saved.crc32:
-        raise _corrupt(key, saved, f"their crc32 is {crc32(data):08x}, not {saved.crc32:08x}")
-    return data
+    if num_bytes != saved.num_bytes:
+        raise _corrupt(key, saved, f"only {num_bytes} bytes are there")
+    if checksum != saved.crc32:
+        raise _corrupt(key, saved, f"their crc32 is {checksum:08x}, not {saved.crc32:08x}")
 
 
 def missing_file(key: str, saved: SavedBox) -> CheckpointError:

@@ -1,6 +1,6 @@
 """Fills a rank's tensors from a checkpoint, whatever layout wrote it.
 
-Every saved box that meets something the rank holds is read once, whole and verified, and its
+Every saved box that meets something the rank holds is read once, whole, and verified, and its
 elements are copied to where they belong. What a checkpoint must hold is checked here before
 anything is read; requests and their memory are checkpoint.fetching's.
 """
@@ -18,7 +18,7 @@ from raymega.checkpoint.items import dtype_name
 from raymega.checkpoint.manifest import Manifest
 from raymega.checkpoint.tiling import uneven_cells
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
-from raymega.messages import SavedBox
+from raymega.messages import Box, SavedBox
 from raymega.parallel.blocks import Block
 from raymega.storage.store import Store
 
@@ -69,32 +69,34 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
     by_tensor: dict[str, list[Block]] = {}
     for block in blocks:
         by_tensor.setdefault(block.name, []).append(block)
-    wanted = [box for box in manifest.boxes if _targets(box, by_tensor)]
+    wanted = [
+        saved
+        for saved in manifest.boxes
+        if any(saved.box.intersect(block.box) for block in by_tensor.get(saved.tensor, ()))
+    ]
 
-    def use(box: SavedBox, data: memoryview) -> None:
-        for target in _targets(box, by_tensor):
-            _copy(data, box, target)
+    def use(saved: SavedBox, part: Box, data: memoryview) -> None:
+        for target in by_tensor[saved.tensor]:
+            _copy(data, saved.dtype, part, target)
         pulse()
 
     return fetch(store, manifest, wanted, use, num_fetches=num_fetches)
 
 
-def _targets(saved: SavedBox, by_tensor: Mapping[str, Sequence[Block]]) -> list[Block]:
-    return [at for at in by_tensor.get(saved.tensor, ()) if saved.box.intersect(at.box)]
-
-
-def _copy(data: memoryview, saved: SavedBox, target: Block) -> None:
-    common = saved.box.intersect(target.box)
-    assert common is not None, "only boxes that meet the target are read"
+def _copy(data: memoryview, dtype: str, box: Box, target: Block) -> None:
+    """Elements of ``box``, whose bytes are ``data``, to where the target has them."""
+    common = box.intersect(target.box)
+    if common is None:
+        return
     place = target.values.detach()[common.within(target.box)]
-    part = common.within(saved.box)
-    if place.device.type == "cpu" and dtype_name(place.dtype) == saved.dtype:
+    part = common.within(box)
+    if place.device.type == "cpu" and dtype_name(place.dtype) == dtype:
         as_integers = place.view(_SAME_SIZE[place.itemsize]).numpy()
-        as_integers[...] = np.frombuffer(data, as_integers.dtype).reshape(saved.box.shape)[part]
+        as_integers[...] = np.frombuffer(data, as_integers.dtype).reshape(box.shape)[part]
     else:
-        dtype: torch.dtype = getattr(torch, saved.dtype)
+        kind: torch.dtype = getattr(torch, dtype)
         # torch takes no memory that may not be written to, hence the copy.
-        values = torch.frombuffer(bytearray(data), dtype=dtype).view(saved.box.shape)
+        values = torch.frombuffer(bytearray(data), dtype=kind).view(box.shape)
         place.copy_(values[part])
 
 

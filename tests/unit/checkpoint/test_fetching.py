@@ -42,7 +42,7 @@ class SlowStore(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(fetching, "REQUEST_BYTES", 100)
+    monkeypatch.setattr(fetching, "LOCAL_BYTES", 100)
     monkeypatch.setattr(fetching, "GAP_BYTES", 8)
 
 
@@ -61,14 +61,14 @@ def small(monkeypatch):
 )
 def test_neighbours_travel_together(spans, wanted):
     boxes = [make_box(*span) for span in spans]
-    requests = plan_requests(make_manifest(boxes), boxes)
+    requests = plan_requests(make_manifest(boxes), boxes, 100)
     assert [(at.start, at.num_bytes) for at in requests] == wanted
     assert sorted(box.start for at in requests for box in at.boxes) == sorted(s for s, _ in spans)
 
 
 def test_files_are_apart():
     boxes = [make_box(0, 10, file=f"a0001-rank0000{i}.safetensors") for i in (0, 1)]
-    assert len(plan_requests(make_manifest(boxes), boxes)) == 2
+    assert len(plan_requests(make_manifest(boxes), boxes, 100)) == 2
 
 
 def put_data(store, manifest):
@@ -82,7 +82,7 @@ def test_every_box_comes_once_with_its_bytes_from_several_requests_at_once():
     put_data(store, manifest)
     seen = []
     num_bytes = fetch(
-        store, manifest, boxes, lambda box, data: seen.append((box.start, bytes(data))), num_fetches=3
+        store, manifest, boxes, lambda box, _, data: seen.append((box.start, bytes(data))), num_fetches=3
     )  # fmt: skip
     assert sorted(seen) == [(box.start, DATA[box.start : box.start + 50]) for box in boxes]
     assert num_bytes == 300 and len(store.gets) == 6
@@ -103,9 +103,53 @@ def test_nothing_is_used_of_a_box_that_is_not_as_it_was_written(num_fetches):
     manifest, store, used = make_manifest(boxes), SlowStore(), []
     put_data(store, manifest)
     with pytest.raises(CheckpointError, match=r"bytes 200 to 250 .*crc32"):
-        fetch(store, manifest, boxes, lambda box, _: used.append(box.start), num_fetches=num_fetches)  # fmt: skip
+        fetch(store, manifest, boxes, lambda box, *_: used.append(box.start), num_fetches=num_fetches)  # fmt: skip
     assert 200 not in used
     assert not [at for at in threading.enumerate() if at.name.startswith("fetch")]
+
+
+def make_matrix(rows, columns):
+    """A box of float32 rows, wherever in its tensor."""
+    num_bytes = 4 * rows * columns
+    shape = (100, columns)
+    return replace(
+        make_box(64, num_bytes), global_shape=shape, box=Box(offset=(7, 0), shape=(rows, columns))
+    )
+
+
+@pytest.mark.parametrize("columns", [5, 10, 40], ids=["rows", "few rows", "a row too long"])
+def test_long_box_comes_in_rows(columns):
+    box = make_matrix(12, columns)
+    manifest, store, seen = make_manifest([box]), SlowStore(), []
+    put_data(store, manifest)
+    fetch(store, manifest, [box], lambda _, part, data: seen.append((part, bytes(data))))
+    assert b"".join(data for _, data in seen) == DATA[64 : 64 + box.num_bytes]
+    assert [part.offset[0] for part, _ in seen] == sorted({part.offset[0] for part, _ in seen})
+    assert sum(part.shape[0] for part, _ in seen) == 12 and seen[0][0].offset == (7, 0)
+    assert max(n for _, _, n in store.gets) <= max(100, 4 * columns)
+    assert all(len(data) == 4 * part.num_elements for part, data in seen)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "torn"])
+def test_long_box_that_is_not_as_it_was_written_is_refused_at_its_end(damage):
+    box = make_matrix(12, 10)
+    manifest, store = make_manifest([box]), SlowStore()
+    data = bytearray(DATA)
+    data[400] ^= 1
+    key = manifest.file_key(box)
+    store.put(key, [data if damage == "flipped" else DATA[:400]], overwrite=True)
+    with pytest.raises(CheckpointError, match="crc32" if damage == "flipped" else "only 336 bytes"):
+        fetch(store, manifest, [box], lambda *_: None)
+
+
+def test_object_store_is_asked_for_more_at_once(monkeypatch):
+    monkeypatch.setattr(fetching, "REMOTE_BYTES", 200)
+    monkeypatch.setattr(SlowStore, "uri", "s3://bucket/run")
+    box = make_matrix(12, 10)
+    manifest, store = make_manifest([box]), SlowStore()
+    put_data(store, manifest)
+    fetch(store, manifest, [box], lambda *_: None)
+    assert [n for _, _, n in store.gets] == [200, 200, 80]
 
 
 def test_missing_file_is_named_and_a_failing_store_says_why():
