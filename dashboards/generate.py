@@ -235,6 +235,14 @@ ROWS = (
             curve("Size", "checkpoint/bytes", width=4),
             curve("Failed saves", "checkpoint/failed_saves", "checkpoint/skipped_saves", width=4),
             curve("Written share of the newest save", "checkpoint/written_share"),
+            formula(
+                "Steps since the newest snapshot",
+                "What a lost worker or node would cost now; needs elastic.snapshot_every.",
+                f"{by_run('run/step')} - {by_run('checkpoint/snapshot_step')}",
+            ),
+            curve("Time of a snapshot", "checkpoint/snapshot_s", "checkpoint/snapshot_stall_s"),
+            curve("Snapshot of rank 0", "checkpoint/snapshot_bytes", width=4),
+            curve("Ranks that lack a copy", "checkpoint/snapshot_lacking", width=4),
         ),
     ),
     Row(

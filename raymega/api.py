@@ -25,6 +25,7 @@ from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.inventory import list_nodes
 from raymega.orchestrate.journal import open_record
+from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.placement import place_ranks
 from raymega.orchestrate.preflight import Preflight
 from raymega.orchestrate.ray_metrics import RayMetricsSink
@@ -118,8 +119,11 @@ def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> Run
     session = open_session(address)
     try:
         with _watching(job, sinks) as sink, ThreadPoolExecutor(max_workers=1) as executor:
+            has_snapshots = job.elastic.snapshot_every > 0
+            keepers = Keepers(plan, clock=clock) if has_snapshots else None
             group = RayWorkerGroup(
                 plan,
+                keepers=keepers,
                 log_dir=local_folder(job) / "logs",
                 can_grow=not session.is_private,
                 preflight=Preflight(

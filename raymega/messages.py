@@ -5,6 +5,7 @@ It owns their shape and the two directions of the channel, not their transport.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +67,26 @@ class SavedBox:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """Where a worker finds snapshots, and where it leaves its own; keepers as ``host:port``.
+
+    Attributes:
+        token: What keepers let a caller in by.
+        write_to: Keepers of this worker's snapshots: of its own node, then of the partner's.
+        num_copies: How many there should be; keepers that are lost are missing above.
+        tidies: Of these, the ones in which this worker drops what is too old.
+        read_from: By key the keepers that hold an object of the snapshot to restore from; empty
+            when that is a checkpoint in the run's store, or nothing.
+    """
+
+    token: str = field(default="", repr=False)
+    write_to: tuple[str, ...] = ()
+    num_copies: int = 0
+    tidies: tuple[str, ...] = ()
+    read_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StartWorker:
     """Everything that one worker needs to enter the run (driver to worker).
 
@@ -78,6 +99,7 @@ class StartWorker:
         rendezvous: ``host:port`` of the store that rank 0 hosts for this attempt.
         restore: Key of the manifest to restore from, relative to the run; empty for a fresh start.
         device: ``cpu`` or ``cuda``.
+        replicas: State in other nodes' memory.
     """
 
     plan_json: str
@@ -88,6 +110,7 @@ class StartWorker:
     rendezvous: str
     restore: str
     device: str
+    replicas: Replicas = field(default_factory=Replicas)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
     checkpoints/step-00000100/a0002-rank00003.safetensors      rank 3 of attempt 2
     checkpoints/step-00000100/a0002-rank00003-001.safetensors  its second file, when it has several
     checkpoints/step-00000100/manifest-a0002.json              the driver of attempt 2
+    checkpoints/step-00000100/a0002-rank00003.json             rank 3's part of a snapshot; in memory
 
 Every key carries its attempt, so a new attempt never touches what an older one wrote.
 """
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 ROOT = "checkpoints/"
 _KEY = re.compile(
     r"checkpoints/step-(?P<step>\d{8,})/"
-    r"(?:a(?P<data>\d{4,})-rank\d{5,}(?:-\d{3,})?\.safetensors|manifest-a(?P<manifest>\d{4,})\.json)"
+    r"(?:a(?P<data>\d{4,})-rank\d{5,}(?:(?:-\d{3,})?\.safetensors|(?P<part>\.json))"
+    r"|manifest-a(?P<manifest>\d{4,})\.json)"
 )
 
 
@@ -42,6 +44,11 @@ def data_file(*, attempt: int, rank: int, number: int = 0) -> str:
     return f"a{attempt:04d}-rank{rank:05d}{more}.safetensors"
 
 
+def part_file(*, attempt: int, rank: int) -> str:
+    """Name of the object that says what a rank wrote of a snapshot."""
+    return f"a{attempt:04d}-rank{rank:05d}.json"
+
+
 def manifest_key(at: CheckpointId) -> str:
     """Key of a checkpoint's manifest."""
     return f"{folder_of(at.step)}manifest-a{at.attempt:04d}.json"
@@ -59,3 +66,9 @@ def is_manifest(key: str) -> bool:
     """Whether ``key`` is a manifest's."""
     match = _KEY.fullmatch(key)
     return match is not None and match["manifest"] is not None
+
+
+def is_part(key: str) -> bool:
+    """Whether ``key`` is that of a rank's part of a snapshot."""
+    match = _KEY.fullmatch(key)
+    return match is not None and match["part"] is not None

@@ -13,6 +13,7 @@ from raymega import api
 from raymega.cli.tables import table
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
 from raymega.plan.batch import BatchPlan, Phase, phases
+from raymega.plan.replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
@@ -50,6 +51,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     _show_summary(plan)
     _show_stages(plan)
     _show_ranks(plan)
+    _show_snapshots(plan)
     _show_schedule(plan)
 
 
@@ -87,6 +89,7 @@ def _program(plan: RunPlan, batch: BatchPlan) -> Program:
 
 def _plan_object(plan: RunPlan) -> dict[str, object]:
     job, grid, activations = plan.job, plan.grid, _activation_bytes(plan)
+    has_snapshots = job.elastic.snapshot_every > 0
     return {
         "run": job.run.name,
         "grid": {axis: grid.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")},
@@ -97,6 +100,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "stages": [asdict(stage) for stage in plan.stages],
         "schedule": job.schedule.name,
         "bubble": _bubble(plan, plan.batch),
+        "snapshot_every": job.elastic.snapshot_every,
         "ranks": [
             {
                 "rank": rank,
@@ -104,6 +108,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
                 **asdict(size),
                 "total": size.total_bytes,
                 "activation_bytes": activations[grid.coords(rank).pp],
+                **({"snapshot": asdict(snapshot_cost(plan, rank))} if has_snapshots else {}),
             }
             for rank, size in enumerate(_sizes(plan, grid.world_size))
         ],
@@ -194,6 +199,34 @@ def _show_ranks(plan: RunPlan) -> None:
     print(table(headers, rows))
     if plan.grid.world_size > MAX_ROWS:
         print(f"... and {plan.grid.world_size - MAX_ROWS:,} more ranks; --json lists all")
+
+
+def _show_snapshots(plan: RunPlan) -> None:
+    """What copies in memory cost the ranks that have most; nothing when there are none."""
+    every = plan.job.elastic.snapshot_every
+    if not every:
+        return
+    cost = max(_snapshot_costs(plan), key=lambda cost: cost.share_bytes)
+    print(
+        f"\nsnapshots in memory every {_steps(every)}: a rank writes at most "
+        f"{_readable(cost.share_bytes)} to its node's keeper and to the next node's, "
+        f"{_readable(cost.sent_bytes)} in all"
+    )
+    print(
+        f"host memory for each rank of a node: {_readable(cost.buffer_bytes)} in its own process, "
+        f"{_readable(cost.keeper_bytes)} in keepers ({NUM_GENERATIONS} snapshots of it and of a "
+        "rank of the node before); on one node half of that, which the loss of the node takes along"
+    )
+
+
+def _steps(number: int) -> str:
+    return "step" if number == 1 else f"{number} steps"
+
+
+def _snapshot_costs(plan: RunPlan) -> list[SnapshotCost]:
+    """Of one dp rank's ranks, which the others equal."""
+    ranks = range(plan.grid.world_size)
+    return [snapshot_cost(plan, rank) for rank in ranks if plan.grid.coords(rank).dp == 0]
 
 
 def _readable(num_bytes: int) -> str:

@@ -313,6 +313,22 @@ class ElasticSection(Section):
     stop_timeout_s: PositiveFloat = Field(
         default=120.0, description="Longest wait for the last save when a run is asked to stop."
     )
+    snapshot_every: NonNegative = Field(
+        default=0,
+        description="Steps between snapshots of the state in host memory of the worker's own node "
+        "and of a partner node, from which a lost worker or node is made up for; 0 is never.",
+    )
+    snapshot_when_late: Literal["wait", "skip"] = Field(
+        default="wait",
+        description="When a snapshot is due and the one before is still on its way. wait: training "
+        "stands still, so that a loss costs no more than snapshot_every says. skip: it is taken "
+        "after a later step.",
+    )
+    snapshot_timeout_s: PositiveFloat = Field(
+        default=60.0,
+        description="Longest wait for a file of a snapshot to reach another node's memory, or to "
+        "come back.",
+    )
 
 
 class TrackingSection(Section):

@@ -98,7 +98,7 @@ class Controller:
         self._clock, self._executor = clock, executor
         self._policy = FailurePolicy(max_failures=plan.job.elastic.max_failures)
         self._failures: list[Failure] = []
-        self._restore = RestorePoint(store, plan.job)
+        self._restore = RestorePoint(store, plan.job, group.keeping)
         self._outage: Outage | None = None
         self._error: RaymegaError | None = None
         self._is_stop_asked = False
@@ -220,13 +220,15 @@ class Controller:
         self._move(State.STARTING, self.state.reason)
         write_record(self._store, self._record_now())
         self._work = self._new_work()
-        self._sink.emit(events.attempt_started(self._plan, self.state))
+        start = self._restore.start
+        self._sink.emit(events.attempt_started(self._plan, self.state, source=start.source))
         self._group.start(
             AttemptOrder(
                 plan_json=self._plan.to_json(),
                 run_uri=self._store.uri,
                 attempt=self.state.attempt,
-                restore=self._restore.key,
+                restore=start.key,
+                holders=start.holders,
             )
         )
 
@@ -263,6 +265,8 @@ class Controller:
     def _take_step(self, report: StepDone) -> None:
         self.state = replace(self.state, step=report.step)
         self._meter.add(report.metrics.get("train/step_time_s", 0.0))
+        if report.metrics.get("checkpoint/snapshot_step"):
+            self._group.keeping.settle()
         self._sink.emit(events.step_finished(self.state, report))
         if self._outage is not None and self._outage.is_over(report.step):
             self._sink.emit(
@@ -270,6 +274,7 @@ class Controller:
                     attempt=self.state.attempt,
                     step=report.step,
                     restored_step=self._work.attempt.first_step,
+                    source=self._restore.start.source,
                     now_s=self._clock.monotonic(),
                 )
             )
@@ -326,9 +331,9 @@ class Controller:
         return failure.error == CheckpointError.__name__ and not has_restored
 
     def _go_back_to_checkpoint(self) -> None:
-        """Take the state back to the newest checkpoint that can be restored."""
-        step = self._restore.find(self._record, saved_step=self.state.saved_step)
-        self.state = replace(self.state, step=step, saved_step=step)
+        """Take the state back to the newest checkpoint or snapshot that can be restored."""
+        saved_step = self._restore.find(self._record, saved_step=self.state.saved_step)
+        self.state = replace(self.state, step=self._restore.start.step, saved_step=saved_step)
 
     def _end(self) -> RunFinished:
         self._group.release(keep_warm=False)
@@ -365,7 +370,7 @@ class Controller:
         return _Work(
             attempt=Attempt(
                 world_size=world_size,
-                first_step=self.state.saved_step,
+                first_step=self.state.step,
                 elastic=self._job.elastic,
                 now_s=now_s,
             ),

@@ -9,7 +9,7 @@ from raymega.orchestrate.goodput import GoodputMeter
 from raymega.orchestrate.journal import RunRecord
 from raymega.orchestrate.placement import Place
 from raymega.orchestrate.policies import Failure
-from raymega.orchestrate.saves import Committed, Refused, degrees
+from raymega.orchestrate.saves import Committed, Refused
 from raymega.orchestrate.states import RunState, State
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.sink import (
@@ -22,6 +22,7 @@ from raymega.tracking.sink import (
     RunStarted,
     RunStatus,
     SaveFailed,
+    StateSource,
     StepFinished,
     WorkersStarted,
 )
@@ -42,12 +43,13 @@ def run_started(plan: RunPlan, record: RunRecord, state: RunState, *, uri: str) 
     )
 
 
-def attempt_started(plan: RunPlan, state: RunState) -> AttemptStarted:
+def attempt_started(plan: RunPlan, state: RunState, *, source: StateSource) -> AttemptStarted:
     """A worker group is about to start."""
     return AttemptStarted(
         attempt=state.attempt,
-        step=state.saved_step,
-        grid=degrees(plan.grid),
+        step=state.step,
+        source=source,
+        grid=plan.grid.degrees(),
         plan={
             "world_size": plan.grid.world_size,
             "num_micro_batches": plan.batch.num_micro_batches,

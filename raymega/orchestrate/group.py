@@ -1,14 +1,15 @@
-"""The worker group as the controller sees it: six verbs and their timing, no Ray.
+"""The worker group and its snapshots as the controller sees them: verbs and their timing, no Ray.
 
 worker_group implements it on Ray; the tests' fake implements it on lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from raymega.checkpoint.snapshots import Snapshot
 from raymega.errors import Fault
 from raymega.messages import Report, Requests
 from raymega.orchestrate.placement import Place
@@ -16,16 +17,42 @@ from raymega.orchestrate.placement import Place
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptOrder:
-    """What the workers of one attempt shall do; see StartWorker for the fields."""
+    """What the workers of one attempt shall do; see StartWorker and Replicas for the fields."""
 
     plan_json: str
     run_uri: str
     attempt: int
     restore: str
+    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class SnapshotKeeping(Protocol):
+    """The run's state in the memory of its nodes, as the controller sees it; called from one thread."""
+
+    def find(self, *, skip: Collection[str]) -> Snapshot | None:
+        """The newest whole snapshot whose manifest's key is not in ``skip``; blocks for seconds."""
+
+    def settle(self) -> None:
+        """The present attempt has a whole snapshot: nodes that it left may forget. Never blocks."""
+
+
+class NoSnapshots:
+    """SnapshotKeeping of a run that takes none."""
+
+    def find(self, *, skip: Collection[str]) -> Snapshot | None:  # noqa: ARG002
+        """See SnapshotKeeping."""
+        return None
+
+    def settle(self) -> None:
+        """See SnapshotKeeping."""
 
 
 class WorkerGroup(Protocol):
     """The workers of a run, one attempt after the other; called from one thread."""
+
+    @property
+    def keeping(self) -> SnapshotKeeping:
+        """What their nodes keep in memory, from one attempt to the next."""
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """Ask for the slots, or look again: None when they are held, else what is lacking.
@@ -58,5 +85,5 @@ class WorkerGroup(Protocol):
         """End the attempt, if there is one; blocks for some seconds at most.
 
         With ``keep_warm`` the slots are kept, and so are processes that let go of their work;
-        without it nothing is left.
+        without it nothing is left, snapshots included.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raymega.tracking.sink import Recovered
+from raymega.tracking.sink import Recovered, StateSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,9 @@ class Outage:
         """``step`` completed steps are as many as there were, so nothing is lost any more."""
         return step >= self.step
 
-    def recovered(self, *, attempt: int, step: int, restored_step: int, now_s: float) -> Recovered:
+    def recovered(
+        self, *, attempt: int, step: int, restored_step: int, source: StateSource, now_s: float
+    ) -> Recovered:
         """The event of its end: ``attempt`` went from ``restored_step`` to ``step``."""
         return Recovered(
             attempt=attempt,
@@ -37,4 +39,5 @@ class Outage:
             lost_steps=max(0, self.step - restored_step),
             detection_s=self.detection_s,
             recovery_s=now_s - self.seen_s,
+            source=source,
         )

@@ -1,4 +1,4 @@
-"""Which checkpoint the next attempt starts from: the newest that can be read.
+"""What the next attempt starts from: the newest state that can be read, in the store or in memory.
 
 It remembers which ones workers could not read. When to go back to one is the controller's.
 """
@@ -6,47 +6,80 @@ It remembers which ones workers could not read. When to go back to one is the co
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from raymega.checkpoint.manifest import find_restore
+from raymega.checkpoint.keys import CheckpointId
+from raymega.checkpoint.manifest import Manifest, find_restore
 from raymega.config.schema import Job
 from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.orchestrate import verdicts
+from raymega.orchestrate.group import SnapshotKeeping
 from raymega.orchestrate.journal import RunRecord, precision_faults
 from raymega.storage.store import Store
+from raymega.tracking.sink import StateSource
 
 log = logging.getLogger(__name__)
 
 
-class RestorePoint:
-    """``key`` is the manifest to restore from, relative to the run; empty for a fresh start."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where an attempt starts.
 
-    def __init__(self, store: Store, job: Job) -> None:
+    Attributes:
+        step: Completed steps of the state; 0 is also that of a fresh start.
+        key: The manifest; empty for a fresh start.
+        source: Where it is.
+        holders: By key, who holds the objects of a snapshot in memory.
+    """
+
+    step: int = 0
+    key: str = ""
+    source: StateSource = "nothing"
+    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class RestorePoint:
+    """``start`` is what the next attempt starts from, ``key`` the newest checkpoint in the store."""
+
+    def __init__(self, store: Store, job: Job, keeping: SnapshotKeeping) -> None:
         self.key = ""
-        self._store, self._job = store, job
-        self._unreadable: set[str] = set()
+        self.start = Start()
+        self._store, self._job, self._keeping = store, job, keeping
+        self._unreadable: dict[StateSource, set[str]] = {"store": set(), "memory": set()}
 
     def give_up_on_newest(self) -> None:
         """A worker could not read it."""
-        self._unreadable.add(self.key)
+        self._unreadable[self.start.source].add(self.start.key)
 
     def find(self, record: RunRecord, *, saved_step: int) -> int:
-        """Look into the store for the newest one; its step, 0 when the run has none.
+        """Look for what to start from, and return the step of the newest checkpoint, 0 for none.
 
         Args:
             record: The run's; names it, and knows a step that was saved.
             saved_step: The step that this driver knows to be saved.
 
         Raises:
-            CheckpointError: The run has checkpoints, and none can be restored.
+            CheckpointError: The run has checkpoints, and nothing can be restored.
             ConfigError: Masters would lose digits.
         """
-        restore = find_restore(self._store, skip=self._unreadable)
+        restore = find_restore(self._store, skip=self._unreadable["store"])
         for fault in restore.broken:
             log.warning("passed over: %s", fault)
-        self.key = restore.key
-        if restore.manifest is not None:
-            raise_faults(ConfigError, precision_faults(restore.manifest.job, self._job))
-            return restore.manifest.step
-        if restore.broken or self._unreadable or max(record.step, saved_step) > 0:
+        snapshot = self._keeping.find(skip=self._unreadable["memory"])
+        saved, self.key = restore.manifest, restore.key
+        if snapshot is not None and (saved is None or snapshot.id >= _id(saved)):
+            step, key = snapshot.manifest.step, snapshot.manifest.key
+            self.start = Start(step=step, key=key, source="memory", holders=snapshot.holders)
+        elif saved is not None:
+            raise_faults(ConfigError, precision_faults(saved.job, self._job))
+            self.start = Start(step=saved.step, key=restore.key, source="store")
+        elif restore.broken or self._unreadable["store"] or max(record.step, saved_step) > 0:
             raise CheckpointError(*restore.broken, verdicts.nothing_readable(record, self._store))
-        return 0
+        else:
+            self.start = Start()
+        return saved.step if saved else 0
+
+
+def _id(manifest: Manifest) -> CheckpointId:
+    return CheckpointId(attempt=manifest.attempt, step=manifest.step)

@@ -21,7 +21,6 @@ from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.gather import Gather
 from raymega.orchestrate.journal import newest_attempt
 from raymega.orchestrate.save_requests import SaveRequests
-from raymega.plan.grid import Grid
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
 from raymega.tracking.sink import SavePassedOver, SaveUnderWay
@@ -29,7 +28,6 @@ from raymega.tracking.sink import SavePassedOver, SaveUnderWay
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 2.0
-_AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +177,7 @@ class Saves:
             attempt=self._attempt,
             created=self._clock.timestamp(),
             job=self._plan.job.model_dump(mode="json"),
-            grid=degrees(grid),
+            grid=grid.degrees(),
             metrics=metrics,
         )
 
@@ -198,8 +196,3 @@ class Saves:
             self._pruner.prune()
         except RaymegaError as error:
             log.warning("old checkpoints were not deleted: %s", error)
-
-
-def degrees(grid: Grid) -> dict[str, int]:
-    """Axis to degree, as records show a grid."""
-    return {axis: grid.degree(axis) for axis in _AXES}

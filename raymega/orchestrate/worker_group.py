@@ -8,7 +8,6 @@ by itself: the controller does.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymega.errors import CapacityError, Fault
-from raymega.messages import Report, Requests, StartWorker, WorkerDied, WorkerFailed
-from raymega.orchestrate.group import AttemptOrder
+from raymega.messages import Replicas, Report, Requests, StartWorker, WorkerDied
+from raymega.orchestrate.group import AttemptOrder, NoSnapshots, SnapshotKeeping
 from raymega.orchestrate.inventory import Device, find_device, list_nodes, worker_resources
+from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.placement import (
     Place,
     Seat,
@@ -38,6 +38,7 @@ from raymega.orchestrate.placement import (
     place_ranks,
 )
 from raymega.orchestrate.preflight import Answer, Preflight
+from raymega.orchestrate.ray_errors import FETCH_TIMEOUT_S, broken_call, death_cause, is_true
 from raymega.orchestrate.worker import MAX_CONCURRENCY, Worker
 from raymega.plan.run_plan import RunPlan
 
@@ -48,8 +49,6 @@ NAMED_AXES = ("tp", "pp", "dp")
 LONG_POLL_S = 1.0
 ABORT_PATIENCE_S = 2.0
 ANSWER_MARGIN_S = 1.0
-FETCH_TIMEOUT_S = 30.0
-MAX_CAUSE_LENGTH = 300
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,6 +88,7 @@ class RayWorkerGroup:
         can_grow: bool,
         entry: str = TRAIN_ENTRY,
         preflight: Preflight | None = None,
+        keepers: Keepers | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -98,6 +98,7 @@ class RayWorkerGroup:
             can_grow: Nodes may still join, so that lack of room is a reason to wait.
             entry: Module that a worker runs; see worker.Entry.
             preflight: Asks each node before its first attempt; without one, none is asked.
+            keepers: Hold the workers' snapshots; without them, there are none.
         """
         self._plan, self._cluster, self._grid = plan, plan.job.cluster, plan.grid
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
@@ -108,8 +109,13 @@ class RayWorkerGroup:
         self._slots = [_Slot(index=index) for index in range(self._grid.world_size)]
         self._calls: dict[ray.ObjectRef[Any], _Call] = {}
         self._order: AttemptOrder | None = None
-        self._preflight = preflight
-        self._rendezvous = ""
+        self._preflight, self._keepers = preflight, keepers
+        self._rendezvous, self._is_let_go = "", False
+
+    @property
+    def keeping(self) -> SnapshotKeeping:
+        """See WorkerGroup."""
+        return self._keepers or NoSnapshots()
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
@@ -145,10 +151,14 @@ class RayWorkerGroup:
 
     def poll(self, timeout_s: float) -> list[Report]:
         """See WorkerGroup."""
-        ready, waiting = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s)
+        starting = self._keepers.pending() if self._keepers else []
+        ready, waiting = ray.wait([*self._calls, *starting], num_returns=1, timeout=timeout_s)
         if ready and waiting:
             more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             ready = ready + more
+        if self._keepers:
+            self._keepers.collect()
+            self._let_go_when_clear()
         return [report for ref in ready for report in self._meet(ref)]
 
     def request(self, requests: Requests) -> None:
@@ -159,7 +169,7 @@ class RayWorkerGroup:
     def release(self, *, keep_warm: bool) -> None:
         """See WorkerGroup."""
         self._calls.clear()
-        self._order, self._rendezvous = None, ""
+        self._order, self._rendezvous, self._is_let_go = None, "", False
         if self._preflight is not None:
             self._preflight.cancel()
         free = self._abort_all() if keep_warm else set()
@@ -170,6 +180,8 @@ class RayWorkerGroup:
         if not keep_warm and self._reserved is not None:
             remove_placement_group(self._reserved)
             self._reserved = None
+        if not keep_warm and self._keepers is not None:
+            self._keepers.close()
 
     @property
     def _placement_rule(self) -> dict[str, bool]:
@@ -200,6 +212,8 @@ class RayWorkerGroup:
         seats = assign_seats(places, self._grid, **self._placement_rule)
         for slot, seat in zip(self._slots, seats, strict=True):
             slot.home = seat.rank
+        if self._keepers:  # they start while workers load torch
+            self._keepers.place({place.node_id for place in places})
 
     def _not_free(self) -> Fault:
         free = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -254,14 +268,14 @@ class RayWorkerGroup:
         except RayActorError as error:
             return [self._bury(call.slot, error)]
         except (RayTaskError, GetTimeoutError) as error:
-            return [_broken_call(call.slot, error)]
+            return [broken_call(call.slot.rank, error)]
         return call.answered(call.slot, answer)
 
     def _bury(self, slot: _Slot, error: RayActorError) -> WorkerDied:
         self._calls = {ref: call for ref, call in self._calls.items() if call.slot is not slot}
         who = f"process {slot.place.pid} on {slot.place.address}" if slot.place else "a process"
         slot.actor, slot.place = None, None
-        return WorkerDied(rank=slot.rank, cause=f"{who} is gone ({_death_cause(error)})")
+        return WorkerDied(rank=slot.rank, cause=f"{who} is gone ({death_cause(error)})")
 
     def _on_place(self, slot: _Slot, place: Place) -> list[Report]:
         slot.place = place
@@ -281,6 +295,8 @@ class RayWorkerGroup:
             slot.seat, slot.home = seat, seat.rank
         first = next(slot for slot in self._slots if slot.rank == 0)
         assert first.place, "a slot with a seat has a place"
+        if self._keepers:
+            self._keepers.place({place.node_id for place in places})
         self._call(first, "host_rendezvous", first.place.address, answered=self._on_rendezvous)
         if self._preflight is not None:
             self._ask_nodes(self._preflight)
@@ -305,16 +321,24 @@ class RayWorkerGroup:
         return [*reports]
 
     def _let_go_when_clear(self) -> None:
-        """Workers start when there is a place to meet and no node is still being asked."""
-        if not self._rendezvous or (self._preflight and self._preflight.is_open):
+        """Workers start, once, when there is a place to meet and no node is still waited for."""
+        is_asking = bool(self._preflight and self._preflight.is_open)
+        is_keeping = bool(self._keepers and self._keepers.pending())
+        if self._is_let_go or not self._rendezvous or is_asking or is_keeping:
             return
+        self._is_let_go = True
+        by_rank = sorted(self._slots, key=lambda slot: slot.rank)
+        nodes = [slot.place.node_id for slot in by_rank if slot.place]
         for slot in self._slots:
             log_path = self._log_dir / f"rank-{slot.rank:05d}.log"
-            message = self._start_message(slot, self._rendezvous)
+            message = self._start_message(slot, self._rendezvous, nodes)
             self._call(slot, "start", message, str(log_path), answered=self._on_started)
 
-    def _start_message(self, slot: _Slot, rendezvous: str) -> StartWorker:
+    def _start_message(self, slot: _Slot, rendezvous: str, nodes: list[str]) -> StartWorker:
         assert self._order and slot.seat, "an attempt has begun and everybody is seated"
+        replicas = Replicas()
+        if self._keepers:
+            replicas = self._keepers.replicas(nodes, slot.rank, self._order.holders)
         return StartWorker(
             plan_json=self._order.plan_json,
             run_uri=self._order.run_uri,
@@ -324,6 +348,7 @@ class RayWorkerGroup:
             rendezvous=rendezvous,
             restore=self._order.restore,
             device=self._device,
+            replicas=replicas,
         )
 
     def _on_started(self, slot: _Slot, _answer: None) -> list[Report]:
@@ -344,7 +369,7 @@ class RayWorkerGroup:
             return set()
         patience_s = ABORT_PATIENCE_S + ANSWER_MARGIN_S
         answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
-        return {refs[ref] for ref in answered if _is_true(ref)}
+        return {refs[ref] for ref in answered if is_true(ref)}
 
     def _kill(self, slot: _Slot) -> None:
         if slot.actor is not None:
@@ -361,32 +386,3 @@ def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
 
 def _nothing(_slot: _Slot, _answer: object) -> list[Report]:
     return []
-
-
-def _is_true(ref: ray.ObjectRef[Any]) -> bool:
-    """The answer; a death or an error is a no."""
-    try:
-        return bool(ray.get(ref, timeout=FETCH_TIMEOUT_S))
-    except (RayActorError, RayTaskError, GetTimeoutError):
-        return False
-
-
-def _broken_call(slot: _Slot, error: Exception) -> WorkerFailed:
-    """An error outside the training thread: the driver's own calls into a living worker."""
-    cause = getattr(error, "cause", None) or error
-    return WorkerFailed(
-        rank=slot.rank,
-        step=0,
-        error=type(cause).__name__,
-        message=str(cause),
-        traceback=str(error),
-        is_secondary=False,
-        exit_code=getattr(cause, "exit_code", 1),
-    )
-
-
-def _death_cause(error: RayActorError) -> str:
-    """What Ray knows of a death, without ids before it and general advice behind it."""
-    text = " ".join(str(error).split())
-    *_, detail = re.split(r"Worker exit detail: | ip: \S+ ", text)
-    return detail.partition(" Some common causes")[0].rstrip(".")[:MAX_CAUSE_LENGTH]

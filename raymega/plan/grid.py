@@ -57,6 +57,10 @@ class Grid:
         """Axes of the dense view, fastest first."""
         return tuple(axis for axis in self.order.split("-") if axis != "ep")
 
+    def degrees(self) -> dict[str, int]:
+        """Axis to degree, as records show a grid."""
+        return {axis: self.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")}
+
     def degree(self, axis: str) -> int:
         """Size of ``axis``."""
         return int(getattr(self, axis))

@@ -117,9 +117,14 @@ def _run_started(event: RunStarted) -> str:
 
 def _attempt_started(event: AttemptStarted) -> str:
     return (
-        f"Attempt {event.attempt} starts at step {event.step} on {_grid(event.grid)}: "
-        f"{event.reason}."
+        f"Attempt {event.attempt} starts at step {event.step}{_from(event)} on "
+        f"{_grid(event.grid)}: {event.reason}."
     )
+
+
+def _from(event: AttemptStarted | Recovered) -> str:
+    """A checkpoint is what one expects, and goes without saying."""
+    return " in other nodes' memory" if event.source == "memory" else ""
 
 
 def _grid(grid: Mapping[str, int]) -> str:
@@ -150,7 +155,8 @@ def _trouble(event: SaveFailed | FailureSeen) -> str:
 def _recovered(event: Recovered) -> str:
     return (
         f"Recovered: noticed in {event.detection_s:.1f} s, back where it was {event.recovery_s:.1f} s "
-        f"later, from the state of step {event.restored_step}; "
+        f"later, from the state of step {event.restored_step}"
+        f"{_from(event)}; "
         f"{_count(event.lost_steps, 'step')} done again."
     )
 

@@ -103,6 +103,13 @@ METRICS = (
     _gauge("checkpoint/failed_saves", "saves", "Saves that failed since the driver began."),
     _gauge("checkpoint/skipped_saves", "saves", "Saves left out since the driver began."),
     _gauge("checkpoint/written_share", "1", "Share of the newest save that workers have written."),
+    _gauge("checkpoint/snapshot_step", "steps", "Newest snapshot that every rank has in memory."),
+    _gauge("checkpoint/snapshot_stall_s", "s", "Time that rank 0 stood still for a snapshot."),
+    _gauge("checkpoint/snapshot_s", "s", "Time until rank 0's part of it had its copies."),
+    _gauge(
+        "checkpoint/snapshot_bytes", "bytes", "Size of one copy of rank 0's part of a snapshot."
+    ),
+    _gauge("checkpoint/snapshot_lacking", "ranks", "Ranks whose snapshots have fewer copies."),
     _gauge("memory/max_peak_bytes", "bytes", "Largest memory/peak_bytes of all ranks."),
     _gauge("run/step", "steps", "Completed steps of the run."),
     _gauge("run/total_steps", "steps", "The job's run.steps."),

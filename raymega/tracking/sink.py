@@ -15,6 +15,8 @@ from raymega.tracking.names import check_names
 Scalar = str | int | float | bool
 WorkEvent = tuple[str, int, int, float, float]
 RunStatus = Literal["finished", "failed", "preempted"]
+StateSource = Literal["nothing", "store", "memory"]
+"""Where an attempt has its state from: first values, a checkpoint, or a snapshot in other nodes' memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,7 @@ class AttemptStarted:
         grid: Degree of each axis: ``{"tp": 2, "pp": 2, "dp": 2, ...}``.
         plan: Short facts of the plan (world size, schedule, predicted bubble, ...).
         reason: Why it starts, a few words: ``first start``, ``worker 3 died``.
+        source: Where the state of that step is read.
     """
 
     attempt: int
@@ -57,6 +60,7 @@ class AttemptStarted:
     grid: Mapping[str, int]
     plan: Mapping[str, Scalar] = field(default_factory=dict)
     reason: str
+    source: StateSource = "store"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +178,7 @@ class Recovered:
         lost_steps: Completed steps that had to be done again.
         detection_s: From the last sign of progress to the failure's detection.
         recovery_s: From the detection to this event.
+        source: Where that state was read.
     """
 
     attempt: int
@@ -183,6 +188,7 @@ class Recovered:
     lost_steps: int
     detection_s: float
     recovery_s: float
+    source: StateSource = "store"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,11 @@ import torch
 from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
+from raymega.checkpoint.snapshot_writer import SnapshotWriter
 from raymega.checkpoint.start import WEIGHTS, starting_manifest
 from raymega.checkpoint.writer import CheckpointWriter, Limits
 from raymega.config.schema import CheckpointSection, Job
-from raymega.errors import CommunicationError
+from raymega.errors import CheckpointError, CommunicationError
 from raymega.messages import Channel, Entered, StartWorker
 from raymega.optim.updates import UPDATES
 from raymega.parallel import groups as world
@@ -27,16 +28,22 @@ from raymega.parallel.groups import Store
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.start_rules import begins_fresh
 from raymega.plan.tensors import model_tensors
+from raymega.storage.copies import Copies
+from raymega.storage.keeper_store import KeeperStore
 from raymega.storage.open import open_store
+from raymega.storage.store import Store as StateStore
 from raymega.train.build import Parts, build_parts
 from raymega.train.environment import listen_towards, prepare_process, refused_operation
 from raymega.train.loop import run_loop
 from raymega.train.pulse import Pulse
+from raymega.train.saving import Saving
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S, REPORTS_PER_S = 2.0, 50.0
+MAX_COPIES = 2
+"""Of anything in memory; see plan.replicas."""
 
 
 def host_rendezvous(host: str) -> tuple[str, object]:
@@ -97,7 +104,13 @@ def _train(
         report=channel.report,
         limits=_limits(plan),
     )
-    run_loop(parts, state, channel=channel, writer=writer, rank=start.rank)
+    snapshots = None
+    if plan.job.elastic.snapshot_every:
+        snapshots = SnapshotWriter(
+            plan, rank=start.rank, attempt=start.attempt, replicas=start.replicas
+        )
+    saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=start.rank)
+    run_loop(parts, state, channel=channel, saving=saving, rank=start.rank)
 
 
 def _limits(plan: RunPlan) -> Limits:
@@ -116,13 +129,35 @@ def _restore(parts: Parts, start: StartWorker, pulse: Pulse) -> TrainState:
     if not start.restore:
         start_from(parts, parts.plan.job.checkpoint, pulse=pulse)
         return first_state(precision)
-    store = open_store(start.run_uri)
-    manifest = read_manifest(store, start.restore)
+    *others, last = _stores_to_restore_from(start)
+    for store in others:
+        try:
+            return _restore_from(store, parts, start.restore, pulse)
+        except CheckpointError as error:
+            log.warning("the other copy is next: %s", error)
+    return _restore_from(last, parts, start.restore, pulse)
+
+
+def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
+    """The run's store; or keepers, once for each copy to begin with where another was wrong."""
+    replicas = start.replicas
+    if not replicas.read_from:
+        return [open_store(start.run_uri)]
+    addresses = sorted({name for names in replicas.read_from.values() for name in names})
+    keepers = {address: KeeperStore(address, replicas.token) for address in addresses}
+    return [
+        Copies(keepers, holders=replicas.read_from, first=start.rank + number)
+        for number in range(MAX_COPIES)
+    ]
+
+
+def _restore_from(store: StateStore, parts: Parts, key: str, pulse: Pulse) -> TrainState:
+    manifest = read_manifest(store, key)
     blocks = list(parts.optimizer.blocks())
     load(store, manifest, blocks, expected=_all_names(parts.plan.job), pulse=pulse)
     parts.optimizer.sync_weights()
-    log.info("restored step %d from %s", manifest.step, start.restore)
-    return state_from(manifest.state, precision)
+    log.info("restored step %d from %s in %s", manifest.step, key, store.uri)
+    return state_from(manifest.state, parts.plan.job.precision)
 
 
 def start_from(

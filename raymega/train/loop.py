@@ -8,13 +8,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from raymega.checkpoint.writer import CheckpointWriter
 from raymega.messages import (
     Channel,
     Evaluated,
     MemoryMeasured,
     Progress,
-    SaveSkipped,
     StepDone,
     TimelineRecorded,
     WorkerFinished,
@@ -23,14 +21,14 @@ from raymega.parallel.comm import barrier
 from raymega.train.build import Parts
 from raymega.train.evaluate import evaluate
 from raymega.train.meters import Speedometer, memory_metrics, reset_peak_memory
-from raymega.train.numerics import refuse_non_finite_state
+from raymega.train.saving import Saving
 from raymega.train.state import TrainState
 from raymega.train.statistics import Activations, activations_of, norm_metrics
 from raymega.train.step import StepOutcome, train_step
 
 
 def run_loop(
-    parts: Parts, state: TrainState, *, channel: Channel, writer: CheckpointWriter, rank: int
+    parts: Parts, state: TrainState, *, channel: Channel, saving: Saving, rank: int
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop."""
     job = parts.plan.job
@@ -52,13 +50,14 @@ def run_loop(
                 state,
                 replace(wishes, save=wishes.save and rank == 0),
                 is_recording=is_recording,
-                is_saving=writer.is_busy,
-                before_update=writer.fence,
+                summed=saving.summed(),
+                before_update=saving.fence,
             )
             seconds = time.monotonic() - began
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
         metrics |= packing | _statistics(parts, state, outcome, activations)
         state = outcome.state
+        metrics |= saving.observe(outcome)
         _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             memory = memory_metrics(parts.device)
@@ -68,23 +67,11 @@ def run_loop(
         is_last = stopped or state.step == job.run.steps
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
-        if is_last or outcome.save:
-            _save(parts, state, writer)
-        elif _is_due(state.step, job.checkpoint.every):
-            if outcome.is_saving and job.checkpoint.when_busy == "skip":
-                _report_skip(channel, rank, state.step)
-            else:
-                _save(parts, state, writer)
+        saving.save_what_is_due(outcome, is_last=is_last)
     parts.weights.wait_for_all()
-    writer.wait()
+    saving.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
     return state
-
-
-def _save(parts: Parts, state: TrainState, writer: CheckpointWriter) -> None:
-    refuse_non_finite_state(parts, state.step)
-    blocks = list(parts.optimizer.blocks())
-    writer.save(state.step, blocks, state.scalars(), dp_rank=parts.coords.dp)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -132,11 +119,6 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         metrics["train/loss_scale"] = state.loss_scale.factor
         metrics["train/skipped_steps"] = float(state.skipped_steps)
     return metrics
-
-
-def _report_skip(channel: Channel, rank: int, step: int) -> None:
-    if rank == 0:
-        channel.report(SaveSkipped(rank=rank, step=step))
 
 
 def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:

@@ -6,7 +6,7 @@ learns the same totals from one small all-reduce, so every rank takes the same d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -32,8 +32,8 @@ class StepOutcome:
 
     ``state`` is where the run stands after it. ``loss`` is in nats per token, ``grad_norm`` the
     global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
-    ``save`` are true when the driver asked any rank for it, ``is_saving`` when the save before was
-    still being written on any rank.
+    ``save`` are true when the driver asked any rank for it. ``summed`` is what the ranks gave to be
+    summed.
     """
 
     state: TrainState
@@ -45,7 +45,7 @@ class StepOutcome:
     is_skipped: bool
     stop: bool
     save: bool
-    is_saving: bool
+    summed: tuple[float, ...]
     events: tuple[Event, ...]
 
 
@@ -59,14 +59,17 @@ def train_step(
     wishes: Requests,
     *,
     is_recording: bool,
-    is_saving: bool = False,
+    summed: Sequence[float] = (),
     before_update: Callable[[], None] = _do_nothing,
 ) -> StepOutcome:
     """Forward, backward, reduce, clip, update.
 
+    ``summed`` are numbers of this rank whose sums over all ranks it asks for beside; they leave with
+    the totals, before the update.
+
     A float16 gradient that overflows shows in the norm, hence on every rank: the step updates
-    nothing, and the loss scale sinks. ``is_saving`` is passed on to all ranks; ``before_update`` is
-    called when masters and moments are about to change.
+    nothing, and the loss scale sinks. ``before_update`` is called when masters and moments are about
+    to change.
 
     Raises:
         NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
@@ -76,8 +79,8 @@ def train_step(
     scale = loss_gradient(parts.plan, state)
     output = forward_backward(parts, micro_batches, loss_gradient=scale, is_recording=is_recording)
 
-    flags = (wishes.stop, wishes.save, is_saving)
-    totals = _sum_over_world(parts, output.loss_sum, micro_batches, flags)
+    others = (wishes.stop, wishes.save, *summed)
+    totals = _totals_of(parts, output.loss_sum, micro_batches, others)
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
     is_overflow = state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm)
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
@@ -100,8 +103,14 @@ def train_step(
     return StepOutcome(
         state=after, loss=loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
         tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save,
-        is_saving=totals.is_saving, events=output.events,
+        summed=totals.summed, events=output.events,
     )  # fmt: skip
+
+
+def sum_over_world(parts: Parts, numbers: Sequence[float]) -> tuple[float, ...]:
+    """The sum of each number over all ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
+    return tuple(all_reduce(mine, parts.groups.world).tolist())
 
 
 def loss_gradient(plan: RunPlan, state: TrainState) -> float:
@@ -119,14 +128,14 @@ class _Totals:
     norm_sq: float
     stop: bool
     save: bool
-    is_saving: bool
+    summed: tuple[float, ...]
 
 
-def _sum_over_world(
+def _totals_of(
     parts: Parts,
     loss_sum: torch.Tensor,
     micro_batches: list[MicroBatch],
-    flags: tuple[bool, bool, bool],
+    others: Sequence[float],
 ) -> _Totals:
     """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it."""
     here = parts.coords
@@ -137,15 +146,14 @@ def _sum_over_world(
         float(loss_sum) if counts_loss else 0.0,
         tokens,
         float(norm_sq),
-        *flags,
+        *others,
     ]
-    totals = torch.tensor(mine, dtype=torch.float64, device=parts.device)
-    total = all_reduce(totals, parts.groups.world).tolist()
+    total = sum_over_world(parts, mine)
     return _Totals(
         loss_sum=total[0],
         tokens=total[1],
         norm_sq=total[2],
         stop=total[3] > 0,
         save=total[4] > 0,
-        is_saving=total[5] > 0,
+        summed=total[5:],
     )

@@ -37,6 +37,7 @@ class Running:
     def __init__(self, process: subprocess.Popen) -> None:
         self._process = process
         self.pids: dict[str, int] = {}
+        self.nodes: dict[str, str] = {}
 
     def kill_worker(self, rank: int) -> None:
         os.kill(self.pids[str(rank)], signal.SIGKILL)
@@ -80,7 +81,7 @@ def train(
             event = json.loads(line)
             events.append(event)
             if event["event"] == "workers":
-                running.pids = event["pids"]
+                running.pids, running.nodes = event["pids"], event["nodes"]
             if event["event"] == "step":
                 on_step(running, event["step"])
         code = process.wait(timeout)

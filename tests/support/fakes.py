@@ -6,6 +6,8 @@ None of them starts a process, touches a disk or waits.
 from concurrent.futures import Executor, Future
 
 from raymega.checkpoint.keys import data_file, folder_of
+from raymega.checkpoint.manifest import Manifest
+from raymega.checkpoint.snapshots import Snapshot
 from raymega.messages import (
     Box,
     Entered,
@@ -17,6 +19,7 @@ from raymega.messages import (
     WorkerFailed,
     WorkerFinished,
 )
+from raymega.orchestrate.group import NoSnapshots
 from raymega.orchestrate.placement import Place
 
 
@@ -90,7 +93,8 @@ class FakeWorkerGroup:
     what successive reserves return before the slots are there.
     """
 
-    def __init__(self, clock, store, *, world_size, script, lacking=()):
+    def __init__(self, clock, store, *, world_size, script, lacking=(), keeping=None):
+        self.keeping = keeping or NoSnapshots()
         self.clock, self.store, self.world_size = clock, store, world_size
         self.script = [list(polls) for polls in script]
         self.lacking = list(lacking)
@@ -141,6 +145,28 @@ class FakeWorkerGroup:
             if isinstance(report, ShardSaved) and not report.error:
                 key = folder_of(report.step) + report.boxes[0].file
                 self.store.put(key, [b"12345678"], overwrite=True)
+
+
+class FakeKeeping:
+    """SnapshotKeeping on a list of whole snapshots; empty at a driver's first look, as in life."""
+
+    def __init__(self):
+        self.snapshots, self.num_settles, self.is_begun = [], 0, False
+
+    def take(self, step, *, attempt=1):
+        """A snapshot is whole now; it has no tensors."""
+        manifest = Manifest(
+            step=step, attempt=attempt, created="", state={"step": step}, job={}, grid={}, boxes=()
+        )  # fmt: skip
+        self.snapshots.append(Snapshot(manifest=manifest, holders={manifest.key: ("keeper",)}))
+
+    def find(self, *, skip):
+        is_begun, self.is_begun = self.is_begun, True
+        left = [each for each in self.snapshots if is_begun and each.manifest.key not in skip]
+        return max(left, key=lambda each: each.id, default=None)
+
+    def settle(self):
+        self.num_settles += 1
 
 
 class FakeWorkers:

@@ -77,6 +77,21 @@ def test_plan_counts_the_activations_of_the_dearest_step(monkeypatch):
     assert {rank["activation_bytes"] for rank in plan["ranks"]} == {800, 500}
 
 
+def test_plan_states_what_snapshots_cost_when_there_are_any():
+    grid = ("--grid", "tp=2,pp=1,dp=2")
+    assert "snapshots" not in _run("plan", VERIFY, *grid)
+    on = (*grid, "--set", "elastic.snapshot_every=1")
+    text = _run("plan", VERIFY, *on)
+    assert "snapshots in memory every step: a rank writes at most" in text
+    assert "2 snapshots of it and of a rank of the node before" in text
+    rank = json.loads(_run("plan", VERIFY, *on, "--json"))["ranks"][0]
+    share = rank["num_parameters"] * 3 * 8 // 2
+    assert rank["snapshot"] == {
+        "share_bytes": share, "buffer_bytes": share, "keeper_bytes": 4 * share,
+        "sent_bytes": 2 * share,
+    }  # fmt: skip
+
+
 def test_plan_shows_which_rank_holds_which_stage_and_what_is_empty():
     stages = _run("plan", VERIFY, "--set", "schedule.chunks=3").partition("stage")[2]
     rows = [line.split() for line in stages.partition("ranks;")[0].splitlines()]

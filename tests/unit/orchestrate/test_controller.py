@@ -15,7 +15,14 @@ from raymega.errors import (
     PreemptedError,
     WorkerError,
 )
-from raymega.messages import Evaluated, Requests, SaveAdvanced, SaveSkipped, TimelineRecorded
+from raymega.messages import (
+    Evaluated,
+    Requests,
+    SaveAdvanced,
+    SaveSkipped,
+    StepDone,
+    TimelineRecorded,
+)
 from raymega.orchestrate.attempt import PROGRESS_MARGIN_S
 from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.journal import claim_attempt, read_record
@@ -38,6 +45,7 @@ from raymega.tracking.sink import (
 )
 from tests.support.fakes import (
     FakeClock,
+    FakeKeeping,
     FakeWorkerGroup,
     FakeWorkers,
     InlineExecutor,
@@ -58,6 +66,7 @@ class World:
         self.clock = FakeClock()
         self.sink = MemorySink()
         self.executor = InlineExecutor()
+        self.keeping = FakeKeeping()
 
     def drive(self, *script, overrides=(), lacking=()):
         plan = make_test_plan("parallel.tp=2", *SMALL, *overrides)
@@ -67,6 +76,7 @@ class World:
             world_size=plan.grid.world_size,
             script=script,
             lacking=lacking,
+            keeping=self.keeping,
         )
         self.controller = Controller(
             plan,
@@ -350,6 +360,74 @@ def test_checkpoint_that_cannot_be_loaded_is_passed_over(world):
     world.drive(polls + first.die(3), failed, whole_run(attempt=3, step=1, steps=5)).run()
     steps = [order.restore.split("/")[1:2] for order in world.group.orders]
     assert steps == [[], ["step-00000002"], ["step-00000001"]]
+
+
+def restores(world):
+    """What each attempt began with: source and step."""
+    return [(event.source, event.step) for event in world.sink.of(AttemptStarted)]
+
+
+def test_newer_of_snapshot_and_checkpoint_is_restored(world):
+    def snapshot_and_die(workers):
+        world.keeping.take(3)
+        return workers.die(3)
+
+    world.drive(lost_run(snapshot_and_die), whole_run(attempt=2, step=3, steps=5)).run()
+    assert restores(world) == [("nothing", 0), ("memory", 3)]
+    order = world.group.orders[1]
+    assert order.restore.endswith("step-00000003/manifest-a0001.json")
+    assert order.holders == {order.restore: ("keeper",)}
+    (recovered,) = world.sink.of(Recovered)
+    assert (recovered.source, recovered.restored_step, recovered.lost_steps) == ("memory", 3, 0)
+
+
+@pytest.mark.parametrize(("attempt", "step"), [(1, 1), (0, 9)], ids=["step", "attempt"])
+def test_older_snapshot_is_not_restored(world, attempt, step):
+    world.keeping.take(step, attempt=attempt)
+    world.drive(lost_run(lambda w: w.die(3)), whole_run(attempt=2, step=2)).run()
+    assert restores(world)[1] == ("store", 2)
+
+
+def test_snapshot_alone_is_restored_and_is_no_checkpoint(world):
+    workers = FakeWorkers(4)
+    polls = workers.enter() + workers.steps(3) + workers.die(1)
+    world.keeping.take(2)
+    overrides = ["checkpoint.every=0"]
+    last = FakeWorkers(4, step=2, attempt=2)
+    polls_2 = last.enter() + last.steps(2) + last.save() + last.finish()
+    ended = world.drive(polls, polls_2, overrides=overrides).run()
+    assert restores(world)[-1] == ("memory", 2)
+    assert (ended.status, ended.step) == ("finished", 4)
+
+
+def test_unreadable_snapshot_gives_way_to_the_one_before_and_then_to_the_store(world):
+    def snapshots_and_die(workers):
+        world.keeping.take(3)
+        world.keeping.take(4)
+        return workers.die(3)
+
+    def unreadable(attempt, step):
+        workers = FakeWorkers(4, step=step, attempt=attempt)
+        return [workers.enter()[0][:4], workers.fail(1, "CheckpointError")[0]]
+
+    world.drive(
+        lost_run(snapshots_and_die), unreadable(2, 4), unreadable(3, 3),
+        whole_run(attempt=4, step=2), overrides=["elastic.max_failures=1"],
+    ).run()  # fmt: skip
+    assert restores(world)[1:] == [("memory", 4), ("memory", 3), ("store", 2)]
+
+
+def test_nodes_that_an_attempt_left_may_forget_when_it_has_a_whole_snapshot(world):
+    polls = whole_run()
+    world.drive(polls).run()
+    assert world.keeping.num_settles == 0
+    polls = whole_run(attempt=2, step=4, steps=6)
+    for poll in polls:
+        for report in poll:
+            if isinstance(report, StepDone):
+                report.metrics["checkpoint/snapshot_step"] = float(report.step - 5)
+    world.drive(polls, overrides=["run.steps=6"]).run()
+    assert world.keeping.num_settles == 1
 
 
 def test_run_does_not_begin_again_when_no_checkpoint_can_be_restored(world):

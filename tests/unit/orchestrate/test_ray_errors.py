@@ -3,7 +3,7 @@
 import pytest
 from ray.exceptions import RayActorError
 
-from raymega.orchestrate.worker_group import _death_cause
+from raymega.orchestrate.ray_errors import death_cause
 
 KILLED = """The actor died unexpectedly before finishing this task.
 \tclass_name: Worker
@@ -27,4 +27,4 @@ The actor died because its node has died. Node Id: 2c"""
     ids=["killed", "lost", "unknown"],
 )
 def test_death_cause_is_the_sentence_that_matters(text, cause):
-    assert _death_cause(RayActorError(error_msg=text)) == cause
+    assert death_cause(RayActorError(error_msg=text)) == cause

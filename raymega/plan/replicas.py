@@ -1,0 +1,90 @@
+"""Where copies of a rank's state are kept in memory, and what that costs.
+
+A snapshot of a rank's share lies twice: in its own node's keeper and in its partner's, the next
+node round. So whichever node is lost, the other copy lives. Starting and asking keepers is
+orchestrate's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.state_size import DTYPE_BYTES, NUM_MOMENTS
+from raymega.plan.tensors import stage_tensors
+
+NUM_GENERATIONS = 2
+"""A keeper has the newest complete snapshot and the one that is being written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotCost:
+    """What one rank's snapshots cost its node and its partner.
+
+    Attributes:
+        share_bytes: What the rank writes of one snapshot.
+        buffer_bytes: Host memory of the rank's own process, for the copy.
+        keeper_bytes: Host memory of keepers, all copies together, at most.
+        sent_bytes: What leaves the rank's process for one snapshot, the own node's keeper included.
+    """
+
+    share_bytes: int
+    buffer_bytes: int
+    keeper_bytes: int
+    sent_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in all; on a node of equal ranks with equal neighbours, of each of its ranks."""
+        return self.buffer_bytes + self.keeper_bytes
+
+
+def partners(nodes: Sequence[str]) -> dict[str, str]:
+    """The partner of each node that occurs in ``nodes``: the next one by name, round.
+
+    Each node is the partner of one other, so that none keeps more than two nodes' copies. A node
+    that is alone is its own, and then there is one copy.
+    """
+    ring = sorted(set(nodes))
+    return dict(zip(ring, (*ring[1:], *ring[:1]), strict=True))
+
+
+def copy_nodes(node_of: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """By rank the nodes that keep its share: its own and the partner.
+
+    Args:
+        node_of: The node of each rank.
+    """
+    partner = partners(node_of)
+    return tuple(tuple(dict.fromkeys((node, partner[node]))) for node in node_of)
+
+
+def snapshot_cost(plan: RunPlan, rank: int, *, num_copies: int = 2) -> SnapshotCost:
+    """Bytes of ``rank``'s snapshots; exact but for rows that replicas share unevenly.
+
+    Args:
+        plan: Of the run.
+        rank: Whose.
+        num_copies: 1 on a single node.
+    """
+    share = _share_bytes(plan, rank)
+    return SnapshotCost(
+        share_bytes=share,
+        buffer_bytes=share,
+        keeper_bytes=share * num_copies * NUM_GENERATIONS,
+        sent_bytes=share * num_copies,
+    )
+
+
+def _share_bytes(plan: RunPlan, rank: int) -> int:
+    """Masters and moments, without a tied copy, divided by the replicas, sharded or not."""
+    job, grid = plan.job, plan.grid
+    num_elements = sum(
+        tensor.box(tp=grid.tp, tp_rank=grid.coords(rank).tp).num_elements
+        for stage in plan.stages_of(rank)
+        for tensor in stage_tensors(job.model, stage)
+        if stage.is_first or tensor.role != "embedding"
+    )
+    element_bytes = max(4, DTYPE_BYTES[job.precision.dtype]) * (1 + NUM_MOMENTS[job.optimizer.name])
+    return -(-num_elements // grid.dp) * element_bytes

@@ -1,0 +1,92 @@
+"""When a rank saves its state: checkpoints to the run's store, snapshots to other nodes' memory.
+
+How that is done is the writers' in checkpoint; whether a save exists in the end is the driver's.
+"""
+
+from __future__ import annotations
+
+from raymega.checkpoint.snapshot_writer import SnapshotWriter
+from raymega.checkpoint.writer import CheckpointWriter
+from raymega.messages import Channel, SaveSkipped
+from raymega.train.build import Parts
+from raymega.train.numerics import refuse_non_finite_state
+from raymega.train.state import TrainState
+from raymega.train.step import StepOutcome, sum_over_world
+
+NO_SNAPSHOTS = (0.0, 0.0, 0.0)
+"""As many numbers as with snapshots: how long a vector is may decide the order of its sums."""
+
+
+class Saving:
+    """Both writers of a rank. All ranks do the same at the same step, by what a step summed."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        channel: Channel,
+        writer: CheckpointWriter,
+        snapshots: SnapshotWriter | None,
+        rank: int,
+    ) -> None:
+        self._parts, self._channel, self._rank = parts, channel, rank
+        self._writer, self._snapshots = writer, snapshots
+        self._is_writing = False
+
+    def summed(self) -> tuple[float, ...]:
+        """What the other ranks must know of this one's saves; goes into the next step's sums."""
+        numbers = self._snapshots.summed() if self._snapshots else NO_SNAPSHOTS
+        return float(self._writer.is_busy), *numbers
+
+    def fence(self) -> None:
+        """Call before the tensors change: on a GPU the change then comes behind the copies."""
+        self._writer.fence()
+        if self._snapshots:
+            self._snapshots.fence()
+
+    def observe(self, outcome: StepOutcome) -> dict[str, float]:
+        """Learn from a step's sums, before it is reported: a snapshot that must be written by then is.
+
+        Returns:
+            Metrics of snapshots.
+        """
+        num_writing, *others = outcome.summed
+        self._is_writing = num_writing > 0
+        if not self._snapshots:
+            return {}
+        step = outcome.state.step
+        self._snapshots.observe(others, step=step)
+        if self._snapshots.is_late:
+            self._snapshots.wait()
+            again = sum_over_world(self._parts, self._snapshots.summed())
+            self._snapshots.observe(again, step=step)
+        return self._snapshots.metrics()
+
+    def save_what_is_due(self, outcome: StepOutcome, *, is_last: bool) -> None:
+        """After a step: a checkpoint when it is time for one, and a snapshot unless it is the last."""
+        state, section = outcome.state, self._parts.plan.job.checkpoint
+        if is_last or outcome.save:
+            self._save_checkpoint(state)
+        elif section.every > 0 and state.step % section.every == 0:
+            if self._is_writing and section.when_busy == "skip":
+                self._report_skip(state.step)
+            else:
+                self._save_checkpoint(state)
+        if self._snapshots and self._snapshots.is_due and not is_last:
+            here = self._parts.coords
+            blocks = list(self._parts.optimizer.blocks())
+            self._snapshots.save(state.step, blocks, state.scalars(), dp_rank=here.dp)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written."""
+        self._writer.wait()
+
+    def _save_checkpoint(self, state: TrainState) -> None:
+        refuse_non_finite_state(self._parts, state.step)
+        blocks = list(self._parts.optimizer.blocks())
+        self._writer.save(state.step, blocks, state.scalars(), dp_rank=self._parts.coords.dp)
+
+    def _report_skip(self, step: int) -> None:
+        """All ranks know that the save is left out; one says so."""
+        if self._rank == 0:
+            self._channel.report(SaveSkipped(rank=self._rank, step=step))

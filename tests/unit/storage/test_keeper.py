@@ -1,0 +1,75 @@
+"""Objects in another process's memory keep to what every store keeps to, over a real connection."""
+
+import pyarrow as pa
+import pytest
+
+from raymega.errors import StorageError
+from raymega.storage import keeper_store
+from raymega.storage.keeper import Keeper
+from raymega.storage.keeper_store import KeeperStore
+from tests.support.store_contract import *  # noqa: F403
+from tests.support.store_contract import put
+
+TOKEN = "secret"
+
+
+@pytest.fixture
+def keeper():
+    with Keeper("127.0.0.1", TOKEN) as keeper:
+        yield keeper
+
+
+@pytest.fixture
+def store(keeper):
+    return KeeperStore(keeper.uri, TOKEN, timeout_s=20.0)
+
+
+def test_large_object_travels_in_pieces_and_any_range_comes_back(store, monkeypatch):
+    monkeypatch.setattr(keeper_store, "BATCH_BYTES", 1000)
+    data = bytes(range(256)) * 40
+    sizes = (1, 999, 1000, 1001, 17, 3000)
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    chunks = [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    store.put("big", [*map(memoryview, chunks), data[ends[-1] :]], overwrite=False)
+    assert store.get("big") == data and store.size("big") == len(data)
+    for start in (0, 1, 998, 1000, 1999, 5000, len(data) - 1, len(data)):
+        for num_bytes in (0, 1, 1000, 2500, -1):
+            stop = len(data) if num_bytes < 0 else start + num_bytes
+            assert store.get("big", start=start, num_bytes=num_bytes) == data[start:stop]
+
+
+def test_many_objects_are_dropped_in_one_call(store):
+    for key in ("a", "b", "c"):
+        put(store, key)
+    store.drop(["a", "c", "none"])
+    assert list(store.list("")) == ["b"]
+
+
+def test_stranger_can_neither_read_nor_write(keeper, store):
+    put(store, "k")
+    stranger = KeeperStore(keeper.uri, "guess", timeout_s=20.0)
+    uses = (
+        lambda: stranger.get("k"),
+        lambda: stranger.size("k"),
+        lambda: list(stranger.list("")),
+        lambda: stranger.delete("k"),
+        lambda: put(stranger, "new"),
+    )
+    for use in uses:
+        with pytest.raises(StorageError, match="the token is not this keeper's"):
+            use()
+    assert list(store.list("")) == ["k"]
+
+
+def test_keeper_checks_keys_itself(keeper):
+    with pytest.raises(pa.flight.FlightServerError, match="object key"):
+        keeper.do_put(None, pa.flight.FlightDescriptor.for_command(b'{"key": "../up"}'), [], None)
+
+
+def test_keeper_that_is_gone_is_a_storage_error_in_time():
+    with Keeper("127.0.0.1", TOKEN) as keeper:
+        store = KeeperStore(keeper.uri, TOKEN, timeout_s=5.0)
+        put(store, "k")
+    for use in (lambda: store.get("k"), lambda: put(store, "k"), lambda: list(store.list(""))):
+        with pytest.raises(StorageError, match="a keeper must live"):
+            use()
