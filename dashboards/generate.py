@@ -201,7 +201,7 @@ ROWS = (
                 f"* on (run) {by_run('train/step_time_s')}",
                 unit="percentunit",
             ),
-            curve("Pipeline bubble", "run/bubble", unit="percentunit"),
+            curve("Pipeline bubble", "run/bubble", "run/simulated_bubble", unit="percentunit"),
             curve("Model TFLOP/s per worker", "train/tflops_per_worker"),
             curve("MFU", "train/mfu", unit="percentunit", width=8),
             curve("Packing efficiency", "data/packing_efficiency", unit="percentunit"),

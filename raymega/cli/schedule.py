@@ -32,6 +32,13 @@ def schedule(
     max_activations: Annotated[
         int, typer.Option("--max-activations", help="zb_auto: most that a rank holds; 0 is pp.")
     ] = 0,
+    owed_share: Annotated[
+        float,
+        typer.Option(
+            "--owed-share",
+            help="zb_auto: how much of its activations a micro-batch keeps for its weight part.",
+        ),
+    ] = 1.0,
     times: Annotated[
         str,
         typer.Option(help="Durations: --times forward=1,backward=2,weight=1,transfer=0,handling=0"),
@@ -48,14 +55,16 @@ def schedule(
     name = name.lower().replace("-", "_")
     if chunks == 0:  # an unknown name is make_schedule's to refuse
         chunks = SCHEDULES[name].least_chunks if name in SCHEDULES else 1
+    durations = _durations(times)
     sizes = Sizes(
         pp=pp,
         num_micro_batches=micro_batches,
         chunks=chunks,
         group_size=group_size,
         max_activations=max_activations,
+        owed_share=owed_share,
+        times=durations,
     )
-    durations = _durations(times)
     program = make_schedule(name, sizes)
     checked = check(program, num_micro_batches=micro_batches)
     simulation = simulate(program, durations)
@@ -64,7 +73,8 @@ def schedule(
     if draw is not None:
         _write_picture(draw, simulation, title)
     if as_json:
-        numbers = {"schedule": name, **asdict(sizes), "durations": asdict(durations)}
+        numbers = {"schedule": name, **asdict(sizes)}
+        numbers["durations"] = numbers.pop("times")
         print(json.dumps(numbers | _results(checked, simulation)))
         return
     _show(title, program, checked, simulation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -81,6 +81,11 @@ class ScheduleSection(Section):
         default="pp",
         description="zb_auto: most micro-batches whose activations a rank may hold while it searches "
         "for the shortest order. pp is what 1f1b holds, 2 * pp is enough to fill the bubble.",
+    )
+    owed_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="zb_auto: how much of its activations a micro-batch keeps between the two parts of "
+        "its backward; what is let go of makes room. 1 is safe; with fused attention it is near 1.",
     )
     micro_batch_size: Positive = Field(
         default=1, description="Sequences in one forward on one data-parallel rank."

@@ -381,7 +381,7 @@ class Controller:
                 executor=self._executor,
                 clock=self._clock,
             ),
-            ranks=RankReports(world_size),
+            ranks=RankReports(self._plan),
         )
 
     def _move(self, to: State, reason: str) -> None:

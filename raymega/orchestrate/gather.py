@@ -6,6 +6,8 @@ from collections import defaultdict
 from typing import Generic, TypeVar
 
 from raymega.messages import MemoryMeasured, TimelineRecorded
+from raymega.plan.run_plan import RunPlan
+from raymega.schedule.recording import Recording
 from raymega.tracking.sink import MemoryReady, TimelineReady, WorkEvent
 
 T = TypeVar("T")
@@ -30,9 +32,10 @@ class Gather(Generic[T]):
 class RankReports:
     """What each rank reports for itself, as events of all ranks; of one attempt."""
 
-    def __init__(self, world_size: int) -> None:
-        self._timelines: Gather[tuple[WorkEvent, ...]] = Gather(world_size)
-        self._memory: Gather[dict[str, float]] = Gather(world_size)
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan = plan
+        self._timelines: Gather[tuple[WorkEvent, ...]] = Gather(plan.grid.world_size)
+        self._memory: Gather[dict[str, float]] = Gather(plan.grid.world_size)
 
     def take(
         self, report: TimelineRecorded | MemoryMeasured, *, attempt: int
@@ -41,6 +44,31 @@ class RankReports:
         rank, step = report.rank, report.step
         if isinstance(report, TimelineRecorded):
             rows = self._timelines.add(rank=rank, step=step, value=report.events)
-            return [TimelineReady(attempt=attempt, step=step, events=rows)] if rows else []
+            return [_timeline(self._plan, rows, attempt=attempt, step=step)] if rows else []
         ranks = self._memory.add(rank=rank, step=step, value=report.metrics)
         return [MemoryReady(attempt=attempt, step=step, ranks=ranks)] if ranks else []
+
+
+def _timeline(
+    plan: RunPlan, rows: dict[int, tuple[WorkEvent, ...]], *, attempt: int, step: int
+) -> TimelineReady:
+    """What the ranks recorded, on one clock."""
+    recording = Recording(
+        rows=rows,
+        pipelines=_groups(plan, "pp"),
+        replicas=_groups(plan, "dp"),
+        placement=plan.placement,
+    ).aligned()
+    return TimelineReady(
+        attempt=attempt,
+        step=step,
+        events=recording.rows,
+        simulated_bubble=recording.simulated().bubble,
+        transfers=tuple(recording.transfers()),
+    )
+
+
+def _groups(plan: RunPlan, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Every group of an axis, each once; a pipeline's ranks in the order of its stages."""
+    ranks = range(plan.grid.world_size)
+    return tuple(dict.fromkeys(tuple(plan.grid.group(axis, rank)) for rank in ranks))

@@ -55,6 +55,8 @@ class Executor(Generic[MicroBatch]):
         deferrals: By chunk, where the stage's layers leave weight gradients that are put off; for
             schedules that cut backwards in two.
         pulse: Called after each instruction, for whoever watches whether work goes on.
+        length_of: S/sp of a micro-batch's activations, where micro-batches have lengths of their
+            own; the same on all ranks of the pipeline.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
             here, recorded events show when instructions were issued; CUDA events are needed there
             for when they ran.
@@ -68,11 +70,12 @@ class Executor(Generic[MicroBatch]):
         *,
         deferrals: Sequence[Deferral] = (),
         pulse: Callable[[], None] = lambda: None,
+        length_of: Callable[[MicroBatch], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pulse = pulse
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
-        self._deferrals = deferrals
+        self._deferrals, self._length_of = deferrals, length_of
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
         self._last = {(task.micro_batch, task.chunk): task for task in schedule}
         backwards = [task for task in schedule if task.op in FREES_ACTIVATIONS]
@@ -102,8 +105,16 @@ class Executor(Generic[MicroBatch]):
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
         """
         self._check(micro_batches)
+        length_of = self._length_of
         step = _Step(
-            self._stage_fns, micro_batches, self._p2p, self._deferrals, loss_gradient=loss_gradient
+            self._stage_fns,
+            micro_batches,
+            self._p2p,
+            self._deferrals,
+            lengths=[
+                length_of(micro_batch) if length_of else None for micro_batch in micro_batches
+            ],
+            loss_gradient=loss_gradient,
         )
         events = []
         began = self._clock()
@@ -157,10 +168,11 @@ class _Step(Generic[MicroBatch]):
         p2p: PointToPoint,
         deferrals: Sequence[Deferral],
         *,
+        lengths: Sequence[int | None],
         loss_gradient: float,
     ) -> None:
         self._stage_fns, self._micro_batches, self._p2p = stage_fns, micro_batches, p2p
-        self._deferrals, self._loss_gradient = deferrals, loss_gradient
+        self._deferrals, self._lengths, self._loss_gradient = deferrals, lengths, loss_gradient
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
         self._edges: dict[Key, GradientEdge] = {}
@@ -185,7 +197,7 @@ class _Step(Generic[MicroBatch]):
             held.pop(key, None)
 
     def _recv_forward(self, task: Instruction) -> None:
-        received = self._p2p.recv(task)
+        received = self._p2p.recv(task, length=self._lengths[task.micro_batch])
         self._inputs[_key(task)] = received.requires_grad_(torch.is_grad_enabled())
 
     def _forward(self, task: Instruction) -> None:
@@ -199,10 +211,10 @@ class _Step(Generic[MicroBatch]):
         output = self._outputs.pop(_key(task))
         if output.requires_grad:
             self._edges[_key(task)] = get_gradient_edge(output)
-        self._p2p.post_send(output.detach(), task)
+        self._p2p.post_send(output.detach(), task, length=self._lengths[task.micro_batch])
 
     def _recv_backward(self, task: Instruction) -> None:
-        self._gradients[_key(task)] = self._p2p.recv(task)
+        self._gradients[_key(task)] = self._p2p.recv(task, length=self._lengths[task.micro_batch])
 
     def _backward(self, task: Instruction) -> None:
         """Go back from the loss, or from where an output that was sent and let go of came from."""
@@ -223,7 +235,7 @@ class _Step(Generic[MicroBatch]):
     def _send_backward(self, task: Instruction) -> None:
         gradient = self._inputs.pop(_key(task)).grad
         assert gradient is not None, "a stage's output must depend on its input"
-        self._p2p.post_send(gradient, task)
+        self._p2p.post_send(gradient, task, length=self._lengths[task.micro_batch])
 
 
 def _key(task: Instruction) -> Key:

@@ -33,7 +33,10 @@ class _Send:
 
 
 class PointToPoint:
-    """What one rank sends and receives; every tensor has one shape, [S/sp, B, D], and one dtype.
+    """What one rank sends and receives: tensors of one dtype and one shape, [S/sp, B, D].
+
+    A micro-batch may have another length S/sp, which both ends know from the micro-batch itself: no
+    message says so.
 
     A send is posted and never waited for where it happens: over gloo it lasts until the receiver
     asks for it, so two neighbours that both waited for a send would wait for ever, as in 1F1B's
@@ -71,10 +74,16 @@ class PointToPoint:
         """Whether no stage comes after that of ``chunk``."""
         return self.stage(chunk) == self._placement.num_stages - 1
 
-    def post_send(self, tensor: Tensor, send: Instruction) -> None:
-        """Begin to send a tensor [S/sp, B, D] as ``send`` says; it must not change any more."""
+    def post_send(self, tensor: Tensor, send: Instruction, *, length: int | None = None) -> None:
+        """Begin to send a tensor [S/sp, B, D] as ``send`` says; it must not change any more.
+
+        Args:
+            tensor: What is sent.
+            send: Which message it is.
+            length: S/sp of its micro-batch; None for that of the shape given at the start.
+        """
         message = self._message(send)
-        self._check(message, tensor)
+        self._check(message, tensor, self._shape_of(length))
         if message.receiver.rank == self._rank:
             self._own[message] = tensor
             return
@@ -86,12 +95,12 @@ class PointToPoint:
             )
         self._sends.append(_Send(pending=pending, tensor=tensor, message=message))
 
-    def recv(self, receive: Instruction) -> Tensor:
-        """The activation or gradient [S/sp, B, D] that ``receive`` asks for."""
+    def recv(self, receive: Instruction, *, length: int | None = None) -> Tensor:
+        """The activation or gradient [S/sp, B, D] that ``receive`` asks for; see post_send."""
         message = self._message(receive)
         if message.sender.rank == self._rank:
             return self._own.pop(message)
-        buffer = torch.empty(self._shape, dtype=self.dtype, device=self.device)
+        buffer = torch.empty(self._shape_of(length), dtype=self.dtype, device=self.device)
         with self._naming("receiving", message):
             pending = irecv(
                 buffer, self._group(message), message.sender.rank, tag=self._tag(message)
@@ -112,6 +121,9 @@ class PointToPoint:
         message = self._placement.message(self._rank, instruction)
         assert message is not None, f"stage {self.stage(instruction.chunk)} has no such neighbour"
         return message
+
+    def _shape_of(self, length: int | None) -> tuple[int, ...]:
+        return self._shape if length is None else (length, *self._shape[1:])
 
     def _group(self, message: Message) -> Group:
         is_up = message.receiver.rank > message.sender.rank
@@ -149,17 +161,18 @@ class PointToPoint:
             )
             raise CommunicationError(*(_located(fault, where) for fault in error.faults)) from error
 
-    def _check(self, message: Message, tensor: Tensor) -> None:
+    def _check(self, message: Message, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Refuse another shape or dtype here, because gloo ends the receiving process for it."""
-        if tensor.shape == self._shape and tensor.dtype == self.dtype:
+        if tensor.shape == shape and tensor.dtype == self.dtype:
             return
         stage = self._placement.stage(*message.sender)
         raise InternalError(
             Fault(
                 fact=f"stage {stage}, {CARGO[message.op]} of micro-batch {message.micro_batch}: "
                 f"shape {tuple(tensor.shape)}, {tensor.dtype}",
-                rule=f"stages exchange tensors of shape {self._shape}, {self.dtype}",
-                remedy="correct the stage's output, or the shape given to PointToPoint",
+                rule=f"stages exchange tensors of shape {shape}, {self.dtype}",
+                remedy="correct the stage's output, the shape given to PointToPoint, or the length "
+                "that the micro-batch tells",
             )
         )
 

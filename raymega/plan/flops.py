@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from raymega.config.schema import ModelSection
 from raymega.plan.tensors import layer_tensors
+from raymega.schedule.simulate import Durations
 
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies each matrix twice: for its input's gradient and for its own."""
@@ -27,3 +28,14 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     head = model.vocab_size * model.width
     forward = model.num_layers * (2 * weights + attention) + 2 * head
     return float(FORWARD_AND_BACKWARD * forward)
+
+
+def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
+    """A layer's passes in units of its forward, by the operations that each multiplies.
+
+    The weight part is the matrices' own; the input part has as much and attention's backward, which
+    is twice its forward.
+    """
+    weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
+    matrices, attention = 2 * weights, 2 * seq_len * model.num_heads * model.head_width
+    return Durations(forward=1.0, backward=2.0, weight=matrices / (matrices + attention))

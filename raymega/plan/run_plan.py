@@ -5,13 +5,14 @@ It crosses to the workers as JSON inside a message. It starts nothing and reads 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
 from raymega.config.schema import Job
 from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
+from raymega.plan.flops import pass_times
 from raymega.plan.grid import Grid, make_grid
 from raymega.plan.placement import layer_counts
 from raymega.plan.rules import job_faults
@@ -50,13 +51,15 @@ class RunPlan:
     def sizes(self, batch: BatchPlan) -> Sizes:
         """What the training schedule of ``batch`` is made for."""
         schedule = self.job.schedule
-        return make_sizes(
+        sizes = make_sizes(
             pp=self.grid.pp,
             chunks=schedule.chunks,
             num_micro_batches=batch.num_micro_batches,
             group_size=schedule.group_size,
             max_activations=schedule.max_activations,
         )
+        times = pass_times(self.job.model, seq_len=self.job.data.seq_len)
+        return replace(sizes, owed_share=schedule.owed_share, times=times)
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages that ``rank`` runs, by chunk."""

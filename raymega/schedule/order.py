@@ -6,9 +6,10 @@ It owns the counting; what comes when is each schedule's, and transfers are put 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raymega.schedule.instructions import Instruction, Op, Schedule
+from raymega.schedule.simulate import Durations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,8 @@ class Sizes:
         chunks: Stages a rank.
         group_size: Interleaved: micro-batches that pass a chunk before the next; 0 is ``pp``.
         max_activations: zb_auto: most micro-batches that a rank may hold; 0 is ``pp``.
+        owed_share: zb_auto: how much of a micro-batch's activations its owed weight part keeps.
+        times: zb_auto: what the search is for.
     """
 
     pp: int
@@ -28,6 +31,8 @@ class Sizes:
     chunks: int = 1
     group_size: int = 0
     max_activations: int = 0
+    owed_share: float = 1.0
+    times: Durations = field(default_factory=Durations)
 
 
 def make_sizes(

@@ -8,11 +8,27 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from raymega.errors import Fault, InternalError, raise_faults
 from raymega.schedule.instructions import COMPUTE, RECEIVE, SEND, Instruction, Op, Schedule
 from raymega.schedule.placement import Message, Placement, Program
 from raymega.schedule.timeline import Event, bubble, span
+
+
+class Times(Protocol):
+    """What the machine's work takes: the same for every rank, or as it was recorded."""
+
+    @property
+    def transfer(self) -> float:
+        """From a send to its arrival on another rank; both ranks may work meanwhile."""
+
+    @property
+    def handling(self) -> float:
+        """How long a send or a receive occupies its rank."""
+
+    def of_task(self, rank: int, task: Instruction) -> float:
+        """How long ``rank`` is occupied by a forward, a backward or a part of one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +58,10 @@ class Durations:
             Op.BACKWARD_WEIGHT: self.weight,
         }[op]
 
+    def of_task(self, rank: int, task: Instruction) -> float:  # noqa: ARG002
+        """The same for every rank and micro-batch."""
+        return self.of(task.op)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
@@ -66,7 +86,7 @@ class Simulation:
         return bubble(self.events).rate
 
 
-def simulate(program: Program, durations: Durations) -> Simulation:
+def simulate(program: Program, durations: Times) -> Simulation:
     """Play one list a rank to the end.
 
     Raises:
@@ -105,14 +125,14 @@ class _Rank:
 
 
 def _run(
-    rank: _Rank, placement: Placement, arrivals: dict[Message, float], durations: Durations
+    rank: _Rank, placement: Placement, arrivals: dict[Message, float], durations: Times
 ) -> set[int]:
     """Work until the end or an unanswered receive; the other ranks that were sent something."""
     receivers = set()
     while not rank.is_finished:
         todo = rank.next
         if todo.op in COMPUTE:
-            rank.carry_out(rank.now + durations.of(todo.op))
+            rank.carry_out(rank.now + durations.of_task(rank.index, todo))
             continue
         message = placement.message(rank.index, todo)
         is_own = message is not None and message.sender.rank == message.receiver.rank

@@ -98,6 +98,14 @@ def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
                 remedy=f"set schedule.chunks={nearest}, or another schedule.name",
             )
         )
+    if not 0 < sizes.owed_share <= 1:
+        faults.append(
+            Fault(
+                fact=f"schedule.owed_share={sizes.owed_share:g}",
+                rule="it is a share of a micro-batch's activations, above 0 and at most 1",
+                remedy="use 1, which is safe",
+            )
+        )
     if 0 < sizes.group_size < sizes.pp:
         faults.append(
             Fault(

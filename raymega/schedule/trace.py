@@ -6,8 +6,9 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from raymega.schedule.recording import Transfer
 from raymega.schedule.timeline import COLLECTIVES, WAITS, EventTuple
 
 US_PER_S = 1e6
@@ -15,17 +16,21 @@ STEP, COLLECTIVE = 0, 1
 """Processes of the trace: what ranks do one after the other, and what goes on beside it."""
 
 
-def merge_trace(rows: Mapping[int, Sequence[EventTuple]]) -> dict[str, object]:
+def merge_trace(
+    rows: Mapping[int, Sequence[EventTuple]], transfers: Iterable[Transfer] = ()
+) -> dict[str, object]:
     """The trace of one step: a row a rank, a span an instruction, times in microseconds.
 
     Args:
         rows: Events by rank, in seconds since a start that all ranks share.
+        transfers: Messages among them; each becomes an arrow from its send to its receive.
     """
     names = [_row_name(STEP, rank, f"rank {rank}") for rank in sorted(rows)]
     busy = [rank for rank in sorted(rows) if any(event[0] in COLLECTIVES for event in rows[rank])]
     names += [_row_name(COLLECTIVE, rank, f"rank {rank}, gradients and weights") for rank in busy]
     spans = [_span(rank, event) for rank in sorted(rows) for event in rows[rank]]
-    return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
+    arrows = [end for index, transfer in enumerate(transfers) for end in _arrow(index, transfer)]
+    return {"traceEvents": names + spans + arrows, "displayTimeUnit": "ms"}
 
 
 def _row_name(process: int, rank: int, name: str) -> dict[str, object]:
@@ -50,6 +55,25 @@ def _span(rank: int, event: EventTuple) -> dict[str, object]:
         "dur": (end_s - start_s) * US_PER_S,
         "args": {_number_of(name): micro_batch, "chunk": chunk},
     }
+
+
+def _arrow(index: int, transfer: Transfer) -> Iterator[dict[str, object]]:
+    """Both ends of an arrow; an end belongs to the span in which its time lies."""
+    sent, received = transfer.sent, transfer.received
+    for phase, rank, time_s in (
+        ("s", transfer.sender, sent.start_s),
+        ("f", transfer.receiver, max(sent.start_s, received.start_s)),
+    ):
+        yield {
+            "ph": phase,
+            "bp": "e",
+            "id": index,
+            "name": f"message {sent.micro_batch}",
+            "cat": "message",
+            "pid": STEP,
+            "tid": rank,
+            "ts": time_s * US_PER_S,
+        }
 
 
 def _number_of(name: str) -> str:

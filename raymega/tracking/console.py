@@ -186,7 +186,10 @@ def _news(event: RunEvent) -> str:
             )
         case TimelineReady():
             bubble = metrics_of(event)["run/bubble"]
-            return f"Time line of step {event.step}: measured bubble {bubble:.1%} of busy time."
+            return (
+                f"Time line of step {event.step}: measured bubble {bubble:.1%} of busy time, "
+                f"simulated {event.simulated_bubble:.1%}."
+            )
         case ArtefactWritten():
             return f"{event.title}: {event.path}"
         case _:

@@ -100,7 +100,10 @@ def _parts(row: Sequence[WorkEvent]) -> dict[str, float]:
 
 def _timeline_metrics(event: TimelineReady) -> dict[str, float]:
     rows = event.events.values()
-    metrics = {"run/bubble": bubble(rows).ratio}
+    metrics = {
+        "run/bubble": bubble(rows).ratio,
+        "run/simulated_bubble": event.simulated_bubble,
+    }
     hidden = overlap(rows)
     if hidden is not None:
         metrics |= {"comm/exposed_s": hidden.exposed_s, "comm/hidden_share": hidden.hidden_share}

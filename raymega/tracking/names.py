@@ -117,6 +117,11 @@ METRICS = (
     _gauge("run/world_size", "workers", "Workers of the attempt that are at work."),
     _gauge("run/attempt", "1", "Number of the worker group at work, from 1."),
     _gauge("run/bubble", "1", "Measured pipeline idle time over busy time, all ranks."),
+    _gauge(
+        "run/simulated_bubble",
+        "1",
+        "The same by the schedule alone, with the step's own durations and free messages.",
+    ),
     _gauge("comm/exposed_s", "s", "Time a step stood still for gradients and weights, by rank."),
     _gauge("comm/hidden_share", "1", "Share of these collectives' time that went by beside work."),
     _gauge("run/detection_s", "s", "Time from the last sign of progress to a failure's detection."),

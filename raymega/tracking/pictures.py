@@ -68,13 +68,16 @@ class PicturesSink:
 
     def _draw_timeline(self, event: TimelineReady) -> None:
         rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
-        title = f"run {self._name}, step {event.step}, as recorded"
+        title = (
+            f"run {self._name}, step {event.step}, as recorded; the schedule alone has a bubble of "
+            f"{event.simulated_bubble:.3f}"
+        )
         path = self._folder / "timeline.svg"
         picture = draw_svg(rows, title=title, time_unit="ms", scale=1000.0)
         path.write_text(picture, encoding="utf-8")
         self._tell(path, "Pipeline time line")
         trace = self._folder / "trace.json"
-        trace.write_text(json.dumps(merge_trace(event.events)), encoding="utf-8")
+        trace.write_text(json.dumps(merge_trace(event.events, event.transfers)), encoding="utf-8")
         self._tell(trace, "Trace for Perfetto")
 
     def _tell(self, path: Path, title: str) -> None:

@@ -6,10 +6,11 @@ controller's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from raymega.schedule.recording import Transfer
 from raymega.tracking.names import check_names
 
 Scalar = str | int | float | bool
@@ -193,11 +194,21 @@ class Recovered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineReady:
-    """What every rank's executor did in one step; ``events`` by rank as in TimelineRecorded."""
+    """What every rank's executor did in one step, on one clock.
+
+    Attributes:
+        attempt: Of the workers.
+        step: The step.
+        events: By rank as in TimelineRecorded.
+        simulated_bubble: What the schedule alone costs with the durations of this step's work.
+        transfers: The pipeline's messages between ranks, among the events.
+    """
 
     attempt: int
     step: int
-    events: Mapping[int, tuple[WorkEvent, ...]]
+    events: Mapping[int, Sequence[WorkEvent]]
+    simulated_bubble: float = 0.0
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

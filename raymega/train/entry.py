@@ -25,6 +25,7 @@ from raymega.optim.updates import UPDATES
 from raymega.parallel import groups as world
 from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
+from raymega.parallel.warm_up import open_communicators
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.start_rules import begins_fresh
 from raymega.plan.tensors import model_tensors
@@ -90,6 +91,8 @@ def _train(
     """Build, restore and loop, in a world that is open."""
     timeout_s = plan.job.elastic.collective_timeout_s
     groups = world.build_groups(plan.grid, start.rank, timeout_s=timeout_s)
+    if device.type == "cuda":
+        open_communicators(groups, device)
     phases.passed("rendezvous")
     pulse = Pulse(channel, start.rank)
     parts = build_parts(plan, rank=start.rank, groups=groups, device=device, pulse=pulse)

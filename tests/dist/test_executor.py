@@ -1,11 +1,16 @@
 """A pipelined step over gloo equals the unpipelined one, for any schedule and micro-batch count."""
 
 import functools
+import os
+import re
+import signal
+import time
 
 import pytest
 import torch
 
 from raymega.errors import CommunicationError
+from raymega.parallel.deferral import Deferral
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid
@@ -15,7 +20,7 @@ from raymega.schedule.order import Sizes
 from raymega.schedule.placement import Placement
 from raymega.schedule.transfers import make_program
 from raymega.schedule.table import make_forward_only, make_schedule
-from tests.support.ranks import run_grid
+from tests.support.ranks import RankFailureError, run_grid
 from tests.support.tolerances import FLOAT64_LAYER
 
 pytestmark = pytest.mark.dist
@@ -180,3 +185,104 @@ def test_send_that_is_never_taken_fails_at_the_end_of_the_step():
     upper, lower = run_grid(_send_what_nobody_asks_for, Grid(pp=2))
     assert "stage 0, sending the activation of micro-batch 3 to stage 1" in upper
     assert "stage 1, receiving the activation of micro-batch 7 from stage 0" in lower
+
+
+LENGTHS = (4, 1, 7, 7, 2)
+LENGTH_CASES = [("1f1b", 1), ("interleaved", 2), ("zb_v", 2), ("forward_only_vee", 2)]
+
+
+def _ragged():
+    return [batch[:1].repeat(n, 1, 1) for batch, n in zip(_batches(len(LENGTHS)), LENGTHS, strict=True)]
+
+
+def _run_ragged(env, cases):
+    results = []
+    for name, chunks in cases:
+        program = _program(name, env.grid.pp, chunks, len(LENGTHS))
+        placement = program.placement
+        stages = [placement.stage(env.coords.pp, chunk) for chunk in range(chunks)]
+        weights = [_weight(stage) for stage in stages]
+        fns = [_stage_fn(s, placement.num_stages, w) for s, w in zip(stages, weights, strict=True)]
+        executor = Executor(
+            program.lists[env.coords.pp],
+            fns,
+            _p2p(env, placement),
+            deferrals=[Deferral() for _ in stages],
+            length_of=len,
+        )
+        loss = executor.run(_ragged(), is_recording=False).loss_sum
+        results.append((loss, dict(zip(stages, [w.grad for w in weights], strict=True))))
+    return results
+
+
+def test_micro_batches_of_different_lengths_pass_without_a_word_about_it():
+    pp = 2
+    results = run_grid(_run_ragged, Grid(pp=pp), LENGTH_CASES)
+    for case, (name, chunks) in enumerate(LENGTH_CASES):
+        weights = [_weight(stage) for stage in range(pp * chunks)]
+        layers = functools.partial(functools.reduce, lambda x, w: _layer(w, x), weights)
+        total = sum(layers(batch).square().sum() for batch in _ragged())
+        total.backward()
+        losses = [rank[case][0] for rank in results]
+        torch.testing.assert_close(sum(losses), total.detach(), rtol=FLOAT64_LAYER, atol=0)
+        for rank in results:
+            for stage, grad in rank[case][1].items():
+                if name.startswith("forward_only"):
+                    assert grad is None
+                else:
+                    torch.testing.assert_close(
+                        grad, weights[stage].grad, rtol=0, atol=FLOAT64_LAYER
+                    )
+
+
+LARGE = 2**20
+"""Elements of a message that no socket takes before the receiver asks for it."""
+
+
+def _die_in_a_send(env, folder):
+    """Stage 1 of 3 is killed while micro-batch 1 leaves it; its neighbours tell what they saw."""
+    batches, stage = [torch.zeros(LARGE, dtype=torch.float64) for _ in range(3)], env.coords.pp
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def stage_fn(batch, hidden):
+        output = (batch if hidden is None else hidden) * weight
+        if stage == 2:
+            time.sleep(0.3)  # behind: the next message is not asked for yet
+            return output.sum()
+        return output
+
+    p2p = PointToPoint(
+        env.groups, placement=Placement(pp=3), shape=(LARGE,), dtype=torch.float64,
+        device=env.device, timeout_s=SHORT_S * 3,
+    )  # fmt: skip
+    if stage == 1:
+        post_send = p2p.post_send
+
+        def send_and_die(tensor, send, **options):
+            post_send(tensor, send, **options)
+            if send == Instruction(op=Op.SEND_FORWARD, micro_batch=1):
+                (folder / "died").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        p2p.post_send = send_and_die
+    executor = Executor(_program("gpipe", 3, 1, 3).lists[stage], [stage_fn], p2p)
+    try:
+        executor.run(batches, is_recording=False)
+    except CommunicationError as error:
+        (folder / f"stage-{stage}").write_text(f"{time.time()}\n{error}")
+        raise
+
+
+def test_neighbours_of_a_worker_that_dies_in_a_send_name_stage_micro_batch_and_peer(tmp_path):
+    with pytest.raises(RankFailureError, match=r"rank 1 of 3: the process died of SIGKILL"):
+        run_grid(_die_in_a_send, Grid(pp=3), tmp_path)
+    died = float((tmp_path / "died").read_text())
+    wanted = {
+        0: r"stage 0, (receiving the gradient of micro-batch 0 from|sending the activation of "
+        r"micro-batch [12] to) stage 1",
+        2: r"stage 2, receiving the activation of micro-batch 1 from stage 1",
+    }
+    for stage, pattern in wanted.items():
+        seen, text = (tmp_path / f"stage-{stage}").read_text().split("\n", 1)
+        assert re.search(pattern, text), text
+        assert float(seen) - died < SHORT_S * 3

@@ -137,3 +137,15 @@ def test_tensor_that_the_neighbour_does_not_expect_is_not_sent(tensor, middle, p
     with pytest.raises(InternalError, match="stage 1, activation of micro-batch 5"):
         middle.post_send(tensor, _down(5))
     assert posted == []
+
+
+def test_micro_batch_may_have_a_length_of_its_own(middle, posted):
+    long = torch.zeros(4, *SHAPE[1:], dtype=torch.float64)
+    middle.post_send(long, _down(5), length=4)
+    assert posted[0][1].shape == (4, 2, 3)
+
+
+def test_tensor_of_another_length_than_its_micro_batch_is_not_sent(middle, posted):
+    with pytest.raises(InternalError, match=r"micro-batch 5: shape \(1, 2, 3\).*\(4, 2, 3\)"):
+        middle.post_send(_tensor(), _down(5), length=4)
+    assert posted == []

@@ -2,6 +2,10 @@
 
 import json
 
+from raymega.schedule.order import Sizes
+from raymega.schedule.recording import Recording
+from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.table import make_schedule
 from raymega.schedule.trace import merge_trace
 
 
@@ -30,3 +34,23 @@ def test_collectives_have_rows_of_their_own_and_waits_lie_among_the_work():
     assert names == ["rank 0", "rank 1", "rank 0, gradients and weights"]
     assert (reduce["pid"], wait["pid"]) == (1, 0)
     assert reduce["args"] == wait["args"] == {"bucket": 3, "chunk": 0}
+
+
+def test_arrows_lead_from_the_span_of_a_send_to_that_of_its_receive():
+    program = make_schedule("interleaved", Sizes(pp=2, num_micro_batches=3, chunks=2))
+    rows = dict(enumerate(simulate(program, Durations(transfer=0.3, handling=0.1)).events))
+    recording = Recording(rows=rows, pipelines=((0, 1),), placement=program.placement)
+    transfers = list(recording.transfers())
+    events = merge_trace(rows, transfers)["traceEvents"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys() and len(starts) == len(transfers) == 18
+    for number, start in starts.items():
+        assert start["ts"] <= ends[number]["ts"] and start["tid"] != ends[number]["tid"]
+        for arrow, prefix in ((start, "send"), (ends[number], "recv")):
+            (span,) = [
+                e for e in events
+                if e["ph"] == "X" and e["tid"] == arrow["tid"] and e["cat"].startswith(prefix)
+                and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
+            ]  # fmt: skip
+            assert f"message {span['args']['micro_batch']}" == arrow["name"]

@@ -111,6 +111,7 @@ TIMELINE = TimelineReady(
         ),
         1: (("forward", 0, 0, 1.0, 2.0), ("recv_forward", 0, 0, 0.0, 1.0)),
     },
+    simulated_bubble=0.5,
 )
 MEMORY = MemoryReady(
     attempt=2,

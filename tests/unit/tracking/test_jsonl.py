@@ -57,7 +57,14 @@ def test_number_that_is_not_finite_becomes_null():
 def test_timeline_line_has_the_bubble_and_not_the_events():
     line = next(line for line in lines_of(whole_run()) if line["event"] == "timeline")
     hidden = {"exposed_s": 0.5, "hidden_share": 0.5}
-    assert line == {"event": "timeline", "step": 4, "attempt": 2, "bubble": 2.0, **hidden}
+    assert line == {
+        "event": "timeline",
+        "step": 4,
+        "attempt": 2,
+        "bubble": 2.0,
+        "simulated_bubble": 0.5,
+        **hidden,
+    }
 
 
 def test_file_goes_on_where_an_earlier_driver_stopped(tmp_path):

@@ -1,0 +1,70 @@
+"""zb_auto's search: its limit on memory, its bound on work, and that every rank finds the same."""
+
+import time
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymega.errors import PlanError
+from raymega.schedule import zero_bubble_auto
+from raymega.schedule.checker import check
+from raymega.schedule.instructions import Op
+from raymega.schedule.order import Sizes
+from raymega.schedule.placement import Placement
+from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.table import make_schedule
+from raymega.schedule.transfers import make_program
+from raymega.schedule.zero_bubble_auto import zb_auto
+
+times = st.floats(0.1, 3.0)
+
+
+def _peak(schedule, share):
+    change = {Op.FORWARD: 1, Op.BACKWARD_INPUT: share - 1, Op.BACKWARD_WEIGHT: -share}
+    return max(accumulate(change[task.op] for task in schedule))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(1, 8), st.integers(1, 12), st.floats(0.05, 1.0),
+    times, times, times, st.floats(0, 1.0),
+)  # fmt: skip
+def test_limit_holds_in_bytes_whatever_the_times(pp, m, limit, share, f, b, w, transfer):
+    durations = Durations(forward=f, backward=b + w, weight=w, transfer=transfer)
+    sizes = Sizes(
+        pp=pp, num_micro_batches=m, max_activations=limit, owed_share=share, times=durations
+    )
+    work = zb_auto(sizes)
+    check(make_program(work, Placement(pp=pp)), num_micro_batches=m)
+    assert all(_peak(schedule, share) <= limit + 1e-6 for schedule in work)
+
+
+def test_every_rank_finds_the_same():
+    sizes = Sizes(pp=4, num_micro_batches=9, max_activations=6, times=Durations(weight=0.6))
+    assert zb_auto(sizes) == zb_auto(sizes)
+
+
+def test_search_counts_what_the_simulator_measures():
+    """So that the order it keeps is the best one."""
+    sizes = Sizes(pp=4, num_micro_batches=9, times=Durations(weight=0.6, transfer=0.1))
+    search = zero_bubble_auto._Search(sizes)
+    search.try_all_ranks_alike()
+    work = [zero_bubble_auto._work(word, 9) for word in search.words]
+    found = simulate(make_program(work, Placement(pp=4)), sizes.times).bubble
+    assert search._longest == pytest.approx(9 * 3 * (1 + found))
+
+
+def test_time_of_a_search_is_bounded():
+    """CPU seconds; a few times what an idle machine takes."""
+    for pp, m, bound_s in ((8, 24, 3.0), (32, 128, 15.0)):
+        began = time.process_time()
+        zb_auto(Sizes(pp=pp, num_micro_batches=m, times=Durations(weight=0.7, transfer=0.05)))
+        assert time.process_time() - began < bound_s
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_share_that_is_none_is_refused(share):
+    with pytest.raises(PlanError, match=r"schedule\.owed_share"):
+        make_schedule("zb_auto", Sizes(pp=2, num_micro_batches=2, owed_share=share))
