@@ -55,8 +55,6 @@ class Executor(Generic[MicroBatch]):
         deferrals: By chunk, where the stage's layers leave weight gradients that are put off; for
             schedules that cut backwards in two.
         pulse: Called after each instruction, for whoever watches whether work goes on.
-        length_of: S/sp of a micro-batch's activations, where micro-batches have lengths of their
-            own; the same on all ranks of the pipeline.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
             here, recorded events show when instructions were issued; CUDA events are needed there
             for when they ran.
@@ -70,12 +68,11 @@ class Executor(Generic[MicroBatch]):
         *,
         deferrals: Sequence[Deferral] = (),
         pulse: Callable[[], None] = lambda: None,
-        length_of: Callable[[MicroBatch], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pulse = pulse
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
-        self._deferrals, self._length_of = deferrals, length_of
+        self._deferrals = deferrals
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
         self._last = {(task.micro_batch, task.chunk): task for task in schedule}
         backwards = [task for task in schedule if task.op in FREES_ACTIVATIONS]
@@ -87,6 +84,7 @@ class Executor(Generic[MicroBatch]):
         micro_batches: Sequence[MicroBatch],
         *,
         is_recording: bool,
+        lengths: Sequence[int] = (),
         loss_gradient: float = 1.0,
         before_last_backward: Callable[[int], None] = lambda _chunk: None,
         after_last_backward: Callable[[int], None] = lambda _chunk: None,
@@ -96,6 +94,8 @@ class Executor(Generic[MicroBatch]):
         Args:
             micro_batches: One for each that the schedule knows.
             is_recording: Return what was done when.
+            lengths: S/sp of each micro-batch's activations where they have lengths of their own;
+                every rank knows them from the micro-batches. None given: that of the p2p's shape.
             loss_gradient: What backward starts from: a factor on every gradient.
             before_last_backward: Called with the number of a model chunk before the backward, or
                 weight part of one, after which its gradients are complete.
@@ -105,15 +105,12 @@ class Executor(Generic[MicroBatch]):
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
         """
         self._check(micro_batches)
-        length_of = self._length_of
         step = _Step(
             self._stage_fns,
             micro_batches,
             self._p2p,
             self._deferrals,
-            lengths=[
-                length_of(micro_batch) if length_of else None for micro_batch in micro_batches
-            ],
+            lengths=lengths or [None] * len(micro_batches),
             loss_gradient=loss_gradient,
         )
         events = []

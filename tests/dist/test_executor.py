@@ -208,9 +208,8 @@ def _run_ragged(env, cases):
             fns,
             _p2p(env, placement),
             deferrals=[Deferral() for _ in stages],
-            length_of=len,
         )
-        loss = executor.run(_ragged(), is_recording=False).loss_sum
+        loss = executor.run(_ragged(), is_recording=False, lengths=LENGTHS).loss_sum
         results.append((loss, dict(zip(stages, [w.grad for w in weights], strict=True))))
     return results
 
