@@ -5,7 +5,6 @@ Who belongs to a group is plan.grid's; what is sent over one is parallel.comm's.
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import Store, TCPStore, _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from raymega.errors import CommunicationError, Fault
+from raymega.parallel.name_lookups import without_name_lookups
 from raymega.plan.grid import Grid
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class Groups:
 
 def host_store(host: str) -> tuple[str, Store]:
     """Serve a store on a fresh port; return its ``host:port`` and the store, which must be kept."""
-    _bound_name_lookups()
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    with without_name_lookups():
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return f"{host}:{store.port}", store
 
 
@@ -119,8 +119,8 @@ def open_world(
     try:
         if store is None:
             host, _, port = rendezvous.rpartition(":")
-            _bound_name_lookups()
-            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            with without_name_lookups():
+                store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         store.set_timeout(timeout)
         # device_id is left out: it makes torch split every group off the world, in which all
         # ranks must take part, and then a rank could no longer build its own groups alone.
@@ -133,17 +133,6 @@ def open_world(
         )
     except RuntimeError as error:
         raise CommunicationError(_meeting_fault("the world", rank, timeout_s, error)) from error
-
-
-def _bound_name_lookups() -> None:
-    """Let the system's resolver give up after 2 s for each name server, not after 10 s.
-
-    For its messages torch's store looks up the name of every address it meets, and nothing can
-    switch that off (it stops after one failure: pytorch/pytorch#159596). Where no name server
-    answers for the cluster's addresses, each new worker stood still for that long. glibc reads the
-    variable at a process's first lookup; one that the user has set is kept.
-    """
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 def build_groups(grid: Grid, rank: int, *, timeout_s: float) -> Groups:

@@ -1,9 +1,8 @@
 """Groups of a world of one rank; larger ones are in tests/dist."""
 
-import os
 from dataclasses import fields
 
-from raymega.parallel.groups import abort_world, build_groups, close_world, host_store
+from raymega.parallel.groups import abort_world, build_groups, close_world
 from raymega.plan.grid import Grid
 
 
@@ -18,13 +17,3 @@ def test_a_world_of_one_needs_no_communicator():
 def test_closing_and_aborting_without_a_world_do_nothing():
     close_world()
     abort_world()
-
-
-def test_store_bounds_name_lookups_unless_the_user_has(monkeypatch):
-    monkeypatch.setenv("RES_OPTIONS", "")  # so that monkeypatch puts back what was there
-    monkeypatch.delenv("RES_OPTIONS")
-    host_store("127.0.0.1")
-    assert os.environ["RES_OPTIONS"] == "timeout:1 attempts:2"
-    monkeypatch.setenv("RES_OPTIONS", "timeout:3")
-    host_store("127.0.0.1")
-    assert os.environ["RES_OPTIONS"] == "timeout:3"
