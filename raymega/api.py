@@ -36,7 +36,7 @@ from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
-from raymega.storage.open import local_path, open_store, store_faults
+from raymega.storage.open import folder_faults, local_path, open_store, store_faults
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
@@ -215,6 +215,8 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             needs_valid=values.get("run.eval_samples", 0) > 0,
             is_packed=values.get("data.packing", "none") != "none",
         )
+    if values.get("checkpoint.local_uri", "none") != "none":
+        faults += folder_faults(values["checkpoint.local_uri"], field="checkpoint.local_uri")
     if "checkpoint.uri" in values:
         run = f"/{values['run.name']}" if "run.name" in values else ""
         uri = values["checkpoint.uri"].rstrip("/") + run

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Thread
+from typing import Protocol
 from zlib import crc32
 
 from raymega.checkpoint.data_file import Layout, lay_out, saved_boxes
@@ -67,6 +68,21 @@ class Limits:
     report_every_s: float = 2.0
 
 
+class Near(Protocol):
+    """Keeps copies of data files close by; tiers.NearTier does, unless there is no such tier."""
+
+    def keep(self, key: str, chunks: Iterable[memoryview]) -> None:
+        """Called from the background, for several files at once; may block, may not raise."""
+
+
+class _NoNearTier:
+    def keep(self, key: str, chunks: Iterable[memoryview]) -> None:
+        pass
+
+
+NO_NEAR_TIER = _NoNearTier()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
     """One data file: its name, what is in it, and where in the buffer its blocks begin."""
@@ -105,16 +121,18 @@ class CheckpointWriter:
         report: Callable[[ShardSaved | SaveAdvanced], None],
         patience: Patience = Patience(),
         limits: Limits = Limits(),
+        near: Near = NO_NEAR_TIER,
     ) -> None:
         """Make the writer of global rank ``rank`` in worker group ``attempt``.
 
         ``dp`` replicas share the work. ``report`` gets one ShardSaved a save, from the background
         thread unless the save is given up at once, and before it how far it is; it may not raise.
+        ``near`` is offered each file before the store is, and may not raise either.
         """
         self._store = store
         self._rank, self._attempt, self._dp = rank, attempt, dp
         self._report = report
-        self._patience, self._limits = patience, limits
+        self._patience, self._limits, self._near = patience, limits, near
         self._pace = Pace(limits.bytes_per_s)
         self._snapshot = Snapshot()
         self._thread: Thread | None = None
@@ -252,10 +270,11 @@ class CheckpointWriter:
         blocks = [self._snapshot.chunk(file.base + at, share.num_bytes) for at, share in spans]
         boxes = saved_boxes(file.layout, map(crc32, blocks), file.name)
         key = folder_of(save.step) + file.name
+        chunks = [memoryview(file.layout.header), *blocks]
+        self._near.keep(key, chunks)
 
         def put() -> None:
-            chunks = self._counted(save, file.name, [memoryview(file.layout.header), *blocks])
-            self._store.put(key, chunks, overwrite=True)
+            self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
 
         self._retry(put)
         return boxes

@@ -31,7 +31,13 @@ STOP_MARGIN_S = 90
 SCRIPT = "jobs/train.py"
 SYNTHETIC = "synthetic"
 SQLITE = "sqlite:///"
-PATH_FIELDS = ("data.path", "checkpoint.uri", "checkpoint.start_from", "tracking.mlflow_uri")
+PATH_FIELDS = (
+    "data.path",
+    "checkpoint.uri",
+    "checkpoint.local_uri",
+    "checkpoint.start_from",
+    "tracking.mlflow_uri",
+)
 GIT_TIMEOUT_S = 10.0
 NUM_NAMED = 3
 

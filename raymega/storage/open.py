@@ -102,6 +102,14 @@ def reading_faults(uri: str, *, field: str) -> list[Fault]:
     return _access_faults(uri, field, is_for_writing=False)
 
 
+def folder_faults(uri: str, *, field: str) -> list[Fault]:
+    """What keeps ``uri`` from naming a folder of whatever machine opens it; touches nothing."""
+    if _scheme(uri) in SCHEMES and _scheme(uri) != "file":
+        rule, remedy = "it must be a folder on the nodes' own disks", "give a path"
+        return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
+    return _uri_faults(uri, field=field)
+
+
 def drop_unfinished(
     uri: str, *, older_than: timedelta, now: datetime, is_dry: bool = False
 ) -> list[str]:

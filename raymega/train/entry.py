@@ -17,7 +17,8 @@ from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.snapshot_writer import SnapshotWriter
 from raymega.checkpoint.start import WEIGHTS, starting_manifest
-from raymega.checkpoint.writer import CheckpointWriter, Limits
+from raymega.checkpoint.tiers import NearFirst, NearTier
+from raymega.checkpoint.writer import NO_NEAR_TIER, CheckpointWriter, Limits, Near
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
 from raymega.messages import Channel, Entered, StartWorker
@@ -106,6 +107,7 @@ def _train(
         dp=plan.grid.dp,
         report=channel.report,
         limits=_limits(plan),
+        near=_near_tier(plan.job),
     )
     snapshots = None
     if plan.job.elastic.snapshot_every:
@@ -125,6 +127,17 @@ def _limits(plan: RunPlan) -> Limits:
         bytes_per_s=section.bytes_per_s,
         report_every_s=max(REPORT_EVERY_S, plan.grid.world_size / REPORTS_PER_S),
     )
+
+
+def _near_store(job: Job) -> StateStore | None:
+    """The run's folder on this node's own disk, when the job keeps one."""
+    uri = job.checkpoint.local_uri
+    return None if uri == "none" else open_store(f"{uri.rstrip('/')}/{job.run.name}")
+
+
+def _near_tier(job: Job) -> Near:
+    near = _near_store(job)
+    return NO_NEAR_TIER if near is None else NearTier(near)
 
 
 def _restore(parts: Parts, start: StartWorker, pulse: Pulse) -> TrainState:
@@ -156,10 +169,17 @@ def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
 
 def _restore_from(store: StateStore, parts: Parts, key: str, pulse: Pulse) -> TrainState:
     manifest = read_manifest(store, key)
+    near = _near_store(parts.plan.job)
+    source = store
+    if near is not None and not isinstance(store, Copies):  # what memory holds needs no disk
+        source = NearFirst(near, store, manifest)
     blocks = list(parts.optimizer.blocks())
-    load(store, manifest, blocks, expected=_all_names(parts.plan.job), pulse=pulse)
+    load(source, manifest, blocks, expected=_all_names(parts.plan.job), pulse=pulse)
     parts.optimizer.sync_weights()
-    log.info("restored step %d from %s in %s", manifest.step, key, store.uri)
+    files_near = source.num_near if isinstance(source, NearFirst) else 0
+    log.info(
+        "restored step %d from %s in %s, %d near files", manifest.step, key, store.uri, files_near
+    )
     return state_from(manifest.state, parts.plan.job.precision)
 
 

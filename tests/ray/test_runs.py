@@ -141,6 +141,21 @@ def test_save_that_is_still_being_written_lets_the_next_be_skipped(address, stor
     assert outcome.losses == undisturbed.losses
 
 
+def test_run_goes_on_from_the_files_on_its_own_node(address, store, undisturbed, tmp_path):
+    near = f"checkpoint.local_uri={tmp_path}"
+    first = train(*_settings(store, "near", near, "run.steps=6"), address=address)
+    assert first.code == 0, first.stderr
+    files = [path for path in tmp_path.rglob("*.safetensors") if path.is_file()]
+    assert len(files) == 2 * 4 and {path.parts[-4] for path in files} == {"near"}
+    (flipped,) = [path for path in files if path.match("step-00000006/*-rank00000.safetensors")]
+    flipped.write_bytes(flipped.read_bytes()[:-8] + bytes(8))
+    again = train(*_settings(store, "near", near), address=address)
+    assert again.code == 0 and len(again.all("attempt")) == 1, again.stderr
+    assert first.losses | again.losses == undisturbed.losses
+    logs = [store / "near" / "logs" / f"rank-{rank:05d}.log" for rank in range(4)]
+    assert "the near copy is not used" in logs[0].read_text()
+
+
 def test_checkpoints_are_kept_by_the_rules_of_the_job(address, store):
     rules = ("run.eval_every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=6",
              "checkpoint.keep_best=1", "optimizer.lr=0.3")  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 from raymega.checkpoint.assembly import assemble
 from raymega.checkpoint.manifest import commit
 from raymega.checkpoint.reader import load
-from raymega.checkpoint.writer import CheckpointWriter, Limits
+from raymega.checkpoint.writer import NO_NEAR_TIER, CheckpointWriter, Limits
 from raymega.config.schema import ModelSection
 from tests.unit.checkpoint.support import NO_WAIT, STATE, make_blocks, make_grid
 
@@ -25,12 +25,13 @@ def blocks_of_step(step):
     return blocks
 
 
-def write_step(store, step, *, attempt=1, limits=FILES, patience=NO_WAIT):
+def write_step(store, step, *, attempt=1, limits=FILES, near=NO_NEAR_TIER):
     """The report of a save."""
     shards = []
     writer = CheckpointWriter(
-        store, rank=0, attempt=attempt, dp=1, report=shards.append, limits=limits, patience=patience
-    )
+        store, rank=0, attempt=attempt, dp=1, report=shards.append, limits=limits,
+        patience=NO_WAIT, near=near,
+    )  # fmt: skip
     writer.save(step, blocks_of_step(step), {**STATE, "step": step}, dp_rank=0)
     assert writer.wait()
     return shards[-1]
@@ -42,9 +43,9 @@ def make_manifest(shard, *, attempt=1):
     )
 
 
-def save_step(store, step, *, attempt=1, limits=FILES):
+def save_step(store, step, *, attempt=1, limits=FILES, near=NO_NEAR_TIER):
     """A committed checkpoint of ``step``."""
-    shard = write_step(store, step, attempt=attempt, limits=limits)
+    shard = write_step(store, step, attempt=attempt, limits=limits, near=near)
     assert shard.error == ""
     manifest = make_manifest(shard, attempt=attempt)
     commit(store, manifest)

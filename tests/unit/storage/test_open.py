@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.errors import StorageError
-from raymega.storage.open import open_store, store_faults
+from raymega.storage.open import folder_faults, open_store, store_faults
 
 
 def test_path_and_file_uri_name_the_same_store(tmp_path):
@@ -50,3 +50,10 @@ def test_root_below_a_file_is_a_fault(tmp_path):
 def test_root_where_no_file_can_be_made_is_a_fault():
     (fault,) = store_faults("/proc/raymega-run")
     assert "/proc/raymega-run" in fault.fact and "cannot be written to" in fault.fact
+
+
+def test_folder_of_the_nodes_is_no_object_store():
+    assert folder_faults("/nvme/runs", field="f") == folder_faults("file:///nvme", field="f") == []
+    for uri in ("s3://bucket/runs", "gs://bucket", ""):
+        (fault,) = folder_faults(uri, field="checkpoint.local_uri")
+        assert fault.fact.startswith(f"checkpoint.local_uri={uri!r}")
