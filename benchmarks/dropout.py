@@ -35,11 +35,13 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 def show_element(seq_len: int, batch: int, width: int) -> None:
     samples = torch.arange(batch)
-    keys = row_keys(1, samples, range(seq_len))
+    keys = row_keys(1, samples, torch.arange(seq_len)[:, None])
     x = torch.randn(seq_len, batch, width)
     per_element = 1e9 / x.numel()
     works = {
-        "keys of the tokens (once a micro-batch)": lambda: row_keys(1, samples, range(seq_len)),
+        "keys of the tokens (once a micro-batch)": lambda: row_keys(
+            1, samples, torch.arange(seq_len)[:, None]
+        ),
         "mask": lambda: keep_mask(keys, width, rate=RATE),
         "keyed dropout, mask included": lambda: dropout(x, keys, rate=RATE),
         "torch's dropout": lambda: torch.nn.functional.dropout(x, RATE, training=True),

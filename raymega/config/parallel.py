@@ -15,7 +15,19 @@ class ParallelSection(Section):
     tp: Positive = Field(default=1, description="Tensor parallel: heads, FFN and vocabulary cut.")
     pp: Positive = Field(default=1, description="Pipeline parallel: layers cut into stages.")
     dp: Positive = Field(default=1, description="Data parallel: sequences shared out.")
-    cp: Positive = Field(default=1, description="Context parallel degree; only 1 is built so far.")
+    cp: Positive = Field(
+        default=1,
+        description="Context parallel: the tokens of a sequence shared out; 2 * cp divides data.seq_len.",
+    )
+    cp_method: Literal["ring", "all_gather", "all_to_all", "hybrid"] = Field(
+        default="ring",
+        description="How attention reaches across cp. ring: keys and values go round behind the work. "
+        "all_gather: they are collected, which takes memory for the whole sequence. all_to_all: ranks "
+        "exchange heads. hybrid: cp_inner neighbours exchange heads, and a ring joins such groups.",
+    )
+    cp_inner: Positive = Field(
+        default=2, description="hybrid only: neighbours that exchange heads; divides cp."
+    )
     ep: Positive = Field(default=1, description="Expert parallel degree; only 1 is built so far.")
     etp: Positive = Field(default=1, description="Expert tensor degree; only 1 is built so far.")
     order: str = Field(

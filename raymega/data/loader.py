@@ -13,6 +13,7 @@ import torch
 
 from raymega.data.order import sample_window
 from raymega.data.rows import Row, Source, empty_row, positions_of
+from raymega.parallel.context import Context, held_positions, no_context
 from raymega.plan.batch import BatchPlan
 
 
@@ -21,12 +22,14 @@ class MicroBatch:
     """What one forward reads.
 
     Attributes:
-        tokens: [B, S] int64.
-        labels: [B, S] int64, the token after each token.
-        mask: [B, S] float32, 1 where the label counts; a slot without a sample is all 0.
+        tokens: [B, S/cp] int64.
+        labels: [B, S/cp] int64, the token after each token.
+        mask: [B, S/cp] float32, 1 where the label counts; a slot without a sample is all 0.
         samples: [B] int64, global sample indices, counted from the start of the run; -1 without.
-        positions: [B, S] int64, place of each token in its document.
-        documents: By row, lengths of its documents end to end; they add up to S.
+        positions: [B, S/cp] int64, place of each token in its document; [1, S/cp] where all rows have
+            the same documents.
+        documents: By row, lengths of its whole documents end to end; they add up to S. A single entry
+            stands for all rows.
     """
 
     tokens: torch.Tensor
@@ -38,7 +41,10 @@ class MicroBatch:
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank, a pure function of the position in the data."""
+    """The micro-batches of one rank, a pure function of the position in the data.
+
+    Of each row it keeps the tokens that this rank of ``context`` holds.
+    """
 
     def __init__(
         self,
@@ -47,10 +53,11 @@ class Loader:
         dp_rank: int,
         seed: int,
         device: torch.device | str,
+        context: Context | None = None,
     ) -> None:
         """``seed`` orders the data; all ranks of a run share it."""
         self.source, self._dp_rank = source, dp_rank
-        self._seed, self._device = seed, device
+        self._seed, self._device, self._context = seed, device, context or no_context()
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Those of a step with ``batch`` whose first global sample is ``first_sample``."""
@@ -61,17 +68,24 @@ class Loader:
 
     def _micro_batch(self, samples: tuple[int, ...]) -> MicroBatch:
         rows = [self._row(sample) for sample in samples]
-        return MicroBatch(
-            tokens=self._stack([row.tokens for row in rows]),
-            labels=self._stack([row.labels for row in rows]),
-            mask=self._stack([row.mask for row in rows]).float(),
-            samples=torch.tensor(samples, device=self._device),
-            positions=self._stack([positions_of(row.documents) for row in rows]),
-            documents=tuple(row.documents for row in rows),
-        )
+        documents = tuple(row.documents for row in rows)
+        if len(set(documents)) == 1:
+            documents = documents[:1]
+        held = held_positions(documents, self._context)
+        mine = held.expand(len(rows), -1)
 
-    def _stack(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.stack(arrays)).to(self._device)
+        def take(arrays: Sequence[np.ndarray], at: torch.Tensor = mine) -> torch.Tensor:
+            return torch.from_numpy(np.stack(arrays)).gather(1, at).to(self._device)
+
+        return MicroBatch(
+            tokens=take([row.tokens for row in rows]),
+            # Moved on by one in the whole row: the last token of a chunk has one too.
+            labels=take([row.labels for row in rows]),
+            mask=take([row.mask for row in rows]).float(),
+            samples=torch.tensor(samples, device=self._device),
+            positions=take([positions_of(lengths) for lengths in documents], held),
+            documents=documents,
+        )
 
     def _row(self, sample: int) -> Row:
         """The row of a global sample; for a masked slot one that counts nowhere."""

@@ -1,8 +1,9 @@
 """Causal self-attention with the heads cut over the tensor-parallel ranks.
 
 Each rank keeps H/tp query heads and the key and value heads that they read: G/tp of them, or one
-that it shares with its neighbours when G < tp. So attention itself needs no communication. The
-kernel is torch's scaled_dot_product_attention; with dropout on the weights, dropped_attention.
+that it shares with its neighbours when G < tp. So tp needs no communication here. How attention
+reaches tokens on other context-parallel ranks, and by which kernel, is parallel.context_attention's;
+with dropout on the weights it is dropped_attention.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from raymega.config.schema import ModelSection
 from raymega.model.dropped_attention import dropped_attention
 from raymega.model.norms import HeadNorms
-from raymega.parallel.dropout import TokenKeys, place_key
+from raymega.parallel.context import Places, make_places, no_context, whole_rows
+from raymega.parallel.context_attention import attend
+from raymega.parallel.dropout import place_key
 from raymega.parallel.recompute import consume, produce
 from raymega.parallel.tensor import ColumnParallelLinear, ParameterFactory, RowParallelLinear
 
@@ -52,17 +54,18 @@ class Attention(nn.Module):
         head_keys = torch.tensor(keys, device=factory.device)
         self.register_buffer("head_keys", head_keys, persistent=False)
 
-    def forward(self, x: Tensor, keys: TokenKeys | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; without keys nothing is dropped."""
-        attend = partial(self._attend, keys=keys)
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
         qkv = consume(self.qkv, x)
+        rows = whole_rows(qkv.shape[0], qkv.device)
+        inside = partial(self._attend, places=places or make_places(rows, no_context()))
         if not self.is_remade:
-            return self.out(attend(qkv))
+            return self.out(inside(qkv))
         params = () if self.norms is None else tuple(self.norms.parameters())
-        return consume(self.out, produce(attend, qkv, params=params))
+        return consume(self.out, produce(inside, qkv, params=params))
 
-    def _attend(self, qkv: Tensor, keys: TokenKeys | None) -> Tensor:
-        """qkv: [S, B, (H + 2 G)/tp * K] -> [S, B, H/tp * K]."""
+    def _attend(self, qkv: Tensor, places: Places) -> Tensor:
+        """qkv: [S/cp, B, (H + 2 G)/tp * K] -> [S/cp, B, H/tp * K]."""
         H, G = self.num_heads, self.num_kv_heads
         qk_SBhK, v_SBGK = qkv.unflatten(-1, (H + 2 * G, -1)).split((H + G, G), dim=2)
         if self.norms is not None:
@@ -70,13 +73,19 @@ class Attention(nn.Module):
         elif self.is_rotary:
             # Alone, or v would keep q and k too as they were before they were turned.
             v_SBGK = v_SBGK.contiguous()
-        q_SBHK, k_SBGK = self.positions(qk_SBhK).split((H, G), dim=2)
-        q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q_SBHK, k_SBGK, v_SBGK))
-        if keys is None or not self.dropout:
-            y_BHSK = scaled_dot_product_attention(
-                q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=G < H
-            )
-        else:
-            rows = keys.whole.t()[:, None] + self.head_keys[:, None]
-            y_BHSK = dropped_attention(q_BHSK, k_BGSK, v_BGSK, rows, rate=self.dropout)
-        return y_BHSK.permute(2, 0, 1, 3).flatten(2)
+        if self.is_rotary:
+            qk_SBhK = self.positions(qk_SBhK, places.turns)
+        q_SBHK, k_SBGK = qk_SBhK.split((H, G), dim=2)
+        is_dropped = places.keys is not None and places.keys.rows is not None
+        drop = partial(self._drop, places=places) if is_dropped else None
+        return attend(q_SBHK, k_SBGK, v_SBGK, places, on_whole_rows=drop).flatten(2)
+
+    def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, places: Places) -> Tensor:
+        """Over whole rows with dropout on the weights. q: [S, B, h, K], some heads of this tp rank."""
+        assert places.keys is not None and places.keys.rows is not None, "there is dropout"
+        first = places.context.inner.index * q.shape[2]
+        heads = self.head_keys[first : first + q.shape[2]]
+        rows = places.keys.rows.t()[:, None] + heads[:, None]
+        q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        y_BHSK = dropped_attention(q_BHSK, k_BGSK, v_BGSK, rows, rate=self.dropout)
+        return y_BHSK.permute(2, 0, 1, 3)

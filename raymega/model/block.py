@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from raymega.model.dropout import ResidualDropout
-from raymega.parallel.dropout import TokenKeys
+from raymega.parallel.context import Places
 from raymega.parallel.recompute import produce
 
 
@@ -52,9 +52,10 @@ class Block(nn.Module):
         self.attention.is_remade = "attention" in parts
         self.mlp.is_remade = "activation" in parts
 
-    def forward(self, x: Tensor, keys: TokenKeys | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; without keys nothing is dropped."""
-        y = self.attention(self._normal(self.attention_norm, x), keys)
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; without places nothing is dropped, and none is elsewhere."""
+        keys = None if places is None else places.keys
+        y = self.attention(self._normal(self.attention_norm, x), places)
         x = x + self.attention_dropout(y, keys)
         return x + self.mlp_dropout(self.mlp(self._normal(self.mlp_norm, x)), keys)
 

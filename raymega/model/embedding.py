@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from raymega.parallel.tensor import ParameterFactory, VocabParallelEmbedding
 
@@ -16,10 +18,19 @@ class Embedding(nn.Module):
         self.tokens = VocabParallelEmbedding(factory, "embedding.tokens")
         self.positions = factory.make_if_any("embedding.positions.weight")
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: [B, S] int64 -> [S/sp, B, D]."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """From tokens to the stream.
+
+        Args:
+            tokens: [B, S] int64.
+            positions: [S, B] or [S, 1] int64, in their documents; None is 0 to S - 1.
+
+        Returns:
+            [S/sp, B, D].
+        """
         x = self.tokens(tokens.t())
         if self.positions is None:
             return x
-        first = self.stream.first_position(x.shape[0])
-        return x + self.positions[first : first + x.shape[0], None]
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        return x + embedding(self.stream.own(positions), self.positions)

@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from raymega.config.schema import ModelSection
 
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines of angles, [S, B, 1, K/2] or [S, 1, 1, K/2] each."""
+
 
 class Rope(nn.Module):
     """Turns the feature pairs of each head by its position; no parameters."""
@@ -31,9 +34,14 @@ class Rope(nn.Module):
         self.register_buffer("cos", angles.cos().to(wide)[:, None, None], persistent=False)
         self.register_buffer("sin", angles.sin().to(wide)[:, None, None], persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, heads, K] -> the same; computed in max(fp32, dtype)."""
-        return _Turn.apply(x, self.cos[: x.shape[0]], self.sin[: x.shape[0]])
+    def turns(self, positions: Tensor) -> Turns:
+        """Cosines and sines for tokens at ``positions`` [S, B] or [S, 1]; for all layers of a stage."""
+        return self.cos[positions, 0], self.sin[positions, 0]
+
+    def forward(self, x: Tensor, turns: Turns | None = None) -> Tensor:
+        """x: [S, B, heads, K] -> the same, at ``turns`` or 0 to S - 1; computed in max(fp32, dtype)."""
+        cos, sin = turns or (self.cos[: x.shape[0]], self.sin[: x.shape[0]])
+        return _Turn.apply(x, cos, sin)
 
 
 class _Turn(torch.autograd.Function):
@@ -51,7 +59,7 @@ class _Turn(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [S, B, heads, K], cos and sin: [S, 1, 1, K/2] in the format of the computation."""
+    """x: [S, B, heads, K], cos and sin: Turns in the format of the computation."""
     wide = x.to(cos.dtype)
     y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     (a, b), (y_a, y_b) = wide.chunk(2, dim=-1), y.chunk(2, dim=-1)

@@ -5,7 +5,8 @@ It knows which part of the model it is, not how stages talk or in which order th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -18,8 +19,18 @@ from raymega.model.dropout import ResidualDropout
 from raymega.model.embedding import Embedding
 from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.head import Head
+from raymega.model.rope import Rope
+from raymega.parallel.context import (
+    Context,
+    Places,
+    Rows,
+    held_positions,
+    make_places,
+    no_context,
+    whole_rows,
+)
 from raymega.parallel.deferral import Deferral
-from raymega.parallel.dropout import TokenKeys, token_keys
+from raymega.parallel.dropout import TokenKeys, row_keys
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
@@ -30,7 +41,7 @@ TOKEN_TABLE = "embedding.tokens.weight"
 
 
 class Tokens(Protocol):
-    """What a stage reads of a micro-batch; each [B, S] but the last."""
+    """What a stage reads of a micro-batch; tensors are [B, S/cp] where nothing else is said."""
 
     @property
     def tokens(self) -> Tensor:
@@ -46,7 +57,15 @@ class Tokens(Protocol):
 
     @property
     def samples(self) -> Tensor:
-        """[B] int64, global sample indices."""
+        """[B] int64, global sample indices; or one a token."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64, in the tokens' documents; [1, S/cp] where all rows have the same."""
+
+    @property
+    def documents(self) -> Sequence[Sequence[int]]:
+        """Lengths of each row's whole documents; a single entry stands for all rows."""
 
 
 class StageModule(nn.Module):
@@ -58,6 +77,7 @@ class StageModule(nn.Module):
     linear layers when a schedule puts them off.
 
     Args:
+        context: The ranks that share the tokens of a sequence; None where there are no others.
         token_table: The embedding's weight, if this is the last stage and the first one is another
             on the same rank; a tied head uses it.
     """
@@ -74,9 +94,11 @@ class StageModule(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        context: Context | None = None,
         token_table: ShardedParameter | None = None,
     ) -> None:
         super().__init__()
+        self.context = context or no_context()
         is_copied = model.is_embedding_tied and not stage.are_ends_together
         self.deferral = Deferral()
         factory = ParameterFactory(
@@ -91,8 +113,9 @@ class StageModule(nn.Module):
         )
         self.seed, self.tp_stream = seed, stream
         self.has_dropout = max(model.residual_dropout, model.attention_dropout) > 0
-        positions = make_positions(model, dtype=dtype, device=device)
-        blocks = {str(i): make_block(factory, i, model, positions) for i in stage.layers}
+        self.drops_weights = model.attention_dropout > 0
+        self.rope = make_positions(model, dtype=dtype, device=device)
+        blocks = {str(i): make_block(factory, i, model, self.rope) for i in stage.layers}
         self.embedding = Embedding(factory) if stage.is_first else None
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
         self.layers = nn.ModuleDict(blocks)
@@ -129,21 +152,24 @@ class StageModule(nn.Module):
         mask: Tensor,
         hidden: Tensor | None,
         samples: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> Tensor:
         """Work on one micro-batch.
 
         Args:
-            tokens: [B, S] int64; read by the first stage.
-            labels: [B, S] int64, any number where ``mask`` is 0; read by the last stage.
-            mask: [B, S], 1 where a token's loss counts, else 0; read by the last stage.
-            hidden: [S/sp, B, D] from the stage before, None on the first.
-            samples: [B] int64, global sample indices that dropout goes by; None drops nothing.
+            tokens: [B, S/cp] int64; read by the first stage.
+            labels: [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
+            mask: [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage.
+            hidden: [S/(cp*sp), B, D] from the stage before, None on the first.
+            samples: [B] int64, global sample indices that dropout goes by, or [B, S/cp] for one a
+                token; None drops nothing.
+            rows: What the rows are made of; None is one document each, whole on this rank.
 
         Returns:
-            [S/sp, B, D] for the next stage, or the last stage's sum of masked token losses, a
+            [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
             scalar in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
-        x = self._stream(tokens, hidden, samples)
+        x = self._stream(tokens, hidden, samples, rows)
         if self.head is None:
             return x
         self.before_use(self.head)
@@ -151,48 +177,71 @@ class StageModule(nn.Module):
 
     def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as training calls it."""
+        rows = Rows(micro_batch.positions, micro_batch.documents)
         parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
-        return self(*parts, hidden, micro_batch.samples)
+        return self(*parts, hidden, micro_batch.samples, rows)
 
     def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
+        rows = Rows(micro_batch.positions, micro_batch.documents)
         self.eval()
         try:
-            return self(micro_batch.tokens, micro_batch.labels, micro_batch.mask, hidden)
+            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
+            return self(*parts, hidden, rows=rows)
         finally:
             self.train()
 
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         """This rank's columns of the logits, [S, B, V/tp], no padding; only on the last stage."""
         assert self.head is not None, "only the last stage makes logits"
-        x = self._stream(tokens, hidden, None)
+        x = self._stream(tokens, hidden, None, None)
         self.before_use(self.head)
         return self.head(x)
 
-    def _stream(self, tokens: Tensor, hidden: Tensor | None, samples: Tensor | None) -> Tensor:
-        keys = None
-        if samples is not None and self.has_dropout:
-            keys = token_keys(self.seed, samples, tokens.shape[1], self.tp_stream)
+    def _stream(
+        self, tokens: Tensor, hidden: Tensor | None, samples: Tensor | None, rows: Rows | None
+    ) -> Tensor:
+        places = self._places(rows or whole_rows(tokens.shape[1], tokens.device), samples)
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
-            x = self.embedding_dropout(self.embedding(tokens), keys)
+            x = self.embedding_dropout(self.embedding(tokens, places.positions), places.keys)
         assert x is not None, "a stage that is not the first needs the hidden state before it"
-        return self._run_layers(x, keys)
+        return self._run_layers(x, places)
 
-    def _run_layers(self, x: Tensor, keys: TokenKeys | None) -> Tensor:
+    def _places(self, rows: Rows, samples: Tensor | None) -> Places:
+        """Everything that all layers need to know of the tokens' places."""
+        places = make_places(rows, self.context)
+        keys = turns = None
+        if isinstance(self.rope, Rope):
+            turns = self.rope.turns(places.positions)
+        if samples is not None and self.has_dropout:
+            keys = self._keys(rows, samples)
+        return replace(places, keys=keys, turns=turns)
+
+    def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
+        """By sample and place in its row; by place in the document where each token has a sample."""
+        held = held_positions(rows.documents, self.context).to(samples.device)
+        at = held if samples.dim() == 1 else rows.positions
+        own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
+        if not self.drops_weights:
+            return TokenKeys(own=own, rows=None)
+        everywhere = whole_rows(sum(rows.documents[0]), samples.device).positions.t()
+        return TokenKeys(own=own, rows=row_keys(self.seed, samples, everywhere))
+
+    def _run_layers(self, x: Tensor, places: Places) -> Tensor:
         blocks = list(self.layers.values())
         if not self.blocks_together or not torch.is_grad_enabled():
-            return self._run_blocks(blocks, x, keys)
+            return self._run_blocks(blocks, x, places)
         for start in range(0, len(blocks), self.blocks_together):
             some = blocks[start : start + self.blocks_together]
             x = checkpoint(
-                self._run_blocks, some, x, keys, use_reentrant=False, preserve_rng_state=False
+                self._run_blocks, some, x, places, use_reentrant=False, preserve_rng_state=False
             )
         return x
 
-    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, keys: TokenKeys | None) -> Tensor:
+    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, places: Places) -> Tensor:
         for block in blocks:
             self.before_use(block)
-            x = block(x, keys)
+            x = block(x, places)
         return x

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from raymega.errors import CommunicationError, Fault, InternalError
+from raymega.errors import CommunicationError, Fault
+from raymega.parallel.comm_checks import check_peer, check_rows, check_tensor
 from raymega.parallel.groups import Group
 
 REDUCTIONS = {
@@ -27,18 +28,6 @@ REDUCTIONS = {
 TURN_S = 0.1
 # torch cuts timeouts to whole milliseconds, and takes 0 for no limit.
 TICK_S = 1e-3
-DTYPES = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-    }
-)
-
 # How to wait for an operation in at most so many seconds.
 Wait = Callable[[dist.Work, float], None]
 
@@ -91,7 +80,7 @@ def nothing_pending() -> Pending:
 
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pending:
     """Begin :func:`all_reduce`; the tensor must be left alone until it is waited for."""
-    _check("all_reduce", tensor, group)
+    check_tensor("all_reduce", tensor, group)
     options = c10d.AllreduceOptions()
     options.reduceOp = REDUCTIONS[op]
     return _start(
@@ -111,8 +100,8 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Ten
 
 def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
     """Begin :func:`all_gather`; the result may be read when it was waited for."""
-    _check("all_gather", tensor, group)
-    _check_rows("all_gather", tensor, group, divisor=1)
+    check_tensor("all_gather", tensor, group)
+    check_rows("all_gather", tensor, group, divisor=1)
     gathered = tensor
     if group.size > 1:
         gathered = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
@@ -134,8 +123,8 @@ def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
     """Begin :func:`reduce_scatter`; leave the tensor alone, and the result, until waited for."""
-    _check("reduce_scatter", tensor, group)
-    _check_rows("reduce_scatter", tensor, group, divisor=group.size)
+    check_tensor("reduce_scatter", tensor, group)
+    check_rows("reduce_scatter", tensor, group, divisor=group.size)
     rows = tensor
     if group.size > 1:
         rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
@@ -162,8 +151,8 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Pending
     gloo has no reduce-scatter: torch's copies the tensor and all-reduces it. So does this one, but
     without the copy and so that its completion can be watched.
     """
-    _check("reduce_scatter", tensor, group)
-    _check_rows("reduce_scatter", tensor, group, divisor=group.size)
+    check_tensor("reduce_scatter", tensor, group)
+    check_rows("reduce_scatter", tensor, group, divisor=group.size)
     if tensor.device.type == "cpu":
         return start_all_reduce(tensor, group)
     options = c10d.ReduceScatterOptions()
@@ -178,8 +167,8 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Pending
 
 def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Pending:
     """Begin to fill ``tensor`` [N], of which each rank has its even part, with all ranks' parts."""
-    _check("all_gather", tensor, group)
-    _check_rows("all_gather", tensor, group, divisor=group.size)
+    check_tensor("all_gather", tensor, group)
+    check_rows("all_gather", tensor, group, divisor=group.size)
     return _start(
         "all_gather",
         tensor,
@@ -189,9 +178,57 @@ def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Pending:
     )
 
 
+def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+    """Begin :func:`all_to_all`; leave the tensor alone, and the result, until waited for."""
+    check_tensor("all_to_all", tensor, group)
+    check_rows("all_to_all", tensor, group, divisor=group.size)
+    received = tensor if group.size == 1 else torch.empty_like(tensor)
+    return received, _start(
+        "all_to_all",
+        tensor,
+        group,
+        lambda handle: handle.alltoall_base(received, tensor, [], [], c10d.AllToAllOptions()),
+        _wait_in_turns,
+    )
+
+
+def all_to_all(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N, ...] -> [N, ...]: the rank at place i gets everybody's i-th even part, in group order."""
+    received, pending = start_all_to_all(tensor, group)
+    pending.wait(group.timeout_s)
+    return received
+
+
+def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.Tensor, Pending]:
+    """Begin to give ``tensor`` to the rank ``by`` places on, around, and to get one of its shape.
+
+    One collective that sends to one and receives from one: NCCL needs both at once, and gloo tells
+    of a collective, not of a transfer, when it is complete.
+    """
+    check_tensor("shift", tensor, group)
+    received = tensor if group.size == 1 else torch.empty_like(tensor)
+
+    def sizes(peer: int) -> list[int]:
+        return [tensor.numel() * (place == peer % group.size) for place in range(group.size)]
+
+    return received, _start(
+        f"shift by {by}",
+        tensor,
+        group,
+        lambda handle: handle.alltoall_base(
+            received.view(-1),
+            tensor.view(-1),
+            sizes(group.index - by),
+            sizes(group.index + by),
+            c10d.AllToAllOptions(),
+        ),
+        _wait_in_turns,
+    )
+
+
 def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
     """Overwrite in place with the values of the rank at place ``source``; return the tensor."""
-    _check("broadcast", tensor, group)
+    check_tensor("broadcast", tensor, group)
     options = c10d.BroadcastOptions()
     options.rootRank = source
     _start(
@@ -218,8 +255,8 @@ def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
 
     Sends to one peer arrive in order; over gloo the ``tag`` must match as well.
     """
-    _check("send", tensor, group)
-    _check_peer("send", group, peer)
+    check_tensor("send", tensor, group)
+    check_peer("send", group, peer)
     return _start(
         f"send to rank {group.ranks[peer]}, tag {tag},",
         tensor,
@@ -234,8 +271,8 @@ def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
 
     Shape and dtype must be the sender's: gloo ends the process when the sizes differ.
     """
-    _check("receive", tensor, group)
-    _check_peer("receive", group, peer)
+    check_tensor("receive", tensor, group)
+    check_peer("receive", group, peer)
     return _start(
         f"receive from rank {group.ranks[peer]}, tag {tag},",
         tensor,
@@ -318,57 +355,3 @@ def _failure(
             "elastic.collective_timeout_s",
         )
     )
-
-
-def _check(operation: str, tensor: torch.Tensor, group: Group) -> None:
-    """Refuse what would be silently wrong, at size 1 too so that one rank finds the mistake."""
-    where = f"{operation} on group {group.name}"
-    if not tensor.is_contiguous():
-        raise _mistake(
-            f"{where}: shape {tuple(tensor.shape)} has strides {tensor.stride()}",
-            "gloo moves the wrong elements of a strided tensor without an error",
-            "pass x = tensor.contiguous() and go on with x",
-        )
-    if tensor.dtype not in DTYPES:
-        raise _mistake(
-            f"{where}: dtype {tensor.dtype}",
-            f"it must be one of {', '.join(sorted(str(d)[6:] for d in DTYPES))}",
-            "send another format as tensor.view(torch.uint8), or convert what is to be summed",
-        )
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise _mistake(
-            f"{where}: the tensor is part of a gradient graph",
-            "no gradient would flow through the operation",
-            "use parallel.collectives, or detach the tensor",
-        )
-    if group.handle is None:
-        return
-    served = {device.type for device in group.resolve()._device_types}
-    if tensor.device.type not in served:
-        raise _mistake(
-            f"{where}: the tensor lives on {tensor.device}",
-            f"the group serves {', '.join(sorted(served))}",
-            "move the tensor to the worker's device",
-        )
-
-
-def _check_rows(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int) -> None:
-    if tensor.ndim == 0 or tensor.shape[0] % divisor:
-        raise _mistake(
-            f"{operation} on group {group.name}: shape {tuple(tensor.shape)}",
-            f"dim 0 must exist and be a multiple of {divisor}",
-            "pad or reshape the tensor",
-        )
-
-
-def _check_peer(operation: str, group: Group, peer: int) -> None:
-    if peer == group.index or not 0 <= peer < group.size:
-        raise _mistake(
-            f"{operation} on group {group.name}: peer {peer} from place {group.index}",
-            f"it must be another place in [0, {group.size})",
-            "name the peer by its place in the group, not by its global rank",
-        )
-
-
-def _mistake(fact: str, rule: str, remedy: str) -> InternalError:
-    return InternalError(Fault(fact=fact, rule=rule, remedy=remedy))

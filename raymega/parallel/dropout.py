@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.parallel import rng
-from raymega.parallel.stream import Stream
 
 LEVELS = 1 << 16
 """An element is kept or dropped by 16 bits of its own, so rates come in steps of 1 / LEVELS."""
@@ -32,35 +31,28 @@ class TokenKeys:
     """The keys of a micro-batch's tokens, made once for all layers of a stage.
 
     Attributes:
-        whole: [S, B] int64, for layers that work on all positions.
-        own: [S/sp, B] int64, those of the positions that this rank holds between such layers.
+        own: [S/(cp*sp), B] int64, those of the positions that this rank holds between layers.
+        rows: [S, B] int64, those of all positions, by which attention weights are dropped; None
+            where they are not.
     """
 
-    whole: Tensor
     own: Tensor
+    rows: Tensor | None
 
 
-def token_keys(seed: int, samples: Tensor, seq_len: int, stream: Stream) -> TokenKeys:
-    """Keys of ``samples``, [B] int64, each of ``seq_len`` tokens."""
-    whole = row_keys(seed, samples, range(seq_len))
-    share = seq_len // stream.degree
-    return TokenKeys(whole=whole, own=whole.narrow(0, stream.first_position(share), share))
-
-
-def row_keys(seed: int, samples: Tensor, positions: range) -> Tensor:
+def row_keys(seed: int, samples: Tensor, positions: Tensor) -> Tensor:
     """64 bits for every token of a micro-batch, from which the masks of all its features follow.
 
     Args:
         seed: Of the run.
-        samples: [B] int64, global sample indices; -1 for a slot without a sample.
-        positions: The S global positions in the sequence that this rank works on.
+        samples: [B] int64, global sample indices; -1 for a slot without a sample. Or one a token,
+            [S, B].
+        positions: [S, B], or [S, 1] where all samples have the same; int64, in the sample.
 
     Returns:
         [S, B] int64.
     """
-    shape = (len(positions), samples.numel())
-    at = torch.arange(positions.start, positions.stop, positions.step, device=samples.device)
-    sample, position = samples.expand(shape), at[:, None].expand(shape)
+    sample, position = torch.broadcast_tensors(samples, positions)
     counter = (sample & rng.MASK, sample >> 32 & rng.MASK, position, torch.zeros_like(sample))
     high, low, _, _ = rng.philox(counter, rng.key(seed, "dropout", "rows"))
     return high << 32 | low

@@ -72,14 +72,20 @@ class Group:
 class Groups:
     """Every group that one rank belongs to.
 
-    The two pipeline groups have equal ranks: activations travel on one, gradients on the other, so
+    ``replicas`` is dp x cp: ranks that hold the same parameters and see different tokens, so that
+    gradients are summed, and state is shared out, over them. ``cp_inner`` are neighbours on cp that
+    exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline groups have equal ranks: activations travel on one, gradients on the other, so
     that neither waits behind the other. ``model`` is tp x pp, all ranks of one replica.
     ``embedding`` joins first and last stage; elsewhere it has one rank.
     """
 
     world: Group
     tp: Group
+    cp: Group
+    cp_inner: Group
+    cp_outer: Group
     dp: Group
+    replicas: Group
     pp_forward: Group
     pp_backward: Group
     model: Group
@@ -135,12 +141,23 @@ def open_world(
         raise CommunicationError(_meeting_fault("the world", rank, timeout_s, error)) from error
 
 
-def build_groups(grid: Grid, rank: int, *, timeout_s: float) -> Groups:
+def alone(rank: int) -> Group:
+    """A group of one: an axis that is not there."""
+    return Group(name="alone", ranks=(rank,), index=0, timeout_s=0.0, handle=None)
+
+
+def build_groups(grid: Grid, rank: int, *, timeout_s: float, cp_inner: int = 1) -> Groups:
     """Make the groups of ``rank``, after :func:`open_world` (a world of one needs none).
 
     A rank makes only groups that it belongs to, with their members. torch names a group by its
     ranks and by how many groups the process has made before, so members must have made equally
     many: ``embedding``, which middle stages lack, has to come last.
+
+    Args:
+        grid: All ranks.
+        rank: This one.
+        timeout_s: Longest wait of any operation, and for the members.
+        cp_inner: How many neighbours on cp exchange heads; a divisor of its degree.
 
     Raises:
         CommunicationError: A member did not come in time.
@@ -149,10 +166,21 @@ def build_groups(grid: Grid, rank: int, *, timeout_s: float) -> Groups:
     def make(name: str, ranks: tuple[int, ...]) -> Group:
         return _make_group(name, tuple(sorted(ranks)), rank=rank, timeout_s=timeout_s)
 
+    cp, dp = make("cp", grid.group("cp", rank)), make("dp", grid.group("dp", rank))
+
+    def make_again(name: str, ranks: tuple[int, ...], like: Group) -> Group:
+        return replace(like, name=name) if set(ranks) == set(like.ranks) else make(name, ranks)
+
+    neighbours = cp.ranks[cp.index // cp_inner * cp_inner :][:cp_inner]
+    likes = cp.ranks[cp.index % cp_inner :: cp_inner]
     groups = Groups(
         world=make("world", tuple(range(grid.world_size))),
         tp=make("tp", grid.group("tp", rank)),
-        dp=make("dp", grid.group("dp", rank)),
+        cp=cp,
+        cp_inner=make_again("cp_inner", neighbours, cp),
+        cp_outer=make_again("cp_outer", likes, cp),
+        dp=dp,
+        replicas=make_again("replicas", grid.group(("cp", "dp"), rank), dp),
         pp_forward=make("pp_forward", grid.group("pp", rank)),
         pp_backward=make("pp_backward", grid.group("pp", rank)),
         model=make("model", grid.group(("tp", "pp"), rank)),

@@ -39,9 +39,9 @@ class Stream:
         """sp: into how many parts the positions are cut."""
         return self.tp.size if self.is_sequence_parallel else 1
 
-    def first_position(self, num_positions: int) -> int:
-        """Global number of this rank's first position, when each rank holds ``num_positions``."""
-        return self.tp.index * num_positions if self.is_sequence_parallel else 0
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's positions: [S, ...] -> [S/sp, ...], a view."""
+        return whole.chunk(self.degree)[self.tp.index] if self.degree > 1 else whole
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Begin to bring all positions together: [S/sp, B, D] -> [S, B, D]; autograd is not told.

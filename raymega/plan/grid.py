@@ -121,7 +121,7 @@ def grid_faults(parallel: ParallelSection) -> list[Fault]:
             rule=f"the {name} axis is not built yet, so its degree must be 1",
             remedy=f"set parallel.{axis}=1",
         )
-        for axis, name in (("cp", "context"), ("ep", "expert"), ("etp", "expert tensor"))
+        for axis, name in (("ep", "expert"), ("etp", "expert tensor"))
         if getattr(parallel, axis) != 1
     ]
     if sorted(parallel.order.split("-")) != sorted(AXES):

@@ -14,6 +14,7 @@ from typing import Any
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.checkpoint_rules import buffer_faults, keep_best_faults
+from raymega.plan.context_rules import exchange_faults, position_faults, weight_dropout_faults
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.placement import EVEN_ONLY, KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
@@ -104,20 +105,6 @@ def _table_rows(tp: int, vocab_size: int, multiple: int) -> list[Fault]:
             f"padded to a multiple of model.vocab_multiple={multiple} (remainder {rows % tp})",
             remedy=f"set model.vocab_multiple={lcm(multiple, tp)} in a new run, or use a tp that "
             f"divides {multiple}",
-        )
-    ]
-
-
-def _positions_per_rank(tp: int, seq_len: int, is_cut: bool) -> list[Fault]:  # noqa: FBT001
-    if not is_cut or seq_len % tp == 0:
-        return []
-    return [
-        Fault(
-            fact=f"parallel.sequence_parallel=true with parallel.tp={tp}",
-            rule=f"each rank holds as many positions as the others, so tp must divide "
-            f"data.seq_len={seq_len} (remainder {seq_len % tp})",
-            remedy=f"set data.seq_len={seq_len - seq_len % tp or tp}, another parallel.tp, or "
-            "parallel.sequence_parallel=false",
         )
     ]
 
@@ -242,11 +229,12 @@ def _world(num_workers: int | str, *degrees: int) -> list[Fault]:
     return [fault] if fault else []
 
 
-def _attention_weights(
-    rate: float, seq_len: int, heads: int, tp: int, micro_batch_size: int, dtype: str
+def _attention_weights(  # noqa: PLR0913  # one a field
+    rate: float, seq_len: int, heads: int, tp: int, cp: int, micro_batch_size: int, dtype: str
 ) -> list[Fault]:
     """Without the fused kernel a layer keeps S x S weights a head: before, and after, and a mask."""
-    num_bytes = micro_batch_size * heads // tp * seq_len**2 * (2 * DTYPE_BYTES[dtype] + 1)
+    held = heads // (tp * cp)
+    num_bytes = micro_batch_size * held * seq_len**2 * (2 * DTYPE_BYTES[dtype] + 1)
     if not rate or num_bytes <= MAX_ATTENTION_BYTES:
         return []
     shorter = isqrt(MAX_ATTENTION_BYTES * seq_len**2 // num_bytes)
@@ -254,7 +242,7 @@ def _attention_weights(
         Fault(
             fact=f"model.attention_dropout={rate:g}",
             rule=f"it needs every attention weight in memory, {num_bytes / 2**30:.1f} GiB in each "
-            f"layer for {micro_batch_size} x {heads // tp} heads of {seq_len} x {seq_len} on a "
+            f"layer for {micro_batch_size} x {held} heads of {seq_len} x {seq_len} on a "
             f"rank; at most {MAX_ATTENTION_BYTES / 2**30:g} GiB is allowed",
             remedy="set model.attention_dropout=0, which needs none, or take more parallel.tp, a "
             f"smaller schedule.micro_batch_size or data.seq_len of at most {shorter}",
@@ -283,8 +271,23 @@ RULES = (
     Rule(reads=("parallel.tp", "model.vocab_size", "model.vocab_multiple"), check=_table_rows),
     Rule(reads=("parallel.tp", "model.num_heads", "model.num_kv_heads"), check=_kv_heads),
     Rule(
-        reads=("parallel.tp", "data.seq_len", "parallel.sequence_parallel"),
-        check=_positions_per_rank,
+        reads=("parallel.tp", "parallel.cp", "data.seq_len", "parallel.sequence_parallel"),
+        check=position_faults,
+    ),
+    Rule(
+        reads=(
+            "parallel.cp",
+            "parallel.cp_method",
+            "parallel.cp_inner",
+            "parallel.tp",
+            "model.num_heads",
+            "model.num_kv_heads",
+        ),
+        check=exchange_faults,
+    ),
+    Rule(
+        reads=("model.attention_dropout", "parallel.cp", "parallel.cp_method"),
+        check=weight_dropout_faults,
     ),
     Rule(
         reads=("model.width", "model.num_heads", "model.head_features", "model.family"),
@@ -307,6 +310,7 @@ RULES = (
             "data.seq_len",
             "model.num_heads",
             "parallel.tp",
+            "parallel.cp",
             "schedule.micro_batch_size",
             "precision.dtype",
         ),

@@ -49,15 +49,15 @@ def count_parameters(model: ModelSection) -> int:
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
     """State of a rank with ``stages``; a tied copy on another rank is real memory and counts.
 
-    With a sharded optimizer each data-parallel rank keeps its part of masters and moments, and all
-    of weights and gradients.
+    With a sharded optimizer each of the dp * cp ranks with the same parameters keeps its part of
+    masters and moments, and all of weights and gradients.
     """
     count = sum(
         tensor.box(tp=grid.tp, tp_rank=tp_rank).num_elements
         for stage in stages
         for tensor in stage_tensors(job.model, stage)
     )
-    owned = -(-count // grid.dp) if job.parallel.sharding == "optimizer" else count
+    owned = -(-count // (grid.dp * grid.cp)) if job.parallel.sharding == "optimizer" else count
     compute = DTYPE_BYTES[job.precision.dtype]
     full = max(4, compute)
     return StateSize(

@@ -24,7 +24,7 @@ __all__ = ["abort", "host_rendezvous", "run_worker"]
 
 NUM_BYTES = {"cpu": 2**22, "cuda": 2**28}
 NUM_ROUNDS = 5
-UNMEASURED = ("pp_backward", "model", "embedding")
+UNMEASURED = ("cp_inner", "cp_outer", "replicas", "pp_backward", "model", "embedding")
 """Groups whose ranks are another group's, or a mixture of axes."""
 
 

@@ -19,6 +19,7 @@ from raymega.model.stage import StageModule
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.buckets import bucket_bytes_for, make_buckets
 from raymega.parallel.comm_log import CommLog
+from raymega.parallel.context import Context, make_context
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter, check_specs
@@ -89,14 +90,19 @@ def build_parts(
     """
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
     stream = Stream(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
-    modules = _build_modules(plan, stages, stream=stream, device=device)
+    context = make_context(groups, job.parallel)
+    modules = _build_modules(plan, stages, stream=stream, context=context, device=device)
     parameters = _parameters_by_chunk(modules)
     check_specs([parameter for chunk in parameters for parameter in chunk])
     _log_attention_weights(job)
     p2p = PointToPoint(
         groups,
         placement=plan.placement,
-        shape=(job.data.seq_len // stream.degree, plan.batch.micro_batch_size, job.model.width),
+        shape=(
+            job.data.seq_len // (context.degree * stream.degree),
+            plan.batch.micro_batch_size,
+            job.model.width,
+        ),
         dtype=DTYPES[job.precision.dtype],
         device=device,
         timeout_s=job.elastic.collective_timeout_s,
@@ -104,7 +110,7 @@ def build_parts(
     is_sharded = job.parallel.sharding == "optimizer"
     table = make_buckets(
         parameters,
-        groups.dp,
+        groups.replicas,
         is_sharded=is_sharded,
         bucket_bytes=bucket_bytes_for(p for chunk in parameters for p in chunk),
     )
@@ -125,6 +131,7 @@ def build_parts(
             dp_rank=coords.dp,
             seed=job.run.seed,
             device=device,
+            context=context,
         ),
         executors=_build_executors(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
         gradients=gradients,
@@ -136,7 +143,12 @@ def build_parts(
 
 
 def _build_modules(
-    plan: RunPlan, stages: Sequence[Stage], *, stream: Stream, device: torch.device
+    plan: RunPlan,
+    stages: Sequence[Stage],
+    *,
+    stream: Stream,
+    context: Context,
+    device: torch.device,
 ) -> list[StageModule]:
     """The rank's model chunks; a last stage shares a tied table with a first one beside it."""
     job = plan.job
@@ -151,6 +163,7 @@ def _build_modules(
                 dtype=DTYPES[job.precision.dtype],
                 device=device,
                 seed=job.run.seed,
+                context=context,
                 token_table=first.tokens.weight if first is not None else None,
             )
         )
@@ -238,6 +251,12 @@ def _build_evaluation(
     stage_fns = [module.evaluate for module in modules]
     return Evaluation(
         batch=batch,
-        loader=Loader(source, dp_rank=coords.dp, seed=job.run.seed, device=p2p.device),
+        loader=Loader(
+            source,
+            dp_rank=coords.dp,
+            seed=job.run.seed,
+            device=p2p.device,
+            context=modules[0].context,
+        ),
         executor=Executor(program.lists[coords.pp], stage_fns, p2p, pulse=pulse),
     )

@@ -27,6 +27,7 @@ from raymega.parallel import groups as world
 from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
 from raymega.parallel.warm_up import open_communicators
+from raymega.plan.context import inner_ranks
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.start_rules import begins_fresh
 from raymega.plan.tensors import model_tensors
@@ -91,7 +92,9 @@ def _train(
 ) -> None:
     """Build, restore and loop, in a world that is open."""
     timeout_s = plan.job.elastic.collective_timeout_s
-    groups = world.build_groups(plan.grid, start.rank, timeout_s=timeout_s)
+    groups = world.build_groups(
+        plan.grid, start.rank, timeout_s=timeout_s, cp_inner=inner_ranks(plan.job.parallel)
+    )
     if device.type == "cuda":
         open_communicators(groups, device)
     phases.passed("rendezvous")
@@ -104,7 +107,7 @@ def _train(
         open_store(start.run_uri),
         rank=start.rank,
         attempt=start.attempt,
-        dp=plan.grid.dp,
+        dp=groups.replicas.size,
         report=channel.report,
         limits=_limits(plan),
         near=_near_tier(plan.job),

@@ -167,4 +167,4 @@ def _in_words(finding: _Finding, parts: Parts) -> str:
     at = parts.plan.grid.coords(finding.rank)
     what = FORMS[finding.kind].format(name=finding.name or whole)
     batch = "" if finding.micro_batch < 0 else f"micro-batch {finding.micro_batch}, "
-    return f"{what}: {batch}rank {finding.rank} (tp {at.tp}, pp {at.pp}, dp {at.dp})"
+    return f"{what}: {batch}rank {finding.rank} (tp {at.tp}, cp {at.cp}, pp {at.pp}, dp {at.dp})"

@@ -23,8 +23,9 @@ from raymega.verify.layout import (
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
 DRESSES = 3
 """Choices of options that are tried on each choice of degrees."""
-AXIS_WEIGHT = 100
-"""An axis that was not met yet outweighs any number of options that were not."""
+WEIGHTS = {"axis": 100, "pair": 5, "schedule": 5}
+"""An axis that was not met yet outweighs any number of options that were not; two axes together, and
+a schedule, some of them. All else weighs 1."""
 
 
 def draw_layouts(
@@ -92,4 +93,4 @@ def _dress(job: Job, shape: Layout, random: Random) -> Layout:
 
 
 def _gain(new: frozenset[tuple[object, ...]]) -> int:
-    return sum(AXIS_WEIGHT if feature[0] == "axis" else 1 for feature in new)
+    return sum(WEIGHTS.get(str(feature[0]), 1) for feature in new)

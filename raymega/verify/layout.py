@@ -39,6 +39,7 @@ class Layout:
     order: str = DEFAULT_ORDER
     sharding: str = "none"
     sequence_parallel: bool = False
+    cp_method: str = "ring"
     recompute: str = "none"
     recompute_parts: tuple[str, ...] = ("attention",)
     recompute_every: int = 1
@@ -182,13 +183,19 @@ OPTIONS = (
         name="sharding",
         path="parallel.sharding",
         values=_allowed(ParallelSection, "sharding"),
-        matters=lambda layout: layout.dp > 1,
+        matters=lambda layout: layout.dp * layout.cp > 1,
     ),
     Option(
         name="sequence_parallel",
         path="parallel.sequence_parallel",
         values=(False, True),
         matters=lambda layout: layout.tp > 1,
+    ),
+    Option(
+        name="cp_method",
+        path="parallel.cp_method",
+        values=_allowed(ParallelSection, "cp_method"),
+        matters=lambda layout: layout.cp > 1,
     ),
     Option(
         name="recompute",
@@ -245,8 +252,10 @@ def is_legal(job: Job, layout: Layout) -> bool:
     """Whether the job can run so, with a sample for every data-parallel rank."""
     if layout.dp > job.data.global_batch_size:
         return False
-    candidate = with_layout(job, layout)
-    return not job_faults(job_values(candidate))
+    degrees = {f"parallel.{axis}": layout.degree(axis) for axis in DEGREES}
+    options = {option.path: layout.value(option) for option in OPTIONS}
+    sizes = {"schedule.micro_batch_size": layout.micro_batch_size}
+    return not job_faults(job_values(job) | degrees | options | sizes)
 
 
 def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:

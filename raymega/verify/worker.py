@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore
 
 from raymega.messages import Box, Requests
 from raymega.parallel.groups import build_groups, close_world, open_world
+from raymega.plan.context import inner_ranks
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import Parts, build_parts
 from raymega.train.state import TrainState
@@ -39,7 +40,8 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
             timeout_s=timeout_s,
             device=cpu,
         )
-    groups = build_groups(plan.grid, rank, timeout_s=timeout_s)
+    inner = inner_ranks(plan.job.parallel)
+    groups = build_groups(plan.grid, rank, timeout_s=timeout_s, cp_inner=inner)
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
     _train(parts, steps, folder, rank)
     parts.weights.wait_for_all()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from raymega.errors import CommunicationError, InternalError
 from raymega.parallel import comm
+from raymega.parallel.comm_checks import DTYPES
 from raymega.parallel.groups import abort_world, close_world
 from raymega.plan.grid import Grid
 from tests.support.ranks import run_grid
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.dist
 def _every_collective(env):
     """Results on this rank, by operation and dtype, as lists."""
     group, seen = env.groups.dp, {}
-    for dtype in comm.DTYPES:
+    for dtype in DTYPES:
         x = torch.arange(1, 2 * group.size + 1).view(-1, 2).to(dtype) + 10 * env.rank
         seen[dtype] = {
             "sum": comm.all_reduce(x.clone(), group),
@@ -39,7 +40,7 @@ def test_collectives_give_the_values_of_their_names(size):
     inputs = [torch.arange(1, 2 * size + 1).view(-1, 2) + 10 * rank for rank in range(size)]
     total = torch.stack(inputs).sum(0)
     for rank, seen in enumerate(run_grid(_every_collective, Grid(dp=size))):
-        assert seen.keys() == comm.DTYPES
+        assert seen.keys() == DTYPES
         for dtype, results in seen.items():
             expected = {
                 "sum": total,

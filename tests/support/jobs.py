@@ -17,6 +17,6 @@ def layout_overrides(layout: str) -> list[str]:
     """``tp2-pp2-dp1-sp`` as overrides; axes that are not named are 1, sp is sequence parallel."""
     degrees = {part[:2]: part[2:] for part in layout.split("-")}
     return [
-        *(f"parallel.{axis}={degrees.get(axis, '1')}" for axis in ("tp", "pp", "dp")),
+        *(f"parallel.{axis}={degrees.get(axis, '1')}" for axis in ("tp", "cp", "pp", "dp")),
         f"parallel.sequence_parallel={'true' if 'sp' in degrees else 'false'}",
     ]

@@ -70,9 +70,12 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return _run([_start(rank, work) for rank in range(world_size)], timeout)
 
 
-def run_grid(fn: Callable[..., Any], grid: Grid, *args: Any, timeout: float = 60) -> list:
+def run_grid(
+    fn: Callable[..., Any], grid: Grid, *args: Any, timeout: float = 60, cp_inner: int = 1
+) -> list:
     """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
-    return run_ranks(_in_grid, grid.world_size, fn, grid, timeout, args, timeout=timeout)
+    shape = grid, cp_inner, timeout
+    return run_ranks(_in_grid, grid.world_size, fn, shape, args, timeout=timeout)
 
 
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
@@ -102,13 +105,16 @@ def _without_world(_rank: int, fn: Callable[..., Any], args: tuple) -> Any:
 
 
 def _in_grid(
-    rank: int, _world_size: int, fn: Callable[..., Any], grid: Grid, timeout: float, args: tuple
+    rank: int, _world_size: int, fn: Callable[..., Any], shape: tuple[Grid, int, float], args: tuple
 ) -> Any:
+    grid, cp_inner, timeout = shape
     env = RankEnv(
         rank=rank,
         grid=grid,
         coords=grid.coords(rank),
-        groups=groups.build_groups(grid, rank, timeout_s=_collective_timeout_s(timeout)),
+        groups=groups.build_groups(
+            grid, rank, timeout_s=_collective_timeout_s(timeout), cp_inner=cp_inner
+        ),
         device=torch.device("cpu"),
     )
     return fn(env, *args)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from raymega.messages import Requests
+from raymega.plan.context import inner_ranks
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
@@ -18,7 +19,8 @@ STEPS = 4
 def train(overrides, *, steps=STEPS):
     """Curves of (loss, gradient norm) by rank, and every state tensor put together."""
     plan = make_test_plan(*overrides)
-    results = run_grid(_train_rank, plan.grid, plan.to_json(), steps)
+    inner = inner_ranks(plan.job.parallel)
+    results = run_grid(_train_rank, plan.grid, plan.to_json(), steps, cp_inner=inner)
     whole = {}
     for _, blocks in results:
         for name, shape, box, values in blocks:

@@ -30,14 +30,14 @@ def test_overrides_replace_one_field_and_keep_yaml_types():
 def test_faults_of_several_sections_are_reported_together():
     parsed = parse_job(
         VERIFY,
-        ["run.setps=3", "run.steps=ten", "parallel.tp=3", "cluster.num_workers=7", "parallel.cp=2"],
+        ["run.setps=3", "run.steps=ten", "parallel.tp=3", "cluster.num_workers=7", "parallel.cp=3"],
     )
     text = _texts(parsed)
     assert "run.setps is not a known key" in text and "did you mean run.steps?" in text
     assert "run.steps='ten'" in text
     assert "parallel.tp=3; it must divide model.num_heads=8 (remainder 2)" in text
     assert "cluster.num_workers=7" in text
-    assert "parallel.cp=2" in text
+    assert "parallel.cp=3; a sequence is cut into 2 * cp = 6 chunks" in text
     with pytest.raises(ConfigError):
         parsed.job()
 

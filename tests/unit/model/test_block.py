@@ -11,7 +11,7 @@ class _Times(nn.Module):
         super().__init__()
         self.factor = factor
 
-    def forward(self, x, keys=None):
+    def forward(self, x, places=None):
         return self.factor * x
 
 

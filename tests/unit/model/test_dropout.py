@@ -37,9 +37,11 @@ def test_embedding_is_dropped_by_sample_position_and_feature():
     stage.embedding_dropout.register_forward_hook(lambda _m, args, _out: seen.append(args[1].own))
     stage(*BATCH, None, SAMPLES)
     kept = keep_mask(
-        row_keys(7, SAMPLES, range(7)) + place_key(7, "embedding"), MODEL.width, rate=0.3
+        row_keys(7, SAMPLES, torch.arange(7)[:, None]) + place_key(7, "embedding"),
+        MODEL.width,
+        rate=0.3,
     )
-    assert torch.equal(seen[0], row_keys(7, SAMPLES, range(7)))
+    assert torch.equal(seen[0], row_keys(7, SAMPLES, torch.arange(7)[:, None]))
     keys = type("Keys", (), {"own": seen[0]})
     assert torch.equal(stage.embedding_dropout(x, keys) != 0, kept)
 

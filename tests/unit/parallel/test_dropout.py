@@ -6,7 +6,7 @@ import torch
 from raymega.parallel import dropout, rng
 
 SAMPLES = torch.tensor([70, 71, 5_000_000_000, -1])
-KEYS = dropout.row_keys(1234, SAMPLES, range(128))
+KEYS = dropout.row_keys(1234, SAMPLES, torch.arange(128)[:, None])
 PLACE = dropout.place_key(1234, "layers.3.mlp")
 
 
@@ -41,7 +41,7 @@ def test_mask_never_changes():
 def test_any_rows_equal_those_rows_of_the_whole():
     whole = dropout.keep_mask(KEYS + PLACE, 33, rate=0.3)
     for part in (range(32, 64), range(1, 128, 7), range(127, 128)):
-        keys = dropout.row_keys(1234, SAMPLES[1:3], part) + PLACE
+        keys = dropout.row_keys(1234, SAMPLES[1:3], torch.tensor(part)[:, None]) + PLACE
         wanted = whole[part.start : part.stop : part.step, 1:3]
         assert torch.equal(dropout.keep_mask(keys, 33, rate=0.3), wanted)
 
@@ -80,7 +80,9 @@ def test_neighbours_are_independent(rate):
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_places_samples_and_seeds_are_independent(rate):
     def flips(seed, place, samples=SAMPLES):
-        keys = dropout.row_keys(seed, samples, range(128)) + dropout.place_key(seed, place)
+        keys = dropout.row_keys(seed, samples, torch.arange(128)[:, None]) + dropout.place_key(
+            seed, place
+        )
         return _signs(dropout.keep_mask(keys, 1024, rate=rate), rate)
 
     wanted = flips(1234, "layers.3.mlp")
@@ -91,7 +93,7 @@ def test_places_samples_and_seeds_are_independent(rate):
 
 def test_rows_have_keys_of_their_own():
     samples = torch.tensor([0, 1, 1 << 32, 1 << 40])
-    assert dropout.row_keys(1, samples, range(4096)).unique().numel() == 4 * 4096
+    assert dropout.row_keys(1, samples, torch.arange(4096)[:, None]).unique().numel() == 4 * 4096
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

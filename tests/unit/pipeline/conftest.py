@@ -1,6 +1,8 @@
 """A rank that is a whole pipeline, whose groups have one rank so that nothing can be sent; and one
 in the middle of three."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from raymega.parallel.groups import Group, Groups
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.placement import Placement
 
-NAMES = ("world", "tp", "dp", "pp_forward", "pp_backward", "model", "embedding")
+NAMES = [field.name for field in fields(Groups)]
 
 
 def make_p2p(placement, rank):

@@ -60,8 +60,8 @@ def test_describe_is_short(grid, text):
 
 
 def test_bad_order_and_unbuilt_axes_are_both_reported():
-    faults = grid_faults(ParallelSection(cp=2, order="tp-dp-pp"))
-    assert [str(f).split("=")[0] for f in faults] == ["parallel.cp", "parallel.order"]
+    faults = grid_faults(ParallelSection(ep=2, order="tp-dp-pp"))
+    assert [str(f).split("=")[0] for f in faults] == ["parallel.ep", "parallel.order"]
 
 
 def test_world_fault_proposes_the_degree_that_fits():

@@ -1,11 +1,14 @@
 """Draws are legal, distinct, repeatable, and meet every axis and option that exists."""
 
+from itertools import combinations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.verify.draw import draw_layouts, features
 from raymega.verify.layout import (
+    DEGREES,
     OPTIONS,
     Layout,
     is_legal,
@@ -19,7 +22,7 @@ from tests.unit.verify.jobs import make_job
 JOB = make_job()
 OWN = layout_of(JOB)
 SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedule").values
-AXES = {("axis", "tp"), ("axis", "pp"), ("axis", "dp")}
+AXES = {("axis", axis) for axis in DEGREES}
 
 
 def _met(layouts):
@@ -40,7 +43,7 @@ def test_three_layouts_meet_every_axis_eight_every_pair_and_sixteen_every_schedu
     assert _met(draw_layouts(JOB, own=OWN, count=3, max_ranks=8, seed=seed)) >= AXES
     met = _met(draw_layouts(JOB, own=OWN, count=8, max_ranks=8, seed=seed))
     assert ("uneven", "dp") in met
-    assert {("pair", "pp", "tp"), ("pair", "dp", "tp"), ("pair", "dp", "pp")} <= met
+    assert {("pair", *pair) for pair in combinations(sorted(DEGREES), 2)} <= met
     assert len({feature for feature in met if feature[0] == "micro"}) >= 3
     met = _met(draw_layouts(JOB, own=OWN, count=16, max_ranks=8, seed=seed))
     assert met >= {("schedule", name) for name in SCHEDULES_OF_JOBS}
@@ -64,7 +67,7 @@ def test_illegal_degrees_are_not_drawn():
     assert {shape.tp for shape in shapes} == {1, 2, 4, 8}, "there are 8 heads"
     assert {shape.pp for shape in shapes} == {1, 2, 3, 4}, "there are 4 layers"
     assert {shape.dp for shape in shapes} == set(range(1, 9))
-    assert {shape.cp for shape in shapes} == {1}
+    assert {shape.cp for shape in shapes} == {1, 2, 4, 8}, "2 * cp divides 32 tokens"
 
 
 def test_no_more_data_parallel_ranks_than_samples():
@@ -131,4 +134,5 @@ def test_placement_by_hand_does_not_keep_other_placements_away():
 def test_option_that_changes_nothing_is_left_at_its_simplest():
     for layout in draw_layouts(JOB, own=OWN, count=30, max_ranks=8, seed=3):
         assert layout.tp > 1 or not layout.sequence_parallel
-        assert layout.dp > 1 or layout.sharding == "none"
+        assert layout.dp * layout.cp > 1 or layout.sharding == "none"
+        assert layout.cp > 1 or layout.cp_method == "ring"

@@ -1,0 +1,133 @@
+"""Context: the ranks that share the tokens of a sequence, and where a micro-batch's tokens lie on them.
+
+It owns what layers are told about that; attention across the ranks is context_attention's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raymega.config.parallel import ParallelSection
+from raymega.parallel.dropout import TokenKeys
+from raymega.parallel.groups import Group, Groups, alone
+from raymega.plan.context import Segment, rank_ranges, segments
+
+Documents = Sequence[Sequence[int]]
+"""Lengths of the documents of each row of a micro-batch; a single entry stands for all rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """Context-parallel ranks: ``inner`` ones exchange heads, ``outer`` ones pass keys and values.
+
+    One of the two may have a single rank. The cp coordinate is outer.index * inner.size + inner.index.
+
+    Attributes:
+        inner: Neighbours that give each other their tokens of some heads, so that each attends with
+            its heads over the tokens of all of them.
+        outer: Ranks that keep their queries and get to see one another's keys and values.
+        is_gathered: The outer ranks collect all keys and values at once, instead of a ring.
+    """
+
+    inner: Group
+    outer: Group
+    is_gathered: bool = False
+
+    @property
+    def degree(self) -> int:
+        """cp: how many ranks share the tokens."""
+        return self.inner.size * self.outer.size
+
+    @property
+    def index(self) -> int:
+        """This rank's coordinate on the cp axis."""
+        return self.outer.index * self.inner.size + self.inner.index
+
+
+def make_context(groups: Groups, parallel: ParallelSection) -> Context:
+    """The context that a job asks for; its groups were built for its method."""
+    return Context(
+        inner=groups.cp_inner,
+        outer=groups.cp_outer,
+        is_gathered=parallel.cp_method == "all_gather",
+    )
+
+
+def no_context(rank: int = 0) -> Context:
+    """The context of a rank that has all tokens of its rows."""
+    return Context(inner=alone(rank), outer=alone(rank))
+
+
+class Rows(NamedTuple):
+    """What the rows of a micro-batch are made of.
+
+    ``positions`` [B, S/cp] int64 are those of this rank's tokens in their documents, [1, S/cp] where
+    all rows have the same; ``documents`` are lengths of the whole ones.
+    """
+
+    positions: Tensor
+    documents: Documents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where the tokens of a micro-batch that this rank holds lie; made once for all layers of a stage.
+
+    Attributes:
+        positions: [S/cp, B] or [S/cp, 1] int64, of each token in its document.
+        context: The ranks that share the tokens.
+        segments: The documents as a rank holds them when attention is computed.
+        order: In which order the tokens of the inner ranks, end to end, lie as one outer rank would
+            hold them, and the inverse: [S/outer, B] or [S/outer, 1] int64. None without inner ranks.
+        keys: What dropout goes by; None drops nothing.
+        turns: What RoPE turns by; None is positions 0 to S - 1.
+    """
+
+    positions: Tensor
+    context: Context
+    segments: tuple[Segment, ...]
+    order: tuple[Tensor, Tensor] | None
+    keys: TokenKeys | None = None
+    turns: tuple[Tensor, Tensor] | None = None
+
+
+def make_places(rows: Rows, context: Context) -> Places:
+    """Places of ``rows``, cut over ``context``; neither dropout nor turns."""
+    return Places(
+        positions=rows.positions.t(),
+        context=context,
+        segments=segments(rows.documents, cp=context.outer.size),
+        order=_order(rows, context) if context.inner.size > 1 else None,
+    )
+
+
+def whole_rows(num_tokens: int, device: torch.device) -> Rows:
+    """Rows of one document each, of which this rank has all tokens."""
+    return Rows(torch.arange(num_tokens, device=device)[None], ((num_tokens,),))
+
+
+def held_positions(documents: Documents, context: Context) -> Tensor:
+    """Places in the whole rows of the tokens that this rank holds: [rows, S/cp] int64."""
+    return torch.stack([_held(row, context.degree, context.index) for row in documents])
+
+
+def _held(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
+    ranges = rank_ranges(lengths, cp=cp, cp_rank=cp_rank)
+    return torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+
+
+def _order(rows: Rows, context: Context) -> tuple[Tensor, Tensor]:
+    """The inner ranks' chunks together are those of their outer place; it has them by position."""
+    first, degree = context.outer.index * context.inner.size, context.degree
+    neighbours = range(first, first + context.inner.size)
+    columns = [
+        torch.cat([_held(lengths, degree, cp_rank) for cp_rank in neighbours])
+        for lengths in rows.documents
+    ]
+    order = torch.stack(columns, 1).argsort(0).to(rows.positions.device)
+    return order, order.argsort(0)
