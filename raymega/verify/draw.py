@@ -21,9 +21,11 @@ from raymega.verify.layout import (
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
+SHAPES = 20
+"""Choices of degrees that each pick looks at,"""
 DRESSES = 3
-"""Choices of options that are tried on each choice of degrees."""
-WEIGHTS = {"axis": 100, "pair": 5, "schedule": 5}
+"""and choices of options that are tried on each."""
+WEIGHTS = {"axis": 100, "pair": 5, "uneven": 30, "schedule": 5}
 """An axis that was not met yet outweighs any number of options that were not; two axes together, and
 a schedule, some of them. All else weighs 1."""
 
@@ -42,7 +44,8 @@ def draw_layouts(
     is_own_possible = 1 < own.world_size <= max_ranks and is_legal(job, own)
     chosen = [own] if is_own_possible else []
     while shapes and len(chosen) < count:
-        candidates = [_dress(job, shape, random) for shape in shapes for _ in range(DRESSES)]
+        some = random.sample(shapes, min(SHAPES, len(shapes)))
+        candidates = [_dress(job, shape, random) for shape in some for _ in range(DRESSES)]
         candidates = [candidate for candidate in candidates if candidate not in chosen]
         if not candidates:
             break
