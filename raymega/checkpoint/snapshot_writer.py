@@ -69,7 +69,7 @@ class SnapshotWriter:
         self._copies = Copies(stores)
         self._tidied = [stores[address] for address in replicas.tidies]
         self._writer = CheckpointWriter(
-            self._copies, rank=rank, attempt=attempt, dp=plan.grid.dp, report=self._finish,
+            self._copies, rank=rank, attempt=attempt, dp=plan.grid.replicas, report=self._finish,
             patience=PATIENCE, limits=Limits(report_every_s=inf),
         )  # fmt: skip
         self._newest = _Newest(step=0)

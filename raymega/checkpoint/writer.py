@@ -125,7 +125,7 @@ class CheckpointWriter:
     ) -> None:
         """Make the writer of global rank ``rank`` in worker group ``attempt``.
 
-        ``dp`` replicas share the work. ``report`` gets one ShardSaved a save, from the background
+        ``dp`` replicas (dp * cp ranks) share the work. ``report`` gets one ShardSaved a save, from the background
         thread unless the save is given up at once, and before it how far it is; it may not raise.
         ``near`` is offered each file before the store is, and may not raise either.
         """

@@ -181,12 +181,12 @@ def _layers(stage: Stage) -> str:
 
 
 def _show_ranks(plan: RunPlan) -> None:
-    head = ("rank", "tp", "dp", "pp", "parameters", "owned")
+    head = ("rank", "tp", "cp", "dp", "pp", "parameters", "owned")
     headers = (*head, *PARTS, "state in all", "activations")
     rows, activations = [], _activation_bytes(plan)
     for rank, size in enumerate(_sizes(plan, MAX_ROWS)):
         at = plan.grid.coords(rank)
-        counts = rank, at.tp, at.dp, at.pp, size.num_parameters, size.num_owned
+        counts = rank, at.tp, at.cp, at.dp, at.pp, size.num_parameters, size.num_owned
         parts = (getattr(size, f"{part}_bytes") for part in PARTS.values())
         in_all = _readable(size.total_bytes), _readable(activations[at.pp])
         rows.append((*counts, *parts, *in_all))
@@ -224,9 +224,9 @@ def _steps(number: int) -> str:
 
 
 def _snapshot_costs(plan: RunPlan) -> list[SnapshotCost]:
-    """Of one dp rank's ranks, which the others equal."""
-    ranks = range(plan.grid.world_size)
-    return [snapshot_cost(plan, rank) for rank in ranks if plan.grid.coords(rank).dp == 0]
+    """Of one replica's ranks, which the others' equal."""
+    places = ((rank, plan.grid.coords(rank)) for rank in range(plan.grid.world_size))
+    return [snapshot_cost(plan, rank) for rank, at in places if at.dp == at.cp == 0]
 
 
 def _readable(num_bytes: int) -> str:

@@ -53,6 +53,11 @@ class Grid:
         return self.tp * self.cp * self.dp * self.pp
 
     @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: cp ranks do as dp ranks do."""
+        return self.cp * self.dp
+
+    @property
     def dense_axes(self) -> tuple[str, ...]:
         """Axes of the dense view, fastest first."""
         return tuple(axis for axis in self.order.split("-") if axis != "ep")

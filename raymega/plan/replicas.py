@@ -87,4 +87,4 @@ def _share_bytes(plan: RunPlan, rank: int) -> int:
         if stage.is_first or tensor.role != "embedding"
     )
     element_bytes = max(4, DTYPE_BYTES[job.precision.dtype]) * (1 + NUM_MOMENTS[job.optimizer.name])
-    return -(-num_elements // grid.dp) * element_bytes
+    return -(-num_elements // grid.replicas) * element_bytes

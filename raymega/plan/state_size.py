@@ -57,7 +57,7 @@ def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -
         for stage in stages
         for tensor in stage_tensors(job.model, stage)
     )
-    owned = -(-count // (grid.dp * grid.cp)) if job.parallel.sharding == "optimizer" else count
+    owned = -(-count // grid.replicas) if job.parallel.sharding == "optimizer" else count
     compute = DTYPE_BYTES[job.precision.dtype]
     full = max(4, compute)
     return StateSize(

@@ -186,8 +186,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="positions start at zero on every rank",
         file="model/embedding.py",
-        old="        first = self.stream.first_position(x.shape[0])",
-        new="        first = 0",
+        old="embedding(self.stream.own(positions), self.positions)",
+        new="embedding(positions[: x.shape[0]], self.positions)",
         layout=Layout(tp=2, sequence_parallel=True),
         job=GPT2,
     ),
@@ -233,9 +233,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="dropout is keyed by the slot in the micro-batch",
         file="parallel/dropout.py",
-        old="    sample, position = samples.expand(shape), at[:, None].expand(shape)",
+        old="    sample, position = torch.broadcast_tensors(samples, positions)",
         new="    samples = torch.arange(samples.numel())\n"
-        "    sample, position = samples.expand(shape), at[:, None].expand(shape)",
+        "    sample, position = torch.broadcast_tensors(samples, positions)",
         layout=Layout(dp=2),
         job=DROPOUT,
     ),
@@ -246,6 +246,79 @@ MUTATIONS: tuple[Mutation, ...] = (
         new="        first = 0",
         layout=Layout(tp=2),
         job=("model.attention_dropout=0.1",),
+    ),
+    # Context parallelism.
+    Mutation(
+        name="ranks hold chunks one after another where attention takes them for zigzag",
+        file="plan/context.py",
+        old="for chunk in (cp_rank, 2 * cp - 1 - cp_rank))",
+        new="for chunk in (2 * cp_rank, 2 * cp_rank + 1))",
+        layout=Layout(cp=2),
+    ),
+    Mutation(
+        name="outputs over different keys are added without a new scale",
+        file="parallel/attention_blocks.py",
+        old="    into.out.mul_((into.log_sum_exp - finite).exp_().unsqueeze(-1))\n",
+        new="",
+        layout=Layout(cp=2),
+    ),
+    Mutation(
+        name="labels are moved on by one after the row is cut",
+        file="data/loader.py",
+        old="labels=take([row.labels for row in rows]),",
+        new="labels=take([row.tokens for row in rows]).roll(-1, 1),",
+        layout=Layout(cp=2),
+    ),
+    Mutation(
+        name="each context-parallel rank divides by its own tokens",
+        file="train/step.py",
+        old="        tokens=total[1],",
+        new="        tokens=mine[1] * parts.plan.grid.dp or total[1],",
+        layout=Layout(cp=2),
+    ),
+    Mutation(
+        name="RoPE counts from zero on every context-parallel rank",
+        file="model/rope.py",
+        old="return self.cos[positions, 0], self.sin[positions, 0]",
+        new="positions = positions - positions[:1]\n"
+        "        return self.cos[positions, 0], self.sin[positions, 0]",
+        layout=Layout(cp=2),
+    ),
+    Mutation(
+        name="gradients are summed over dp only",
+        file="train/build.py",
+        old="        groups.replicas,\n",
+        new="        groups.dp,\n",
+        layout=Layout(cp=2),
+    ),
+    Mutation(
+        name="gradients by keys stay where they are on the ring",
+        file="parallel/context_attention.py",
+        old="coming = start_shift(grad_kv, ring, by=-1)",
+        new="coming = start_shift(grad_kv, ring, by=1)",
+        layout=Layout(cp=4),
+    ),
+    Mutation(
+        name="gathered keys of late chunks are taken in the ranks' order",
+        file="parallel/context_attention.py",
+        old="(2 * num_ranks - 1 - rank, segment.late)",
+        new="(num_ranks + rank, segment.late)",
+        layout=Layout(cp=4, cp_method="all_gather"),
+    ),
+    Mutation(
+        name="exchanged heads come back in the order of the sequence",
+        file="parallel/head_exchange.py",
+        old="_Reorder.apply(y, back, there)",
+        new="_Reorder.apply(y, there, back)",
+        layout=Layout(cp=4, cp_method="all_to_all"),
+    ),
+    Mutation(
+        name="dropout counts positions from zero on every context-parallel rank",
+        file="model/stage.py",
+        old="        at = held if samples.dim() == 1 else rows.positions",
+        new="        at = held - held[:, :1]",
+        layout=Layout(cp=2),
+        job=DROPOUT,
     ),
     # Batches and pipelines.
     Mutation(
