@@ -24,7 +24,10 @@ def open_communicators(groups: Groups, device: torch.device) -> None:
     Raises:
         CommunicationError: A peer did not come in time.
     """
-    for group in (groups.tp, groups.dp, groups.model, groups.embedding):
+    for group in (
+        groups.tp, groups.cp, groups.cp_inner, groups.cp_outer, groups.dp, groups.replicas,
+        groups.model, groups.embedding,
+    ):  # fmt: skip
         all_reduce(torch.zeros(1, device=device), group)
     here = groups.pp_forward.index
     for lower, upper in pairs(groups.pp_forward.size):

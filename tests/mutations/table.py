@@ -338,8 +338,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="slots without a sample count",
         file="data/loader.py",
-        old="mask=(indices >= 0)[:, None].expand_as(labels).float(),",
-        new="mask=(indices >= 0)[:, None].expand_as(labels).float().fill_(1.0),",
+        old="mask=take([row.mask for row in rows]).float(),",
+        new="mask=take([row.mask for row in rows]).float().fill_(1.0),",
         layout=Layout(dp=4),
     ),
     Mutation(
