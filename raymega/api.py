@@ -23,7 +23,7 @@ from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.inventory import list_nodes
+from raymega.orchestrate.inventory import list_nodes, node_memory
 from raymega.orchestrate.journal import open_record
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.placement import place_ranks
@@ -33,6 +33,7 @@ from raymega.orchestrate.signals import stop_on_signals
 from raymega.orchestrate.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.train_tab import TrainTabSink
 from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.plan.replicas import memory_faults
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
@@ -146,7 +147,9 @@ def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     open_session(address)
     try:
         is_free = job.parallel.is_tp_across_nodes_allowed
-        place_ranks(list_nodes(job.cluster), plan.grid, is_tp_across_nodes_allowed=is_free)
+        nodes = list_nodes(job.cluster)
+        node_of = place_ranks(nodes, plan.grid, is_tp_across_nodes_allowed=is_free)
+        raise_faults(ConfigError, memory_faults(plan, node_of, node_memory()))
     finally:
         close_session()
     return plan

@@ -61,6 +61,7 @@ class WorkerGroup(Protocol):
 
         Raises:
             CapacityError: The cluster has no room, and no node can join it.
+            ConfigError: The nodes have no memory for the job's snapshots.
         """
 
     def start(self, order: AttemptOrder) -> None:

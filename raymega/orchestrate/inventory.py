@@ -31,6 +31,12 @@ def list_nodes(cluster: ClusterSection) -> list[NodeSlots]:
     ]
 
 
+def node_memory() -> dict[str, int]:
+    """Bytes of host memory that Ray counts on each living node, by id; where it does."""
+    nodes = _living_nodes()
+    return {n["NodeID"]: int(n["Resources"]["memory"]) for n in nodes if "memory" in n["Resources"]}
+
+
 def find_device(cluster: ClusterSection) -> Device:
     """The job's device, with ``auto`` resolved: cuda when a node has GPUs, or one may join that has."""
     return _device(cluster, _living_nodes())

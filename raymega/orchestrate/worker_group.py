@@ -24,10 +24,16 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raymega.errors import CapacityError, Fault
+from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
 from raymega.messages import Replicas, Report, Requests, StartWorker, WorkerDied
 from raymega.orchestrate.group import AttemptOrder, NoSnapshots, SnapshotKeeping
-from raymega.orchestrate.inventory import Device, find_device, list_nodes, worker_resources
+from raymega.orchestrate.inventory import (
+    Device,
+    find_device,
+    list_nodes,
+    node_memory,
+    worker_resources,
+)
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.placement import (
     Place,
@@ -40,6 +46,7 @@ from raymega.orchestrate.placement import (
 from raymega.orchestrate.preflight import Answer, Preflight
 from raymega.orchestrate.ray_errors import FETCH_TIMEOUT_S, broken_call, death_cause, is_true
 from raymega.orchestrate.worker import MAX_CONCURRENCY, Worker
+from raymega.plan.replicas import memory_faults
 from raymega.plan.run_plan import RunPlan
 
 log = logging.getLogger(__name__)
@@ -121,7 +128,9 @@ class RayWorkerGroup:
         """See WorkerGroup."""
         lacking = None
         try:
-            place_ranks(list_nodes(self._cluster), self._grid, **self._placement_rule)
+            node_of = place_ranks(list_nodes(self._cluster), self._grid, **self._placement_rule)
+            if self._reserved is None:
+                raise_faults(ConfigError, memory_faults(self._plan, node_of, node_memory()))
         except CapacityError as error:
             if not self._can_grow:
                 raise

@@ -7,13 +7,16 @@ orchestrate's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from raymega.errors import Fault
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.state_size import DTYPE_BYTES, NUM_MOMENTS
 from raymega.plan.tensors import stage_tensors
 
+GIB_BYTES = 2**30
 NUM_GENERATIONS = 2
 """A keeper has the newest complete snapshot and the one that is being written."""
 
@@ -58,6 +61,47 @@ def copy_nodes(node_of: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """
     partner = partners(node_of)
     return tuple(tuple(dict.fromkeys((node, partner[node]))) for node in node_of)
+
+
+def node_bytes(plan: RunPlan, node_of: Sequence[str]) -> dict[str, int]:
+    """Host memory that snapshots take on each node that has any, at most.
+
+    Args:
+        plan: Of the run.
+        node_of: The node of each rank.
+    """
+    taken: dict[str, int] = defaultdict(int)
+    for rank, homes in enumerate(copy_nodes(node_of)):
+        cost = snapshot_cost(plan, rank, num_copies=len(homes))
+        taken[node_of[rank]] += cost.buffer_bytes
+        for home in homes:
+            taken[home] += cost.keeper_bytes // len(homes)
+    return dict(taken)
+
+
+def memory_faults(
+    plan: RunPlan, node_of: Sequence[str], memory_bytes: Mapping[str, int]
+) -> list[Fault]:
+    """Nodes whose whole memory is less than snapshots would take of it.
+
+    Args:
+        plan: Of the run.
+        node_of: The node of each rank.
+        memory_bytes: Of each node; one that is missing has enough.
+    """
+    every = plan.job.elastic.snapshot_every
+    if not every:
+        return []
+    return [
+        Fault(
+            fact=f"elastic.snapshot_every={every}: snapshots would take {taken / GIB_BYTES:.1f} GiB "
+            f"on node {node}",
+            rule=f"they must fit into the {memory_bytes[node] / GIB_BYTES:.1f} GiB that Ray has there",
+            remedy="use more nodes or parallel.dp, or set elastic.snapshot_every=0",
+        )
+        for node, taken in sorted(node_bytes(plan, node_of).items())
+        if node in memory_bytes and taken > memory_bytes[node]
+    ]
 
 
 def snapshot_cost(plan: RunPlan, rank: int, *, num_copies: int = 2) -> SnapshotCost:

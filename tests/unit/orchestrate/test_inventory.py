@@ -3,7 +3,12 @@ import ray
 from ray._private.state import state
 
 from raymega.config.schema import ClusterSection
-from raymega.orchestrate.inventory import find_device, list_nodes, worker_resources
+from raymega.orchestrate.inventory import (
+    find_device,
+    list_nodes,
+    node_memory,
+    worker_resources,
+)
 
 HEAD = {"NodeID": "h", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 2.0}}
 GPUS = HEAD | {"NodeID": "g", "Labels": {"zone": "a"}, "Resources": {"CPU": 12.0, "GPU": 8.0}}
@@ -54,3 +59,13 @@ def test_find_device_is_cuda_when_gpu_nodes_may_join(monkeypatch):
 def test_worker_resources_have_a_gpu_only_on_cuda():
     assert worker_resources("cpu", 0.5) == {"CPU": 0.5}
     assert worker_resources("cuda", 1.0) == {"CPU": 1.0, "GPU": 1.0}
+
+
+def test_memory_of_living_nodes_is_what_ray_counts(monkeypatch):
+    table = [
+        {"NodeID": "a", "Alive": True, "Resources": {"memory": 5e9}},
+        {"NodeID": "b", "Alive": True, "Resources": {"CPU": 1.0}},
+        {"NodeID": "c", "Alive": False, "Resources": {"memory": 5e9}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: table)
+    assert node_memory() == {"a": 5_000_000_000}

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymega.plan.replicas import copy_nodes, partners, snapshot_cost
+from raymega.plan.replicas import (
+    copy_nodes,
+    memory_faults,
+    node_bytes,
+    partners,
+    snapshot_cost,
+)
 from raymega.plan.state_size import rank_state
 from tests.support.jobs import make_test_plan
 
@@ -55,3 +61,22 @@ def test_cost_counts_masters_and_moments_of_the_share(sharding):
     assert cost.host_bytes == 5 * cost.share_bytes
     alone = snapshot_cost(plan, 0, num_copies=1)
     assert (alone.sent_bytes, alone.keeper_bytes) == (cost.share_bytes, 2 * cost.share_bytes)
+
+
+def test_node_takes_its_ranks_buffers_and_two_generations_of_its_own_and_of_the_node_before():
+    plan = make_test_plan("parallel.pp=1", "parallel.dp=3", "elastic.snapshot_every=1")
+    share = snapshot_cost(plan, 0).share_bytes
+    taken = node_bytes(plan, ("a", "a", "b"))
+    assert taken == {"a": (2 + 4 + 2) * share, "b": (1 + 2 + 4) * share}
+    assert node_bytes(plan, ("a", "a", "a")) == {"a": (3 + 6) * share}
+
+
+def test_node_without_room_for_snapshots_is_refused_by_name():
+    plan = make_test_plan("parallel.pp=1", "parallel.dp=2", "elastic.snapshot_every=1")
+    need = node_bytes(plan, ("a", "b"))["a"]
+    enough = {"a": need, "b": need}
+    assert memory_faults(plan, ("a", "b"), enough) == memory_faults(plan, ("a", "b"), {}) == []
+    (fault,) = memory_faults(plan, ("a", "b"), enough | {"b": need - 1})
+    assert "elastic.snapshot_every=1" in fault.fact and "on node b" in fault.fact
+    off = make_test_plan("parallel.pp=1", "parallel.dp=2")
+    assert memory_faults(off, ("a", "b"), {"a": 0}) == []
