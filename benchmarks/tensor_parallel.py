@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,10 +25,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from benchmarks.measure import Sample, interleave, report
+from benchmarks.measure import Sample, interleave, median, report, timed
 from raymega.config.schema import ModelSection
 from raymega.model.families import make_block, make_positions
-from raymega.parallel.groups import build_groups, open_world
+from raymega.parallel.comm import all_reduce
+from raymega.parallel.groups import Groups, build_groups, open_world
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
 from raymega.plan.grid import Grid
@@ -74,8 +76,13 @@ OURS_OF = {
 }  # fmt: skip
 
 
+@cache
+def _groups(rank: int) -> Groups:
+    return build_groups(Grid(tp=RANKS), rank, timeout_s=60.0)
+
+
 def make_ours(model: ModelSection, rank: int) -> nn.Module:
-    groups = build_groups(Grid(tp=RANKS), rank, timeout_s=60.0)
+    groups = _groups(rank)
     factory = ParameterFactory(
         table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
         stream=Stream(tp=groups.tp, is_sequence_parallel=False),
@@ -95,6 +102,42 @@ def fill_from(plain: PlainBlock, ours: nn.Module) -> None:
             if name in OURS_OF:
                 whole = getattr(plain, OURS_OF[name]).weight.data
                 param.data[piece.place] = whole[piece.box.within(piece.tensor.whole)]
+
+
+class Floor:
+    """What no tensor-parallel layer can do without, on one rank's parts, and nothing else.
+
+    Matrix products forward and backward, attention's kernel, and the four all-reduces of x.
+    """
+
+    def __init__(self, model: ModelSection, rank: int, batch: int, positions: int) -> None:
+        D, F, tokens = model.width, model.ffn_width, batch * positions
+        sizes = ((D, 3 * D // RANKS), (D // RANKS, D), (D, 2 * F // RANKS), (F // RANKS, D))
+        self.layers = [
+            (torch.randn(tokens, n), torch.randn(m, n), torch.randn(tokens, m)) for n, m in sizes
+        ]
+        heads = (batch, model.num_heads // RANKS, positions, model.head_width)
+        self.qkv = [torch.randn(heads).requires_grad_() for _ in range(3)]
+        self.stream, self.tp = torch.zeros(tokens, D), _groups(rank).tp
+
+    def products(self) -> None:
+        for x, weight, grad in self.layers:
+            torch.mm(x, weight.T)
+            torch.mm(grad, weight)
+            torch.mm(grad.T, x)
+
+    def attention(self) -> None:
+        y = scaled_dot_product_attention(*self.qkv, is_causal=True)
+        torch.autograd.grad(y, self.qkv, y.detach())
+
+    def all_reduces(self) -> None:
+        for _ in range(4):
+            all_reduce(self.stream, self.tp)
+
+    def samples(self, rounds: int) -> dict[str, list[float]]:
+        """CPU seconds by what was done."""
+        works = (self.products, self.attention, self.all_reduces)
+        return {work.__name__: [timed(work).cpu_s for _ in range(rounds)][2:] for work in works}
 
 
 def measure(rank: int, folder: str, shape: str, rounds: int, results) -> None:
@@ -119,7 +162,8 @@ def measure(rank: int, folder: str, shape: str, rounds: int, results) -> None:
     for a, b in ((y_ours, y_theirs), (grad_ours, grad_theirs)):
         torch.testing.assert_close(a.transpose(0, 1), b, rtol=1e-4, atol=1e-4)
     pairs = interleave(*runs, rounds=rounds, warmup=4)
-    results.put((rank, [[(s.wall_s, s.cpu_s) for s in pair] for pair in pairs]))
+    floor = Floor(model, rank, batch, positions).samples(rounds)
+    results.put(([[(s.wall_s, s.cpu_s) for s in pair] for pair in pairs], floor))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -147,7 +191,7 @@ def compare(shape: str, rounds: int) -> None:
         ]
         for rank in ranks:
             rank.start()
-        rows = dict(results.get(timeout=600) for _ in ranks)
+        rows = [results.get(timeout=600) for _ in ranks]
         for rank in ranks:
             rank.join()
     # A pair is over when the slower rank is; CPU seconds are those of both.
@@ -156,9 +200,21 @@ def compare(shape: str, rounds: int) -> None:
             Sample(wall_s=max(wall for wall, _ in side), cpu_s=sum(cpu for _, cpu in side))
             for side in zip(*both, strict=True)
         )
-        for both in zip(*rows.values(), strict=True)
+        for both in zip(*(pairs for pairs, _ in rows), strict=True)
     ]
-    report(f"block {shape} vs DTensor", pairs, shape=SHAPES[shape], ranks=RANKS)
+    row = report(f"block {shape} vs DTensor", pairs, shape=SHAPES[shape], ranks=RANKS)
+    _show_floor([floor for _, floor in rows], row["cpu_s"])
+
+
+def _show_floor(floors, cpu_s) -> None:
+    """How much of a block nobody can save, and so how far theirs over ours could go."""
+    of_all = {name: sum(median(floor[name]).value for floor in floors) for name in floors[0]}
+    least = sum(of_all.values())
+    parts = ", ".join(f"{name.replace('_', '-')} {1e3 * s:.2f}" for name, s in of_all.items())
+    print(
+        f"  floor: {parts}, together {1e3 * least:.2f} ms: {least / cpu_s['ours']:.0%} of ours; "
+        f"theirs over it {cpu_s['theirs'] / least:.2f}"
+    )
 
 
 def main() -> None:

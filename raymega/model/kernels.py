@@ -68,5 +68,8 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return torch.cat((grad_gate, silu(gate).mul_(grad)), dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_gate_up
