@@ -47,10 +47,10 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         normal = x.to(inverse.dtype) * inverse
         grad = grad.to(inverse.dtype)
-        grad_weight = (grad * normal).flatten(0, -weight.dim() - 1).sum(0)
-        grad = grad * weight
-        along = (grad * normal).mean(-1, keepdim=True)
-        grad_x = (grad - normal.mul_(along)).mul_(inverse)
+        product = grad * normal
+        grad_weight = product.flatten(0, -weight.dim() - 1).sum(0)
+        along = product.mul_(weight).mean(-1, keepdim=True)
+        grad_x = (grad * weight).addcmul_(normal, along, value=-1).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
