@@ -34,12 +34,19 @@ SEED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A distribution of lengths, the longest document S, and the tokens T that a rank holds."""
+    """A distribution of lengths, the longest document S, the tokens T that a rank holds, a model."""
 
     name: str
     draw: Callable[[Random], int]
     seq_len: int
     max_tokens: int
+    model: ModelSection
+    layers: int
+    tp: int = 1
+
+    @property
+    def cost(self) -> PackCost:
+        return make_pack_cost(self.model, HARDWARE["h100"], layers=self.layers, tp=self.tp)
 
 
 def _lognormal(random: Random) -> int:
@@ -65,17 +72,24 @@ def _stdlib() -> Callable[[Random], int]:
 
 
 def cases() -> list[Case]:
+    """Small: the published example's 12 layers of width 2048, cp inside the node.
+
+    Large: Llama-13B on tp=8, which fills a node, so that cp leaves it; one of 8 pipeline stages.
+    """
+    small = {"model": _model(layers=12, width=2048, heads=16), "layers": 12}
+    large = {"model": _model(layers=40, width=5120, heads=40), "layers": 5, "tp": 8}
     return [
-        Case(name="log-normal", draw=_lognormal, seq_len=8192, max_tokens=2048),
-        Case(name="code-like", draw=_code, seq_len=131072, max_tokens=8192),
-        Case(name="demo corpus", draw=_stdlib(), seq_len=32768, max_tokens=4096),
+        Case(name="log-normal, small", draw=_lognormal, seq_len=8192, max_tokens=2048, **small),
+        Case(name="log-normal, large", draw=_lognormal, seq_len=8192, max_tokens=2048, **large),
+        Case(name="code-like, large", draw=_code, seq_len=131072, max_tokens=16384, **large),
+        Case(name="demo corpus, small", draw=_stdlib(), seq_len=32768, max_tokens=4096, **small),
+        Case(name="demo corpus, large", draw=_stdlib(), seq_len=32768, max_tokens=4096, **large),
     ]
 
 
-def model() -> ModelSection:
-    """12 layers of width 2048, as in the published example."""
+def _model(*, layers: int, width: int, heads: int) -> ModelSection:
     return ModelSection(
-        family="llama", num_layers=12, width=2048, num_heads=16, num_kv_heads=16, ffn_width=8192,
+        family="llama", num_layers=layers, width=width, num_heads=heads, ffn_width=width * 8 // 3,
         vocab_size=32768, max_positions=131072,
     )  # fmt: skip
 
@@ -106,7 +120,7 @@ def static_seconds(
 def simulate(case: Case, num_ranks: int, *, rounds: int, steps: int) -> dict[str, object]:
     """Mean seconds of a step on each side; ``rounds`` micro-batches of static on every rank."""
     size = case.seq_len // case.max_tokens
-    cost = make_pack_cost(model(), HARDWARE["h100"], layers=12)
+    cost = case.cost
     limits = Limits(num_ranks=num_ranks, max_tokens=case.max_tokens)
     static, alone, dynamic, balances, sizes = [], [], [], [], []
     for rows in batches(case, rounds * num_ranks // size, steps):

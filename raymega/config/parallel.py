@@ -28,6 +28,12 @@ class ParallelSection(Section):
     cp_inner: Positive = Field(
         default=2, description="hybrid only: neighbours that exchange heads; divides cp."
     )
+    dynamic_cp: bool = Field(
+        default=False,
+        description="Packed documents only: dp * cp ranks share out each step's documents anew, each "
+        "pack of them on as few ranks (1, 2, 4, ...) as memory and an even share of the work allow. "
+        "A rank holds at most data.seq_len / cp tokens of a micro-batch.",
+    )
     ep: Positive = Field(default=1, description="Expert parallel degree; only 1 is built so far.")
     etp: Positive = Field(default=1, description="Expert tensor degree; only 1 is built so far.")
     order: str = Field(

@@ -30,6 +30,9 @@ class MicroBatch:
             the same documents.
         documents: By row, lengths of its whole documents end to end; they add up to S. A single entry
             stands for all rows.
+        context: The ranks that share this micro-batch out where not all have the same; then samples
+            are [B, S/cp] and ``places`` [B, S/cp] int64 those of the tokens in them.
+        places: See there.
     """
 
     tokens: torch.Tensor
@@ -38,6 +41,8 @@ class MicroBatch:
     samples: torch.Tensor
     positions: torch.Tensor
     documents: tuple[tuple[int, ...], ...]
+    context: Context | None = None
+    places: torch.Tensor | None = None
 
 
 class Loader:

@@ -7,7 +7,7 @@ every epoch; which row comes when is data.order's. Nothing is read until a row i
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +109,23 @@ def _best_fit(lengths: list[int], seq_len: int, first: int) -> Iterator[list[int
     return map(sorted, rows)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A piece as a row holds it.
+
+    Attributes:
+        piece: Its number.
+        start: Where it begins in the row.
+        length: Its tokens.
+        padded: The same with its padding.
+    """
+
+    piece: int
+    start: int
+    length: int
+    padded: int
+
+
 class PackedSource:
     """Rows of S tokens: whole documents end to end, then padding.
 
@@ -134,18 +151,35 @@ class PackedSource:
 
     def row(self, index: int) -> Row:
         """Read a row."""
-        tokens, labels = (np.zeros(self.seq_len, dtype=np.int64) for _ in range(2))
-        mask = np.zeros(self.seq_len, dtype=np.bool_)
-        lengths, at = [], 0
-        for piece in self._packing.pieces(index):
-            words, length = self._read(int(piece)), int(self._pieces.length[piece])
-            tokens[at : at + length] = words[:length]
+        return self.join(self.held(index), self.seq_len)
+
+    def held(self, index: int) -> list[Held]:
+        """The pieces of a row; reads nothing."""
+        pieces = self._packing.pieces(index)
+        ends = np.cumsum(self._padded[pieces])
+        return [
+            Held(
+                piece=int(piece),
+                start=int(end - self._padded[piece]),
+                length=int(self._pieces.length[piece]),
+                padded=int(self._padded[piece]),
+            )
+            for piece, end in zip(pieces, ends, strict=True)
+        ]
+
+    def join(self, pieces: Sequence[Held], num_tokens: int) -> Row:
+        """Read pieces into a row of ``num_tokens``, end to end, each padded."""
+        tokens, labels = (np.zeros(num_tokens, dtype=np.int64) for _ in range(2))
+        mask, at = np.zeros(num_tokens, dtype=np.bool_), 0
+        for held in pieces:
+            words = self._read(held.piece)
+            tokens[at : at + held.length] = words[: held.length]
             labels[at : at + len(words) - 1] = words[1:]
             mask[at : at + len(words) - 1] = True
-            lengths.append(int(self._padded[piece]))
-            at += lengths[-1]
-        padding = (self.seq_len - at,) if at < self.seq_len else ()
-        return Row(tokens=tokens, labels=labels, mask=mask, documents=(*lengths, *padding))
+            at += held.padded
+        padding = (num_tokens - at,) if at < num_tokens else ()
+        documents = (*(held.padded for held in pieces), *padding)
+        return Row(tokens=tokens, labels=labels, mask=mask, documents=documents)
 
     def _read(self, piece: int) -> Ints:
         """A piece and, unless its document ends with it, the token after it."""

@@ -67,6 +67,20 @@ class Tokens(Protocol):
     def documents(self) -> Sequence[Sequence[int]]:
         """Lengths of each row's whole documents; a single entry stands for all rows."""
 
+    @property
+    def context(self) -> Context | None:
+        """The ranks that share the rows, where that differs between micro-batches."""
+
+    @property
+    def places(self) -> Tensor | None:
+        """[B, S/cp] int64, of the tokens in their samples; None where documents tell."""
+
+
+def _rows_of(micro_batch: Tokens) -> Rows:
+    return Rows(
+        micro_batch.positions, micro_batch.documents, micro_batch.context, micro_batch.places
+    )
+
 
 class StageModule(nn.Module):
     """Stage ``stage`` of ``model`` as one rank holds it, with its initial values.
@@ -177,13 +191,13 @@ class StageModule(nn.Module):
 
     def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as training calls it."""
-        rows = Rows(micro_batch.positions, micro_batch.documents)
+        rows = _rows_of(micro_batch)
         parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
         return self(*parts, hidden, micro_batch.samples, rows)
 
     def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
-        rows = Rows(micro_batch.positions, micro_batch.documents)
+        rows = _rows_of(micro_batch)
         self.eval()
         try:
             parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
@@ -211,7 +225,7 @@ class StageModule(nn.Module):
 
     def _places(self, rows: Rows, samples: Tensor | None) -> Places:
         """Everything that all layers need to know of the tokens' places."""
-        places = make_places(rows, self.context)
+        places = make_places(rows, rows.context or self.context)
         keys = turns = None
         if isinstance(self.rope, Rope):
             turns = self.rope.turns(places.positions)
@@ -220,9 +234,10 @@ class StageModule(nn.Module):
         return replace(places, keys=keys, turns=turns)
 
     def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
-        """By sample and place in its row; by place in the document where each token has a sample."""
-        held = held_positions(rows.documents, self.context).to(samples.device)
-        at = held if samples.dim() == 1 else rows.positions
+        """By sample and place in it."""
+        at = rows.places
+        if at is None:
+            at = held_positions(rows.documents, self.context).to(samples.device)
         own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
         if not self.drops_weights:
             return TokenKeys(own=own, rows=None)

@@ -58,6 +58,16 @@ def make_context(groups: Groups, parallel: ParallelSection) -> Context:
     )
 
 
+def make_contexts(groups: Groups, parallel: ParallelSection) -> dict[int, Context]:
+    """Those that a pack of documents may get under dynamic context parallelism, by their degree."""
+    nobody = alone(groups.world.ranks[groups.world.index])
+    is_gathered = parallel.cp_method == "all_gather"
+    return {
+        group.size: Context(inner=nobody, outer=group, is_gathered=is_gathered)
+        for group in (nobody, *groups.nested)
+    }
+
+
 def no_context(rank: int = 0) -> Context:
     """The context of a rank that has all tokens of its rows."""
     return Context(inner=alone(rank), outer=alone(rank))
@@ -67,11 +77,15 @@ class Rows(NamedTuple):
     """What the rows of a micro-batch are made of.
 
     ``positions`` [B, S/cp] int64 are those of this rank's tokens in their documents, [1, S/cp] where
-    all rows have the same; ``documents`` are lengths of the whole ones.
+    all rows have the same; ``documents`` are lengths of the whole ones. ``context`` are the ranks
+    that share the rows where that differs between micro-batches, and then ``places`` [B, S/cp] are
+    those of the tokens in their samples.
     """
 
     positions: Tensor
     documents: Documents
+    context: Context | None = None
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,9 @@ class Groups:
     gradients are summed, and state is shared out, over them. ``cp_inner`` are neighbours on cp that
     exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline groups have equal ranks: activations travel on one, gradients on the other, so
     that neither waits behind the other. ``model`` is tp x pp, all ranks of one replica.
-    ``embedding`` joins first and last stage; elsewhere it has one rank.
+    ``embedding`` joins first and last stage; elsewhere it has one rank. ``nested`` are this rank's
+    neighbourhoods of 2, 4, ... among its replicas, of which dynamic context parallelism takes one a
+    micro-batch; empty without it.
     """
 
     world: Group
@@ -90,6 +92,7 @@ class Groups:
     pp_backward: Group
     model: Group
     embedding: Group
+    nested: tuple[Group, ...] = ()
 
 
 def host_store(host: str) -> tuple[str, Store]:
@@ -146,7 +149,9 @@ def alone(rank: int) -> Group:
     return Group(name="alone", ranks=(rank,), index=0, timeout_s=0.0, handle=None)
 
 
-def build_groups(grid: Grid, rank: int, *, timeout_s: float, cp_inner: int = 1) -> Groups:
+def build_groups(
+    grid: Grid, rank: int, *, timeout_s: float, cp_inner: int = 1, is_nested: bool = False
+) -> Groups:
     """Make the groups of ``rank``, after :func:`open_world` (a world of one needs none).
 
     A rank makes only groups that it belongs to, with their members. torch names a group by its
@@ -158,6 +163,7 @@ def build_groups(grid: Grid, rank: int, *, timeout_s: float, cp_inner: int = 1) 
         rank: This one.
         timeout_s: Longest wait of any operation, and for the members.
         cp_inner: How many neighbours on cp exchange heads; a divisor of its degree.
+        is_nested: Make the neighbourhoods of dynamic context parallelism; dp * cp is a power of two.
 
     Raises:
         CommunicationError: A member did not come in time.
@@ -171,6 +177,9 @@ def build_groups(grid: Grid, rank: int, *, timeout_s: float, cp_inner: int = 1) 
     def make_again(name: str, ranks: tuple[int, ...], like: Group) -> Group:
         return replace(like, name=name) if set(ranks) == set(like.ranks) else make(name, ranks)
 
+    replicas = tuple(sorted(grid.group(("cp", "dp"), rank)))
+    place = replicas.index(rank)
+    sizes = [1 << n for n in range(1, len(replicas).bit_length())] if is_nested else []
     neighbours = cp.ranks[cp.index // cp_inner * cp_inner :][:cp_inner]
     likes = cp.ranks[cp.index % cp_inner :: cp_inner]
     groups = Groups(
@@ -180,7 +189,8 @@ def build_groups(grid: Grid, rank: int, *, timeout_s: float, cp_inner: int = 1) 
         cp_inner=make_again("cp_inner", neighbours, cp),
         cp_outer=make_again("cp_outer", likes, cp),
         dp=dp,
-        replicas=make_again("replicas", grid.group(("cp", "dp"), rank), dp),
+        replicas=make_again("replicas", replicas, dp),
+        nested=tuple(make(f"cp{size}", replicas[place // size * size :][:size]) for size in sizes),
         pp_forward=make("pp_forward", grid.group("pp", rank)),
         pp_backward=make("pp_backward", grid.group("pp", rank)),
         model=make("model", grid.group(("tp", "pp"), rank)),

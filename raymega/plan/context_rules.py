@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from raymega.errors import Fault
 
 
@@ -33,6 +35,94 @@ def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> list[Fault]
             )
         )
     return faults
+
+
+def document_faults(packing: str, cp: int, multiple: int, is_dynamic: bool) -> list[Fault]:  # noqa: FBT001
+    """Packed documents are cut as a sequence is, each into two chunks a rank."""
+    if packing == "none" or cp == 1 or is_dynamic or multiple % (2 * cp) == 0:
+        return []
+    return [
+        Fault(
+            fact=f"parallel.cp={cp} with data.packing={packing}",
+            rule=f"each document is cut into 2 * cp = {2 * cp} chunks, so that must divide "
+            f"data.document_multiple={multiple} (remainder {multiple % (2 * cp)})",
+            remedy=f"begin the run with data.document_multiple={lcm(multiple, 2 * cp)}, or set "
+            "parallel.cp=1",
+        )
+    ]
+
+
+def dynamic_faults(  # noqa: PLR0913  # one a field
+    is_dynamic: bool,  # noqa: FBT001
+    packing: str,
+    cp: int,
+    dp: int,
+    method: str,
+    micro_batch_size: int,
+    activations_every: int,
+) -> list[Fault]:
+    """Dynamic context parallelism shares packed documents out over groups of 1, 2, 4, ... ranks."""
+    if not is_dynamic:
+        return []
+    ranks, most = dp * cp, 1 << (dp * cp).bit_length() - 1
+    rules = (
+        (
+            packing == "none",
+            "data.packing=none",
+            "it places documents, and rows that are not packed have none",
+            "set data.packing=best_fit in a new run, or parallel.dynamic_cp=false",
+        ),
+        (
+            bool(ranks & (ranks - 1)),
+            f"parallel.dp={dp} and parallel.cp={cp}",
+            f"groups of 1, 2, 4, ... ranks must fill dp * cp = {ranks}",
+            f"use dp * cp = {most}, or parallel.dynamic_cp=false",
+        ),
+        (
+            method not in ("ring", "all_gather"),
+            f"parallel.cp_method={method}",
+            "groups are of any size up to dp * cp, and heads cannot be exchanged in all",
+            "set parallel.cp_method=ring or all_gather",
+        ),
+        (
+            micro_batch_size > 1,
+            f"schedule.micro_batch_size={micro_batch_size}",
+            "a micro-batch is one pack of documents, of data.seq_len / cp tokens a rank",
+            "set schedule.micro_batch_size=1",
+        ),
+        (
+            activations_every > 0,
+            f"tracking.activations_every={activations_every}",
+            "statistics of activations count padding, which differs with the packs",
+            "set tracking.activations_every=0",
+        ),
+    )
+    return [
+        Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
+        for is_broken, fact, rule, remedy in rules
+        if is_broken
+    ]
+
+
+def dynamic_length_faults(
+    is_dynamic: bool,  # noqa: FBT001
+    cp: int,
+    tp: int,
+    seq_len: int,
+    is_cut: bool,  # noqa: FBT001
+) -> list[Fault]:
+    """The longest document must fit cp ranks of seq_len / cp tokens, in equal chunks."""
+    unit = cp * lcm(2, tp if is_cut else 1)
+    if not is_dynamic or seq_len % unit == 0:
+        return []
+    return [
+        Fault(
+            fact=f"parallel.dynamic_cp=true with data.seq_len={seq_len}",
+            rule=f"{cp} ranks of two chunks each hold the longest document, so {unit} must divide it "
+            f"(remainder {seq_len % unit})",
+            remedy=f"set data.seq_len={_multiple_near(seq_len, unit)}",
+        )
+    ]
 
 
 def exchange_faults(

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate
-from math import lcm
+from math import inf, lcm
 
 from raymega.errors import Fault, PlanError
 from raymega.plan.pack_cost import PackCost, pairs_of
 
-SPREADS = (1.0, 1.3, 1.6, 2.5)
+SPREADS = (1.0, 1.3, 2.0, inf)
 """Times the mean load: what a document may cost before it is given more ranks. All are tried."""
 MORE_ROUNDS = 2
 """So many more micro-batches than the fewest that could hold the tokens are tried."""
@@ -136,7 +136,6 @@ class _Bin:
     documents: list[int] = field(default_factory=list)
     tokens: int = 0
     pairs: int = 0
-    version: int = 0
 
     def with_document(self, length: int, limits: Limits, cost: PackCost) -> float | None:
         """Seconds with one more document, None when it does not fit."""
@@ -147,7 +146,6 @@ class _Bin:
 
     def add(self, document: int, length: int) -> None:
         self.documents.append(document)
-        self.version += 1
         self.tokens += padded_length(length, self.size)
         self.pairs += pairs_of(length)
 
@@ -161,45 +159,38 @@ def _attempt(
 ) -> tuple[Round, ...] | None:
     """A schedule with ``num_rounds`` micro-batches, None when the documents do not fit so."""
     slots = limits.num_ranks * num_rounds
-    work = sum(cost.seconds(tokens=n, pairs=pairs_of(n), size=1) - cost.start_s for n in lengths)
-    target = cost.start_s + spread * work / slots
-    sizes = [_fair_size(length, target, limits, cost) for length in lengths]
+    least = [least_size(length, limits) for length in lengths]
+    alone = [
+        size * (_alone_seconds(n, size, limits, cost) - cost.start_s)
+        for n, size in zip(lengths, least, strict=True)
+    ]
+    target = cost.start_s + spread * sum(alone) / slots
+    sizes = [
+        _fair_size(n, size, target, limits, cost) for n, size in zip(lengths, least, strict=True)
+    ]
     shelves = _Shelves(limits, cost, free=slots, target=target)
     # Longest first, as for any load balancing by a greedy rule; ties by the order of the step.
     for document in sorted(range(len(lengths)), key=lambda i: (-sizes[i], -lengths[i], i)):
-        least = least_size(lengths[document], limits)
-        if not shelves.put(document, lengths[document], wanted=sizes[document], least=least):
+        wanted = sizes[document]
+        if not shelves.put(document, lengths[document], wanted=wanted, least=least[document]):
             return None
     return _in_rounds(_widened(shelves, lengths, limits, cost), limits, cost)
 
 
-def _fair_size(length: int, target: float, limits: Limits, cost: PackCost) -> int:
+def _alone_seconds(length: int, size: int, limits: Limits, cost: PackCost) -> float:
+    tokens = limits.tokens_a_rank(padded_length(length, size), size)
+    return cost.seconds(tokens=tokens, pairs=pairs_of(length), size=size)
+
+
+def _fair_size(length: int, size: int, target: float, limits: Limits, cost: PackCost) -> int:
     """Ranks of a document: what memory needs, and more while it costs more than ``target``."""
-    size = least_size(length, limits)
-
-    def seconds(ranks: int) -> float:
-        tokens = limits.tokens_a_rank(padded_length(length, ranks), ranks)
-        return cost.seconds(tokens=tokens, pairs=pairs_of(length), size=ranks)
-
-    while size < limits.num_ranks and seconds(size) > target > 0:
-        if seconds(2 * size) >= seconds(size):
+    seconds = _alone_seconds(length, size, limits, cost)
+    while size < limits.num_ranks and seconds > target:
+        wider = _alone_seconds(length, 2 * size, limits, cost)
+        if wider >= seconds:
             break
-        size *= 2
+        size, seconds = 2 * size, wider
     return size
-
-
-@dataclass(order=True, frozen=True, slots=True)
-class _Entry:
-    """A bin on a shelf as it was; stale when the bin has changed since."""
-
-    seconds: float
-    number: int
-    version: int = field(compare=False)
-    bin: _Bin = field(compare=False)
-
-    @property
-    def is_stale(self) -> bool:
-        return self.version != self.bin.version
 
 
 class _Shelves:
@@ -207,61 +198,68 @@ class _Shelves:
 
     def __init__(self, limits: Limits, cost: PackCost, *, free: int, target: float) -> None:
         self._limits, self._cost, self._target = limits, cost, target
-        self._shelves: dict[int, list[_Entry]] = {}
+        self._shelves: dict[int, list[tuple[float, int]]] = {}
+        self._loads: list[float] = []
         self.free = free
         self.bins: list[_Bin] = []
 
     def put(self, document: int, length: int, *, wanted: int, least: int) -> bool:
         """Put a document where the load stays lowest; False when there is no room.
 
-        A bin is opened while there are slots and no open one takes the document below the target,
-        so that small documents fill what large ones leave.
+        A bin of its size is opened while there are slots and those that are open would cost more
+        than the target. One rank's documents get all slots that are left, and fill up larger bins.
         """
-        choice = self._cheapest(length, at_least=wanted)
-        if (choice is None or choice.seconds > self._target) and self._open(wanted):
-            choice = self._cheapest(length, at_least=wanted)
-        if choice is None:
-            choice = self._cheapest(length, at_least=least)
-        if choice is None and self._open(least):
-            choice = self._cheapest(length, at_least=least)
-        if choice is None:
+        own = self._cheapest(length, [wanted])
+        if wanted == 1 or own is None or own[0] > self._target:
+            opened = self._open(wanted)
+            while opened and wanted == 1 and self._open(1):
+                pass
+            own = self._cheapest(length, [wanted] if opened and wanted > 1 else self._sizes(wanted))
+        if own is None and least < wanted:
+            own = self._cheapest(length, self._sizes(least))
+            if own is None and self._open(least):
+                own = self._cheapest(length, [least])
+        if own is None:
             return False
-        choice.bin.add(document, length)
-        self._shelve(choice.bin, choice.number)
+        self.bins[own[1]].add(document, length)
+        self._shelve(own[1])
         return True
+
+    def _sizes(self, at_least: int) -> list[int]:
+        return [size for size in self._shelves if size >= at_least]
 
     def _open(self, size: int) -> bool:
         if size > self.free:
             return False
         self.free -= size
         self.bins.append(_Bin(size=size))
-        self._shelve(self.bins[-1], len(self.bins))
+        self._loads.append(0.0)
+        self._shelve(len(self.bins) - 1)
         return True
 
-    def _shelve(self, made: _Bin, number: int) -> None:
-        entry = _Entry(made.seconds(self._limits, self._cost), number, made.version, made)
-        heappush(self._shelves.setdefault(made.size, []), entry)
+    def _shelve(self, number: int) -> None:
+        made = self.bins[number]
+        self._loads[number] = made.seconds(self._limits, self._cost)
+        heappush(self._shelves.setdefault(made.size, []), (self._loads[number], number))
 
-    def _cheapest(self, length: int, *, at_least: int) -> _Entry | None:
-        """Of the bins that have room, the one that costs least afterwards, with that cost."""
-        found = [
-            entry
-            for size, shelf in self._shelves.items()
-            if size >= at_least and (entry := self._first_with_room(shelf, length)) is not None
-        ]
-        return min(found, default=None)
+    def _cheapest(self, length: int, sizes: Sequence[int]) -> tuple[float, int] | None:
+        """Of the bins that have room, the one that costs least afterwards: that, and its number."""
+        found = [self._first_with_room(self._shelves.get(size, []), length) for size in sizes]
+        return min((entry for entry in found if entry is not None), default=None)
 
-    def _first_with_room(self, shelf: list[_Entry], length: int) -> _Entry | None:
+    def _first_with_room(
+        self, shelf: list[tuple[float, int]], length: int
+    ) -> tuple[float, int] | None:
         """The shelf's cheapest bin that has room; the fuller ones before it are put back."""
         passed, found = [], None
         while shelf and found is None:
-            entry = shelf[0]
-            if not entry.is_stale:
-                seconds = entry.bin.with_document(length, self._limits, self._cost)
+            load, number = shelf[0]
+            if load == self._loads[number]:  # else it was shelved again since
+                seconds = self.bins[number].with_document(length, self._limits, self._cost)
                 if seconds is not None:
-                    found = _Entry(seconds, entry.number, entry.version, entry.bin)
+                    found = (seconds, number)
                     break
-                passed.append(entry)
+                passed.append(shelf[0])
             heappop(shelf)
         for entry in passed:
             heappush(shelf, entry)

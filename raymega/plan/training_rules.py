@@ -97,14 +97,6 @@ def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> lis
 
 def packing_faults(packing: str, seq_len: int, multiple: int) -> list[Fault]:
     """Documents of a row are multiples, so the row must be one too."""
-    if packing == "best_fit":  # attention inside documents is not built
-        return [
-            Fault(
-                fact="data.packing=best_fit",
-                rule="training on packed documents is not built yet",
-                remedy="set data.packing=none",
-            )
-        ]
     if packing == "none" and multiple > 1:
         return [
             Fault(
@@ -121,6 +113,20 @@ def packing_faults(packing: str, seq_len: int, multiple: int) -> list[Fault]:
             fact=f"data.document_multiple={multiple}",
             rule=f"it must divide data.seq_len={seq_len} (remainder {seq_len % multiple})",
             remedy=f"set data.seq_len={lower or multiple}, or another multiple",
+        )
+    ]
+
+
+def packed_dropout_faults(packing: str, rate: float) -> list[Fault]:
+    """Weights are dropped in whole rows, without regard to documents."""
+    if packing == "none" or not rate:
+        return []
+    return [
+        Fault(
+            fact=f"model.attention_dropout={rate:g} with data.packing={packing}",
+            rule="weights are dropped in whole S x S squares, and packed tokens see their own "
+            "document only",
+            remedy="set model.attention_dropout=0, or data.packing=none",
         )
     ]
 

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from raymega.config.schema import Job
-from raymega.data.loader import Loader
+from raymega.data.dynamic_loader import DynamicLoader
+from raymega.data.loader import Loader, MicroBatch
 from raymega.data.open import Shape, open_split
+from raymega.data.packing import PackedSource
 from raymega.data.rows import Source
 from raymega.model.stage import StageModule
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.buckets import bucket_bytes_for, make_buckets
 from raymega.parallel.comm_log import CommLog
-from raymega.parallel.context import Context, make_context
+from raymega.parallel.context import Context, make_context, make_contexts
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter, check_specs
@@ -29,7 +31,10 @@ from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.activations import activation_shape, attention_weight_bytes
 from raymega.plan.batch import BatchPlan, make_batch
+from raymega.plan.dynamic_cp import Limits
 from raymega.plan.grid import Coords
+from raymega.plan.hardware import HARDWARE
+from raymega.plan.pack_cost import make_pack_cost
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.schedule.table import make_forward_only, make_schedule
@@ -49,15 +54,15 @@ class Evaluation:
     """What evaluation needs beside the training parts."""
 
     batch: BatchPlan
-    loader: Loader
-    executor: Executor
+    loader: Loader | DynamicLoader
+    executors: Mapping[int, Executor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
     """Everything one rank trains with; built once per attempt.
 
-    ``executors`` are by number of micro-batches: one for each batch that the run has.
+    ``executors`` are by number of micro-batches, made when first asked for.
     ``has_loss`` is true where the last stage is.
     """
 
@@ -67,13 +72,18 @@ class Parts:
     groups: Groups
     device: torch.device
     modules: tuple[StageModule, ...]
-    loader: Loader
+    loader: Loader | DynamicLoader
     executors: Mapping[int, Executor]
     gradients: GradBuffer
     weights: WeightBuffer
     optimizer: Optimizer
     comm_log: CommLog
     evaluation: Evaluation | None
+
+    def lengths(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """S/sp of each micro-batch, in which only packs of dynamic context parallelism differ."""
+        degree = self.modules[0].tp_stream.degree
+        return [batch.tokens.shape[1] // degree for batch in micro_batches]
 
 
 def build_parts(
@@ -126,19 +136,15 @@ def build_parts(
         groups=groups,
         device=device,
         modules=tuple(modules),
-        loader=Loader(
-            _open_source(plan, "train"),
-            dp_rank=coords.dp,
-            seed=job.run.seed,
-            device=device,
-            context=context,
-        ),
+        loader=_build_loader(plan, "train", rank=rank, groups=groups, device=device),
         executors=_build_executors(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
         gradients=gradients,
         weights=weights,
         optimizer=Optimizer(table, gradients, weights, job.optimizer),
         comm_log=comm_log,
-        evaluation=_build_evaluation(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
+        evaluation=_build_evaluation(
+            plan, rank, modules=modules, p2p=p2p, groups=groups, pulse=pulse
+        ),
     )
 
 
@@ -208,6 +214,52 @@ def _open_source(plan: RunPlan, split: str) -> Source:
     return open_split(data.path, split, shape, seed=job.run.seed)
 
 
+def _build_loader(
+    plan: RunPlan, split: str, *, rank: int, groups: Groups, device: torch.device
+) -> Loader | DynamicLoader:
+    job, source = plan.job, _open_source(plan, split)
+    if not job.parallel.dynamic_cp:
+        return Loader(
+            source,
+            dp_rank=plan.grid.coords(rank).dp,
+            seed=job.run.seed,
+            device=device,
+            context=make_context(groups, job.parallel),
+        )
+    assert isinstance(source, PackedSource), "dynamic_cp needs packing"
+    parallel = job.parallel
+    return DynamicLoader(
+        source,
+        rank=groups.replicas.index,
+        contexts=make_contexts(groups, parallel),
+        limits=Limits(
+            num_ranks=groups.replicas.size,
+            max_tokens=job.data.seq_len // parallel.cp,
+            multiple=parallel.tp if parallel.sequence_parallel else 1,
+        ),
+        cost=make_pack_cost(
+            job.model,
+            HARDWARE["h100"],
+            layers=max(stage.num_layers for stage in plan.stages),
+            tp=parallel.tp,
+        ),
+        seed=job.run.seed,
+        device=device,
+    )
+
+
+class _Executors(dict[int, Executor]):
+    """By number of micro-batches; how many a step has may be known only when it begins."""
+
+    def __init__(self, make: Callable[[int], Executor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, num_micro_batches: int) -> Executor:
+        self[num_micro_batches] = self._make(num_micro_batches)
+        return self[num_micro_batches]
+
+
 def _build_executors(
     plan: RunPlan,
     coords: Coords,
@@ -215,48 +267,44 @@ def _build_executors(
     modules: Sequence[StageModule],
     p2p: PointToPoint,
     pulse: Callable[[], None],
-) -> dict[int, Executor]:
-    executors = {}
-    for batch in {batch.num_micro_batches: batch for batch in plan.batches}.values():
-        program = make_schedule(plan.job.schedule.name, plan.sizes(batch))
-        executors[batch.num_micro_batches] = Executor(
+) -> Mapping[int, Executor]:
+    def make(num_micro_batches: int) -> Executor:
+        sizes = plan.sizes(replace(plan.batch, num_micro_batches=num_micro_batches))
+        program = make_schedule(plan.job.schedule.name, sizes)
+        return Executor(
             program.lists[coords.pp],
             [module.run for module in modules],
             p2p,
             deferrals=[module.deferral for module in modules],
             pulse=pulse,
         )
-    return executors
+
+    return _Executors(make)
 
 
 def _build_evaluation(
     plan: RunPlan,
-    coords: Coords,
+    rank: int,
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
+    groups: Groups,
     pulse: Callable[[], None],
 ) -> Evaluation | None:
     """One pass over the evaluation samples, or None when the job asks for none."""
     job = plan.job
     if job.run.eval_samples == 0:
         return None
-    source = _open_source(plan, "valid")
+    loader = _build_loader(plan, "valid", rank=rank, groups=groups, device=p2p.device)
     batch = make_batch(
-        global_batch_size=min(job.run.eval_samples, source.num_windows),
+        global_batch_size=min(job.run.eval_samples, loader.source.num_windows),
         micro_batch_size=plan.batch.micro_batch_size,
         dp=plan.grid.dp,
     )
-    program = make_forward_only(plan.placement, batch.num_micro_batches)
-    stage_fns = [module.evaluate for module in modules]
-    return Evaluation(
-        batch=batch,
-        loader=Loader(
-            source,
-            dp_rank=coords.dp,
-            seed=job.run.seed,
-            device=p2p.device,
-            context=modules[0].context,
-        ),
-        executor=Executor(program.lists[coords.pp], stage_fns, p2p, pulse=pulse),
-    )
+    pp_rank = plan.grid.coords(rank).pp
+
+    def make(num_micro_batches: int) -> Executor:
+        program = make_forward_only(plan.placement, num_micro_batches)
+        return Executor(program.lists[pp_rank], [m.evaluate for m in modules], p2p, pulse=pulse)
+
+    return Evaluation(batch=batch, loader=loader, executors=_Executors(make))

@@ -93,7 +93,11 @@ def _train(
     """Build, restore and loop, in a world that is open."""
     timeout_s = plan.job.elastic.collective_timeout_s
     groups = world.build_groups(
-        plan.grid, start.rank, timeout_s=timeout_s, cp_inner=inner_ranks(plan.job.parallel)
+        plan.grid,
+        start.rank,
+        timeout_s=timeout_s,
+        cp_inner=inner_ranks(plan.job.parallel),
+        is_nested=plan.job.parallel.dynamic_cp,
     )
     if device.type == "cuda":
         open_communicators(groups, device)

@@ -17,7 +17,9 @@ def evaluate(parts: Parts) -> dict[str, float]:
     parts.weights.start_gather()
     evaluation = parts.evaluation
     micro_batches = evaluation.loader.micro_batches(evaluation.batch, 0)
-    loss_sum = evaluation.executor.run(micro_batches, is_recording=False).loss_sum
+    executor = evaluation.executors[len(micro_batches)]
+    lengths = parts.lengths(micro_batches)
+    loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
     is_counted = parts.has_loss and parts.coords.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]

@@ -32,6 +32,7 @@ def forward_backward(
     output = parts.executors[len(micro_batches)].run(
         micro_batches,
         is_recording=is_recording,
+        lengths=parts.lengths(micro_batches),
         loss_gradient=loss_gradient,
         before_last_backward=parts.gradients.launch_when_full,
         after_last_backward=parts.gradients.launch,

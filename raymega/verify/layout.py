@@ -40,6 +40,7 @@ class Layout:
     sharding: str = "none"
     sequence_parallel: bool = False
     cp_method: str = "ring"
+    dynamic_cp: bool = False
     recompute: str = "none"
     recompute_parts: tuple[str, ...] = ("attention",)
     recompute_every: int = 1
@@ -196,6 +197,12 @@ OPTIONS = (
         path="parallel.cp_method",
         values=_allowed(ParallelSection, "cp_method"),
         matters=lambda layout: layout.cp > 1,
+    ),
+    Option(
+        name="dynamic_cp",
+        path="parallel.dynamic_cp",
+        values=(False, True),
+        matters=lambda layout: layout.dp * layout.cp > 1,
     ),
     Option(
         name="recompute",

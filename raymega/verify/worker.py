@@ -40,8 +40,14 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
             timeout_s=timeout_s,
             device=cpu,
         )
-    inner = inner_ranks(plan.job.parallel)
-    groups = build_groups(plan.grid, rank, timeout_s=timeout_s, cp_inner=inner)
+    parallel = plan.job.parallel
+    groups = build_groups(
+        plan.grid,
+        rank,
+        timeout_s=timeout_s,
+        cp_inner=inner_ranks(parallel),
+        is_nested=parallel.dynamic_cp,
+    )
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
     _train(parts, steps, folder, rank)
     parts.weights.wait_for_all()

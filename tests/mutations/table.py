@@ -32,6 +32,7 @@ class Mutation:
 
 
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
+PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=4")
 DROPOUT = ("model.residual_dropout=0.1",)
 TWO_KV_HEADS = ("model.num_kv_heads=2",)
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
@@ -315,10 +316,60 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="dropout counts positions from zero on every context-parallel rank",
         file="model/stage.py",
-        old="        at = held if samples.dim() == 1 else rows.positions",
-        new="        at = held - held[:, :1]",
+        old="            at = held_positions(rows.documents, self.context).to(samples.device)",
+        new="            at = held_positions(rows.documents, self.context)\n"
+        "            at = at - at[:, :1]",
         layout=Layout(cp=2),
         job=DROPOUT,
+    ),
+    # Packed documents.
+    Mutation(
+        name="packed tokens see the documents before theirs",
+        file="plan/context.py",
+        old="        start = 0\n        for length in lengths:",
+        new="        start = 0\n        for length in (sum(lengths),):",
+        layout=Layout(dp=2),
+        job=PACKED,
+    ),
+    Mutation(
+        name="positions go on from one document to the next",
+        file="data/rows.py",
+        old="np.concatenate([np.arange(length, dtype=np.int64) for length in documents])",
+        new="np.arange(sum(documents), dtype=np.int64)",
+        layout=Layout(dp=2),
+        job=PACKED + GPT2,
+    ),
+    Mutation(
+        name="the last token of a document predicts",
+        file="data/packing.py",
+        old="            mask[at : at + len(words) - 1] = True",
+        new="            mask[at : at + held.length] = True",
+        layout=Layout(dp=2),
+        job=PACKED,
+    ),
+    Mutation(
+        name="padding of documents predicts",
+        file="data/packing.py",
+        old="            mask[at : at + len(words) - 1] = True",
+        new="            mask[at : at + held.padded] = True",
+        layout=Layout(cp=2),
+        job=PACKED,
+    ),
+    Mutation(
+        name="a pack's tokens are cut as by another number of ranks",
+        file="data/dynamic_loader.py",
+        old="        at = held_positions((row.documents,), context)",
+        new="        at = held_positions((row.documents,), context).flip(1)",
+        layout=Layout(cp=2, dp=2, dynamic_cp=True),
+        job=PACKED,
+    ),
+    Mutation(
+        name="dropout in a pack goes by the place in the pack's document",
+        file="data/dynamic_loader.py",
+        old="places=take(starts + positions),",
+        new="places=take(positions),",
+        layout=Layout(cp=2, dp=2, dynamic_cp=True),
+        job=PACKED + DROPOUT,
     ),
     # Batches and pipelines.
     Mutation(

@@ -71,10 +71,15 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def run_grid(
-    fn: Callable[..., Any], grid: Grid, *args: Any, timeout: float = 60, cp_inner: int = 1
+    fn: Callable[..., Any],
+    grid: Grid,
+    *args: Any,
+    timeout: float = 60,
+    cp_inner: int = 1,
+    is_nested: bool = False,
 ) -> list:
     """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
-    shape = grid, cp_inner, timeout
+    shape = grid, cp_inner, is_nested, timeout
     return run_ranks(_in_grid, grid.world_size, fn, shape, args, timeout=timeout)
 
 
@@ -105,15 +110,23 @@ def _without_world(_rank: int, fn: Callable[..., Any], args: tuple) -> Any:
 
 
 def _in_grid(
-    rank: int, _world_size: int, fn: Callable[..., Any], shape: tuple[Grid, int, float], args: tuple
+    rank: int,
+    _world_size: int,
+    fn: Callable[..., Any],
+    shape: tuple[Grid, int, bool, float],
+    args: tuple,
 ) -> Any:
-    grid, cp_inner, timeout = shape
+    grid, cp_inner, is_nested, timeout = shape
     env = RankEnv(
         rank=rank,
         grid=grid,
         coords=grid.coords(rank),
         groups=groups.build_groups(
-            grid, rank, timeout_s=_collective_timeout_s(timeout), cp_inner=cp_inner
+            grid,
+            rank,
+            timeout_s=_collective_timeout_s(timeout),
+            cp_inner=cp_inner,
+            is_nested=is_nested,
         ),
         device=torch.device("cpu"),
     )

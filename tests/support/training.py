@@ -19,8 +19,15 @@ STEPS = 4
 def train(overrides, *, steps=STEPS):
     """Curves of (loss, gradient norm) by rank, and every state tensor put together."""
     plan = make_test_plan(*overrides)
-    inner = inner_ranks(plan.job.parallel)
-    results = run_grid(_train_rank, plan.grid, plan.to_json(), steps, cp_inner=inner)
+    parallel = plan.job.parallel
+    results = run_grid(
+        _train_rank,
+        plan.grid,
+        plan.to_json(),
+        steps,
+        cp_inner=inner_ranks(parallel),
+        is_nested=parallel.dynamic_cp,
+    )
     whole = {}
     for _, blocks in results:
         for name, shape, box, values in blocks:
