@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 
 from raymega.errors import Fault
@@ -184,3 +185,34 @@ def weight_dropout_faults(rate: float, cp: int, method: str) -> list[Fault]:
 def _multiple_near(number: int, of: int) -> int:
     """The largest multiple of ``of`` that is not above ``number``, or ``of`` itself."""
     return number - number % of or of
+
+
+DOCUMENT_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Fault]]], ...] = (
+    (
+        ("data.packing", "parallel.cp", "data.document_multiple", "parallel.dynamic_cp"),
+        document_faults,
+    ),
+    (
+        (
+            "parallel.dynamic_cp",
+            "data.packing",
+            "parallel.cp",
+            "parallel.dp",
+            "parallel.cp_method",
+            "schedule.micro_batch_size",
+            "tracking.activations_every",
+        ),
+        dynamic_faults,
+    ),
+    (
+        (
+            "parallel.dynamic_cp",
+            "parallel.cp",
+            "parallel.tp",
+            "data.seq_len",
+            "parallel.sequence_parallel",
+        ),
+        dynamic_length_faults,
+    ),
+)
+"""What each check reads, and the check: rows of plan.rules."""

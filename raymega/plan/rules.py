@@ -15,9 +15,7 @@ from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.checkpoint_rules import buffer_faults, keep_best_faults
 from raymega.plan.context_rules import (
-    document_faults,
-    dynamic_faults,
-    dynamic_length_faults,
+    DOCUMENT_CHECKS,
     exchange_faults,
     position_faults,
     weight_dropout_faults,
@@ -341,32 +339,7 @@ RULES = (
         check=lr_schedule_faults,
     ),
     Rule(reads=("data.packing", "data.seq_len", "data.document_multiple"), check=packing_faults),
-    Rule(
-        reads=("data.packing", "parallel.cp", "data.document_multiple", "parallel.dynamic_cp"),
-        check=document_faults,
-    ),
-    Rule(
-        reads=(
-            "parallel.dynamic_cp",
-            "data.packing",
-            "parallel.cp",
-            "parallel.dp",
-            "parallel.cp_method",
-            "schedule.micro_batch_size",
-            "tracking.activations_every",
-        ),
-        check=dynamic_faults,
-    ),
-    Rule(
-        reads=(
-            "parallel.dynamic_cp",
-            "parallel.cp",
-            "parallel.tp",
-            "data.seq_len",
-            "parallel.sequence_parallel",
-        ),
-        check=dynamic_length_faults,
-    ),
+    *(Rule(reads=reads, check=check) for reads, check in DOCUMENT_CHECKS),
     Rule(reads=("data.packing", "model.attention_dropout"), check=packed_dropout_faults),
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),
