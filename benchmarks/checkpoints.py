@@ -130,6 +130,7 @@ class Rank:
         self.setting, self.rank = setting, rank
         self.root = Path(setting.folder)
         self.seconds: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
         self.memory: dict[str, float] = {}
         self.rss_before = _status("VmRSS")
         self.state = State(setting, rank, 0)
@@ -149,9 +150,10 @@ class Rank:
     def timed(self, name: str) -> Iterator[None]:
         """From when all are there; what the slowest took is worked out at the end."""
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         yield
         self.seconds.setdefault(name, []).append(time.perf_counter() - began)
+        self.cpu.setdefault(name, []).append(time.process_time() - cpu)
 
     @contextmanager
     def watched(self, name: str) -> Iterator[None]:
@@ -274,7 +276,7 @@ class Rank:
             self.load_all(number)
             self.clear(number)
         return {
-            "seconds": self.seconds, "memory": self.memory, "num_bytes": self.num_bytes,
+            "seconds": self.seconds, "cpu": self.cpu, "memory": self.memory, "num_bytes": self.num_bytes,
             "fetched": self.fetched,
         }  # fmt: skip
 
@@ -305,6 +307,7 @@ class Rank:
         self.first_seconds = {name: values[0] for name, values in self.seconds.items()}
         self.memory |= {f"first {name}": s for name, s in self.first_seconds.items()}
         self.seconds.clear()
+        self.cpu.clear()
 
     def check(self) -> None:
         """What was loaded for columns is what torch makes of it."""
@@ -383,17 +386,23 @@ class Report:
 
     def __init__(self, rows: list[dict], rounds: int) -> None:
         self.total_mib = sum(row["num_bytes"] for row in rows) / MIB
-        self.seconds = {
-            name: statistics.median(max(row["seconds"][name][i] for row in rows) for i in range(rounds))
-            for name in rows[0]["seconds"]
-        }  # fmt: skip
+        self.seconds, self.cpu = (
+            {
+                name: statistics.median(fold(row[clock][name][i] for row in rows) for i in range(rounds))
+                for name in rows[0][clock]
+            }
+            for clock, fold in (("seconds", max), ("cpu", sum))
+        )  # fmt: skip
         self.memory = {name: max(row["memory"][name] for row in rows) for name in rows[0]["memory"]}
         self.excess = max(row["fetched"] / row["num_bytes"] for row in rows)
 
     def show(self) -> None:
         for name, seconds in sorted(self.seconds.items()):
             rate = self.total_mib / seconds
-            print(f"{name:34} {1e3 * seconds:10.1f} ms {rate:10.0f} MiB/s")
+            cpu = 1e3 * self.cpu[name]
+            print(
+                f"{name:34} {1e3 * seconds:10.1f} ms {rate:10.0f} MiB/s {cpu:10.1f} ms of CPU, all ranks"
+            )
         for name, value in self.memory.items():
             unit = "s" if name.startswith("first ") else "x own bytes, peak beyond before"
             print(f"{name if unit == 's' else f'memory of first {name}':46} {value:8.3f} {unit}")
@@ -450,7 +459,16 @@ def main() -> None:
         is_met = value >= bound if is_floor else value <= bound
         sign = ">=" if is_floor else "<="
         print(f"{name:34} {value:8.3f}   bar {sign} {bound:g}   {'met' if is_met else 'MISSED'}")
-    print(json.dumps({"seconds": report.seconds, "memory": report.memory, "excess": report.excess}))
+    print(
+        json.dumps(
+            {
+                "seconds": report.seconds,
+                "cpu": report.cpu,
+                "memory": report.memory,
+                "excess": report.excess,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
