@@ -49,7 +49,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
         expected: Names of everything that all ranks hold together, so that what the checkpoint has
             beside it is refused; without them only what is missing is.
         num_fetches: Requests at once.
-        pulse: Called after each box, for whoever watches whether work goes on.
+        pulse: Called after each box and each part of one, for whoever watches whether work goes on.
 
     Raises:
         CheckpointError: With everything that the manifest lacks, before anything is read; or with

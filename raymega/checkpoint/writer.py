@@ -268,7 +268,6 @@ class CheckpointWriter:
         """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
         spans = zip(file.layout.starts, file.layout.shares, strict=True)
         blocks = [self._snapshot.chunk(file.base + at, share.num_bytes) for at, share in spans]
-        boxes = saved_boxes(file.layout, map(crc32, blocks), file.name)
         key = folder_of(save.step) + file.name
         chunks = [memoryview(file.layout.header), *blocks]
         self._near.keep(key, chunks)
@@ -276,8 +275,11 @@ class CheckpointWriter:
         def put() -> None:
             self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
 
-        self._retry(put)
-        return boxes
+        # The file does not hold the checksums, so they are made while the store is waited for.
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sum") as summing:
+            checksums = summing.submit(lambda: [crc32(block) for block in blocks])
+            self._retry(put)
+            return saved_boxes(file.layout, checksums.result(), file.name)
 
     def _counted(
         self, save: _Save, name: str, chunks: Sequence[memoryview]
