@@ -15,6 +15,7 @@ from raymega.plan.activations import activation_shape, peak_bytes, stage_activat
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.run_plan import RunPlan
+from raymega.plan.save_cost import save_cost
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
 from raymega.schedule.placement import Program
@@ -51,6 +52,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     _show_summary(plan)
     _show_stages(plan)
     _show_ranks(plan)
+    _show_saves(plan)
     _show_snapshots(plan)
     _show_schedule(plan)
 
@@ -108,6 +110,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
                 **asdict(size),
                 "total": size.total_bytes,
                 "activation_bytes": activations[grid.coords(rank).pp],
+                "save": asdict(save_cost(plan, rank)),
                 **({"snapshot": asdict(snapshot_cost(plan, rank))} if has_snapshots else {}),
             }
             for rank, size in enumerate(_sizes(plan, grid.world_size))
@@ -199,6 +202,21 @@ def _show_ranks(plan: RunPlan) -> None:
     print(table(headers, rows))
     if plan.grid.world_size > MAX_ROWS:
         print(f"... and {plan.grid.world_size - MAX_ROWS:,} more ranks; --json lists all")
+
+
+def _show_saves(plan: RunPlan) -> None:
+    """What a checkpoint costs the rank that has most of it."""
+    section = plan.job.checkpoint
+    first = [rank for rank in range(plan.grid.world_size) if plan.grid.coords(rank).dp == 0]
+    cost = max((save_cost(plan, rank) for rank in first), key=lambda cost: cost.share_bytes)
+    waits = "" if cost.buffer_bytes == cost.share_bytes else ", piece by piece while training waits"
+    least = f", in {cost.least_s:.1f} s or more" if section.bytes_per_s else ""
+    files = "1 file" if cost.num_files == 1 else f"{cost.num_files} files"
+    print(
+        f"\na checkpoint every {_steps(section.every) if section.every else 'run'}: a rank copies at "
+        f"most {_readable(cost.share_bytes)} to {_readable(cost.buffer_bytes)} of host memory{waits}, "
+        f"and writes them in {files}{least}"
+    )
 
 
 def _show_snapshots(plan: RunPlan) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from raymega.errors import Fault
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.state_size import DTYPE_BYTES, NUM_MOMENTS
-from raymega.plan.tensors import stage_tensors
+from raymega.plan.save_cost import share_bytes
 
 GIB_BYTES = 2**30
 NUM_GENERATIONS = 2
@@ -112,23 +111,10 @@ def snapshot_cost(plan: RunPlan, rank: int, *, num_copies: int = 2) -> SnapshotC
         rank: Whose.
         num_copies: 1 on a single node.
     """
-    share = _share_bytes(plan, rank)
+    share = share_bytes(plan, rank)
     return SnapshotCost(
         share_bytes=share,
         buffer_bytes=share,
         keeper_bytes=share * num_copies * NUM_GENERATIONS,
         sent_bytes=share * num_copies,
     )
-
-
-def _share_bytes(plan: RunPlan, rank: int) -> int:
-    """Masters and moments, without a tied copy, divided by the replicas, sharded or not."""
-    job, grid = plan.job, plan.grid
-    num_elements = sum(
-        tensor.box(tp=grid.tp, tp_rank=grid.coords(rank).tp).num_elements
-        for stage in plan.stages_of(rank)
-        for tensor in stage_tensors(job.model, stage)
-        if stage.is_first or tensor.role != "embedding"
-    )
-    element_bytes = max(4, DTYPE_BYTES[job.precision.dtype]) * (1 + NUM_MOMENTS[job.optimizer.name])
-    return -(-num_elements // grid.replicas) * element_bytes

@@ -1,0 +1,52 @@
+"""What a save costs a rank: bytes that it writes, host memory, files, and the least time at the job's rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.state_size import DTYPE_BYTES, NUM_MOMENTS
+from raymega.plan.tensors import stage_tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveCost:
+    """One checkpoint, for one rank.
+
+    Attributes:
+        share_bytes: What the rank writes.
+        buffer_bytes: Host memory of its copy.
+        num_files: Data files, at least.
+        least_s: Time of the write at checkpoint.bytes_per_s; 0 without such a limit.
+    """
+
+    share_bytes: int
+    buffer_bytes: int
+    num_files: int
+    least_s: float
+
+
+def save_cost(plan: RunPlan, rank: int) -> SaveCost:
+    """Cost of ``rank``'s part of a checkpoint; exact but for rows that replicas share unevenly."""
+    section, share = plan.job.checkpoint, share_bytes(plan, rank)
+    buffer_bytes = min(share, section.buffer_bytes or share)
+    file_bytes = min(section.file_bytes, buffer_bytes)
+    return SaveCost(
+        share_bytes=share,
+        buffer_bytes=buffer_bytes,
+        num_files=-(-share // file_bytes),
+        least_s=share / section.bytes_per_s if section.bytes_per_s else 0.0,
+    )
+
+
+def share_bytes(plan: RunPlan, rank: int) -> int:
+    """Masters and moments, without a tied copy, divided by the replicas, sharded or not."""
+    job, grid = plan.job, plan.grid
+    num_elements = sum(
+        tensor.box(tp=grid.tp, tp_rank=grid.coords(rank).tp).num_elements
+        for stage in plan.stages_of(rank)
+        for tensor in stage_tensors(job.model, stage)
+        if stage.is_first or tensor.role != "embedding"
+    )
+    element_bytes = max(4, DTYPE_BYTES[job.precision.dtype]) * (1 + NUM_MOMENTS[job.optimizer.name])
+    return -(-num_elements // grid.replicas) * element_bytes

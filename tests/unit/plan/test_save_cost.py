@@ -1,0 +1,39 @@
+"""The cost of a save as planned is what the writer of a rank then takes and writes."""
+
+import pytest
+
+from raymega.checkpoint.writer import CheckpointWriter, Limits
+from raymega.plan.save_cost import save_cost, share_bytes
+from raymega.storage.memory import MemoryStore
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.unit.checkpoint.support import STATE, make_blocks, make_grid
+
+
+@pytest.mark.parametrize("layout", ["tp1-pp1-dp1", "tp2-pp2-dp1", "tp1-pp2-dp2", "tp1-pp1-dp3"])
+@pytest.mark.parametrize("buffer_bytes", [0, 40_000])
+def test_writer_writes_as_many_bytes_as_planned(layout, buffer_bytes):
+    """But for norms, which one tensor-parallel rank saves for all, and rows that do not divide."""
+    settings = [f"checkpoint.buffer_bytes={buffer_bytes}", "checkpoint.file_bytes=20000"]
+    plan = make_test_plan("precision.dtype=float32", *settings, *layout_overrides(layout))
+    grid, model = make_grid(layout), plan.job.model
+    for rank in range(grid.world_size):
+        cost, shards = save_cost(plan, rank), []
+        writer = CheckpointWriter(
+            MemoryStore(), rank=rank, attempt=1, dp=grid.dp, report=shards.append,
+            limits=Limits(file_bytes=20_000, buffer_bytes=buffer_bytes),
+        )  # fmt: skip
+        blocks = make_blocks(model, grid, rank)
+        writer.save(1, blocks, STATE, dp_rank=grid.coords(rank).dp)
+        assert writer.wait() and shards[-1].error == ""
+        row = 4 * model.ffn_width * 3
+        norms = 3 * 4 * model.width * (2 * model.num_layers + 1) if grid.tp > 1 else 0
+        assert cost.share_bytes - row - norms <= shards[-1].num_bytes <= cost.share_bytes + row
+        assert cost.num_files <= len({box.file for box in shards[-1].boxes}) <= 2 * cost.num_files
+        if buffer_bytes:
+            assert writer.host_bytes <= cost.buffer_bytes
+
+
+def test_rate_of_the_job_gives_the_least_time():
+    plan = make_test_plan("checkpoint.bytes_per_s=1000")
+    assert save_cost(plan, 0).least_s == share_bytes(plan, 0) / 1000
+    assert save_cost(make_test_plan(), 0).least_s == 0.0
