@@ -1,8 +1,15 @@
 import io
+from dataclasses import replace
 
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.sink import FailureSeen, StepFinished
-from tests.unit.tracking.events import attempt_started, run_started, step_finished, whole_run
+from tests.unit.tracking.events import (
+    RECOVERED,
+    attempt_started,
+    run_started,
+    step_finished,
+    whole_run,
+)
 
 
 def text_of(events, every=1):
@@ -55,6 +62,16 @@ def test_every_event_is_one_sentence_on_one_line():
         "1 step done again."
     )
     assert lines[-1].startswith("Run demo finished at step 4 after 4 min 12 s; goodput 93.0%")
+
+
+def test_state_from_memory_is_said():
+    events = [
+        replace(attempt_started(2, step=6, reason="rank 3 died"), source="memory"),
+        replace(RECOVERED, source="memory"),
+    ]
+    first, second = text_of(events).splitlines()
+    assert first.startswith("Attempt 2 starts at step 6 in other nodes' memory on tp=2")
+    assert "from the state of step 2 in other nodes' memory; 1 step done again." in second
 
 
 def test_failure_of_no_known_worker_names_the_attempt():

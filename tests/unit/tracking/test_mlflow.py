@@ -79,6 +79,7 @@ def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment,
     assert children[1].data.tags["reason"] == "worker 3 died"
     assert children[1].data.params["grid.tp"] == "2"
     assert children[1].data.params["plan.schedule"] == "1f1b"
+    assert children[1].data.params["start_from"] == "store"
     assert parent.data.tags["raymega.checkpoint"].endswith("step-00000004")
     assert parent.data.metrics["run/goodput"] == 0.93
     files = {item.path for item in client.list_artifacts(parent.info.run_id)}
