@@ -10,12 +10,16 @@ from typing import Annotated
 import typer
 
 from raymega import api
+from raymega.cli import predict
 from raymega.cli.tables import table
+from raymega.errors import ConfigError, Fault
+from raymega.plan.accelerators import CATALOGUE, Accelerator, accelerator
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import save_cost
+from raymega.plan.search import search
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
 from raymega.schedule.placement import Program
@@ -24,30 +28,58 @@ from raymega.schedule.table import make_schedule
 from raymega.schedule.text import timetable
 
 MAX_ROWS = 32
+_NO_JOB = Fault(
+    fact="raymega plan without a job file",
+    rule="it plans a job, or compares published runs with --runs RUNS.csv",
+    remedy="give a job file; jobs/verify.yaml is one that runs as it is",
+)
 PARTS = {"weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment"}
 
 
 def plan(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job_file: Annotated[
+        Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a field: --set parallel.tp=2")
     ] = None,
     grid: Annotated[str, typer.Option(help="Degrees to plan with: --grid tp=2,pp=2")] = "",
+    gpu: Annotated[
+        str, typer.Option(help=f"Predict time and memory on {', '.join(CATALOGUE)}.")
+    ] = "",
+    gpus: Annotated[int, typer.Option(help="With --top: search layouts on so many GPUs.")] = 0,
+    top: Annotated[int, typer.Option(help="Show the K fastest layouts that fit.")] = 0,
+    runs: Annotated[
+        Path | None, typer.Option(help="A table of published runs to compare with, no job.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show grid, stages, batch, schedule, parameters, bytes of state and activations of a job.
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
+    Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --top 5
     """
+    if runs is not None:
+        predict.show_runs(runs, as_json=as_json)
+        return
+    if job_file is None:
+        raise ConfigError(_NO_JOB)
     degrees = [f"parallel.{pair.strip()}" for pair in grid.split(",") if pair]
-    job = api.load_job(job_file, [*(overrides or ()), *degrees])
-    show_plan(api.plan(job), as_json=as_json)
+    made = api.plan(api.load_job(job_file, [*(overrides or ()), *degrees]))
+    if top:
+        _show_best(made, gpu or "h100", gpus or made.grid.world_size, top=top, as_json=as_json)
+        return
+    show_plan(made, as_json=as_json, device=accelerator(gpu) if gpu else None)
 
 
-def show_plan(plan: RunPlan, *, as_json: bool) -> None:
-    """Print a plan for people, or as one JSON object."""
+def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None) -> None:
+    """Print a plan for people, or as one JSON object; with ``device`` what to expect on such."""
+    found = predict.prediction(plan, device) if device else None
     if as_json:
-        print(json.dumps(_plan_object(plan)))
+        shown = _plan_object(plan)
+        if found and device:
+            shown["prediction"] = predict.prediction_object(found, device)
+        print(json.dumps(shown))
         return
     _show_summary(plan)
     _show_stages(plan)
@@ -55,6 +87,18 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     _show_saves(plan)
     _show_snapshots(plan)
     _show_schedule(plan)
+    if found and device:
+        predict.show_prediction(found, device)
+
+
+def _show_best(plan: RunPlan, gpu: str, num_devices: int, *, top: int, as_json: bool) -> None:
+    device = accelerator(gpu)
+    result = search(plan.job, device, num_devices=num_devices, top=top)
+    if as_json:
+        best = [predict.prediction_object(found, device) for found in result.best]
+        print(json.dumps({"best": best, "refused": dict(result.refused)}))
+        return
+    predict.show_search(result, device)
 
 
 def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:

@@ -7,12 +7,12 @@ Activations and temporary buffers are not counted here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job, ModelSection
 from raymega.plan.grid import Grid
 from raymega.plan.stages import Stage
-from raymega.plan.tensors import model_tensors, stage_tensors
+from raymega.plan.tensors import layer_tensors, model_tensors, stage_tensors
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NUM_MOMENTS = {"adamw": 2, "sgd": 1}
@@ -46,17 +46,24 @@ def count_parameters(model: ModelSection) -> int:
     return sum(tensor.num_parameters for tensor in model_tensors(model))
 
 
+def stage_elements(model: ModelSection, stage: Stage, *, tp: int, tp_rank: int) -> int:
+    """Elements that a tensor-parallel rank of ``stage`` holds; all blocks are alike."""
+    ends = replace(stage, num_layers=0)
+    tables = (stage_tensors(model, ends), 1), (layer_tensors(model, 0), stage.num_layers)
+    return sum(
+        times * tensor.box(tp=tp, tp_rank=tp_rank).num_elements
+        for tensors, times in tables
+        for tensor in tensors
+    )
+
+
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
     """State of a rank with ``stages``; a tied copy on another rank is real memory and counts.
 
     With a sharded optimizer each of the dp * cp ranks with the same parameters keeps its part of
     masters and moments, and all of weights and gradients.
     """
-    count = sum(
-        tensor.box(tp=grid.tp, tp_rank=tp_rank).num_elements
-        for stage in stages
-        for tensor in stage_tensors(job.model, stage)
-    )
+    count = sum(stage_elements(job.model, stage, tp=grid.tp, tp_rank=tp_rank) for stage in stages)
     owned = -(-count // grid.replicas) if job.parallel.sharding == "optimizer" else count
     compute = DTYPE_BYTES[job.precision.dtype]
     full = max(4, compute)

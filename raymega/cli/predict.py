@@ -1,0 +1,161 @@
+"""What `raymega plan` says of seconds and bytes on GPUs that nobody here has; no logic of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from raymega.cli.tables import table
+from raymega.plan.accelerators import Accelerator, accelerator
+from raymega.plan.flops import flops_per_token
+from raymega.plan.memory_use import memory_use
+from raymega.plan.published import Comparison, PublishedRun, compare, read_runs
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.search import Found, SearchResult
+from raymega.plan.step_time import step_time
+
+EXPECTED_ERROR = {
+    "a100": "Expect 7 % of error in time, 10 % at the most in nine of ten cases: so it was on published "
+    "runs that no constant was fitted to.",
+    "h100": "Expect 7 % of error in time, 15 % at the most: so it was on published runs that no constant "
+    "was fitted to.",
+}
+UNCOMPARED = "No published run on this GPU has been compared: the constants are the H100's."
+GIB = 2**30
+
+
+def prediction(plan: RunPlan, device: Accelerator) -> Found:
+    """The plan as it is, with its expected time and memory."""
+    return Found(plan=plan, time=step_time(plan, device), memory=memory_use(plan))
+
+
+def prediction_object(found: Found, device: Accelerator) -> dict[str, object]:
+    """For ``--json``."""
+    job, grid = found.plan.job, found.plan.grid
+    tflops = _tflops(found)
+    return {
+        "gpu": device.name,
+        "grid": {axis: grid.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")},
+        "schedule": job.schedule.name,
+        "chunks": found.plan.placement.chunks,
+        "micro_batch_size": job.schedule.micro_batch_size,
+        "recompute": job.memory.recompute,
+        "sharding": job.parallel.sharding,
+        "sequence_parallel": job.parallel.sequence_parallel,
+        "step_time_s": found.time.total_s,
+        **asdict(found.time),
+        "tokens_per_s_per_gpu": found.tokens_per_s,
+        "model_tflops_per_gpu": tflops,
+        "mfu": tflops * 1e12 / device.peak_16_bit_flops,
+        "memory": {**asdict(found.memory), "total_bytes": found.memory.total_bytes},
+        "fits": found.memory.total_bytes <= device.memory_bytes,
+        "expected_error": EXPECTED_ERROR.get(device.name, UNCOMPARED),
+    }
+
+
+def show_prediction(found: Found, device: Accelerator) -> None:
+    """For people: where the seconds and the bytes go."""
+    time, memory = found.time, found.memory
+    parts = {
+        name.removesuffix("_s").replace("_", " "): value for name, value in asdict(time).items()
+    }
+    print(f"\non {found.plan.grid.world_size} x {device.name}, a step as predicted")
+    rows = [(name, f"{value:.3f}", f"{value / time.total_s:.1%}") for name, value in parts.items()]
+    print(table(("part", "seconds", "share"), [*rows, ("step", f"{time.total_s:.3f}", "100.0%")]))
+    tflops = _tflops(found)
+    print(
+        f"{found.tokens_per_s:,.0f} tokens/s and {tflops:.0f} model TFLOP/s a GPU, "
+        f"MFU {tflops * 1e12 / device.peak_16_bit_flops:.1%}"
+    )
+    verdict = "fits" if memory.total_bytes <= device.memory_bytes else "does not fit"
+    print(
+        f"fullest rank: pp {memory.pp_rank}, {memory.state_bytes / GIB:.1f} GiB state, "
+        f"{memory.activation_bytes / GIB:.1f} activations, {memory.reserved_bytes / GIB:.1f} reserved: "
+        f"{verdict} into {device.memory_bytes / GIB:.0f} GiB"
+    )
+    print(EXPECTED_ERROR.get(device.name, UNCOMPARED))
+
+
+def show_search(result: SearchResult, device: Accelerator) -> None:
+    """The best layouts, and what ruled out the others."""
+    print(f"\nbest layouts on {device.name}")
+    headers = (
+        "grid", "schedule", "chunks", "micro-batch", "recompute", "sharding", "step s", "tokens/s/GPU",
+        "MFU", "GiB", "most time beside compute",
+    )  # fmt: skip
+    print(table(headers, [_search_row(found, device) for found in result.best]))
+    for reason, count in result.refused.most_common():
+        print(f"{count:,} others: {reason}")
+    print(EXPECTED_ERROR.get(device.name, UNCOMPARED))
+
+
+def _search_row(found: Found, device: Accelerator) -> tuple[object, ...]:
+    job, time = found.plan.job, found.time
+    others = {name: value for name, value in asdict(time).items() if name != "compute_s"}
+    worst = max(others, key=lambda name: others[name])
+    return (
+        found.plan.grid.describe(), job.schedule.name, found.plan.placement.chunks,
+        job.schedule.micro_batch_size, job.memory.recompute, job.parallel.sharding,
+        f"{time.total_s:.3f}", f"{found.tokens_per_s:,.0f}",
+        f"{_tflops(found) * 1e12 / device.peak_16_bit_flops:.1%}",
+        f"{found.memory.total_bytes / GIB:.1f}",
+        f"{worst.removesuffix('_s').replace('_', ' ')} {others[worst] / time.total_s:.1%}",
+    )  # fmt: skip
+
+
+def show_runs(path: Path, *, as_json: bool) -> None:
+    """Published runs beside what is predicted for them."""
+    rows = []
+    for run in read_runs(path):
+        found = None if run.skipped else compare(run, accelerator(run.gpu))
+        if as_json:
+            print(json.dumps(_run_object(run, found)))
+        else:
+            rows.append(_run_row(run, found))
+    if rows:
+        headers = (
+            "source",
+            "model",
+            "GPUs",
+            "published s",
+            "predicted s",
+            "error",
+            "GiB",
+            "as predicted",
+        )
+        print(table(headers, rows))
+
+
+def _run_object(run: PublishedRun, found: Comparison | None) -> dict[str, object]:
+    line: dict[str, object] = {
+        "source": run.source,
+        "model": run.model,
+        "published_tflops_per_gpu": run.tflops or None,
+        "published_iter_s": run.iter_s or None,
+        "published_memory_gib": run.memory_gib or None,
+    }
+    if found is None:
+        return {**line, "skipped": run.skipped}
+    return {
+        **line,
+        "predicted_tflops_per_gpu": found.tflops,
+        "predicted_iter_s": found.iter_s,
+        "predicted_memory_gib": found.memory_gib,
+        "fits": found.fits,
+    }
+
+
+def _run_row(run: PublishedRun, found: Comparison | None) -> tuple[object, ...]:
+    head = run.source[:32], run.model, run.num_gpus, f"{run.iter_s:.3f}" if run.iter_s else "-"
+    if found is None:
+        return (*head, "-", run.skipped, "", "")
+    error = f"{found.iter_s / run.iter_s - 1:+.1%}" if run.iter_s else "-"
+    memory = f"{run.memory_gib:.1f}" if run.memory_gib else "-"
+    return (*head, f"{found.iter_s:.3f}", error, memory, f"{found.memory_gib:.1f}")
+
+
+def _tflops(found: Found) -> float:
+    """Model FLOP/s of one GPU in units of 1e12."""
+    job = found.plan.job
+    return flops_per_token(job.model, seq_len=job.data.seq_len) * found.tokens_per_s / 1e12

@@ -1,0 +1,127 @@
+"""The catalogue of accelerators: what makers publish of each, and what was fitted to published runs.
+
+It knows devices and links, no model and no layout. ``benchmarks/planner.py`` fits the constants and
+prints how wrong they are on runs that the fit has not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.errors import Fault, PlanError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """What a device reaches in practice; one set for all runs on it.
+
+    Attributes:
+        matmul_share: Of the peak, by a matrix product large in every dimension.
+        matmul_depth: Inner size at which filling and draining the pipes costs as much as the work.
+        matmul_waves: Loss, in waves of tiles over all cores, to the last wave that is not full.
+        matmul_8_bit_share: Of the 8-bit peak.
+        attention_share: Of the peak, by fused attention.
+        memory_share: Of the memory's bandwidth, by element-wise kernels.
+        launch_s: Seconds that a kernel takes beyond its work.
+        link_share: Of the links inside a node, by a ring.
+        network_share: Of a device's share of the network.
+        link_latency_s: Seconds of one step of a ring inside a node.
+        network_latency_s: Seconds of one step between nodes.
+    """
+
+    matmul_share: float
+    matmul_depth: float
+    matmul_waves: float
+    matmul_8_bit_share: float
+    attention_share: float
+    memory_share: float
+    launch_s: float
+    link_share: float
+    network_share: float
+    link_latency_s: float = 5e-6
+    network_latency_s: float = 10e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator:
+    """One device and the machine around it.
+
+    Attributes:
+        name: As ``raymega plan --gpu`` takes it.
+        peak_16_bit_flops: Dense bfloat16, FLOP/s.
+        peak_8_bit_flops: Dense fp8, FLOP/s; 0 without.
+        memory_bytes: Of the device.
+        memory_bytes_per_s: Its bandwidth.
+        num_cores: Streaming multiprocessors.
+        link_bytes_per_s: To the other devices of the node, in one direction.
+        devices_per_node: Devices that such links join.
+        network_bytes_per_s: A device's share of the node's network, in one direction.
+        fitted: See Fitted.
+    """
+
+    name: str
+    peak_16_bit_flops: float
+    peak_8_bit_flops: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    num_cores: int
+    link_bytes_per_s: float
+    devices_per_node: int
+    network_bytes_per_s: float
+    fitted: Fitted
+
+
+_A100 = Fitted(
+    matmul_share=0.755, matmul_depth=80.0, matmul_waves=0.326, matmul_8_bit_share=0.0,
+    attention_share=0.45, memory_share=0.80, launch_s=4.3e-6, link_share=0.81, network_share=0.8,
+)  # fmt: skip
+_H100 = Fitted(
+    matmul_share=0.678, matmul_depth=80.0, matmul_waves=0.278, matmul_8_bit_share=0.602,
+    attention_share=0.45, memory_share=0.303, launch_s=3.6e-6, link_share=0.81, network_share=0.8,
+)  # fmt: skip
+
+CATALOGUE = {
+    device.name: device
+    for device in (
+        Accelerator(
+            name="a100", peak_16_bit_flops=312e12, peak_8_bit_flops=0.0, memory_bytes=80 * GIB,
+            memory_bytes_per_s=2.0e12, num_cores=108, link_bytes_per_s=300e9, devices_per_node=8,
+            network_bytes_per_s=25e9, fitted=_A100,
+        ),
+        Accelerator(
+            name="h100", peak_16_bit_flops=989.5e12, peak_8_bit_flops=1979e12,
+            memory_bytes=80 * GIB, memory_bytes_per_s=3.35e12, num_cores=132,
+            link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
+        ),
+        Accelerator(
+            name="h200", peak_16_bit_flops=989.5e12, peak_8_bit_flops=1979e12,
+            memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12, num_cores=132,
+            link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
+        ),
+        Accelerator(
+            name="b200", peak_16_bit_flops=2250e12, peak_8_bit_flops=4500e12,
+            memory_bytes=180 * 10**9, memory_bytes_per_s=8.0e12, num_cores=148,
+            link_bytes_per_s=900e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
+        ),
+    )
+}  # fmt: skip
+"""Makers' figures. Constants of h200 and b200 are the H100's: no run on them has been compared."""
+
+
+def accelerator(name: str) -> Accelerator:
+    """The catalogue's entry.
+
+    Raises:
+        PlanError: There is none of that name.
+    """
+    if name in CATALOGUE:
+        return CATALOGUE[name]
+    raise PlanError(
+        Fault(
+            fact=f"--gpu {name}",
+            rule=f"the catalogue has {', '.join(CATALOGUE)}",
+            remedy="use one of these",
+        )
+    )

@@ -1,0 +1,46 @@
+"""Seconds that one kernel takes on a device: a matrix product, fused attention, element-wise work.
+
+Pure functions of sizes and of the catalogue; what a model is made of is layer_time's.
+"""
+
+from __future__ import annotations
+
+from raymega.plan.accelerators import Accelerator
+
+TILE = 128 * 128
+"""Elements of the result that one core makes at a time."""
+BACKWARD_ATTENTION = 2.5
+"""Fused attention's backward multiplies five matrices for the forward's two (Dao 2023)."""
+
+
+def matmul_s(
+    device: Accelerator, rows: float, inner: float, columns: float, *, is_8_bit: bool = False
+) -> float:
+    """[rows, inner] @ [inner, columns] in 16 or 8 bits.
+
+    The share of the peak falls with a short inner dimension and with few tiles for all cores
+    (Narayanan et al. 2021, section 5.4.4); below that the memory's bandwidth is a floor.
+    """
+    fitted = device.fitted
+    peak, share, element = device.peak_16_bit_flops, fitted.matmul_share, 2
+    if is_8_bit and device.peak_8_bit_flops:
+        peak, share, element = device.peak_8_bit_flops, fitted.matmul_8_bit_share, 1
+    waves = rows * columns / (TILE * device.num_cores)
+    loss = (1 + fitted.matmul_depth / inner) * (1 + fitted.matmul_waves / waves)
+    work_s = 2 * rows * inner * columns / (peak * share) * loss
+    moved = element * (rows * inner + inner * columns) + 2 * rows * columns
+    return max(work_s, memory_s(device, moved)) + fitted.launch_s
+
+
+def attention_s(
+    device: Accelerator, query_rows: float, keys: float, head_width: int, *, is_causal: bool = True
+) -> float:
+    """Fused forward of softmax(q k^T) v; ``query_rows`` are those of all heads and sequences."""
+    flops = 4 * query_rows * keys * head_width / (2 if is_causal else 1)
+    peak = device.peak_16_bit_flops * device.fitted.attention_share
+    return flops / peak + device.fitted.launch_s
+
+
+def memory_s(device: Accelerator, num_bytes: float) -> float:
+    """Reading and writing ``num_bytes`` of the device's memory."""
+    return num_bytes / (device.memory_bytes_per_s * device.fitted.memory_share)

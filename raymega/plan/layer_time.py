@@ -1,0 +1,150 @@
+"""Seconds of one transformer block, and of the model's two ends, for one micro-batch on one rank.
+
+It prices the kernels that the layers are made of; how many blocks a rank has, and in which order it
+works through them, is step_time's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.plan.accelerators import Accelerator
+from raymega.plan.activations import ActivationShape
+from raymega.plan.kernel_time import BACKWARD_ATTENTION, attention_s, matmul_s, memory_s
+from raymega.plan.link_time import all_reduce_s, gather_s, make_span
+from raymega.plan.software import Software
+
+KERNELS_IN_A_BLOCK = 12
+"""Launches of a forward beside products and attention; a backward has twice as many."""
+ELEMENT = 2
+UNFUSED_FORWARD_BYTES = 13
+"""Of one attention weight: written as score, read and written by softmax and by dropout with its
+mask, read by the product with v."""
+UNFUSED_BACKWARD_BYTES = 17
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTime:
+    """One block, one micro-batch, in seconds.
+
+    Attributes:
+        forward_s: Kernels of the forward.
+        backward_s: Kernels of the backward, nothing computed again.
+        attention_s: Of the forward's, those between q, k, v and the output projection.
+        tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
+        context_parallel_s: The same over cp.
+    """
+
+    forward_s: float
+    backward_s: float
+    attention_s: float
+    tensor_parallel_s: float
+    context_parallel_s: float
+
+    def pass_s(self, recompute: str) -> tuple[float, float]:
+        """Forward and backward with what ``memory.recompute`` runs again, traffic included."""
+        traffic = self.tensor_parallel_s + self.context_parallel_s
+        again = {"none": 0.0, "selective": self.attention_s, "full": self.forward_s + traffic}
+        return self.forward_s + traffic, self.backward_s + traffic + again[recompute]
+
+
+def layer_time(
+    shape: ActivationShape, device: Accelerator, software: Software, *, is_8_bit: bool = False
+) -> LayerTime:
+    """Of one block as ``shape`` cuts it."""
+    products = _products(shape)
+    forward = sum(matmul_s(device, *sizes, is_8_bit=is_8_bit) for sizes in products)
+    backward = sum(
+        matmul_s(device, rows, columns, inner, is_8_bit=is_8_bit)
+        + matmul_s(device, inner, rows, columns, is_8_bit=is_8_bit)
+        for rows, inner, columns in products
+    )
+    attention, attention_backward = _attention(shape, device, software)
+    others = memory_s(device, _element_bytes(shape, software))
+    launches = KERNELS_IN_A_BLOCK * device.fitted.launch_s
+    return LayerTime(
+        forward_s=forward + attention + others + launches,
+        backward_s=backward + attention_backward + 2 * (others + launches),
+        attention_s=attention,
+        tensor_parallel_s=_tensor_parallel_s(shape, device, software),
+        context_parallel_s=_context_parallel_s(shape, device),
+    )
+
+
+def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
+    """Projection to the vocabulary and the loss: forward and backward."""
+    rows = shape.model.table_rows / shape.parallel.tp
+    width, tokens = shape.model.width, shape.tokens
+    forward = matmul_s(device, tokens, width, rows)
+    backward = matmul_s(device, tokens, rows, width) + matmul_s(device, width, tokens, rows)
+    logits = tokens * rows
+    written, read_for_loss, gradient = ELEMENT + 4, 4, ELEMENT + 4
+    forward += memory_s(device, logits * (written + read_for_loss))
+    return forward, backward + memory_s(device, logits * gradient)
+
+
+def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
+    """Looking rows up and adding to them: forward and backward."""
+    stream = memory_s(device, 2 * shape.stream_bytes)
+    return stream, 2 * stream
+
+
+def _products(shape: ActivationShape) -> list[tuple[float, float, float]]:
+    """Rows, inner and columns of the forward's matrix products."""
+    model, tp, tokens = shape.model, shape.parallel.tp, shape.tokens
+    width, features = model.width, model.num_heads * model.head_width
+    kv = 2 * max(1, model.kv_heads // tp) * model.head_width
+    up = model.ffn_width * (2 if shape.family.has_gate else 1)
+    return [
+        (tokens, width, features / tp + kv),
+        (tokens, features / tp, width),
+        (tokens, width, up / tp),
+        (tokens, model.ffn_width / tp, width),
+    ]
+
+
+def _attention(
+    shape: ActivationShape, device: Accelerator, software: Software
+) -> tuple[float, float]:
+    model = shape.model
+    rows = shape.tokens * model.num_heads / shape.parallel.tp
+    if software.has_fused_attention:
+        forward = attention_s(device, rows, shape.seq_len, model.head_width)
+        return forward, BACKWARD_ATTENTION * forward
+    share = device.peak_16_bit_flops * device.fitted.matmul_share
+    product = 2 * rows * shape.seq_len * model.head_width / share
+    forward = 2 * product + memory_s(device, rows * shape.seq_len * UNFUSED_FORWARD_BYTES)
+    backward = 4 * product + memory_s(device, rows * shape.seq_len * UNFUSED_BACKWARD_BYTES)
+    return forward, backward
+
+
+def _element_bytes(shape: ActivationShape, software: Software) -> float:
+    """Memory traffic of a forward beside products and attention.
+
+    Two norms read and write the stream; two sums read it twice and write it, with a mask where there
+    is dropout; the nonlinearity reads what up (and gate) made and writes; q, k, v are turned or
+    rearranged once.
+    """
+    norms, sums = 2 * 2 * ELEMENT, 2 * 3 * ELEMENT
+    masks = 2 * (ELEMENT + 1) if software.has_dropout else 0
+    stream = shape.stream_tokens * shape.model.width * (norms + sums + masks)
+    hidden = shape.tokens * shape.model.ffn_width / shape.parallel.tp
+    activation = hidden * ELEMENT * (3 if shape.family.has_gate else 2)
+    heads = shape.model.num_heads + 2 * shape.model.kv_heads
+    qkv = shape.tokens * heads * shape.model.head_width / shape.parallel.tp
+    return stream + activation + 2 * ELEMENT * qkv
+
+
+def _tensor_parallel_s(shape: ActivationShape, device: Accelerator, software: Software) -> float:
+    """Two all-reduces a forward; sequence parallelism sends as much in other halves."""
+    span = make_span(device, size=shape.parallel.tp, stride=1)
+    once = all_reduce_s(device, span, shape.tokens * shape.model.width * ELEMENT)
+    return 2 * once * (1 - software.hides_tensor_parallel)
+
+
+def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
+    """Keys and values of the whole sequence brought together once a forward."""
+    parallel = shape.parallel
+    span = make_span(device, size=parallel.cp, stride=parallel.tp)
+    kv = 2 * max(1, shape.model.kv_heads // parallel.tp) * shape.model.head_width
+    return gather_s(device, span, shape.tokens * parallel.cp * kv * ELEMENT)

@@ -1,0 +1,262 @@
+"""Runs that others published, as jobs: what `raymega plan --runs` compares its predictions with.
+
+It reads the columns of a table; it knows which facts a source leaves open, and fits nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from raymega.config.schema import Job
+from raymega.errors import PlanError
+from raymega.plan.accelerators import CATALOGUE, Accelerator
+from raymega.plan.flops import flops_per_token
+from raymega.plan.memory_use import RESERVED_BYTES, memory_use
+from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.software import Software
+from raymega.plan.step_time import step_time
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+OPEN_RECOMPUTES = ("none", "full")
+SCHEDULES = {"ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
+DEFAULT_VOCAB = 51200
+DROPOUT = 0.1
+"""Of Megatron-LM's scripts of that time; its masks and weights are what memory has to hold."""
+GATED = ("llama", "mixtral", "qwen", "deepseek")
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedRun:
+    """One row.
+
+    Attributes:
+        source: Where it was printed.
+        model: Its name there.
+        gpu: The catalogue's name of its device.
+        num_gpus: Of the whole run.
+        candidates: Plans that agree with everything the row states; several where it leaves the
+            micro-batch, the chunks or recompute open.
+        software: How the system worked.
+        is_8_bit: Matrix products in fp8.
+        iter_s: Published seconds of a step; 0 when it printed none.
+        tflops: Published FLOP/s of a GPU in units of 1e12, by the source's own count; 0 for none.
+        memory_gib: Published peak of the allocator, which counts in units of 2**30 whatever it is
+            called; 0 when the source printed none.
+        skipped: Why the row cannot be expressed; empty when it can.
+    """
+
+    source: str
+    model: str
+    gpu: str
+    num_gpus: int
+    candidates: tuple[RunPlan, ...]
+    software: Software
+    is_8_bit: bool
+    iter_s: float
+    tflops: float
+    memory_gib: float
+    skipped: str = ""
+
+
+def read_runs(path: Path | str) -> Iterator[PublishedRun]:
+    """Every row of a table with the columns of the reference."""
+    with Path(path).open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            yield published_run(row)
+
+
+def published_run(row: Row) -> PublishedRun:
+    """One row as plans; ``skipped`` says what keeps it from being one."""
+    candidates: tuple[RunPlan, ...] = ()
+    skipped = _not_expressible(row)
+    if not skipped:
+        try:
+            candidates = tuple(_with_dropout(make_plan(job), row) for job in _jobs(row))
+        except (PlanError, ValueError) as error:
+            skipped = " ".join(str(error).split())
+    return PublishedRun(
+        source=row["source"],
+        model=row["model"],
+        gpu=_gpu(row),
+        num_gpus=int(_number(row, "n_gpus")),
+        candidates=candidates,
+        software=_software(row),
+        is_8_bit="fp8" in row["precision"],
+        iter_s=_number(row, "iter_s"),
+        tflops=_number(row, "tflops_per_gpu"),
+        memory_gib=_noted(row, "mem_gib") or _noted(row, "mem_gb"),
+        skipped=skipped,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A run as printed and as predicted; 0 where the source printed nothing.
+
+    ``tflops`` are by the source's own count of operations, so they differ as the seconds do.
+    """
+
+    run: PublishedRun
+    plan: RunPlan
+    iter_s: float
+    tflops: float
+    memory_gib: float
+    fits: bool
+
+
+def compare(run: PublishedRun, device: Accelerator) -> Comparison:
+    """The fastest of the plans that the row allows and that fit; of all, when none does."""
+    fitting = [plan for plan in run.candidates if _needs(plan) <= device.memory_bytes]
+
+    def seconds(plan: RunPlan) -> float:
+        return step_time(plan, device, run.software, is_8_bit=run.is_8_bit).total_s
+
+    plan = min(fitting or run.candidates, key=seconds)
+    iter_s = seconds(plan)
+    flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
+    tokens = plan.batch.global_batch_size * plan.job.data.seq_len
+    tflops = flops * tokens / run.num_gpus / iter_s / 1e12
+    if run.tflops and run.iter_s:
+        tflops = run.tflops * run.iter_s / iter_s
+    allocated = _needs(plan) - RESERVED_BYTES
+    return Comparison(
+        run=run, plan=plan, iter_s=iter_s, tflops=tflops, memory_gib=allocated / 2**30,
+        fits=bool(fitting),
+    )  # fmt: skip
+
+
+def _needs(plan: RunPlan) -> int:
+    return memory_use(plan).total_bytes
+
+
+def _not_expressible(row: Row) -> str:
+    lacking = [
+        name for name in ("layers", "hidden", "heads", "seq", "n_gpus", "gbs") if not row[name]
+    ]
+    if lacking:
+        return f"the row does not state {', '.join(lacking)}"
+    if row["experts"]:
+        return "mixture of experts is not built yet"
+    if "ZeRO-3" in row["model"] or "FSDP" in row["note"]:
+        return "sharded parameters are not built yet"
+    if not _gpu(row):
+        return f"{row['gpu']} is not in the catalogue"
+    return ""
+
+
+def _jobs(row: Row) -> Iterator[Job]:
+    """Each job that the row may have been."""
+    sizes = MICRO_BATCH_SIZES if not row["mbs"] else (int(_number(row, "mbs")),)
+    recomputes = (_recompute(row),) if row["recompute"] else OPEN_RECOMPUTES
+    layers, pp = int(_number(row, "layers")), int(_number(row, "pp", 1))
+    chunks: tuple[int, ...] = (int(_number(row, "vpp", 1)),)
+    if not row["vpp"] and layers % pp == 0 and pp > 1:
+        chunks = tuple(v for v in range(1, layers // pp + 1) if layers // pp % v == 0)
+    sequences = _number(row, "gbs") / _dp(row)
+    for size, recompute, v in product(sizes, recomputes, chunks):
+        if size <= sequences:
+            yield _job(row, micro_batch_size=size, recompute=recompute, chunks=v)
+
+
+def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job:
+    heads, tp = int(_number(row, "heads")), int(_number(row, "tp", 1))
+    is_gated = any(name in row["model"].lower() for name in GATED)
+    vocab = int(_number(row, "vocab", DEFAULT_VOCAB))
+    is_late = _software(row).hides_gradients
+    values: dict[str, Any] = {
+        "run": {"name": "published", "steps": 1},
+        "model": {
+            "family": "llama" if is_gated else "gpt2",
+            "num_layers": int(_number(row, "layers")),
+            "width": int(_number(row, "hidden")),
+            "num_heads": heads,
+            "num_kv_heads": int(_number(row, "kv_heads", heads)),
+            "ffn_width": int(_number(row, "ffn", 4 * _number(row, "hidden"))),
+            "vocab_size": vocab,
+            "vocab_multiple": 128 * tp,
+            "max_positions": int(_number(row, "seq")),
+            "is_embedding_tied": not is_gated and not is_late,
+        },
+        "data": {
+            "path": "synthetic",
+            "seq_len": int(_number(row, "seq")),
+            "global_batch_size": int(_number(row, "gbs")),
+        },
+        "parallel": {
+            "tp": tp,
+            "pp": int(_number(row, "pp", 1)),
+            "cp": int(_number(row, "cp", 1)),
+            "dp": _dp(row),
+            "sequence_parallel": tp > 1 and (row["sp"] == "yes" or (is_late and row["sp"] != "no")),
+            "sharding": "optimizer" if is_late else "none",
+            "stages": "even",
+        },
+        "schedule": {
+            "name": next((v for k, v in SCHEDULES.items() if k in row["model"]), "1f1b"),
+            "chunks": chunks,
+            "micro_batch_size": micro_batch_size,
+        },
+        "memory": {"recompute": recompute},
+        "optimizer": {"lr": 1e-4},
+        "precision": {"dtype": "bfloat16"},
+    }
+    return Job.model_validate(values)
+
+
+def _with_dropout(plan: RunPlan, row: Row) -> RunPlan:
+    """Systems that wrote attention weights out kept them, their masks and those of the stream.
+
+    Set after the plan is made, because a job of this size would be refused with them.
+    """
+    if _software(row).has_fused_attention:
+        return plan
+    rates = {"residual_dropout": DROPOUT, "attention_dropout": DROPOUT}
+    model = plan.job.model.model_copy(update=rates)
+    return replace(plan, job=plan.job.model_copy(update={"model": model}))
+
+
+def _recompute(row: Row) -> str:
+    return row["recompute"].split("(")[0].split()[0]
+
+
+def _software(row: Row) -> Software:
+    """By the number format: float16 is how Megatron-LM trained before fused attention, and before
+    gradients and weights travelled behind the work; bfloat16 and fp8 came with both."""
+    if "bf16" not in row["precision"] and "fp8" not in row["precision"]:
+        return Software(
+            has_fused_attention=False,
+            gradient_bytes=2,
+            hides_gradients=False,
+            hides_messages=False,
+            has_dropout=True,
+        )
+    return Software()
+
+
+def _gpu(row: Row) -> str:
+    return next((name for name in CATALOGUE if name in row["gpu"].lower()), "")
+
+
+def _dp(row: Row) -> int:
+    others = _number(row, "tp", 1) * _number(row, "pp", 1) * _number(row, "cp", 1)
+    return int(_number(row, "dp", _number(row, "n_gpus") // others))
+
+
+def _number(row: Row, name: str, default: float = 0.0) -> float:
+    return float(row[name]) if row[name] else default
+
+
+def _noted(row: Row, name: str) -> float:
+    """A figure that the note gives as ``name=figure``; 0 without."""
+    for part in row["note"].replace(",", ";").split(";"):
+        key, _, value = part.strip().partition("=")
+        if key == name:
+            return float(value)
+    return 0.0

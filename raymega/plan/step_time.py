@@ -1,0 +1,157 @@
+"""Seconds of one optimizer step by part, before anything runs.
+
+It puts blocks together into stages, stages into a pipeline, and adds what happens once a step. Times
+of kernels are layer_time's, of transfers link_time's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.config.schema import Job
+from raymega.plan.accelerators import Accelerator
+from raymega.plan.activations import ActivationShape, activation_shape
+from raymega.plan.kernel_time import memory_s
+from raymega.plan.layer_time import LayerTime, embedding_time, head_time, layer_time
+from raymega.plan.link_time import gather_s, make_span, message_s
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.software import RAYMEGA, Software
+from raymega.plan.stages import Stage
+from raymega.plan.state_size import StateSize, rank_state
+
+OPTIMIZER_BYTES = 34
+"""Read and written for one parameter: gradient, master and two moments in, all but the gradient and
+the weight out."""
+BUCKETS = 8
+"""Portions in which gradients travel; the last one has no work left to hide behind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step, by part; they add up to ``total_s``.
+
+    Attributes:
+        compute_s: Kernels of the busiest stage over all micro-batches.
+        tensor_parallel_s: Its traffic over tp that nothing hides.
+        messages_s: Its messages to neighbours that nothing hides.
+        bubble_s: Its waiting for the pipeline to fill and drain.
+        data_parallel_s: Gradients and weights over dp that nothing hides.
+        optimizer_s: The update.
+    """
+
+    compute_s: float
+    tensor_parallel_s: float
+    messages_s: float
+    bubble_s: float
+    data_parallel_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The step."""
+        busy = self.compute_s + self.tensor_parallel_s + self.messages_s
+        return busy + self.bubble_s + self.data_parallel_s + self.optimizer_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTime:
+    """One stage, one micro-batch: forward and backward, and what of both is tp traffic."""
+
+    forward_s: float
+    backward_s: float
+    tensor_parallel_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both passes."""
+        return self.forward_s + self.backward_s
+
+
+def step_time(
+    plan: RunPlan, device: Accelerator, software: Software = RAYMEGA, *, is_8_bit: bool = False
+) -> StepTime:
+    """Of a step of ``plan``'s batch by closed forms, (pp - 1) / (v m) for the bubble.
+
+    The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
+    """
+    job, grid = plan.job, plan.grid
+    shape = activation_shape(job)
+    block = layer_time(shape, device, software, is_8_bit=is_8_bit)
+    stages = [stage_time(stage, shape, block, device) for stage in plan.stages]
+    ranks = [
+        [stages[plan.placement.stage(pp, chunk)] for chunk in range(plan.placement.chunks)]
+        for pp in range(grid.pp)
+    ]
+    busiest = max(ranks, key=lambda chunks: sum(chunk.total_s for chunk in chunks))
+    once = sum(chunk.total_s for chunk in busiest)
+    mean = sum(stage.total_s for stage in stages) / grid.pp
+    micro_batches = plan.batch.num_micro_batches
+    messages = _messages_s(job, shape, device, software)
+    traffic = sum(chunk.tensor_parallel_s for chunk in busiest)
+    state = rank_state(job, plan.stages_of(0), grid, tp_rank=0)
+    fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=plan.placement.chunks)
+    return StepTime(
+        compute_s=micro_batches * (once - traffic),
+        tensor_parallel_s=micro_batches * traffic,
+        messages_s=micro_batches * messages,
+        bubble_s=fill * (mean + messages),
+        data_parallel_s=_data_parallel_s(plan, state, device, software, backward_s=once * 2 / 3),
+        optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
+    )
+
+
+def bubble_share(schedule: str, *, pp: int, chunks: int) -> float:
+    """Waiting of a rank, in passes of one micro-batch through all its chunks."""
+    fill = (pp - 1) / chunks
+    # Shares of 1f1b's bubble when input and weight gradients take as long as a forward each (Qi et
+    # al. 2023, table 1; V schedules: Qi et al. 2024).
+    left = {"zb_h1": 1 / 3, "zb_h2": 0.0, "zb_v": 0.0, "zb_auto": 1 / 3, "dualpipe_v": 1 / 3}
+    return fill * left.get(schedule, 1.0)
+
+
+def stage_time(
+    stage: Stage, shape: ActivationShape, block: LayerTime, device: Accelerator
+) -> StageTime:
+    """Its blocks and, at the ends, embedding and head."""
+    forward, backward = block.pass_s(shape.memory.recompute)
+    passes = 3 if shape.memory.recompute == "full" else 2
+    forward, backward = stage.num_layers * forward, stage.num_layers * backward
+    for is_here, part in ((stage.is_first, embedding_time), (stage.is_last, head_time)):
+        if is_here:
+            more, more_backward = part(shape, device)
+            forward, backward = forward + more, backward + more_backward
+    traffic = stage.num_layers * passes * (block.tensor_parallel_s + block.context_parallel_s)
+    return StageTime(forward_s=forward, backward_s=backward, tensor_parallel_s=traffic)
+
+
+def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software: Software) -> float:
+    """One activation forward and one gradient back for each chunk, of one micro-batch."""
+    parallel, chunks = job.parallel, job.schedule.chunks
+    if parallel.pp == 1:
+        return 0.0
+    if software.hides_messages and chunks > 1:
+        return 2 * chunks * device.fitted.network_latency_s
+    whole = shape.tokens * shape.model.width * 2
+    stride = parallel.tp * parallel.cp * parallel.dp
+    inside = stride * parallel.pp <= device.devices_per_node
+    seconds = message_s(device, whole / parallel.tp, is_inside=inside)
+    if not parallel.sequence_parallel:  # what was sent in tp parts is put together again
+        seconds += gather_s(device, make_span(device, size=parallel.tp, stride=1), whole)
+    return 2 * chunks * seconds
+
+
+def _data_parallel_s(
+    plan: RunPlan, state: StateSize, device: Accelerator, software: Software, *, backward_s: float
+) -> float:
+    """Gradients summed behind the last backward, sharded weights gathered behind the first forward."""
+    job, grid = plan.job, plan.grid
+    span = make_span(device, size=grid.dp * grid.cp, stride=grid.tp)
+    gradients = state.num_parameters * software.gradient_bytes
+    weights = state.weight_bytes if job.parallel.sharding == "optimizer" else gradients
+    parts = (gather_s(device, span, gradients), gather_s(device, span, weights))
+    if not software.hides_gradients:
+        return sum(parts)
+    hidden_behind = (backward_s, backward_s / 2)
+    return sum(
+        max(part / BUCKETS, part - work) for part, work in zip(parts, hidden_behind, strict=True)
+    )

@@ -1,0 +1,98 @@
+"""Published runs as jobs, and predictions held against them; the table is in benchmarks/."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from raymega.plan.accelerators import CATALOGUE
+from raymega.plan.published import Comparison, compare, published_run, read_runs
+
+TABLE = Path(__file__).parents[3] / "benchmarks" / "published_runs.csv"
+FITTED = ("Narayanan2021-SC21-T1", "Korthikanti2022", "Megatron-LM README images/model_table")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Comparison]:
+    runs = [run for run in read_runs(TABLE) if not run.skipped and run.gpu in CATALOGUE]
+    return [compare(run, CATALOGUE[run.gpu]) for run in runs]
+
+
+def error(each: Comparison) -> float:
+    return abs(each.iter_s / each.run.iter_s - 1)
+
+
+def is_seen(each: Comparison) -> bool:
+    return each.run.source.startswith(FITTED)
+
+
+def test_step_times_of_runs_that_no_constant_was_fitted_to(found):
+    errors = [error(each) for each in found if each.run.iter_s and not is_seen(each)]
+    assert len(errors) > 50
+    assert median(errors) < 0.08
+    assert sum(size <= 0.2 for size in errors) >= 0.9 * len(errors)
+
+
+def test_fewer_than_half_of_the_runs_were_fitted_to(found):
+    assert sum(map(is_seen, found)) < len(found) / 2
+
+
+def test_memory_of_runs_that_print_it_is_within_a_tenth_for_nine_in_ten(found):
+    errors = [
+        abs(each.memory_gib / each.run.memory_gib - 1) for each in found if each.run.memory_gib
+    ]
+    assert len(errors) >= 24
+    assert sum(size <= 0.1 for size in errors) >= 0.85 * len(errors)
+
+
+def test_no_run_that_ran_is_refused_for_its_memory(found):
+    assert [each.run.model for each in found if not each.fits] == []
+
+
+def test_schedules_of_one_model_are_ordered_as_published(found):
+    by_model: dict[tuple[str, int], list[Comparison]] = {}
+    for each in found:
+        if each.run.source.startswith("ZeroBubble"):
+            name = each.run.model.split(" [")[0], each.plan.batch.global_batch_size
+            by_model.setdefault(name, []).append(each)
+    assert len(by_model) == 6
+    for runs in by_model.values():
+        fastest = min(runs, key=lambda each: each.run.iter_s)
+        slowest = max(runs, key=lambda each: each.run.iter_s)
+        assert fastest is min(runs, key=lambda each: each.iter_s)
+        assert slowest is max(runs, key=lambda each: each.iter_s)
+
+
+def test_what_a_row_leaves_open_is_searched():
+    row = _row("Megatron-LM README images/model_table", "GPT 70B")
+    run = published_run(row)
+    sizes = {plan.job.schedule.micro_batch_size for plan in run.candidates}
+    chunks = {plan.placement.chunks for plan in run.candidates}
+    assert sizes == {1, 2, 4, 8} and {1, 2, 3}.issubset(chunks)
+
+
+def test_what_a_row_states_is_not_searched():
+    run = published_run(_row("Narayanan2021-SC21-T1", "GPT 145.6B"))
+    (plan,) = run.candidates
+    assert plan.job.schedule.micro_batch_size == 2 and plan.placement.chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "reason"),
+    [
+        ("MoE-Parallel-Folding", "Mixtral-8x22B [MCore]", "mixture of experts"),
+        ("Narayanan2021-SC21-T2", "GPT 174.6B ZeRO-3", "sharded parameters"),
+        ("Narayanan2021-SC21 sec 5.8", "GPT 175B", "does not state"),
+    ],
+)
+def test_a_row_that_cannot_be_expressed_says_why(source, model, reason):
+    assert reason in published_run(_row(source, model)).skipped
+
+
+def _row(source: str, model: str) -> dict[str, str]:
+    with TABLE.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    return next(row for row in rows if row["source"].startswith(source) and row["model"] == model)

@@ -1,0 +1,139 @@
+"""Times of kernels, links and steps: limits that do not depend on fitted constants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymega.api import load_job
+from raymega.errors import PlanError
+from raymega.plan.accelerators import CATALOGUE, accelerator
+from raymega.plan.activations import activation_shape
+from raymega.plan.kernel_time import attention_s, matmul_s, memory_s
+from raymega.plan.layer_time import layer_time
+from raymega.plan.link_time import all_reduce_s, gather_s, make_span, message_s
+from raymega.plan.memory_use import micro_batches_in_flight
+from raymega.plan.run_plan import make_plan
+from raymega.plan.software import RAYMEGA
+from raymega.plan.step_time import bubble_share, step_time
+from raymega.schedule.instructions import FREES_ACTIVATIONS, Op
+from raymega.schedule.order import make_sizes
+from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.table import SCHEDULES, make_schedule
+
+H100 = CATALOGUE["h100"]
+JOBS = Path(__file__).parents[3] / "jobs"
+SEVEN_B = JOBS / "llama-7b-16gpu.yaml"
+
+
+def plan_of(*overrides: str):
+    return make_plan(load_job(SEVEN_B, ["cluster.num_workers=grid", *overrides]))
+
+
+def test_a_large_product_comes_near_its_share_of_the_peak():
+    size = 2**15
+    rate = 2 * size**3 / matmul_s(H100, size, size, size)
+    assert 0.95 < rate / (H100.peak_16_bit_flops * H100.fitted.matmul_share) < 1
+
+
+def test_a_thin_product_is_bound_by_memory():
+    seconds = matmul_s(H100, 1, 8192, 8192)
+    assert seconds >= memory_s(H100, 2 * 8192 * 8192)
+
+
+def test_causal_attention_costs_half_of_full():
+    causal, full = (attention_s(H100, 2**20, 4096, 128, is_causal=c) for c in (True, False))
+    assert causal - H100.fitted.launch_s == pytest.approx((full - H100.fitted.launch_s) / 2)
+
+
+def test_a_ring_moves_what_the_published_formula_says():
+    """(n - 1) / n of the bytes through each rank, twice for an all-reduce (Patarasuk and Yuan 2009)."""
+    quiet = replace(H100, fitted=replace(H100.fitted, link_latency_s=0.0, link_share=1.0))
+    span = make_span(quiet, size=8, stride=1)
+    assert gather_s(quiet, span, 450e9) == pytest.approx(7 / 8)
+    assert all_reduce_s(quiet, span, 450e9) == pytest.approx(2 * 7 / 8)
+
+
+def test_more_ranks_on_a_node_bring_more_of_the_network():
+    apart, together = (make_span(H100, size=16, stride=stride) for stride in (8, 1))
+    assert not apart.is_inside and apart.per_node == 1 and together.per_node == 8
+    assert gather_s(H100, together, 1e9) < gather_s(H100, apart, 1e9) / 4
+
+
+def test_a_message_inside_a_node_is_faster():
+    assert message_s(H100, 1e8, is_inside=True) < message_s(H100, 1e8, is_inside=False)
+
+
+def test_an_unknown_gpu_is_refused_by_name():
+    with pytest.raises(PlanError, match="--gpu h1000"):
+        accelerator("h1000")
+
+
+def test_full_recompute_runs_the_forward_once_more():
+    shape = activation_shape(plan_of().job)
+    block = layer_time(shape, H100, RAYMEGA)
+    _, plain = block.pass_s("none")
+    _, again = block.pass_s("full")
+    assert again - plain == pytest.approx(block.forward_s + block.tensor_parallel_s)
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.dp=8", "parallel.pp=2")], ids=str)
+def test_parts_add_up_to_the_step(overrides):
+    time = step_time(plan_of(*overrides), H100)
+    parts = [getattr(time, name) for name in time.__slots__]
+    assert time.total_s == pytest.approx(sum(parts)) and min(parts) >= 0
+
+
+def test_twice_the_batch_takes_twice_the_compute():
+    once, twice = (
+        step_time(plan_of(f"data.global_batch_size={size}"), H100).compute_s for size in (512, 1024)
+    )
+    assert twice == pytest.approx(2 * once)
+
+
+@given(
+    name=st.sampled_from(["1f1b", "gpipe"]),
+    pp=st.integers(2, 8),
+    chunks=st.integers(1, 4),
+    groups=st.integers(1, 6),
+)
+def test_the_bubble_is_the_simulated_one(name, pp, chunks, groups):
+    chunks = chunks if name == "1f1b" else 1
+    micro_batches = groups * pp
+    sizes = _sizes(pp, chunks, micro_batches)
+    simulated = simulate(make_schedule(name, sizes), Durations()).bubble
+    # bubble_share counts passes through all chunks, of which there are micro_batches.
+    assert simulated == pytest.approx(bubble_share(name, pp=pp, chunks=chunks) / micro_batches)
+
+
+@given(
+    name=st.sampled_from([name for name in SCHEDULES if name not in ("zb_auto", "interleaved")]),
+    pp=st.integers(1, 8),
+    chunks=st.integers(1, 3),
+    micro_batches=st.integers(1, 24),
+)
+def test_as_many_in_flight_as_the_closed_form_says(name, pp, chunks, micro_batches):
+    kind = SCHEDULES[name]
+    chunks = min(max(chunks, kind.least_chunks), kind.most_chunks)
+    program = make_schedule(name, _sizes(pp, chunks, micro_batches))
+    for pp_rank, schedule in enumerate(program.lists):
+        held = peak = 0
+        for task in schedule:
+            held += (task.op is Op.FORWARD) - (task.op in FREES_ACTIVATIONS)
+            peak = max(peak, held)
+        bound = micro_batches_in_flight(
+            name, pp=pp, pp_rank=pp_rank, chunks=chunks, num_micro_batches=micro_batches
+        )
+        assert peak <= bound, (name, pp_rank)
+        if micro_batches >= 2 * pp:
+            assert peak == bound, (name, pp_rank)
+
+
+def _sizes(pp: int, chunks: int, micro_batches: int):
+    return make_sizes(
+        pp=pp, chunks=chunks, num_micro_batches=micro_batches, group_size="pp", max_activations="pp"
+    )
