@@ -1,7 +1,7 @@
 """Pipelined steps against torch.distributed.pipelining: the same stages, four gloo ranks, one after the other.
 
-Stages are residual feed-forward layers with the same weights. torch gets nn.Linear, whose backward it can cut
-in two; ours get raymega's linear, which puts its weight gradient off. Losses and gradients of both are compared
+Stages are residual feed-forward layers with the same weights and the same code, but for schedules that cut
+backwards in two: torch cuts torch's own linear, ours get raymega's, which puts its weight gradient off. Losses and gradients of both are compared
 before the clock runs. Then come steps in interleaved pairs, then one step of each that is recorded (bubble) and
 one whose tensors are counted (peak). Two cores hide idle time: one rank's wait is another's work. So a second
 part, pipeline_bubbles, takes sleeps for work and measures bubbles only.
@@ -45,6 +45,8 @@ from raymega.schedule.table import make_schedule
 from raymega.schedule.timeline import Event, bubble
 
 RANKS = 4
+CUT_IN_TWO = ("zb_v", "dualpipe_v")
+"""Schedules whose backward comes in two parts, for which ours need a linear layer of their own."""
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
 # Our name, chunks a rank, torch's class.
@@ -130,6 +132,8 @@ def make_ours(
     stream = Stream(tp=groups.tp)
 
     def multiply(x: Tensor, weight: Tensor, *, deferral: Deferral) -> Tensor:
+        if name not in CUT_IN_TWO:
+            return nn.functional.linear(x, weight)
         return column_linear(x, weight, None, stream, deferral)
 
     side = Side()

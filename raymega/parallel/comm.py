@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class Pending:
 
     __slots__ = ("_wait", "_what", "_work")
 
-    def __init__(self, what: str, work: dist.Work | None, wait: Wait) -> None:
+    def __init__(self, what: Callable[[], str], work: dist.Work | None, wait: Wait) -> None:
         self._what, self._work, self._wait = what, work, wait
 
     @property
@@ -70,12 +71,13 @@ class Pending:
         try:
             self._wait(self._work, timeout_s)
         except RuntimeError as error:
-            raise _failure(self._what, time.monotonic() - began, timeout_s, error) from error
+            waited_s = time.monotonic() - began
+            raise _failure(self._what(), waited_s, timeout_s, error) from error
 
 
 def nothing_pending() -> Pending:
     """For a caller that has nothing to wait for after all."""
-    return Pending("nothing", None, _wait_once)
+    return Pending(str, None, _wait_once)
 
 
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pending:
@@ -295,7 +297,7 @@ def _start(
     wait: Wait,
 ) -> Pending:
     """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
-    what = f"{operation} on group {group.name} of ranks {_ranks(group)}"
+    what = partial(_name, operation, group)
     if tensor.device.type != "cpu":
         wait = _wait_on_stream
     if group.handle is None:
@@ -303,7 +305,11 @@ def _start(
     try:
         return Pending(what, launch(group.resolve()), wait)
     except RuntimeError as error:
-        raise _failure(what, 0.0, group.timeout_s, error) from error
+        raise _failure(what(), 0.0, group.timeout_s, error) from error
+
+
+def _name(operation: str, group: Group) -> str:
+    return f"{operation} on group {group.name} of ranks {_ranks(group)}"
 
 
 def _wait_on_stream(work: dist.Work, _timeout_s: float) -> None:

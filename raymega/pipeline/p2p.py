@@ -7,8 +7,6 @@ holds which stage is the placement's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,6 +63,8 @@ class PointToPoint:
         self._rank = groups.pp_forward.index
         self._sends: deque[_Send] = deque()
         self._own: dict[Message, Tensor] = {}
+        # Every step has the same instructions.
+        self._messages: dict[Instruction, Message] = {}
 
     def stage(self, chunk: int) -> int:
         """The stage that this rank holds as ``chunk``."""
@@ -89,10 +89,12 @@ class PointToPoint:
             return
         self._drop_finished_sends()
         tensor = tensor.contiguous()
-        with self._naming("sending", message):
+        try:
             pending = isend(
                 tensor, self._group(message), message.receiver.rank, tag=self._tag(message)
             )
+        except CommunicationError as error:
+            raise self._named(error, "sending", message) from error
         self._sends.append(_Send(pending=pending, tensor=tensor, message=message))
 
     def recv(self, receive: Instruction, *, length: int | None = None) -> Tensor:
@@ -101,11 +103,13 @@ class PointToPoint:
         if message.sender.rank == self._rank:
             return self._own.pop(message)
         buffer = torch.empty(self._shape_of(length), dtype=self.dtype, device=self.device)
-        with self._naming("receiving", message):
+        try:
             pending = irecv(
                 buffer, self._group(message), message.sender.rank, tag=self._tag(message)
             )
             pending.wait(self._timeout_s)
+        except CommunicationError as error:
+            raise self._named(error, "receiving", message) from error
         return buffer
 
     def wait_all(self) -> None:
@@ -118,8 +122,11 @@ class PointToPoint:
             self._finish_send()
 
     def _message(self, instruction: Instruction) -> Message:
-        message = self._placement.message(self._rank, instruction)
-        assert message is not None, f"stage {self.stage(instruction.chunk)} has no such neighbour"
+        message = self._messages.get(instruction)
+        if message is None:
+            message = self._placement.message(self._rank, instruction)
+            assert message is not None, f"stage {self.stage(instruction.chunk)} has no neighbour"
+            self._messages[instruction] = message
         return message
 
     def _shape_of(self, length: int | None) -> tuple[int, ...]:
@@ -141,25 +148,23 @@ class PointToPoint:
 
     def _finish_send(self) -> None:
         send = self._sends.popleft()
-        with self._naming("sending", send.message):
-            send.pending.wait(self._timeout_s)
-
-    @contextmanager
-    def _naming(self, verb: str, message: Message) -> Iterator[None]:
-        """Say in a failure which transfer of which stage it was."""
         try:
-            yield
+            send.pending.wait(self._timeout_s)
         except CommunicationError as error:
-            sender = self._placement.stage(*message.sender)
-            receiver = self._placement.stage(*message.receiver)
-            here, other, way = sender, receiver, "to"
-            if verb == "receiving":
-                here, other, way = receiver, sender, "from"
-            where = (
-                f"stage {here}, {verb} the {CARGO[message.op]} of micro-batch "
-                f"{message.micro_batch} {way} stage {other}"
-            )
-            raise CommunicationError(*(_located(fault, where) for fault in error.faults)) from error
+            raise self._named(error, "sending", send.message) from error
+
+    def _named(self, error: CommunicationError, verb: str, message: Message) -> CommunicationError:
+        """The failure with which transfer of which stage it was."""
+        sender = self._placement.stage(*message.sender)
+        receiver = self._placement.stage(*message.receiver)
+        here, other, way = sender, receiver, "to"
+        if verb == "receiving":
+            here, other, way = receiver, sender, "from"
+        where = (
+            f"stage {here}, {verb} the {CARGO[message.op]} of micro-batch "
+            f"{message.micro_batch} {way} stage {other}"
+        )
+        return CommunicationError(*(_located(fault, where) for fault in error.faults))
 
     def _check(self, message: Message, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Refuse another shape or dtype here, because gloo ends the receiving process for it."""

@@ -80,7 +80,7 @@ def sent(monkeypatch):
 
     def launch(bucket, _group):
         buckets.append(bucket.numel())
-        return Pending("", None, None)
+        return Pending(str, None, None)
 
     monkeypatch.setattr("raymega.parallel.grad_buffer.start_all_reduce", launch)
     return buckets
