@@ -56,7 +56,7 @@ def _timeline(
     recording = Recording(
         rows=rows,
         pipelines=_groups(plan, "pp"),
-        replicas=_groups(plan, "dp"),
+        replicas=_groups(plan, ("cp", "dp")),
         placement=plan.placement,
     ).aligned()
     return TimelineReady(
@@ -68,7 +68,7 @@ def _timeline(
     )
 
 
-def _groups(plan: RunPlan, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Every group of an axis, each once; a pipeline's ranks in the order of its stages."""
+def _groups(plan: RunPlan, axes: str | tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Every group of the axes, each once; a pipeline's ranks in the order of its stages."""
     ranks = range(plan.grid.world_size)
-    return tuple(dict.fromkeys(tuple(plan.grid.group(axis, rank)) for rank in ranks))
+    return tuple(dict.fromkeys(tuple(plan.grid.group(axes, rank)) for rank in ranks))

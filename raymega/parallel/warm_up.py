@@ -26,7 +26,7 @@ def open_communicators(groups: Groups, device: torch.device) -> None:
     """
     for group in (
         groups.tp, groups.cp, groups.cp_inner, groups.cp_outer, groups.dp, groups.replicas,
-        groups.model, groups.embedding,
+        groups.model, *groups.nested, groups.embedding,
     ):  # fmt: skip
         all_reduce(torch.zeros(1, device=device), group)
     here = groups.pp_forward.index
