@@ -1,11 +1,13 @@
 """Objects in another process's memory keep to what every store keeps to, over a real connection."""
 
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pytest
 
 from raymega.errors import StorageError
 from raymega.storage import keeper_store
-from raymega.storage.keeper import Keeper
+from raymega.storage.keeper import Keeper, batch_of
 from raymega.storage.keeper_store import KeeperStore
 from tests.support.store_contract import *  # noqa: F403
 from tests.support.store_contract import put
@@ -64,6 +66,17 @@ def test_stranger_can_neither_read_nor_write(keeper, store):
 def test_keeper_checks_keys_itself(keeper):
     with pytest.raises(pa.flight.FlightServerError, match="object key"):
         keeper.do_put(None, pa.flight.FlightDescriptor.for_command(b'{"key": "../up"}'), [], None)
+
+
+@pytest.mark.parametrize("sent", [b"1234", b"123456"], ids=["short", "long"])
+def test_object_of_another_length_than_was_said_is_not_kept(keeper, store, sent):
+    order = pa.flight.FlightDescriptor.for_command(
+        b'{"key": "k", "num_bytes": 5, "overwrite": true}'
+    )
+    pieces = [SimpleNamespace(data=batch_of(pa.py_buffer(sent)))]
+    with pytest.raises(pa.flight.FlightServerError, match=f"{len(sent)} bytes came of k, not 5"):
+        keeper.do_put(None, order, pieces, None)
+    assert list(store.list("")) == []
 
 
 def test_keeper_that_is_gone_is_a_storage_error_in_time():
