@@ -40,10 +40,10 @@ def _train(env, plan_json, uri, restore, last):
         curve.append((outcome.loss, outcome.grad_norm))
     shards = []
     writer = CheckpointWriter(
-        store, rank=env.rank, attempt=1, dp=env.groups.dp.size, report=shards.append
+        store, rank=env.rank, attempt=1, dp=env.groups.replicas.size, report=shards.append
     )
     writer.save(
-        state.step, list(parts.optimizer.blocks()), state.scalars(), dp_rank=env.groups.dp.index
+        state.step, list(parts.optimizer.blocks()), state.scalars(), dp_rank=env.groups.replicas.index
     )
     assert writer.wait()
     return curve, shards[-1]
@@ -74,6 +74,7 @@ CHUNKS = "+schedule.name=interleaved+schedule.chunks=2+schedule.micro_batch_size
         ("tp1", "tp2-pp2"),
         ("tp2-pp2", f"dp2{SHARDED}"),
         (f"dp3{SHARDED}", "tp2-sp"),
+        ("tp2+parallel.cp=2", f"pp2-dp2{SHARDED}"),
         (f"pp2{CHUNKS}", "tp2-dp2"),
         (f"tp2-pp2-sp{CHUNKS}", f"pp2-dp2{SHARDED}"),
     ],

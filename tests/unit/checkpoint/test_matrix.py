@@ -106,11 +106,13 @@ def ranks_of(kind, side):
 def save(store, kind, side):
     shards, grid = [], None
     for rank, parts in ranks_of(kind, side):
-        grid, dp = parts.plan.grid, parts.groups.dp
+        grid, replicas = parts.plan.grid, parts.groups.replicas
         blocks = list(parts.optimizer.blocks())
         for block in blocks:
             block.values.copy_(known_values(block))
-        shards.append(save_rank(store, blocks, rank=rank, num_replicas=dp.size, replica=dp.index))
+        shards.append(
+            save_rank(store, blocks, rank=rank, num_replicas=replicas.size, replica=replicas.index)
+        )
     return assemble_shards(shards, grid)
 
 
