@@ -16,6 +16,8 @@ from raymega.errors import ConfigError, Fault
 from raymega.plan.accelerators import CATALOGUE, Accelerator, accelerator
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
 from raymega.plan.batch import BatchPlan, Phase, phases
+from raymega.plan.context_cost import context_costs
+from raymega.plan.hardware import HARDWARE
 from raymega.plan.replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import save_cost
@@ -84,6 +86,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     _show_summary(plan)
     _show_stages(plan)
     _show_ranks(plan)
+    _show_context(plan)
     _show_saves(plan)
     _show_snapshots(plan)
     _show_schedule(plan)
@@ -147,6 +150,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "schedule": job.schedule.name,
         "bubble": _bubble(plan, plan.batch),
         "snapshot_every": job.elastic.snapshot_every,
+        "context_parallel": [asdict(cost) for cost in context_costs(job)],
         "ranks": [
             {
                 "rank": rank,
@@ -261,6 +265,28 @@ def _show_saves(plan: RunPlan) -> None:
         f"most {_readable(cost.share_bytes)} to {_readable(cost.buffer_bytes)} of host memory{waits}, "
         f"and writes them in {files}{least}"
     )
+
+
+def _show_context(plan: RunPlan) -> None:
+    """What each way of context parallelism costs; nothing when there is none."""
+    costs, parallel = context_costs(plan.job), plan.job.parallel
+    if not costs:
+        return
+    span = max(plan.grid.group("cp", 0)) + 1
+    head = ("cp_method", "GFLOP", "to inner", "around", "memory while", "H100 ms")
+    rows = [
+        (
+            cost.method + (" (chosen)" if cost.method == parallel.cp_method else ""),
+            f"{cost.flops / 1e9:.3g}",
+            _readable(round(cost.inner_bytes)),
+            _readable(round(cost.outer_bytes)),
+            _readable(round(cost.passing_bytes)),
+            f"{1e3 * cost.seconds(HARDWARE['h100'], span=span):.3g}",
+        )
+        for cost in costs
+    ]
+    print(f"\ncontext parallel {parallel.cp}: attention of one layer and micro-batch, on each rank")
+    print(table(head, rows))
 
 
 def _show_snapshots(plan: RunPlan) -> None:

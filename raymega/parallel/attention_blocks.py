@@ -52,12 +52,6 @@ def kernel_for(q: Tensor) -> Kernel:
     return Flash if is_narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else WrittenOut
 
 
-def no_keys(q: Tensor) -> Block:
-    """Attention over no keys: output 0, log-sum-exp -inf, in max(fp32, dtype). q: [B, H, S, K]."""
-    out = torch.zeros_like(q, dtype=_wide(q))
-    return Block(out, out.new_full(q.shape[:-1], -torch.inf))
-
-
 def merge(into: Block, block: Block) -> None:
     """Add keys: ``into`` becomes attention over its keys and those of ``block``, in its own format.
 

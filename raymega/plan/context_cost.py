@@ -1,0 +1,96 @@
+"""What each way of context parallelism costs a rank in one layer and micro-batch: pure formulas.
+
+FLOPs of its blocks, bytes that it sends to neighbours and around, memory beyond what is kept. Which
+way is the best for packs of documents is plan.dynamic_cp's; rates of hardware are plan.hardware's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.config.schema import Job
+from raymega.plan.context_rules import exchange_faults
+from raymega.plan.hardware import Hardware
+from raymega.plan.state_size import DTYPE_BYTES
+
+METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
+FORWARD_AND_BACKWARD = 3.5
+"""Forward multiplies twice a block; fused backward makes the scores again and multiplies five times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextCost:
+    """Of one rank, one layer and one micro-batch, forward and backward together.
+
+    Attributes:
+        method: Which way.
+        flops: Of causal attention; equal on all ranks.
+        inner_bytes: Sent to neighbours to exchange heads; nothing can be done meanwhile.
+        outer_bytes: Sent around, or to collect: keys, values and the gradients by them.
+        hidden_share: Of the outer bytes those that travel behind work.
+        passing_bytes: Memory for others' keys, values and gradients while the layer works.
+    """
+
+    method: str
+    flops: float
+    inner_bytes: float
+    outer_bytes: float
+    hidden_share: float
+    passing_bytes: float
+
+    def seconds(self, hardware: Hardware, *, span: int) -> float:
+        """Of the layer's attention, 16-bit rates.
+
+        Args:
+            hardware: What the ranks are.
+            span: Global ranks between the first and the last one of a cp group, both included.
+        """
+        is_near = span <= hardware.ranks_per_node
+        outer = hardware.near_bytes_per_s if is_near else hardware.far_bytes_per_s
+        work = self.flops / (hardware.flops * hardware.attention_share)
+        travel = self.outer_bytes / outer
+        exchange = self.inner_bytes / hardware.near_bytes_per_s
+        hidden = min(work, travel * self.hidden_share)
+        return work + travel - hidden + exchange
+
+
+def context_costs(job: Job) -> tuple[ContextCost, ...]:
+    """Every way that the job's heads allow at its ``parallel.cp``; empty when that is 1."""
+    parallel, model = job.parallel, job.model
+    heads = parallel.tp, model.num_heads, model.num_kv_heads
+    return tuple(
+        context_cost(job, method)
+        for method in METHODS
+        if parallel.cp > 1 and not exchange_faults(parallel.cp, method, parallel.cp_inner, *heads)
+    )
+
+
+def context_cost(job: Job, method: str) -> ContextCost:
+    """Of ``method`` for the job's micro-batch and layers; one document a row."""
+    model, parallel = job.model, job.parallel
+    cp = parallel.cp
+    inner = {"all_to_all": cp, "hybrid": parallel.cp_inner}.get(method, 1)
+    outer = cp // inner
+    element = DTYPE_BYTES[job.precision.dtype]
+    wide = max(4, element)
+    tokens = job.schedule.micro_batch_size * job.data.seq_len // cp
+    heads, kv_heads = model.num_heads // parallel.tp, max(1, model.kv_heads // parallel.tp)
+    # Where fewer key heads than ranks are exchanged, those that share one get a copy each.
+    kv = 2 * tokens * max(kv_heads, inner) * model.head_width
+    q = tokens * heads * model.head_width
+    pairs = tokens * job.data.seq_len / 2
+    exchanged = 2 * (2 * q + kv) * element * (inner - 1) / inner  # q, k, v and output, and back
+    hops = outer - 1
+    is_gathered = method == "all_gather"
+    # Gathered: by rank and in order, for keys and values as for gradients. Ring: what is here, and
+    # what arrives.
+    copies = 2 * (outer if is_gathered else min(hops, 1))
+    return ContextCost(
+        method=method,
+        flops=FORWARD_AND_BACKWARD * 2 * 2 * pairs * heads * model.head_width,
+        inner_bytes=exchanged,
+        outer_bytes=hops * kv * (2 * element + wide),
+        # A gather goes behind the rank's own block alone; the reduction behind nothing.
+        hidden_share=(2 * element / (2 * element + wide)) if is_gathered else 1.0,
+        passing_bytes=copies * kv * (element + wide),
+    )
