@@ -63,6 +63,14 @@ def test_cost_counts_masters_and_moments_of_the_share(sharding):
     assert (alone.sent_bytes, alone.keeper_bytes) == (cost.share_bytes, 2 * cost.share_bytes)
 
 
+def test_context_parallel_ranks_share_a_snapshot_as_data_parallel_ones_do():
+    shares = [
+        snapshot_cost(make_test_plan("parallel.pp=1", axis), 0).share_bytes
+        for axis in ("parallel.cp=2", "parallel.dp=2")
+    ]
+    assert shares[0] == shares[1]
+
+
 def test_node_takes_its_ranks_buffers_and_two_generations_of_its_own_and_of_the_node_before():
     plan = make_test_plan("parallel.pp=1", "parallel.dp=3", "elastic.snapshot_every=1")
     share = snapshot_cost(plan, 0).share_bytes
