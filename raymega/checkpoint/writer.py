@@ -17,11 +17,11 @@ from typing import Protocol
 from zlib import crc32
 
 from raymega.checkpoint.data_file import Layout, lay_out, saved_boxes
+from raymega.checkpoint.host_copy import HostCopy
 from raymega.checkpoint.items import holding_of, values_at
 from raymega.checkpoint.keys import data_file, folder_of
 from raymega.checkpoint.pace import Pace
 from raymega.checkpoint.planner import MAX_BOX_BYTES, pack, share_boxes
-from raymega.checkpoint.snapshot import Snapshot
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
 from raymega.parallel.blocks import Block
@@ -134,7 +134,7 @@ class CheckpointWriter:
         self._report = report
         self._patience, self._limits, self._near = patience, limits, near
         self._pace = Pace(limits.bytes_per_s)
-        self._snapshot = Snapshot()
+        self._host = HostCopy()
         self._thread: Thread | None = None
 
     @property
@@ -145,7 +145,7 @@ class CheckpointWriter:
     @property
     def host_bytes(self) -> int:
         """Host memory that is kept for saves."""
-        return self._snapshot.num_bytes
+        return self._host.num_bytes
 
     def save(self, step: int, blocks: Sequence[Block], state: State, *, dp_rank: int) -> float:
         """Copy this replica's share of ``blocks``, start its write, return the seconds it took.
@@ -168,7 +168,7 @@ class CheckpointWriter:
             return self._give_up(save, error)
         try:
             is_cuda = any(block.values.is_cuda for block in blocks)
-            self._snapshot.reserve(largest, is_pinned=is_cuda)
+            self._host.reserve(largest, is_pinned=is_cuda)
         except RuntimeError as error:  # how torch reports that host memory is used up
             return self._give_up(save, f"no host memory for the copy: {error}")
         *earlier, last = portions or [[]]
@@ -183,7 +183,7 @@ class CheckpointWriter:
 
     def fence(self) -> None:
         """Call before the tensors change: on a GPU the change then comes behind the copy."""
-        self._snapshot.fence()
+        self._host.fence()
 
     def wait(self) -> bool:
         """Wait until nothing is being written; false when that took longer than the patience."""
@@ -222,7 +222,7 @@ class CheckpointWriter:
     def _start(
         self, save: _Save, files: list[_File], blocks: Sequence[Block], *, is_last: bool
     ) -> None:
-        self._snapshot.take(
+        self._host.take(
             (file.base + start, values_at(blocks[share.holding], share.box))
             for file in files
             for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
@@ -243,7 +243,7 @@ class CheckpointWriter:
         """Body of the background thread; every failure becomes a report."""
         began = time.monotonic()
         try:
-            self._snapshot.wait()
+            self._host.wait()
             with ThreadPoolExecutor(FILES_IN_FLIGHT, thread_name_prefix="checkpoint-file") as pool:
                 for boxes in pool.map(lambda file: self._put(save, file), files):
                     save.boxes += boxes
@@ -267,7 +267,7 @@ class CheckpointWriter:
     def _put(self, save: _Save, file: _File) -> tuple[SavedBox, ...]:
         """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
         spans = zip(file.layout.starts, file.layout.shares, strict=True)
-        blocks = [self._snapshot.chunk(file.base + at, share.num_bytes) for at, share in spans]
+        blocks = [self._host.chunk(file.base + at, share.num_bytes) for at, share in spans]
         key = folder_of(save.step) + file.name
         chunks = [memoryview(file.layout.header), *blocks]
         self._near.keep(key, chunks)

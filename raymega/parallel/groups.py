@@ -74,8 +74,9 @@ class Groups:
 
     ``replicas`` is dp x cp: ranks that hold the same parameters and see different tokens, so that
     gradients are summed, and state is shared out, over them. ``cp_inner`` are neighbours on cp that
-    exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline groups have equal ranks: activations travel on one, gradients on the other, so
-    that neither waits behind the other. ``model`` is tp x pp, all ranks of one replica.
+    exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline
+    groups have equal ranks: activations travel on one, gradients on the other, so that neither waits
+    behind the other. ``model`` is tp x pp, all ranks of one replica.
     ``embedding`` joins first and last stage; elsewhere it has one rank. ``nested`` are this rank's
     neighbourhoods of 2, 4, ... among its replicas, of which dynamic context parallelism takes one a
     micro-batch; empty without it.

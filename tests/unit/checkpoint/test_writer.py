@@ -8,9 +8,9 @@ from threading import Barrier, Event
 import pytest
 import torch
 
+from raymega.checkpoint.host_copy import HostCopy
 from raymega.checkpoint.keys import CheckpointId, checkpoint_of, data_file, folder_of
 from raymega.checkpoint.reader import load
-from raymega.checkpoint.snapshot import Snapshot
 from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, ShardSaved
@@ -315,7 +315,7 @@ def test_copy_runs_beside_the_step_and_the_update_comes_behind_it():
     """Kernels that were enqueued before the save are in it, changes behind the fence are not."""
     size = 64 << 20
     values = torch.zeros(size, device="cuda")
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     snapshot.reserve(values.nbytes, is_pinned=True)
     for turn in range(1, 6):
         values.fill_(turn)

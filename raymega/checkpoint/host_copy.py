@@ -1,4 +1,4 @@
-"""Snapshot: a copy of tensors in host memory, in one buffer that is kept and used again.
+"""HostCopy: a copy of tensors in host memory, in one buffer that is kept and used again.
 
 It owns the buffer and when the copy is done. On a GPU the copy runs beside the next step on a stream
 of its own, into pinned memory; only what changes the tensors has to come behind it. What is copied is
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 
-class Snapshot:
+class HostCopy:
     """One copy at a time: it must be written out before the next one is taken."""
 
     def __init__(self) -> None:
