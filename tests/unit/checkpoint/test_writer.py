@@ -83,7 +83,7 @@ def test_host_buffer_is_as_large_as_the_share_and_used_again():
     for step in (1, 2):
         writer.save(step, blocks, STATE, dp_rank=0)
         assert writer.wait()
-        addresses.append(writer._snapshot._buffer.data_ptr())
+        addresses.append(writer._host._buffer.data_ptr())
     assert writer.host_bytes == shards[0].num_bytes
     assert shards[0].num_bytes <= sum(b.values.nbytes for b in blocks) // 2 + MODEL.width * 4
     assert addresses[0] == addresses[1]
@@ -239,13 +239,13 @@ def test_only_the_last_piece_of_a_share_beyond_the_buffer_is_written_in_the_back
     writer, blocks = _limited(store, shards, buffer_bytes=5000), make_blocks(MODEL, ALONE, 0)
     total = sum(block.values.nbytes for block in blocks)
     seen = []
-    take = writer._snapshot.take
+    take = writer._host.take
 
     def watch(parts):
         seen.append(sum(store.size(key) for key in store.list("")))
         take(parts)
 
-    writer._snapshot.take = watch
+    writer._host.take = watch
     writer.save(100, blocks, STATE, dp_rank=0)
     assert len(seen) >= total // 5000 and seen[-1] >= total - 5000
     assert writer.wait() and shards[0].error == ""
@@ -345,6 +345,6 @@ def test_tensors_on_a_gpu_are_saved_through_pinned_memory_and_loaded_back():
     writer.save(100, blocks, STATE, dp_rank=0)
     for block in blocks:
         block.values.zero_()
-    assert writer.wait() and writer._snapshot._buffer.is_pinned()
+    assert writer.wait() and writer._host._buffer.is_pinned()
     load(store, assemble_shards(shards, ALONE), blocks)
     assert same([replace(block, values=block.values.cpu()) for block in blocks], wanted)
