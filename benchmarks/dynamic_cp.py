@@ -23,7 +23,7 @@ import numpy as np
 from raymega.config.schema import ModelSection
 from raymega.data.packing import cut_documents, pack
 from raymega.plan.dynamic_cp import Limits, finish_seconds, imbalance, schedule_documents
-from raymega.plan.hardware import HARDWARE
+from raymega.plan.hardware import ROUND_H100
 from raymega.plan.pack_cost import PackCost, make_pack_cost, pairs_in
 
 SIGMA = 1.1
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def cost(self) -> PackCost:
-        return make_pack_cost(self.model, HARDWARE["h100"], layers=self.layers, tp=self.tp)
+        return make_pack_cost(self.model, ROUND_H100, layers=self.layers, tp=self.tp)
 
 
 def _lognormal(random: Random) -> int:

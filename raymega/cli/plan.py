@@ -17,7 +17,7 @@ from raymega.plan.accelerators import CATALOGUE, Accelerator, accelerator
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.context_cost import context_costs
-from raymega.plan.hardware import HARDWARE
+from raymega.plan.hardware import ROUND_H100
 from raymega.plan.replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import save_cost
@@ -281,7 +281,7 @@ def _show_context(plan: RunPlan) -> None:
             _readable(round(cost.inner_bytes)),
             _readable(round(cost.outer_bytes)),
             _readable(round(cost.passing_bytes)),
-            f"{1e3 * cost.seconds(HARDWARE['h100'], span=span):.3g}",
+            f"{1e3 * cost.seconds(ROUND_H100, span=span):.3g}",
         )
         for cost in costs
     ]

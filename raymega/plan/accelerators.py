@@ -50,7 +50,8 @@ class Accelerator:
 
     Attributes:
         name: As ``raymega plan --gpu`` takes it.
-        peak_16_bit_flops: Dense bfloat16, FLOP/s.
+        driver_name: What the driver's name of it contains; empty when it gives none.
+        peak_16_bit_flops: Dense bfloat16, and float16 with float32 sums, FLOP/s.
         peak_8_bit_flops: Dense fp8, FLOP/s; 0 without.
         memory_bytes: Of the device.
         memory_bytes_per_s: Its bandwidth.
@@ -71,6 +72,7 @@ class Accelerator:
     devices_per_node: int
     network_bytes_per_s: float
     fitted: Fitted
+    driver_name: str = ""
 
 
 _A100 = Fitted(
@@ -88,22 +90,25 @@ CATALOGUE = {
         Accelerator(
             name="a100", peak_16_bit_flops=312e12, peak_8_bit_flops=0.0, memory_bytes=80 * GIB,
             memory_bytes_per_s=2.0e12, num_cores=108, link_bytes_per_s=300e9, devices_per_node=8,
-            network_bytes_per_s=25e9, fitted=_A100,
+            network_bytes_per_s=25e9, fitted=_A100, driver_name="A100",
         ),
         Accelerator(
-            name="h100", peak_16_bit_flops=989.5e12, peak_8_bit_flops=1979e12,
+            name="h100", peak_16_bit_flops=989e12, peak_8_bit_flops=1979e12,
             memory_bytes=80 * GIB, memory_bytes_per_s=3.35e12, num_cores=132,
             link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
+            driver_name="H100",
         ),
         Accelerator(
-            name="h200", peak_16_bit_flops=989.5e12, peak_8_bit_flops=1979e12,
+            name="h200", peak_16_bit_flops=989e12, peak_8_bit_flops=1979e12,
             memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12, num_cores=132,
             link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
+            driver_name="H200",
         ),
         Accelerator(
             name="b200", peak_16_bit_flops=2250e12, peak_8_bit_flops=4500e12,
             memory_bytes=180 * 10**9, memory_bytes_per_s=8.0e12, num_cores=148,
             link_bytes_per_s=900e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
+            driver_name="B200",
         ),
     )
 }  # fmt: skip

@@ -1,38 +1,34 @@
-"""What accelerators can do: makers' figures, keyed by the name that the driver of the device gives."""
+"""Views of the catalogue: by the name that a driver gives a device, and as cost formulas take it.
+
+Figures are accelerators' to own; here are only cards, which no catalogue entry is, and the shares
+that formulas without a fit are given.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PEAK_16_BIT_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-"""Dense bfloat16 and float16 with float32 sums, by NVIDIA's data sheets. A narrower name comes before
-a wider one that it contains; GB200 and GH200, which run at other clocks, are not these."""
+from raymega.plan.accelerators import CATALOGUE, Accelerator
+
+CARD_16_BIT_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12}
+"""Dense bfloat16 of cards for PCIe slots, which run at other clocks than the modules of the
+catalogue, by NVIDIA's data sheets."""
 _OTHERS = ("GB200", "GH200")
-_16_BIT = ("bfloat16", "float16")
-
-
-NVLINK_BYTES_PER_S = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
-"""Of one GPU in one direction, through the node's switch. Cards in PCIe slots have none of it."""
+"""Names that contain a module's and are not it."""
 _CARDS = ("PCIe", "PCIE", "NVL", *_OTHERS)
+_16_BIT = ("bfloat16", "float16")
 
 
 def nvlink_bytes_per_s(device_name: str) -> float | None:
     """What a GPU of that name sends to the others of its node, or None when it is not known."""
-    if any(name in device_name for name in _CARDS):
+    module = _module(device_name)
+    if module is None or any(name in device_name for name in _CARDS):
         return None
-    return next((v for name, v in NVLINK_BYTES_PER_S.items() if name in device_name), None)
+    return module.link_bytes_per_s
 
 
 def peak_flops(device_name: str, *, dtype: str) -> float | None:
-    """FLOP/s of one device for matrices of ``dtype``, or None when the table does not know.
+    """FLOP/s of one device for matrices of ``dtype``, or None when nothing is known of it.
 
     Args:
         device_name: Such as ``NVIDIA H100 80GB HBM3``.
@@ -40,8 +36,14 @@ def peak_flops(device_name: str, *, dtype: str) -> float | None:
     """
     if dtype not in _16_BIT or any(name in device_name for name in _OTHERS):
         return None
-    found = (flops for name, flops in PEAK_16_BIT_FLOPS.items() if name in device_name)
-    return next(found, None)
+    card = next((v for name, v in CARD_16_BIT_FLOPS.items() if name in device_name), None)
+    module = _module(device_name)
+    return card or (module.peak_16_bit_flops if module else None)
+
+
+def _module(device_name: str) -> Accelerator | None:
+    devices = (device for device in CATALOGUE.values() if device.driver_name)
+    return next((device for device in devices if device.driver_name in device_name), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,17 +71,38 @@ class Hardware:
     ranks_per_node: int
 
 
-HARDWARE = {
-    "h100": Hardware(
-        flops=989e12,
+def round_hardware(device: Accelerator) -> Hardware:
+    """The maker's peaks and links with round shares and times, the same for every device.
+
+    Dynamic context parallelism compares packs with these: what it decides must not change whenever
+    the catalogue is fitted anew. Nothing here was measured.
+    """
+    return Hardware(
+        flops=device.peak_16_bit_flops,
         matrix_share=0.6,
         attention_share=0.4,
-        near_bytes_per_s=450e9,
-        far_bytes_per_s=50e9,
+        near_bytes_per_s=device.link_bytes_per_s,
+        far_bytes_per_s=device.network_bytes_per_s,
         hop_s=15e-6,
         launch_s=2e-6,
-        ranks_per_node=8,
-    ),
-}
-"""DGX H100: one 400 Gb/s adapter a GPU. The shares and times are round figures that published runs
-suggest; nothing here was measured."""
+        ranks_per_node=device.devices_per_node,
+    )
+
+
+def fitted_hardware(device: Accelerator) -> Hardware:
+    """The same as the catalogue's fit has it: what step times are predicted with."""
+    fitted = device.fitted
+    return Hardware(
+        flops=device.peak_16_bit_flops,
+        matrix_share=fitted.matmul_share,
+        attention_share=fitted.attention_share,
+        near_bytes_per_s=device.link_bytes_per_s * fitted.link_share,
+        far_bytes_per_s=device.network_bytes_per_s * fitted.network_share,
+        hop_s=fitted.network_latency_s,
+        launch_s=fitted.launch_s,
+        ranks_per_node=device.devices_per_node,
+    )
+
+
+ROUND_H100 = round_hardware(CATALOGUE["h100"])
+"""DGX H100: one 400 Gb/s adapter a GPU."""

@@ -33,7 +33,7 @@ from raymega.plan.activations import activation_shape, attention_weight_bytes
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.dynamic_cp import Limits
 from raymega.plan.grid import Coords
-from raymega.plan.hardware import HARDWARE
+from raymega.plan.hardware import ROUND_H100
 from raymega.plan.pack_cost import make_pack_cost
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
@@ -239,7 +239,7 @@ def _build_loader(
         ),
         cost=make_pack_cost(
             job.model,
-            HARDWARE["h100"],
+            ROUND_H100,
             layers=max(stage.num_layers for stage in plan.stages),
             tp=parallel.tp,
         ),

@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.plan.context_cost import context_cost, context_costs
-from raymega.plan.hardware import HARDWARE
+from raymega.plan.hardware import ROUND_H100
 from tests.unit.verify.jobs import make_job
 
 MIB = 2**20
@@ -49,13 +49,13 @@ def test_ways_that_the_heads_forbid_are_left_out():
 def test_seconds_count_what_work_does_not_hide():
     job = _job(4, tokens=8192)
     ring, gathered = (context_cost(job, method) for method in ("ring", "all_gather"))
-    near, far = (ring.seconds(HARDWARE["h100"], span=span) for span in (8, 16))
+    near, far = (ring.seconds(ROUND_H100, span=span) for span in (8, 16))
     assert near == ring.flops / (989e12 * 0.4) and far >= near
-    assert gathered.seconds(HARDWARE["h100"], span=16) >= far
+    assert gathered.seconds(ROUND_H100, span=16) >= far
     short = [context_cost(_job(4), method) for method in ("ring", "all_gather")]
-    less, more = (cost.seconds(HARDWARE["h100"], span=16) for cost in short)
+    less, more = (cost.seconds(ROUND_H100, span=16) for cost in short)
     assert less == pytest.approx(18 * MIB / 50e9) and more == less
     exchange = context_cost(_job(4), "all_to_all")
-    assert exchange.seconds(HARDWARE["h100"], span=16) == pytest.approx(
+    assert exchange.seconds(ROUND_H100, span=16) == pytest.approx(
         exchange.flops / (989e12 * 0.4) + 6 * MIB / 450e9
     )

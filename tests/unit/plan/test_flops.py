@@ -3,8 +3,9 @@
 import pytest
 
 from raymega.config.schema import ModelSection
+from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware import nvlink_bytes_per_s, peak_flops
+from raymega.plan.hardware import fitted_hardware, nvlink_bytes_per_s, peak_flops, round_hardware
 
 LLAMA_3_8B = ModelSection(
     family="llama",
@@ -63,3 +64,15 @@ def test_nvlink_is_of_gpus_on_a_board_and_not_of_cards():
     assert nvlink_bytes_per_s("NVIDIA H100 80GB HBM3 81559 MiB") == 450e9
     assert nvlink_bytes_per_s("NVIDIA H100 PCIe 81559 MiB") is None
     assert nvlink_bytes_per_s("NVIDIA A100-PCIE-40GB 40960 MiB") is None
+
+
+@pytest.mark.parametrize("view", [round_hardware, fitted_hardware])
+def test_views_have_the_catalogues_peaks_and_no_faster_links(view):
+    for device in CATALOGUE.values():
+        seen = view(device)
+        assert (seen.flops, seen.ranks_per_node) == (
+            device.peak_16_bit_flops,
+            device.devices_per_node,
+        )
+        assert seen.near_bytes_per_s <= device.link_bytes_per_s
+        assert seen.far_bytes_per_s <= device.network_bytes_per_s

@@ -6,7 +6,7 @@ import pytest
 
 from raymega.config.schema import ModelSection
 from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware import HARDWARE
+from raymega.plan.hardware import ROUND_H100
 from raymega.plan.pack_cost import PackCost, make_pack_cost, pairs_in, pairs_of
 
 COST = PackCost(
@@ -47,15 +47,15 @@ def test_attention_is_shared_out_evenly() -> None:
 
 
 def test_linear_seconds_are_the_models_flops_without_attention() -> None:
-    hardware = HARDWARE["h100"]
+    hardware = ROUND_H100
     cost = make_pack_cost(MODEL, hardware, layers=12)
     flops = flops_per_token(MODEL, seq_len=0)
     assert cost.token_s == pytest.approx(flops / (hardware.flops * hardware.matrix_share))
 
 
 def test_tensor_parallel_ranks_share_the_work() -> None:
-    one = make_pack_cost(MODEL, HARDWARE["h100"], layers=12)
-    four = make_pack_cost(MODEL, HARDWARE["h100"], layers=12, tp=4)
+    one = make_pack_cost(MODEL, ROUND_H100, layers=12)
+    four = make_pack_cost(MODEL, ROUND_H100, layers=12, tp=4)
     assert four.token_s == pytest.approx(one.token_s / 4)
     assert four.pair_s == pytest.approx(one.pair_s / 4)
     assert four.near_s == pytest.approx(one.near_s / 4)
