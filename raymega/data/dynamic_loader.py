@@ -90,7 +90,8 @@ class DynamicLoader:
             labels=take(row.labels),
             mask=take(row.mask).float(),
             samples=take(samples),
-            positions=take(positions),
+            # Padding may reach beyond what the model has positions for.
+            positions=take(positions.clip(max=self.source.seq_len - 1)),
             documents=(row.documents,),
             context=context,
             places=take(starts + positions),

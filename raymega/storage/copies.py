@@ -62,7 +62,7 @@ class Copies:
                 store.put(key, pieces, overwrite=overwrite)
             except StorageError as error:
                 log.warning("goes on without copies in %s: %s", name, error)
-                del self._stores[name]
+                self._stores.pop(name, None)  # another file's thread may have been first
         if not self._stores:
             raise StorageError(_nobody(key))
 

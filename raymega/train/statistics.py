@@ -46,7 +46,7 @@ class Activations:
 
     def see(self, seen: Seen) -> None:
         """Add x: [S/sp, B, D] but for slots of the batch's tail that hold no sample."""
-        is_sample = seen.mask.any(dim=1)
+        is_sample = seen.samples >= 0
         x = seen.tensor if bool(is_sample.all()) else seen.tensor[:, is_sample]
         if x.numel() == 0:
             return

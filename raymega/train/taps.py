@@ -30,7 +30,7 @@ class Seen:
             stage as a whole.
         chunk: Which of the rank's modules it is.
         micro_batch: Number within the pass.
-        mask: The micro-batch's, [B, S].
+        samples: The micro-batch's, [B], -1 for a slot without a sample; or one a token.
         tensor: The values.
     """
 
@@ -38,7 +38,7 @@ class Seen:
     name: str
     chunk: int
     micro_batch: int
-    mask: Tensor
+    samples: Tensor
     tensor: Tensor
 
 
@@ -68,8 +68,8 @@ class _Tap:
     def __init__(self, module: StageModule, chunk: int, see: See) -> None:
         self._module, self._chunk, self._see = module, chunk, see
         self._micro_batch = -1
-        self._mask = torch.empty(0)
-        self._in_backward = (self._micro_batch, self._mask)
+        self._samples = torch.empty(0)
+        self._in_backward = (self._micro_batch, self._samples)
 
     def attach(self, only: type[nn.Module] | None) -> Iterator[RemovableHandle]:
         yield self._module.register_forward_pre_hook(self._begin)
@@ -84,9 +84,9 @@ class _Tap:
                     yield param.register_hook(self._on_weight_gradient(param.spec.name))
 
     def _begin(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A micro-batch enters the stage: forward(tokens, labels, mask, hidden)."""
+        """A micro-batch enters the stage: forward(tokens, labels, mask, hidden, samples, rows)."""
         self._micro_batch += 1
-        self._mask = args[2]
+        self._samples = args[4]
 
     def _on_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -107,10 +107,10 @@ class _Tap:
         return look
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
-        micro_batch, mask = self._micro_batch, self._mask
+        micro_batch, samples = self._micro_batch, self._samples
 
         def look(gradient: Tensor) -> None:
-            self._in_backward = (micro_batch, mask)
+            self._in_backward = (micro_batch, samples)
             self._show_gradient("gradient", name, gradient)
 
         return look
@@ -120,10 +120,10 @@ class _Tap:
         return lambda gradient: self._show_gradient("weight gradient", name, gradient)
 
     def _show_gradient(self, kind: Kind, name: str, gradient: Tensor) -> None:
-        micro_batch, mask = self._in_backward
+        micro_batch, samples = self._in_backward
         self._see(
             Seen(
-                kind=kind, name=name, chunk=self._chunk, micro_batch=micro_batch, mask=mask,
+                kind=kind, name=name, chunk=self._chunk, micro_batch=micro_batch, samples=samples,
                 tensor=gradient,
             )
         )  # fmt: skip
@@ -132,7 +132,7 @@ class _Tap:
         self._see(
             Seen(
                 kind=kind, name=name, chunk=self._chunk, micro_batch=self._micro_batch,
-                mask=self._mask, tensor=tensor.detach(),
+                samples=self._samples, tensor=tensor.detach(),
             )
         )  # fmt: skip
 

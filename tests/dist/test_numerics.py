@@ -94,12 +94,12 @@ def _located(layout, plant, *overrides):
         (
             "tp1",
             ("weight", 0, "layers.2.mlp.down"),
-            "the weight layers.2.mlp.down.weight holds it before the step: rank 0 (tp 0, pp 0, dp 0)",
+            "the weight layers.2.mlp.down.weight holds it before the step: rank 0 (tp 0, cp 0, pp 0, dp 0)",
         ),
         (
             "tp2-pp2",
             ("weight", 3, "layers.2.attention.out"),
-            "the weight layers.2.attention.out.weight holds it before the step: rank 3 (tp 1, pp 1, dp 0)",
+            "the weight layers.2.attention.out.weight holds it before the step: rank 3 (tp 1, cp 0, pp 1, dp 0)",
         ),
         (
             "tp1",
@@ -110,7 +110,7 @@ def _located(layout, plant, *overrides):
             "pp2-dp2",
             ("output", 3, "layers.3.attention.qkv"),
             "layers.3.attention.qkv makes it from finite inputs, in forward: micro-batch 2, "
-            "rank 3 (tp 0, pp 1, dp 1)",
+            "rank 3 (tp 0, cp 0, pp 1, dp 1)",
         ),
         (
             "tp1",
@@ -122,13 +122,13 @@ def _located(layout, plant, *overrides):
             "tp2-pp2",
             ("gradient", 0, "layers.1.attention"),
             "the gradient by the output of layers.1.attention_norm is the first, in backward: "
-            "micro-batch 0, rank 0 (tp 0, pp 0, dp 0)",
+            "micro-batch 0, rank 0 (tp 0, cp 0, pp 0, dp 0)",
         ),
         (
             "pp2",
             ("gradient", 1, "layers.2.mlp.down"),
             "the gradient by the output of layers.2.mlp.gate_up is the first, in backward: "
-            "micro-batch 0, rank 1 (tp 0, pp 1, dp 0)",
+            "micro-batch 0, rank 1 (tp 0, cp 0, pp 1, dp 0)",
         ),
         ("dp2", ("mask", 1, ""), "it enters the loss from what is computed before it: micro-batch 1, rank 1"),
     ],

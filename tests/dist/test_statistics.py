@@ -75,6 +75,16 @@ def test_statistics_are_equal_on_any_layout(reference, layout, overrides):
     assert metrics == pytest.approx(reference[0], rel=1e-9, abs=1e-12)
 
 
+PACKED = ["data.packing=best_fit", "data.packing_window=64", "data.document_multiple=16"]
+
+
+@pytest.mark.parametrize("layout", ["cp4", "cp2-pp2", "cp2-dp3"])
+def test_statistics_count_rows_that_a_rank_holds_only_padding_of(layout):
+    """Of a short document most cp ranks hold padding alone, and of the batch's tail slots nothing."""
+    metrics, _, _ = _run(layout, *PACKED)
+    assert metrics == pytest.approx(_run("tp1", *PACKED)[0], rel=1e-9, abs=1e-12)
+
+
 def test_outputs_are_those_of_the_blocks(reference):
     metrics, _, outputs = reference
     assert len(outputs) == 4

@@ -1,5 +1,8 @@
 """Copies: a write that survives a lost store, and a read that finds whoever has the object."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 
 from raymega.errors import StorageError
@@ -42,6 +45,22 @@ def test_store_that_fails_a_write_is_not_asked_again():
         put(copies, key)
     assert lost.num_calls == 1 and copies.num_stores == 1
     assert list(living.list("")) == ["one", "two"]
+
+
+def test_two_writes_that_lose_the_same_store_both_go_on():
+    """A rank writes two files at once."""
+    both_asked, living = Barrier(2, timeout=10.0), MemoryStore()
+
+    class LostToBoth(Lost):
+        def put(self, *args, **kwargs):
+            both_asked.wait()
+            self._refuse()
+
+    copies = Copies({"a": LostToBoth(), "b": living})
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(put, copies, key) for key in ("one", "two")]:
+            done.result()
+    assert copies.num_stores == 1 and list(living.list("")) == ["one", "two"]
 
 
 def test_write_that_nobody_takes_fails():

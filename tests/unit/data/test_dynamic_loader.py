@@ -1,0 +1,73 @@
+"""What each rank reads under dynamic context parallelism, put together again."""
+
+import numpy as np
+import pytest
+
+from raymega.data.dynamic_loader import DynamicLoader
+from raymega.data.packing import PackedSource
+from raymega.parallel.context import Context
+from raymega.parallel.groups import Group, alone
+from raymega.plan.batch import make_batch
+from raymega.plan.dynamic_cp import Limits
+from raymega.plan.pack_cost import PackCost
+
+SEQ_LEN, RANKS = 20, 4
+WIDE = PackCost(token_s=1.0, pair_s=1.0)
+"""The more ranks share a document the better, so packs are padded as far as they ever are."""
+
+
+class Counting:
+    """Token i of document d is 1000 d + i + 1."""
+
+    def __init__(self, lengths):
+        self.lengths = np.array(lengths, dtype=np.int64)
+
+    def read(self, document, start, stop):
+        return 1000 * document + np.arange(start, stop) + 1
+
+
+def _contexts(rank):
+    sizes = (size for size in (1, 2, 4) if size <= RANKS)
+    groups = (
+        Group(
+            name="cp", ranks=tuple(range(rank // n * n, rank // n * n + n)), index=rank % n,
+            timeout_s=1.0, handle=None,
+        )
+        for n in sizes
+    )  # fmt: skip
+    return {group.size: Context(inner=alone(rank), outer=group) for group in groups}
+
+
+def _micro_batches(lengths, *, multiple=1):
+    """Of all ranks, one step with all rows."""
+    source = PackedSource(Counting(lengths), seq_len=SEQ_LEN, window=64)
+    batch = make_batch(global_batch_size=source.num_windows, micro_batch_size=1, dp=RANKS)
+    limits = Limits(num_ranks=RANKS, max_tokens=SEQ_LEN, multiple=multiple)
+    for rank in range(RANKS):
+        loader = DynamicLoader(
+            source,
+            rank=rank,
+            contexts=_contexts(rank),
+            limits=limits,
+            cost=WIDE,
+            seed=0,
+            device="cpu",
+        )
+        yield from loader.micro_batches(batch, 0)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[20, 1, 1, 2], [20] * 8, [19, 20, 3, 7, 1, 45], [1]])
+def test_ranks_read_every_token_once(lengths, multiple):
+    batches = list(_micro_batches(lengths, multiple=multiple))
+    found = sorted(int(token) for batch in batches for token in batch.tokens.flatten() if token)
+    assert found == [1000 * d + i + 1 for d, length in enumerate(lengths) for i in range(length)]
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_padding_has_positions_that_a_model_of_rows_of_that_length_has(multiple):
+    """A document of 20 tokens is padded to 24 for 4 ranks; the model's tables may have 20 rows."""
+    batches = list(_micro_batches([20, 1, 1, 2], multiple=multiple))
+    assert max(batch.context.degree for batch in batches) == 4
+    for batch in batches:
+        assert int(batch.positions.min()) >= 0 and int(batch.positions.max()) < SEQ_LEN
