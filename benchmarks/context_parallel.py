@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from raymega.parallel import context_attention, head_exchange
+from raymega.parallel import context_attention, context_transfers
 from raymega.parallel.comm import Pending
 from raymega.parallel.context import Context, Places, Rows, held_positions, make_places
 from raymega.parallel.groups import alone
@@ -28,10 +28,7 @@ from tests.support.ranks import RankEnv, run_grid
 
 METHODS = ("ring", "all_gather", "all_to_all")
 K = 64
-PASSES = {
-    context_attention: ("start_shift", "start_all_gather", "reduce_scatter"),
-    head_exchange: ("all_to_all",),
-}
+STARTS = ("start_shift", "start_all_gather", "start_reduce_scatter_in_place", "start_all_to_all")
 
 
 class Meter:
@@ -47,8 +44,8 @@ class Meter:
         shares = {
             "start_shift": 1.0,
             "start_all_gather": self.size - 1.0,
-            "reduce_scatter": 1 - 1 / self.size,
-            "all_to_all": 1 - 1 / self.size,
+            "start_reduce_scatter_in_place": 1 - 1 / self.size,
+            "start_all_to_all": 1 - 1 / self.size,
         }
 
         def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -57,9 +54,7 @@ class Meter:
             found = call(tensor, *args, **options)
             if isinstance(found, tuple):
                 return found[0], Watched(found[1], begin, self)
-            seconds = time.perf_counter() - begin
-            self.under_way, self.waited = self.under_way + seconds, self.waited + seconds
-            return found
+            return Watched(found, begin, self)
 
         return counted
 
@@ -89,9 +84,9 @@ def _run(env: RankEnv, method: str, tokens: int, heads: int, rounds: int) -> dic
     documents = ((tokens * context.degree,),)
     places = make_places(Rows(held_positions(documents, context), documents), context)
     meter = Meter(context.degree)
-    for module, names in PASSES.items():
-        for name in names:
-            setattr(module, name, meter.count(name, getattr(module, name)))
+    for name in STARTS:
+        call = getattr(context_transfers, name)
+        setattr(context_transfers, name, meter.count(name, call))
     shape = (tokens, 1, heads, K)
     leaves = [torch.randn(shape).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape)

@@ -205,6 +205,8 @@ ROWS = (
             curve("Model TFLOP/s per worker", "train/tflops_per_worker"),
             curve("MFU", "train/mfu", unit="percentunit", width=8),
             curve("Packing efficiency", "data/packing_efficiency", unit="percentunit"),
+            curve("Sent between context-parallel ranks", "comm/cp_sent_bytes"),
+            curve("Share of it behind work", "comm/cp_hidden_share", unit="percentunit"),
         ),
     ),
     Row(

@@ -8,6 +8,7 @@ without holding up the stream that computes. Which of the two it is, is decided 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -28,25 +29,45 @@ class Waitable(Protocol):
 class CommLog:
     """Events of one step: ``reduce 3`` from launch to completion, ``wait_reduce 3`` while waited for.
 
-    The micro-batch of an event is the number of its bucket.
+    The micro-batch of an event is the number of its bucket; transfers between context-parallel
+    ranks have no bucket, and those of a name are counted from 0.
+
+    Attributes:
+        sent_bytes: That this rank has sent to context-parallel ranks since :meth:`new_step`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._flights: list[_Flight | _GpuFlight] = []
+        self._numbers = Counter[str]()
         self._origin: _Origin | None = None
+        self.sent_bytes = 0
+
+    def new_step(self) -> None:
+        """A step begins, recorded or not."""
+        self.sent_bytes = 0
 
     def start(self) -> None:
         """Record from now on, which is time 0."""
-        self._flights = []
+        self._flights, self._numbers = [], Counter()
         self._origin = _Origin(self._clock)
 
     def track(self, name: str, bucket: Bucket, pending: Pending) -> Waitable:
         """Watch an operation that was just launched, if a step is being recorded."""
+        return self._watch(name, (bucket.index, bucket.chunk), pending)
+
+    def track_context(self, name: str, pending: Pending, *, sent_bytes: int) -> Waitable:
+        """The same for one between context-parallel ranks, in which this rank sends so much."""
+        self.sent_bytes += sent_bytes
+        number = self._numbers[name]
+        self._numbers[name] += 1
+        return self._watch(name, (number, 0), pending)
+
+    def _watch(self, name: str, at: tuple[int, int], pending: Pending) -> Waitable:
         if self._origin is None or pending.is_idle:
             return pending
         kind = _GpuFlight if self._origin.marker is not None else _Flight
-        flight = kind(name, bucket, pending, self._origin)
+        flight = kind(name, at, pending, self._origin)
         self._flights.append(flight)
         return flight
 
@@ -92,38 +113,40 @@ class _Origin:
 
 
 class _Flight:
-    """Watches an operation by the host's clock."""
+    """Watches an operation by the host's clock, and lets go of its tensors when it was waited for."""
 
-    def __init__(self, name: str, bucket: Bucket, pending: Pending, origin: _Origin) -> None:
-        self._name, self._bucket, self._pending, self._origin = name, bucket, pending, origin
+    def __init__(self, name: str, at: tuple[int, int], pending: Pending, origin: _Origin) -> None:
+        self._name, self._at, self._origin = name, at, origin
+        self._pending: Pending | None = pending
         self._waited: list[tuple[float, float]] = []
-        self._launched_s, self._done_s = origin.now(), 0.0
-        pending.on_done(self._note_end)
+        self._launched_s = origin.now()
+        # The callback must not hold this object: the operation would keep itself and its tensors.
+        self._done_s = done_s = list[float]()
+        pending.on_done(lambda: done_s.append(origin.now()))
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is complete."""
         begin_s = self._origin.now()
-        self._pending.wait(timeout_s)
+        if self._pending is not None:
+            self._pending.wait(timeout_s)
+        self._pending = None
         self._waited.append((begin_s, self._origin.now()))
 
     def events(self) -> list[Event]:
         """What was seen; the end is that of the wait if nobody reported it."""
-        end_s = self._done_s or max((end for _, end in self._waited), default=self._launched_s)
-        at = (self._bucket.index, self._bucket.chunk)
+        end_s = max(self._done_s or (end for _, end in self._waited), default=self._launched_s)
         return [
-            Event(self._name, *at, self._launched_s, end_s),
-            *(Event(f"wait_{self._name}", *at, begin, end) for begin, end in self._waited),
+            Event(self._name, *self._at, self._launched_s, end_s),
+            *(Event(f"wait_{self._name}", *self._at, begin, end) for begin, end in self._waited),
         ]
-
-    def _note_end(self) -> None:
-        self._done_s = self._origin.now()
 
 
 class _GpuFlight:
     """Watches an operation by events on streams; nothing here makes the host wait."""
 
-    def __init__(self, name: str, bucket: Bucket, pending: Pending, origin: _Origin) -> None:
-        self._name, self._bucket, self._pending, self._origin = name, bucket, pending, origin
+    def __init__(self, name: str, at: tuple[int, int], pending: Pending, origin: _Origin) -> None:
+        self._name, self._at, self._origin = name, at, origin
+        self._pending: Pending | None = pending
         self._launched = _mark()
         self._waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         with torch.cuda.stream(origin.side):
@@ -133,13 +156,15 @@ class _GpuFlight:
     def wait(self, timeout_s: float) -> None:
         """Order the current stream behind it."""
         before = _mark()
-        self._pending.wait(timeout_s)
+        if self._pending is not None:
+            self._pending.wait(timeout_s)
+        self._pending = None
         self._waited.append((before, _mark()))
 
     def events(self) -> list[Event]:
         """What the streams did; waits for the device."""
         torch.cuda.synchronize()
-        at, time_of = (self._bucket.index, self._bucket.chunk), self._origin.of
+        at, time_of = self._at, self._origin.of
         return [
             Event(self._name, *at, time_of(self._launched), time_of(self._done)),
             *(

@@ -6,13 +6,14 @@ It owns what layers are told about that; attention across the ranks is context_a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raymega.config.parallel import ParallelSection
+from raymega.parallel.comm_log import CommLog
 from raymega.parallel.dropout import TokenKeys
 from raymega.parallel.groups import Group, Groups, alone
 from raymega.plan.context import Segment, rank_ranges, segments
@@ -32,11 +33,13 @@ class Context:
             its heads over the tokens of all of them.
         outer: Ranks that keep their queries and get to see one another's keys and values.
         is_gathered: The outer ranks collect all keys and values at once, instead of a ring.
+        log: Sees what the ranks send each other.
     """
 
     inner: Group
     outer: Group
     is_gathered: bool = False
+    log: CommLog = field(default_factory=CommLog, compare=False, repr=False)
 
     @property
     def degree(self) -> int:
@@ -49,21 +52,22 @@ class Context:
         return self.outer.index * self.inner.size + self.inner.index
 
 
-def make_context(groups: Groups, parallel: ParallelSection) -> Context:
+def make_context(groups: Groups, parallel: ParallelSection, log: CommLog) -> Context:
     """The context that a job asks for; its groups were built for its method."""
     return Context(
         inner=groups.cp_inner,
         outer=groups.cp_outer,
         is_gathered=parallel.cp_method == "all_gather",
+        log=log,
     )
 
 
-def make_contexts(groups: Groups, parallel: ParallelSection) -> dict[int, Context]:
+def make_contexts(groups: Groups, parallel: ParallelSection, log: CommLog) -> dict[int, Context]:
     """Those that a pack of documents may get under dynamic context parallelism, by their degree."""
     nobody = alone(groups.world.ranks[groups.world.index])
     is_gathered = parallel.cp_method == "all_gather"
     return {
-        group.size: Context(inner=nobody, outer=group, is_gathered=is_gathered)
+        group.size: Context(inner=nobody, outer=group, is_gathered=is_gathered, log=log)
         for group in (nobody, *groups.nested)
     }
 

@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from raymega.parallel.attention_blocks import Block, kernel_for, merge
-from raymega.parallel.comm import Pending, reduce_scatter, start_all_gather, start_shift
+from raymega.parallel.comm_log import CommLog, Waitable
 from raymega.parallel.context import Places
+from raymega.parallel.context_transfers import start_collection, start_pass, sum_parts
 from raymega.parallel.groups import Group
 from raymega.parallel.head_exchange import Attend, exchanged
 from raymega.plan.context import Part, Segment, gathered_parts, ring_parts
@@ -52,7 +53,7 @@ def attend(
     if context.inner.size == 1:
         return inside(q, k, v)
     assert places.order is not None, "inner ranks have an order"
-    return exchanged(inside, q, k, v, ranks=context.inner, order=places.order)
+    return exchanged(inside, q, k, v, ranks=context.inner, order=places.order, log=context.log)
 
 
 def _across(q: Tensor, k: Tensor, v: Tensor, *, places: Places, is_causal: bool) -> Tensor:
@@ -61,7 +62,8 @@ def _across(q: Tensor, k: Tensor, v: Tensor, *, places: Places, is_causal: bool)
     if outer.size == 1 and len(segments) == 1:
         return _whole_rows(q, k, v, is_causal=is_causal)
     function = _Gathered if places.context.is_gathered and outer.size > 1 else _Ring
-    return function.apply(q, k, v, _Work(ranks=outer, segments=segments, is_causal=is_causal))
+    work = _Work(ranks=outer, segments=segments, is_causal=is_causal, log=places.context.log)
+    return function.apply(q, k, v, work)
 
 
 def _whole_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
@@ -80,6 +82,7 @@ class _Work:
     ranks: Group
     segments: tuple[Segment, ...]
     is_causal: bool
+    log: CommLog
 
     def of_rank(self, source: int) -> Iterator[tuple[slice, Part]]:
         """Rows and blocks of the keys that the rank at place ``source`` holds."""
@@ -113,7 +116,7 @@ class _Ring(torch.autograd.Function):
         total = _Total(q, is_merged=ring.size > 1)
         for hop in range(ring.size):
             is_last = hop + 1 == ring.size
-            arriving, pending = (kv, None) if is_last else start_shift(kv, ring, by=1)
+            arriving, pending = (kv, None) if is_last else start_pass(kv, ring, work.log, by=1)
             source = (ring.index - hop) % ring.size
             total.add(kv, work.of_rank(source), is_first=hop == 0)
             if pending is not None:
@@ -131,10 +134,10 @@ class _Ring(torch.autograd.Function):
         work: _Work = ctx.work
         ring = work.ranks
         slopes = _Slopes(grad.contiguous(), q, Block(out, log_sum_exp))
-        coming: tuple[Tensor, Pending] | None = None
+        coming: tuple[Tensor, Waitable] | None = None
         for hop in range(ring.size):
             is_last = hop + 1 == ring.size
-            arriving, pending = (kv, None) if is_last else start_shift(kv, ring, by=-1)
+            arriving, pending = (kv, None) if is_last else start_pass(kv, ring, work.log, by=-1)
             source = (ring.index + 1 + hop) % ring.size
             grad_kv = slopes.by(kv, work.of_rank(source))
             if coming is not None:
@@ -142,7 +145,7 @@ class _Ring(torch.autograd.Function):
                 travel.wait(ring.timeout_s)
                 grad_kv += so_far
             if pending is not None:
-                coming = start_shift(grad_kv, ring, by=-1)
+                coming = start_pass(grad_kv, ring, work.log, by=-1)
                 pending.wait(ring.timeout_s)
                 kv = arriving
         grad_k, grad_v = grad_kv.to(q.dtype).unbind(0)
@@ -157,7 +160,7 @@ class _Gathered(torch.autograd.Function):
         q, kv = q.contiguous(), torch.stack((k, v))
         total = _Total(q, is_merged=True)
         ranks = work.ranks
-        by_rank, pending = start_all_gather(kv, ranks)
+        by_rank, pending = start_collection(kv, ranks, work.log)
         total.add(kv, work.of_rank(ranks.index), is_first=True)
         pending.wait(ranks.timeout_s)
         whole = _in_order(by_rank.unflatten(0, (ranks.size, 2)), work.segments)
@@ -173,7 +176,7 @@ class _Gathered(torch.autograd.Function):
         q, kv, out, log_sum_exp = ctx.saved_tensors
         work: _Work = ctx.work
         ranks, segments = work.ranks, work.segments
-        by_rank, pending = start_all_gather(kv, ranks)
+        by_rank, pending = start_collection(kv, ranks, work.log)
         slopes = _Slopes(grad.contiguous(), q, Block(out, log_sum_exp))
         grad_kv = slopes.by(kv, work.of_rank(ranks.index))
         pending.wait(ranks.timeout_s)
@@ -183,7 +186,7 @@ class _Gathered(torch.autograd.Function):
         terms = torch.zeros_like(by_rank, dtype=others.dtype)
         for place, held in _pairs(others, terms, segments):
             held.copy_(place)
-        grad_kv += reduce_scatter(terms.flatten(0, 1), ranks)
+        grad_kv += sum_parts(terms.flatten(0, 1), ranks, work.log)
         grad_k, grad_v = grad_kv.to(q.dtype).unbind(0)
         return slopes.q.to(q.dtype), grad_k, grad_v, None
 

@@ -12,14 +12,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from raymega.parallel.comm import all_to_all
+from raymega.parallel.comm_log import CommLog
+from raymega.parallel.context_transfers import exchange
 from raymega.parallel.groups import Group
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def exchanged(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, ranks: Group, order: tuple[Tensor, Tensor]
+def exchanged(  # noqa: PLR0913  # three tensors and what is done with them
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranks: Group,
+    order: tuple[Tensor, Tensor],
+    log: CommLog,
 ) -> Tensor:
     """``attend`` with this rank's share of heads over the tokens of all ``ranks``.
 
@@ -31,6 +39,7 @@ def exchanged(
         ranks: n ranks, a divisor of H, and of G or a multiple of it.
         order: Which of the ranks' tokens, end to end, comes at each place, and the inverse; [N, B] or
             [N, 1] int64.
+        log: Sees what is sent.
 
     Returns:
         [S, B, H, K].
@@ -39,44 +48,44 @@ def exchanged(
     copies = max(1, ranks.size // k.shape[2])
     k, v = (t.repeat_interleave(copies, dim=2) if copies > 1 else t for t in (k, v))
     shares = [t.unflatten(2, (ranks.size, -1)) for t in (q, k, v)]
-    mixed = _to_heads(torch.cat(shares, dim=3).flatten(2, 3), ranks)
+    mixed = _to_heads(torch.cat(shares, dim=3).flatten(2, 3), ranks, log)
     mixed = _Reorder.apply(mixed, there, back)
     y = attend(*mixed.split([share.shape[3] for share in shares], dim=2))
-    return _to_tokens(_Reorder.apply(y, back, there), ranks)
+    return _to_tokens(_Reorder.apply(y, back, there), ranks, log)
 
 
-def _to_heads(x: Tensor, ranks: Group) -> Tensor:
+def _to_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
     """[S, B, n h, K] -> [n S, B, h, K]."""
-    return _ToHeads.apply(x, ranks)
+    return _ToHeads.apply(x, ranks, log)
 
 
-def _to_tokens(x: Tensor, ranks: Group) -> Tensor:
+def _to_tokens(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
     """[n S, B, h, K] -> [S, B, n h, K]."""
-    return _ToTokens.apply(x, ranks)
+    return _ToTokens.apply(x, ranks, log)
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Group) -> Tensor:
-        ctx.ranks = ranks
-        return _send_heads(x, ranks)
+    def forward(ctx: Any, x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+        ctx.ranks, ctx.log = ranks, log
+        return _send_heads(x, ranks, log)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _send_tokens(grad, ctx.ranks), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _send_tokens(grad, ctx.ranks, ctx.log), None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Group) -> Tensor:
-        ctx.ranks = ranks
-        return _send_tokens(x, ranks)
+    def forward(ctx: Any, x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+        ctx.ranks, ctx.log = ranks, log
+        return _send_tokens(x, ranks, log)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _send_heads(grad, ctx.ranks), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _send_heads(grad, ctx.ranks, ctx.log), None, None
 
 
 class _Reorder(torch.autograd.Function):
@@ -93,13 +102,13 @@ class _Reorder(torch.autograd.Function):
         return _take(grad, ctx.back), None, None
 
 
-def _send_heads(x: Tensor, ranks: Group) -> Tensor:
+def _send_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
     by_rank = x.unflatten(2, (ranks.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
-    return all_to_all(by_rank, ranks).flatten(0, 1)
+    return exchange(by_rank, ranks, log).flatten(0, 1)
 
 
-def _send_tokens(x: Tensor, ranks: Group) -> Tensor:
-    by_rank = all_to_all(x.contiguous(), ranks).unflatten(0, (ranks.size, -1))
+def _send_tokens(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+    by_rank = exchange(x.contiguous(), ranks, log).unflatten(0, (ranks.size, -1))
     return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 

@@ -14,7 +14,15 @@ from statistics import median
 from xml.sax.saxutils import escape
 
 from raymega.schedule.instructions import COMPUTE, RECEIVE, Op
-from raymega.schedule.timeline import COLLECTIVES, WAITS, EventTuple, bubble, overlap, span
+from raymega.schedule.timeline import (
+    BETWEEN_CP,
+    COLLECTIVES,
+    WAITS,
+    EventTuple,
+    bubble,
+    overlap,
+    span,
+)
 
 Rows = Mapping[str, Sequence[EventTuple]]
 
@@ -133,13 +141,17 @@ def _row(
         if name in RECEIVE | WAITS and width > 0:
             yield _rect(x, y, width, "wait", WAIT_FILL)
         elif name in COLLECTIVES:
-            yield _strip(x, y + ROW_PX - STRIP_PX, width, f"{name}, bucket {micro_batch}")
+            yield _strip(x, y + ROW_PX - STRIP_PX, width, _strip_hint(name, micro_batch))
         elif name in COMPUTE:
             hint = f"{name} {micro_batch}" + (f", chunk {chunk}" if chunk else "")
             fill = _paler(FILLS[Op(name)], chunk, last_chunk)
             yield _rect(x, y, width, "block", fill, hint)
             if width > CHARACTER_PX * len(str(micro_batch)) + 2:
                 yield _text(x + width / 2, y + ROW_PX / 2 + 4, str(micro_batch), "number")
+
+
+def _strip_hint(name: str, number: int) -> str:
+    return f"{name}, {'transfer' if name in BETWEEN_CP else 'bucket'} {number}"
 
 
 def _legend(rows: Rows, last_chunk: int) -> tuple[list[str], float]:
@@ -159,10 +171,16 @@ def _legend(rows: Rows, last_chunk: int) -> tuple[list[str], float]:
 def _measures(rows: Rows) -> str:
     ratio, rate = bubble(rows.values())
     text = f"bubble: {ratio:.3f} of ideal time, {rate:.1%} of all time"
-    hidden = overlap(rows.values())
-    if hidden is None:
-        return text
-    return f"{text}; strips: gradients and weights under way, {hidden.hidden_share:.0%} hidden"
+    found = {
+        "gradients and weights": overlap(rows.values()),
+        "between context-parallel ranks": overlap(rows.values(), BETWEEN_CP),
+    }
+    strips = [
+        f"{what} under way, {hidden.hidden_share:.0%} hidden"
+        for what, hidden in found.items()
+        if hidden is not None
+    ]
+    return "; strips: ".join([text, ", ".join(strips)]) if strips else text
 
 
 def _axis(frame: _Frame, num_rows: int, time_unit: str) -> Iterator[str]:

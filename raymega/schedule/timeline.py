@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 from raymega.schedule.instructions import COMPUTE
 
-COLLECTIVES = frozenset({"reduce", "sum_partial", "sum_tied", "gather"})
+SUMS_AND_WEIGHTS = frozenset({"reduce", "sum_partial", "sum_tied", "gather"})
 """From launch to completion: gradients over dp, over tp and over the two stages of a tied table;
 weights over dp. ``wait_`` before the name is the time that the step stood still for one."""
+BETWEEN_CP = frozenset({"cp_pass", "cp_gather", "cp_reduce", "cp_exchange"})
+"""The same between context-parallel ranks: keys, values and the gradients by them go round, are
+collected, are summed; heads are exchanged."""
+COLLECTIVES = SUMS_AND_WEIGHTS | BETWEEN_CP
 WAITS = frozenset(f"wait_{name}" for name in COLLECTIVES)
 
 EventTuple = tuple[str, int, int, float, float]
@@ -23,8 +27,8 @@ class Event(NamedTuple):
     """One instruction carried out; equal to its plain tuple, which is how it crosses processes.
 
     ``name`` is the op's value. Times are seconds since the step's start, or the simulator's units.
-    Collectives of gradients and weights are events too: ``name`` is one of COLLECTIVES or WAITS,
-    and ``micro_batch`` the number of the bucket.
+    Collectives are events too: ``name`` is one of COLLECTIVES or WAITS, and ``micro_batch`` the
+    number of the bucket, or between context-parallel ranks that of the transfer in the step.
     """
 
     name: str
@@ -76,12 +80,14 @@ def bubble(rows: Collection[Sequence[EventTuple]]) -> Bubble:
     return Bubble(ratio=(total - busy) / busy, rate=(total - busy) / total)
 
 
-def overlap(rows: Collection[Sequence[EventTuple]]) -> Overlap | None:
-    """What collectives of gradients and weights cost; None when there were none."""
-    under_way = sum(_covered(row, COLLECTIVES) for row in rows)
+def overlap(
+    rows: Collection[Sequence[EventTuple]], names: Collection[str] = SUMS_AND_WEIGHTS
+) -> Overlap | None:
+    """What collectives of ``names`` cost; None when there were none."""
+    under_way = sum(_covered(row, names) for row in rows)
     if under_way == 0:
         return None
-    exposed = sum(_covered(row, WAITS) for row in rows)
+    exposed = sum(_covered(row, {f"wait_{name}" for name in names}) for row in rows)
     return Overlap(exposed / len(rows), max(0.0, 1 - exposed / under_way))
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from raymega.schedule.recording import Transfer
-from raymega.schedule.timeline import COLLECTIVES, WAITS, EventTuple
+from raymega.schedule.timeline import BETWEEN_CP, COLLECTIVES, SUMS_AND_WEIGHTS, WAITS, EventTuple
 
 US_PER_S = 1e6
-STEP, COLLECTIVE = 0, 1
+STEP, COLLECTIVE, CONTEXT = 0, 1, 2
 """Processes of the trace: what ranks do one after the other, and what goes on beside it."""
+BESIDE = {
+    COLLECTIVE: (SUMS_AND_WEIGHTS, "gradients and weights"),
+    CONTEXT: (BETWEEN_CP, "between context-parallel ranks"),
+}
 
 
 def merge_trace(
@@ -26,8 +30,12 @@ def merge_trace(
         transfers: Messages among them; each becomes an arrow from its send to its receive.
     """
     names = [_row_name(STEP, rank, f"rank {rank}") for rank in sorted(rows)]
-    busy = [rank for rank in sorted(rows) if any(event[0] in COLLECTIVES for event in rows[rank])]
-    names += [_row_name(COLLECTIVE, rank, f"rank {rank}, gradients and weights") for rank in busy]
+    names += [
+        _row_name(process, rank, f"rank {rank}, {title}")
+        for process, (kinds, title) in BESIDE.items()
+        for rank in sorted(rows)
+        if any(event[0] in kinds for event in rows[rank])
+    ]
     spans = [_span(rank, event) for rank in sorted(rows) for event in rows[rank]]
     arrows = [end for index, transfer in enumerate(transfers) for end in _arrow(index, transfer)]
     return {"traceEvents": names + spans + arrows, "displayTimeUnit": "ms"}
@@ -49,7 +57,7 @@ def _span(rank: int, event: EventTuple) -> dict[str, object]:
         "ph": "X",
         "name": f"{name} {micro_batch}",
         "cat": name,
-        "pid": COLLECTIVE if name in COLLECTIVES else STEP,
+        "pid": next((pid for pid, (kinds, _) in BESIDE.items() if name in kinds), STEP),
         "tid": rank,
         "ts": start_s * US_PER_S,
         "dur": (end_s - start_s) * US_PER_S,
@@ -77,4 +85,6 @@ def _arrow(index: int, transfer: Transfer) -> Iterator[dict[str, object]]:
 
 
 def _number_of(name: str) -> str:
-    return "bucket" if name in COLLECTIVES | WAITS else "micro_batch"
+    if name not in COLLECTIVES | WAITS:
+        return "micro_batch"
+    return "transfer" if name.removeprefix("wait_") in BETWEEN_CP else "bucket"

@@ -39,7 +39,7 @@ from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.schedule.table import make_forward_only, make_schedule
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float64": torch.float64,
@@ -100,7 +100,8 @@ def build_parts(
     """
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
     stream = Stream(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
-    context = make_context(groups, job.parallel)
+    comm_log = CommLog()
+    context = make_context(groups, job.parallel, comm_log)
     modules = _build_modules(plan, stages, stream=stream, context=context, device=device)
     parameters = _parameters_by_chunk(modules)
     check_specs([parameter for chunk in parameters for parameter in chunk])
@@ -124,7 +125,6 @@ def build_parts(
         is_sharded=is_sharded,
         bucket_bytes=bucket_bytes_for(p for chunk in parameters for p in chunk),
     )
-    comm_log = CommLog()
     gradients = GradBuffer(table, groups, log=comm_log)
     weights = WeightBuffer(table, log=comm_log)
     for module in modules:
@@ -136,14 +136,14 @@ def build_parts(
         groups=groups,
         device=device,
         modules=tuple(modules),
-        loader=_build_loader(plan, "train", rank=rank, groups=groups, device=device),
+        loader=_build_loader(plan, "train", rank=rank, groups=groups, log=comm_log, device=device),
         executors=_build_executors(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
         gradients=gradients,
         weights=weights,
         optimizer=Optimizer(table, gradients, weights, job.optimizer),
         comm_log=comm_log,
         evaluation=_build_evaluation(
-            plan, rank, modules=modules, p2p=p2p, groups=groups, pulse=pulse
+            plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, pulse=pulse
         ),
     )
 
@@ -195,7 +195,7 @@ def _parameters_by_chunk(modules: Sequence[StageModule]) -> list[list[ShardedPar
 def _log_attention_weights(job: Job) -> None:
     if job.model.attention_dropout:
         num_bytes = attention_weight_bytes(activation_shape(job))
-        log.info(
+        logger.info(
             "attention dropout: no fused kernel, so each layer keeps its attention weights, "
             "%.1f MiB a micro-batch on each rank",
             num_bytes / 2**20,
@@ -215,7 +215,7 @@ def _open_source(plan: RunPlan, split: str) -> Source:
 
 
 def _build_loader(
-    plan: RunPlan, split: str, *, rank: int, groups: Groups, device: torch.device
+    plan: RunPlan, split: str, *, rank: int, groups: Groups, log: CommLog, device: torch.device
 ) -> Loader | DynamicLoader:
     job, source = plan.job, _open_source(plan, split)
     if not job.parallel.dynamic_cp:
@@ -224,14 +224,14 @@ def _build_loader(
             dp_rank=plan.grid.coords(rank).dp,
             seed=job.run.seed,
             device=device,
-            context=make_context(groups, job.parallel),
+            context=make_context(groups, job.parallel, log),
         )
     assert isinstance(source, PackedSource), "dynamic_cp needs packing"
     parallel = job.parallel
     return DynamicLoader(
         source,
         rank=groups.replicas.index,
-        contexts=make_contexts(groups, parallel),
+        contexts=make_contexts(groups, parallel, log),
         limits=Limits(
             num_ranks=groups.replicas.size,
             max_tokens=job.data.seq_len // parallel.cp,
@@ -282,20 +282,21 @@ def _build_executors(
     return _Executors(make)
 
 
-def _build_evaluation(
+def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
     plan: RunPlan,
     rank: int,
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
     groups: Groups,
+    log: CommLog,
     pulse: Callable[[], None],
 ) -> Evaluation | None:
     """One pass over the evaluation samples, or None when the job asks for none."""
     job = plan.job
     if job.run.eval_samples == 0:
         return None
-    loader = _build_loader(plan, "valid", rank=rank, groups=groups, device=p2p.device)
+    loader = _build_loader(plan, "valid", rank=rank, groups=groups, log=log, device=p2p.device)
     batch = make_batch(
         global_batch_size=min(job.run.eval_samples, loader.source.num_windows),
         micro_batch_size=plan.batch.micro_batch_size,

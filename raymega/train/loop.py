@@ -55,6 +55,8 @@ def run_loop(
             )
             seconds = time.monotonic() - began
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
+        if job.parallel.cp > 1 or job.parallel.dynamic_cp:
+            metrics["comm/cp_sent_bytes"] = float(parts.comm_log.sent_bytes)
         metrics |= packing | _statistics(parts, state, outcome, activations)
         state = outcome.state
         metrics |= saving.observe(outcome)

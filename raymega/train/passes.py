@@ -22,8 +22,10 @@ def forward_backward(
 ) -> StepOutput:
     """Fill ``parts.gradients``, forgetting what was there; backward starts from ``loss_gradient``.
 
-    Recorded events are those of the pipeline and those of the gradients' and weights' collectives.
+    Recorded events are those of the pipeline and those of the gradients' and weights' collectives, and
+    transfers between context-parallel ranks.
     """
+    parts.comm_log.new_step()
     if is_recording:
         parts.comm_log.start()
         parts.weights.record()

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from raymega.messages import Requests
+from raymega.plan.context import inner_ranks
+from raymega.plan.context_cost import context_cost
 from raymega.plan.run_plan import read_plan
-from raymega.schedule.timeline import overlap
+from raymega.schedule.timeline import BETWEEN_CP, overlap
 from raymega.train.build import build_parts
 from raymega.train.evaluate import evaluate
 from raymega.train.state import TrainState
@@ -72,6 +74,43 @@ def test_weights_are_gathered_in_the_order_of_use_and_awaited_in_the_first_forwa
         assert all(inside)
         launched = sorted(gathers, key=lambda index: gathers[index].start_s)
         assert launched == sorted(waits, key=lambda index: waits[index].start_s)
+
+
+def _step_between_cp(env, plan_json):
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    outcome = train_step(parts, TrainState(), Requests(), is_recording=True)
+    return outcome.events, parts.comm_log.sent_bytes
+
+
+METHODS = {
+    "ring": {"cp_pass"},
+    "all_gather": {"cp_gather", "cp_reduce"},
+    "all_to_all": {"cp_exchange"},
+    "hybrid": {"cp_exchange", "cp_pass"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_transfers_between_cp_ranks_are_recorded_and_their_bytes_are_what_the_formula_says(method):
+    """Each is waited for once, inside the work of a layer."""
+    plan = make_test_plan(*layout_overrides("cp4"), f"parallel.cp_method={method}")
+    cost = context_cost(plan.job, method)
+    layers = plan.job.model.num_layers * plan.batch.num_micro_batches
+    inner = inner_ranks(plan.job.parallel)
+    results = run_grid(_step_between_cp, plan.grid, plan.to_json(), cp_inner=inner)
+    for events, sent in results:
+        assert sent == (cost.inner_bytes + cost.outer_bytes) * layers
+        names = {event.name for event in events} & BETWEEN_CP
+        assert names == METHODS[method]
+        work = [event for event in events if event.name in ("forward", "backward")]
+        for name in names:
+            launched, waits = _of(events, name), _of(events, f"wait_{name}")
+            assert launched.keys() == waits.keys() == set(range(len(waits)))
+            for number, wait in waits.items():
+                assert launched[number].start_s <= wait.start_s <= wait.end_s
+                assert any(w.start_s <= wait.start_s <= wait.end_s <= w.end_s for w in work)
+        assert 0 <= overlap([events], BETWEEN_CP).hidden_share <= 1
 
 
 def _after_update(env, plan_json):

@@ -295,8 +295,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="gradients by keys stay where they are on the ring",
         file="parallel/context_attention.py",
-        old="coming = start_shift(grad_kv, ring, by=-1)",
-        new="coming = start_shift(grad_kv, ring, by=1)",
+        old="coming = start_pass(grad_kv, ring, work.log, by=-1)",
+        new="coming = start_pass(grad_kv, ring, work.log, by=1)",
         layout=Layout(cp=4),
     ),
     Mutation(

@@ -54,3 +54,22 @@ def test_arrows_lead_from_the_span_of_a_send_to_that_of_its_receive():
                 and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
             ]  # fmt: skip
             assert f"message {span['args']['micro_batch']}" == arrow["name"]
+
+
+def test_transfers_between_context_parallel_ranks_have_rows_of_their_own():
+    row = [
+        ("forward", 0, 0, 0.0, 2.0),
+        ("cp_pass", 5, 0, 0.5, 1.5),
+        ("wait_cp_pass", 5, 0, 1.0, 1.5),
+    ]
+    names, spans = _split(merge_trace({1: row}))
+    assert [name["args"]["name"] for name in names][1:] == [
+        "rank 1, between context-parallel ranks"
+    ]
+    assert [span["pid"] for span in spans] == [0, 2, 0]
+    assert spans[1]["args"] == spans[2]["args"] == {"transfer": 5, "chunk": 0}
+
+
+def _split(trace):
+    events = trace["traceEvents"]
+    return [e for e in events if e["ph"] == "M"], [e for e in events if e["ph"] == "X"]

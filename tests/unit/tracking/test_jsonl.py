@@ -56,7 +56,12 @@ def test_number_that_is_not_finite_becomes_null():
 
 def test_timeline_line_has_the_bubble_and_not_the_events():
     line = next(line for line in lines_of(whole_run()) if line["event"] == "timeline")
-    hidden = {"exposed_s": 0.5, "hidden_share": 0.5}
+    hidden = {
+        "exposed_s": 0.5,
+        "hidden_share": 0.5,
+        "cp_exposed_s": 0.125,
+        "cp_hidden_share": 0.75,
+    }
     assert line == {
         "event": "timeline",
         "step": 4,

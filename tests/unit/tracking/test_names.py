@@ -68,6 +68,7 @@ def test_memory_is_of_each_rank_and_its_largest_peak_of_the_run():
 def test_timeline_tells_how_much_of_the_collectives_was_hidden():
     (metrics,) = [metrics_of(e) for e in whole_run() if "comm/exposed_s" in metrics_of(e)]
     assert (metrics["comm/exposed_s"], metrics["comm/hidden_share"]) == (0.5, 0.5)
+    assert (metrics["comm/cp_exposed_s"], metrics["comm/cp_hidden_share"]) == (0.125, 0.75)
 
 
 def test_find_metric_refuses_an_unknown_name():
