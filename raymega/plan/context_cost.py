@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.config.schema import Job
+from raymega.plan.activations import ActivationShape, activation_shape
 from raymega.plan.context_rules import exchange_faults
 from raymega.plan.hardware import Hardware
-from raymega.plan.state_size import DTYPE_BYTES
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 FORWARD_AND_BACKWARD = 3.5
@@ -24,18 +24,22 @@ class ContextCost:
 
     Attributes:
         method: Which way.
+        inner_share: Of the group's ranks those that exchange heads with each other.
         flops: Of causal attention; equal on all ranks.
         inner_bytes: Sent to neighbours to exchange heads; nothing can be done meanwhile.
         outer_bytes: Sent around, or to collect: keys, values and the gradients by them.
         hidden_share: Of the outer bytes those that travel behind work.
+        added_bytes: Memory traffic of adding gradients that arrive to those that are here.
         passing_bytes: Memory for others' keys, values and gradients while the layer works.
     """
 
     method: str
+    inner_share: float
     flops: float
     inner_bytes: float
     outer_bytes: float
     hidden_share: float
+    added_bytes: float
     passing_bytes: float
 
     def seconds(self, hardware: Hardware, *, span: int) -> float:
@@ -45,13 +49,17 @@ class ContextCost:
             hardware: What the ranks are.
             span: Global ranks between the first and the last one of a cp group, both included.
         """
-        is_near = span <= hardware.ranks_per_node
-        outer = hardware.near_bytes_per_s if is_near else hardware.far_bytes_per_s
-        work = self.flops / (hardware.flops * hardware.attention_share)
-        travel = self.outer_bytes / outer
-        exchange = self.inner_bytes / hardware.near_bytes_per_s
-        hidden = min(work, travel * self.hidden_share)
-        return work + travel - hidden + exchange
+        return self._work_s(hardware) + self.exposed_s(hardware, span=span)
+
+    def exposed_s(self, hardware: Hardware, *, span: int) -> float:
+        """The part of :meth:`seconds` in which ranks wait for each other's bytes."""
+        travel = self.outer_bytes / hardware.bytes_per_s(span)
+        exchange = self.inner_bytes / hardware.bytes_per_s(span * self.inner_share)
+        hidden = min(self._work_s(hardware), travel * self.hidden_share)
+        return travel - hidden + exchange
+
+    def _work_s(self, hardware: Hardware) -> float:
+        return self.flops / (hardware.flops * hardware.attention_share)
 
 
 def context_costs(job: Job) -> tuple[ContextCost, ...]:
@@ -67,18 +75,21 @@ def context_costs(job: Job) -> tuple[ContextCost, ...]:
 
 def context_cost(job: Job, method: str) -> ContextCost:
     """Of ``method`` for the job's micro-batch and layers; one document a row."""
-    model, parallel = job.model, job.parallel
+    return shape_cost(activation_shape(job), method)
+
+
+def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
+    """The same from what activations are counted by."""
+    model, parallel = shape.model, shape.parallel
     cp = parallel.cp
     inner = {"all_to_all": cp, "hybrid": parallel.cp_inner}.get(method, 1)
     outer = cp // inner
-    element = DTYPE_BYTES[job.precision.dtype]
-    wide = max(4, element)
-    tokens = job.schedule.micro_batch_size * job.data.seq_len // cp
+    element, wide, tokens = shape.element, shape.wide, shape.tokens
     heads, kv_heads = model.num_heads // parallel.tp, max(1, model.kv_heads // parallel.tp)
     # Where fewer key heads than ranks are exchanged, those that share one get a copy each.
     kv = 2 * tokens * max(kv_heads, inner) * model.head_width
     q = tokens * heads * model.head_width
-    pairs = tokens * job.data.seq_len / 2
+    pairs = tokens * shape.seq_len / 2
     exchanged = 2 * (2 * q + kv) * element * (inner - 1) / inner  # q, k, v and output, and back
     hops = outer - 1
     is_gathered = method == "all_gather"
@@ -87,10 +98,12 @@ def context_cost(job: Job, method: str) -> ContextCost:
     copies = 2 * (outer if is_gathered else min(hops, 1))
     return ContextCost(
         method=method,
+        inner_share=inner / cp,
         flops=FORWARD_AND_BACKWARD * 2 * 2 * pairs * heads * model.head_width,
         inner_bytes=exchanged,
         outer_bytes=hops * kv * (2 * element + wide),
         # A gather goes behind the rank's own block alone; the reduction behind nothing.
         hidden_share=(2 * element / (2 * element + wide)) if is_gathered else 1.0,
+        added_bytes=hops * kv * 3 * wide,
         passing_bytes=copies * kv * (element + wide),
     )

@@ -70,6 +70,10 @@ class Hardware:
     launch_s: float
     ranks_per_node: int
 
+    def bytes_per_s(self, span: float) -> float:
+        """Of one GPU to a group that reaches over ``span`` neighbouring ranks."""
+        return self.near_bytes_per_s if span <= self.ranks_per_node else self.far_bytes_per_s
+
 
 def round_hardware(device: Accelerator) -> Hardware:
     """The maker's peaks and links with round shares and times, the same for every device.

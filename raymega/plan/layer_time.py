@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape
+from raymega.plan.context_cost import shape_cost
+from raymega.plan.hardware import fitted_hardware
 from raymega.plan.kernel_time import BACKWARD_ATTENTION, attention_s, matmul_s, memory_s
-from raymega.plan.link_time import all_reduce_s, gather_s, make_span
+from raymega.plan.link_time import all_reduce_s, make_span
 from raymega.plan.software import Software
 
 KERNELS_IN_A_BLOCK = 12
@@ -32,7 +34,7 @@ class LayerTime:
         backward_s: Kernels of the backward, nothing computed again.
         attention_s: Of the forward's, those between q, k, v and the output projection.
         tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
-        context_parallel_s: The same over cp.
+        context_parallel_s: The same over cp, by the way that keys and values travel.
     """
 
     forward_s: float
@@ -143,8 +145,10 @@ def _tensor_parallel_s(shape: ActivationShape, device: Accelerator, software: So
 
 
 def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
-    """Keys and values of the whole sequence brought together once a forward."""
+    """What ``parallel.cp_method`` hides behind nothing, and sums of gradients, half in each pass."""
     parallel = shape.parallel
-    span = make_span(device, size=parallel.cp, stride=parallel.tp)
-    kv = 2 * max(1, shape.model.kv_heads // parallel.tp) * shape.model.head_width
-    return gather_s(device, span, shape.tokens * parallel.cp * kv * ELEMENT)
+    if parallel.cp == 1:
+        return 0.0
+    cost = shape_cost(shape, parallel.cp_method)
+    exposed = cost.exposed_s(fitted_hardware(device), span=parallel.tp * parallel.cp)
+    return (exposed + memory_s(device, cost.added_bytes)) / 2

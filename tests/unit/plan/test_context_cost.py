@@ -56,6 +56,17 @@ def test_seconds_count_what_work_does_not_hide():
     less, more = (cost.seconds(ROUND_H100, span=16) for cost in short)
     assert less == pytest.approx(18 * MIB / 50e9) and more == less
     exchange = context_cost(_job(4), "all_to_all")
-    assert exchange.seconds(ROUND_H100, span=16) == pytest.approx(
-        exchange.flops / (989e12 * 0.4) + 6 * MIB / 450e9
-    )
+    for span, rate in ((8, 450e9), (16, 50e9)):
+        assert exchange.seconds(ROUND_H100, span=span) == pytest.approx(
+            exchange.flops / (989e12 * 0.4) + 6 * MIB / rate
+        )
+
+
+def test_heads_are_exchanged_inside_a_node_by_as_many_neighbours_as_fit_there():
+    exchange, hybrid = (context_cost(_job(4), method) for method in ("all_to_all", "hybrid"))
+    assert (exchange.inner_share, hybrid.inner_share) == (1, 1 / 2)
+    far = exchange.exposed_s(ROUND_H100, span=16) / exchange.exposed_s(ROUND_H100, span=8)
+    assert far == pytest.approx(450 / 50)
+    inner = hybrid.inner_bytes / 450e9
+    ring = max(0.0, hybrid.outer_bytes / 50e9 - hybrid.flops / (989e12 * 0.4))
+    assert hybrid.exposed_s(ROUND_H100, span=16) == pytest.approx(inner + ring)

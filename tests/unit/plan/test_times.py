@@ -13,6 +13,8 @@ from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.accelerators import CATALOGUE, accelerator
 from raymega.plan.activations import activation_shape
+from raymega.plan.context_cost import METHODS, shape_cost
+from raymega.plan.hardware import fitted_hardware
 from raymega.plan.kernel_time import attention_s, matmul_s, memory_s
 from raymega.plan.layer_time import layer_time
 from raymega.plan.link_time import all_reduce_s, gather_s, make_span, message_s
@@ -79,6 +81,36 @@ def test_full_recompute_runs_the_forward_once_more():
     _, plain = block.pass_s("none")
     _, again = block.pass_s("full")
     assert again - plain == pytest.approx(block.forward_s + block.tensor_parallel_s)
+
+
+def cp_layer(method: str, *, tokens: int):
+    sizes = (f"data.seq_len={2 * tokens}", f"model.max_positions={2 * tokens}")
+    plan = plan_of(*sizes, "parallel.cp=2", "parallel.tp=4", f"parallel.cp_method={method}")
+    return layer_time(activation_shape(plan.job), H100, RAYMEGA)
+
+
+def test_a_ring_hides_behind_attention_what_other_ways_wait_for():
+    waits = {m: cp_layer(m, tokens=16384).context_parallel_s for m in METHODS if m != "hybrid"}
+    assert waits["ring"] < waits["all_gather"]
+    assert waits["all_to_all"] > 0
+    kv_gradients = 16384 * 2 * 8 * 128 * 3 * 4
+    assert waits["ring"] == pytest.approx(memory_s(H100, kv_gradients) / 2)
+
+
+def test_ranks_of_a_context_parallel_group_share_attention_evenly():
+    """Causal: half of the square, whatever cp; as many tokens a rank of twice the sequence."""
+    alone = plan_of("data.seq_len=8192", "model.max_positions=8192", "parallel.tp=4")
+    single = layer_time(activation_shape(alone.job), H100, RAYMEGA).attention_s
+    shared = cp_layer("ring", tokens=8192).attention_s
+    assert shared - H100.fitted.launch_s == pytest.approx(2 * (single - H100.fitted.launch_s))
+
+
+def test_waiting_is_that_of_the_formulas_of_context_parallelism():
+    job = plan_of("parallel.cp=4", "parallel.tp=4", "parallel.dp=1").job
+    shape = activation_shape(job)
+    cost = shape_cost(shape, "ring")
+    expected = cost.exposed_s(fitted_hardware(H100), span=16) + memory_s(H100, cost.added_bytes)
+    assert layer_time(shape, H100, RAYMEGA).context_parallel_s == pytest.approx(expected / 2)
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.dp=8", "parallel.pp=2")], ids=str)
