@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py RUNS.csv          # errors by source, with the constants as shipped
     python benchmarks/planner.py RUNS.csv --fit    # fit them anew, and once more without each source
+    python benchmarks/planner.py --speed           # layouts that a search looks at in a minute
 
 Constants are fitted by source: those in FITTED are seen, all others are not.
 """
@@ -12,14 +13,18 @@ import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
+from time import process_time
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.stats import spearmanr
 
+from raymega.api import load_job
 from raymega.plan.accelerators import CATALOGUE, Fitted
 from raymega.plan.published import PublishedRun, compare, read_runs
+from raymega.plan.search import search
 
 FITTED = {
     "a100": ("Narayanan2021-SC21-T1", "Korthikanti2022"),
@@ -36,6 +41,12 @@ FREE = {
     ),
     "h100": ("matmul_share", "matmul_waves", "memory_share", "launch_s"),
 }
+JOBS = Path(__file__).parents[1] / "jobs"
+SEARCHES = (
+    ("llama-7b-16gpu.yaml", 16, ()),
+    ("llama-70b-512gpu.yaml", 512, ()),
+    ("llama-70b-512gpu.yaml", 512, ("data.seq_len=131072", "model.max_positions=131072")),
+)
 MEASURED_8_BIT = {"h100": 0.71 / 0.80}
 """Best measured share of the peak in fp8 over that in bfloat16, of large products."""
 
@@ -43,9 +54,15 @@ MEASURED_8_BIT = {"h100": 0.71 / 0.80}
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs")
+    parser.add_argument("runs", nargs="?")
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--speed", action="store_true")
     args = parser.parse_args()
+    if args.speed:
+        speed()
+        return
+    if args.runs is None:
+        parser.error("RUNS.csv, or --speed")
     runs = [run for run in read_runs(args.runs) if not run.skipped and run.iter_s]
     for gpu in FITTED:
         mine = [run for run in runs if run.gpu == gpu]
@@ -56,6 +73,20 @@ def main() -> None:
         report(mine, constants)
         if args.fit:
             leave_one_out(mine, constants)
+
+
+def speed() -> None:
+    """Seconds of the process on one core, and layouts a minute; the median of five searches."""
+    print(f"{'search':28} {'layouts':>8} {'seconds':>8} {'a minute':>10}")
+    for name, num_devices, overrides in SEARCHES:
+        job = load_job(JOBS / name, overrides)
+        seconds = []
+        for _ in range(5):
+            begin = process_time()
+            result = search(job, CATALOGUE["h100"], num_devices=num_devices, top=1)
+            seconds.append(process_time() - begin)
+        tried, taken = 1 + sum(result.refused.values()), median(seconds)
+        print(f"{name[:20]:20} {num_devices:7} {tried:8,} {taken:8.2f} {60 * tried / taken:10,.0f}")
 
 
 def is_seen(run: PublishedRun) -> bool:

@@ -6,11 +6,14 @@ rank of the pipeline, by closed forms that the lists of the schedules agree with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raymega.plan.activations import activation_shape, stage_activations
+from raymega.plan.activations import ActivationShape, activation_shape, stage_activations
+from raymega.plan.context_cost import shape_cost
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.state_size import rank_state
+from raymega.plan.stages import Stage
+from raymega.plan.state_size import rank_elements, state_of
 
 RESERVED_BYTES = 2 * 2**30
 """Of a GPU that no tensor can have: the driver's context and the buffers of communicators."""
@@ -31,33 +34,68 @@ class MemoryUse:
         return self.state_bytes + self.activation_bytes + self.reserved_bytes
 
 
-def memory_use(plan: RunPlan) -> MemoryUse:
-    """What the fullest rank of ``plan`` needs on a GPU."""
-    shape = activation_shape(plan.job)
+def pipeline_elements(plan: RunPlan) -> tuple[int, ...]:
+    """Parameters of each rank of the pipeline: those of tensor-parallel rank 0."""
+    placement = plan.placement
+    return tuple(
+        rank_elements(
+            plan.job.model,
+            [plan.stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)],
+            plan.grid,
+        )
+        for pp in range(plan.grid.pp)
+    )
+
+
+def memory_use(plan: RunPlan, elements: Sequence[int] = ()) -> MemoryUse:
+    """What the fullest rank of ``plan`` needs on a GPU.
+
+    Args:
+        plan: Of which.
+        elements: What pipeline_elements gives, when that is known already.
+    """
+    shape, placement = activation_shape(plan.job), plan.placement
+    kept = _kept_by_stage(shape, plan.stages)
+    passing = _passing_bytes(shape)
     uses = []
-    for pp_rank in range(plan.grid.pp):
-        chunks = [
-            plan.stages[plan.placement.stage(pp_rank, chunk)]
-            for chunk in range(plan.placement.chunks)
-        ]
+    for pp_rank, count in enumerate(elements or pipeline_elements(plan)):
+        chunks = [kept[placement.stage(pp_rank, chunk)] for chunk in range(placement.chunks)]
         in_flight = micro_batches_in_flight(
             plan.job.schedule.name,
             pp=plan.grid.pp,
             pp_rank=pp_rank,
-            chunks=plan.placement.chunks,
+            chunks=placement.chunks,
             num_micro_batches=plan.batch.num_micro_batches,
         )
-        kept = [stage_activations(shape, stage) for stage in chunks]
-        mean = sum(chunk.micro_batch_bytes for chunk in kept) / len(kept)
-        activations = round(in_flight * mean) + max(chunk.rerun_bytes for chunk in kept)
-        state = rank_state(plan.job, chunks, plan.grid, tp_rank=0).total_bytes
+        mean = sum(held for held, _ in chunks) / len(chunks)
+        activations = round(in_flight * mean) + max(again for _, again in chunks) + passing
         uses.append(
             MemoryUse(
-                pp_rank=pp_rank, state_bytes=state, activation_bytes=activations,
-                reserved_bytes=RESERVED_BYTES,
+                pp_rank=pp_rank, state_bytes=state_of(plan.job, count, plan.grid).total_bytes,
+                activation_bytes=activations, reserved_bytes=RESERVED_BYTES,
             )
         )  # fmt: skip
     return max(uses, key=lambda use: use.total_bytes)
+
+
+def _kept_by_stage(shape: ActivationShape, stages: Sequence[Stage]) -> list[tuple[int, int]]:
+    """Bytes for each micro-batch and bytes while blocks run again; like stages are counted once."""
+    known: dict[tuple[int, bool, bool], tuple[int, int]] = {}
+    found = []
+    for stage in stages:
+        kind = stage.num_layers, stage.is_first, stage.is_last
+        if kind not in known:
+            kept = stage_activations(shape, stage)
+            known[kind] = kept.micro_batch_bytes, kept.rerun_bytes
+        found.append(known[kind])
+    return found
+
+
+def _passing_bytes(shape: ActivationShape) -> int:
+    """Others' keys, values and gradients while one layer works."""
+    if shape.parallel.cp == 1:
+        return 0
+    return round(shape_cost(shape, shape.parallel.cp_method).passing_bytes)
 
 
 def micro_batches_in_flight(

@@ -87,19 +87,12 @@ def make_plan(job: Job) -> RunPlan:
     raise_faults(PlanError, job_faults(job_values(job)))
     grid, schedule = make_grid(job.parallel), job.schedule
     placement = make_placement(schedule.name, pp=grid.pp, chunks=schedule.chunks)
-
-    def batch_of(size: int) -> BatchPlan:
-        micro_batch_size = job.schedule.micro_batch_size
-        return make_batch(global_batch_size=size, micro_batch_size=micro_batch_size, dp=grid.dp)
-
+    ramp, batch = _batches(job, grid)
     return RunPlan(
         job=job,
         grid=grid,
-        ramp=tuple(
-            RampStage(until_samples=stage.until_samples, batch=batch_of(stage.global_batch_size))
-            for stage in job.data.batch_ramp
-        ),
-        batch=batch_of(job.data.global_batch_size),
+        ramp=ramp,
+        batch=batch,
         stages=make_stages(
             layer_counts(
                 job.parallel,
@@ -110,6 +103,29 @@ def make_plan(job: Job) -> RunPlan:
             are_ends_together=placement.are_ends_together,
         ),
     )
+
+
+def with_options(plan: RunPlan, job: Job) -> RunPlan:
+    """The plan of ``job``, which has the grid, the stages and the schedule of ``plan``.
+
+    For searches: rules between the job's values are not checked again.
+    """
+    ramp, batch = _batches(job, plan.grid)
+    return replace(plan, job=job, ramp=ramp, batch=batch)
+
+
+def _batches(job: Job, grid: Grid) -> tuple[tuple[RampStage, ...], BatchPlan]:
+    """The ramp, and the batch of every step after it."""
+
+    def batch_of(size: int) -> BatchPlan:
+        micro_batch_size = job.schedule.micro_batch_size
+        return make_batch(global_batch_size=size, micro_batch_size=micro_batch_size, dp=grid.dp)
+
+    ramp = tuple(
+        RampStage(until_samples=stage.until_samples, batch=batch_of(stage.global_batch_size))
+        for stage in job.data.batch_ramp
+    )
+    return ramp, batch_of(job.data.global_batch_size)
 
 
 def job_values(job: Job) -> dict[str, object]:

@@ -15,13 +15,19 @@ from typing import Any
 from raymega.config.schema import Job
 from raymega.errors import Fault, PlanError
 from raymega.plan.accelerators import Accelerator
-from raymega.plan.memory_use import MemoryUse, memory_use
+from raymega.plan.activations import activation_shape
+from raymega.plan.layer_time import LayerTime, layer_time
+from raymega.plan.memory_use import MemoryUse, memory_use, pipeline_elements
 from raymega.plan.rules import job_faults
-from raymega.plan.run_plan import RunPlan, job_values, make_plan
-from raymega.plan.step_time import StepTime, step_time
+from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
+from raymega.plan.software import RAYMEGA
+from raymega.plan.step_time import Known, StepTime, step_time
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
+CP_METHODS = ("ring", "all_to_all")
+LEAST_TOKENS = 4096
+"""Of a sequence on each context-parallel rank; shorter parts cost more than they save."""
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -57,16 +63,13 @@ def search(job: Job, device: Accelerator, *, num_devices: int, top: int) -> Sear
     """
     found: list[Found] = []
     refused: Counter[str] = Counter()
+    judge = _Judge(device)
     for candidate in candidates(job, device, num_devices=num_devices):
-        if job_faults(job_values(candidate)):
-            refused["breaks a rule of the job"] += 1
-            continue
-        plan = make_plan(candidate)
-        memory = memory_use(plan)
-        if memory.total_bytes > device.memory_bytes:
-            refused["does not fit into memory"] += 1
-            continue
-        found.append(Found(plan=plan, time=step_time(plan, device), memory=memory))
+        verdict = judge.verdict(candidate)
+        if isinstance(verdict, str):
+            refused[verdict] += 1
+        else:
+            found.append(verdict)
     if not found:
         raise PlanError(_nothing_fits(job, device, num_devices, refused))
     best: dict[str, Found] = {}
@@ -76,23 +79,85 @@ def search(job: Job, device: Accelerator, *, num_devices: int, top: int) -> Sear
     return SearchResult(best=tuple(best.values())[:top], refused=refused)
 
 
+BREAKS_A_RULE = "breaks a rule of the job"
+DOES_NOT_FIT = "does not fit into memory"
+
+
+class _Judge:
+    """Prices candidates, the cheapest refusal first, and counts once what many of them share."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._shared: dict[tuple[object, ...], tuple[RunPlan, tuple[int, ...]] | None] = {}
+        self._blocks: dict[tuple[object, ...], LayerTime] = {}
+
+    def verdict(self, job: Job) -> Found | str:
+        """What is expected of ``job``, or what rules it out."""
+        shared = self._share(job)
+        if shared is None:
+            return BREAKS_A_RULE
+        base, elements = shared
+        plan = with_options(base, job)
+        memory = memory_use(plan, elements)
+        if memory.total_bytes > self._device.memory_bytes:
+            return DOES_NOT_FIT
+        if job_faults(job_values(job)):
+            return BREAKS_A_RULE
+        known = Known(block=self._block(job), first_elements=elements[0])
+        time = step_time(plan, self._device, known=known)
+        return Found(plan=plan, time=time, memory=memory)
+
+    def _share(self, job: Job) -> tuple[RunPlan, tuple[int, ...]] | None:
+        """Grid, stages and parameters of all layouts with these degrees; None when none is legal."""
+        parallel, schedule = job.parallel, job.schedule
+        degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.cp_method
+        key = (*degrees, schedule.chunks, schedule.name)
+        if key not in self._shared:
+            try:
+                plan = make_plan(job)
+            except PlanError:
+                self._shared[key] = None
+            else:
+                self._shared[key] = plan, pipeline_elements(plan)
+        return self._shared[key]
+
+    def _block(self, job: Job) -> LayerTime:
+        parallel = job.parallel
+        key = parallel.tp, parallel.cp, parallel.cp_method, job.schedule.micro_batch_size
+        if key not in self._blocks:
+            self._blocks[key] = layer_time(activation_shape(job), self._device, RAYMEGA)
+        return self._blocks[key]
+
+
 def candidates(job: Job, device: Accelerator, *, num_devices: int) -> Iterator[Job]:
     """Every layout that is worth asking about, legal or not."""
     model = job.model
     tps = [d for d in _divisors(device.devices_per_node) if num_devices % d == 0]
     for tp in (tp for tp in tps if model.num_heads % tp == 0):
         for pp in (p for p in _divisors(num_devices // tp) if p <= model.num_layers):
-            dp = num_devices // tp // pp
-            if dp > job.data.global_batch_size:
-                continue
-            yield from _with_options(job, tp=tp, pp=pp, dp=dp)
+            for cp in _context_degrees(job, num_devices // tp // pp):
+                dp = num_devices // tp // pp // cp
+                methods = dict.fromkeys((job.parallel.cp_method, *CP_METHODS))
+                for method in methods if cp > 1 else (job.parallel.cp_method,):
+                    if dp <= job.data.global_batch_size:
+                        yield from _with_options(job, tp=tp, pp=pp, dp=dp, cp=cp, method=method)
 
 
-def _with_options(job: Job, *, tp: int, pp: int, dp: int) -> Iterator[Job]:
+def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
+    """Powers of two that leave every rank a long part of a sequence."""
+    cp = 1
+    while ranks % cp == 0 and (cp == 1 or job.data.seq_len // cp >= LEAST_TOKENS):
+        yield cp
+        cp *= 2
+
+
+def _with_options(  # one an axis
+    job: Job, *, tp: int, pp: int, dp: int, cp: int, method: str
+) -> Iterator[Job]:
     sequences = -(-job.data.global_batch_size // dp)
     sizes = [size for size in MICRO_BATCH_SIZES if size <= sequences]
     chunks = [v for v in range(1, MOST_CHUNKS + 1) if v == 1 or (pp > 1 and _cuts(job, pp * v))]
-    shardings = ("none", "optimizer") if dp > 1 else ("none",)
+    shardings = ("none", "optimizer") if dp * cp > 1 else ("none",)
     schedules = ("1f1b", "zb_h1") if pp > 1 else ("1f1b",)
     for size, v, sharding, recompute, schedule in product(
         sizes, chunks, shardings, RECOMPUTES, schedules
@@ -101,8 +166,9 @@ def _with_options(job: Job, *, tp: int, pp: int, dp: int) -> Iterator[Job]:
             yield _changed(
                 job,
                 parallel={
-                    "tp": tp, "pp": pp, "dp": dp, "cp": 1, "sharding": sharding,
-                    "sequence_parallel": tp > 1 and job.data.seq_len % tp == 0,
+                    "tp": tp, "pp": pp, "dp": dp, "cp": cp, "cp_method": method,
+                    "sharding": sharding,
+                    "sequence_parallel": tp > 1 and job.data.seq_len // cp % tp == 0,
                     "stages": "auto" if pp * v > 1 else "even",
                     "first_stage_layers": "even", "last_stage_layers": "even",
                     "is_embedding_a_layer": False, "is_loss_a_layer": False,

@@ -63,7 +63,24 @@ def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -
     With a sharded optimizer each of the dp * cp ranks with the same parameters keeps its part of
     masters and moments, and all of weights and gradients.
     """
-    count = sum(stage_elements(job.model, stage, tp=grid.tp, tp_rank=tp_rank) for stage in stages)
+    return state_of(job, rank_elements(job.model, stages, grid, tp_rank=tp_rank), grid)
+
+
+def rank_elements(
+    model: ModelSection, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0
+) -> int:
+    """Elements that a rank with ``stages`` holds."""
+    ends = sum(
+        stage_elements(model, replace(stage, num_layers=0), tp=grid.tp, tp_rank=tp_rank)
+        for stage in stages
+        if stage.is_first or stage.is_last
+    )
+    block = sum(t.box(tp=grid.tp, tp_rank=tp_rank).num_elements for t in layer_tensors(model, 0))
+    return ends + block * sum(stage.num_layers for stage in stages)
+
+
+def state_of(job: Job, count: int, grid: Grid) -> StateSize:
+    """State of a rank that holds ``count`` elements."""
     owned = -(-count // grid.replicas) if job.parallel.sharding == "optimizer" else count
     compute = DTYPE_BYTES[job.precision.dtype]
     full = max(4, compute)

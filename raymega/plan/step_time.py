@@ -17,7 +17,7 @@ from raymega.plan.link_time import gather_s, make_span, message_s
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import RAYMEGA, Software
 from raymega.plan.stages import Stage
-from raymega.plan.state_size import StateSize, rank_state
+from raymega.plan.state_size import StateSize, rank_elements, state_of
 
 OPTIMIZER_BYTES = 34
 """Read and written for one parameter: gradient, master and two moments in, all but the gradient and
@@ -67,19 +67,37 @@ class StageTime:
         return self.forward_s + self.backward_s
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What many layouts share, so that a search counts it once.
+
+    Attributes:
+        block: A block's time as the layout cuts it.
+        first_elements: Parameters of the pipeline's first rank.
+    """
+
+    block: LayerTime
+    first_elements: int
+
+
 def step_time(
-    plan: RunPlan, device: Accelerator, software: Software = RAYMEGA, *, is_8_bit: bool = False
+    plan: RunPlan,
+    device: Accelerator,
+    software: Software = RAYMEGA,
+    *,
+    is_8_bit: bool = False,
+    known: Known | None = None,
 ) -> StepTime:
     """Of a step of ``plan``'s batch by closed forms, (pp - 1) / (v m) for the bubble.
 
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
     """
-    job, grid = plan.job, plan.grid
+    job, grid, placement = plan.job, plan.grid, plan.placement
     shape = activation_shape(job)
-    block = layer_time(shape, device, software, is_8_bit=is_8_bit)
-    stages = [stage_time(stage, shape, block, device) for stage in plan.stages]
+    block = known.block if known else layer_time(shape, device, software, is_8_bit=is_8_bit)
+    stages = _stage_times(plan, shape, block, device)
     ranks = [
-        [stages[plan.placement.stage(pp, chunk)] for chunk in range(plan.placement.chunks)]
+        [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)]
         for pp in range(grid.pp)
     ]
     busiest = max(ranks, key=lambda chunks: sum(chunk.total_s for chunk in chunks))
@@ -88,8 +106,9 @@ def step_time(
     micro_batches = plan.batch.num_micro_batches
     messages = _messages_s(job, shape, device, software)
     traffic = sum(chunk.tensor_parallel_s for chunk in busiest)
-    state = rank_state(job, plan.stages_of(0), grid, tp_rank=0)
-    fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=plan.placement.chunks)
+    count = known.first_elements if known else rank_elements(job.model, plan.stages_of(0), grid)
+    state = state_of(job, count, grid)
+    fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=placement.chunks)
     return StepTime(
         compute_s=micro_batches * (once - traffic),
         tensor_parallel_s=micro_batches * traffic,
@@ -98,6 +117,20 @@ def step_time(
         data_parallel_s=_data_parallel_s(plan, state, device, software, backward_s=once * 2 / 3),
         optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
     )
+
+
+def _stage_times(
+    plan: RunPlan, shape: ActivationShape, block: LayerTime, device: Accelerator
+) -> list[StageTime]:
+    """Of every stage; like stages are counted once."""
+    known: dict[tuple[int, bool, bool], StageTime] = {}
+    found = []
+    for stage in plan.stages:
+        kind = stage.num_layers, stage.is_first, stage.is_last
+        if kind not in known:
+            known[kind] = stage_time(stage, shape, block, device)
+        found.append(known[kind])
+    return found
 
 
 def bubble_share(schedule: str, *, pp: int, chunks: int) -> float:

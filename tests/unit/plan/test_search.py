@@ -58,3 +58,42 @@ def test_a_full_node_of_a_large_model_needs_model_parallelism():
     best = search(job, H100, num_devices=512, top=1).best[0]
     assert best.plan.grid.tp * best.plan.grid.pp > 1
     assert memory_use(best.plan).total_bytes <= H100.memory_bytes
+
+
+def test_a_shared_count_is_what_a_plan_alone_is_given(seven_b):
+    """All that the search counts once for many layouts, counted for each by itself."""
+    long = load_job(
+        JOBS / "llama-7b-16gpu.yaml",
+        ["data.seq_len=8192", "model.max_positions=8192", "data.global_batch_size=64"],
+    )
+    result = search(long, H100, num_devices=16, top=100)
+    assert {found.plan.grid.cp for found in result.best} == {1, 2}
+    for found in result.best:
+        alone = make_plan(found.plan.job)
+        assert found.plan == alone
+        assert found.time == step_time(alone, H100)
+        assert found.memory == memory_use(alone)
+
+
+def test_context_parallelism_is_tried_where_sequences_are_long():
+    long = ("data.seq_len=131072", "model.max_positions=131072", "data.global_batch_size=32")
+    job = load_job(JOBS / "llama-7b-16gpu.yaml", long)
+    tried = list(candidates(job, H100, num_devices=128))
+    assert {each.parallel.cp for each in tried} == {1, 2, 4, 8, 16, 32}
+    assert {each.parallel.cp_method for each in tried} == {"ring", "all_to_all"}
+    best = search(job, H100, num_devices=128, top=1).best[0]
+    assert best.plan.grid.cp > 1
+    alone = search(load_job(JOBS / "llama-7b-16gpu.yaml"), H100, num_devices=16, top=1).best[0]
+    assert alone.plan.grid.cp == 1
+
+
+def test_keys_that_pass_by_take_memory():
+    long = ("data.seq_len=65536", "model.max_positions=65536", "parallel.cp=2", "parallel.dp=1")
+    ring, gathered = (
+        memory_use(
+            make_plan(load_job(JOBS / "llama-7b-16gpu.yaml", [*long, f"parallel.cp_method={m}"]))
+        )
+        for m in ("all_to_all", "all_gather")
+    )
+    kv = 2 * 32768 * 8 * 128  # of a rank, heads cut by tp=4
+    assert gathered.activation_bytes - ring.activation_bytes == 2 * 2 * kv * (2 + 4)
