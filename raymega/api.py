@@ -37,7 +37,7 @@ from raymega.plan.replicas import memory_faults
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
-from raymega.storage.open import folder_faults, local_path, open_store, store_faults
+from raymega.storage.open import apart_faults, folder_faults, local_path, open_store, store_faults
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
@@ -219,7 +219,7 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             is_packed=values.get("data.packing", "none") != "none",
         )
     if values.get("checkpoint.local_uri", "none") != "none":
-        faults += folder_faults(values["checkpoint.local_uri"], field="checkpoint.local_uri")
+        faults += _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     if "checkpoint.uri" in values:
         run = f"/{values['run.name']}" if "run.name" in values else ""
         uri = values["checkpoint.uri"].rstrip("/") + run
@@ -240,6 +240,14 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             for fault in start_faults(checkpoint, model)
         ]
     return faults
+
+
+def _near_faults(near: str, uri: str | None) -> list[Fault]:
+    field = "checkpoint.local_uri"
+    faults = folder_faults(near, field=field)
+    if faults or uri is None:
+        return faults
+    return apart_faults(near, field=field, other=uri, other_field="checkpoint.uri")
 
 
 def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from threading import Lock
 
 from raymega.checkpoint.data_file import read_block
-from raymega.checkpoint.keys import ROOT, checkpoint_of
+from raymega.checkpoint.keys import ROOT, checkpoint_of, is_manifest
 from raymega.checkpoint.manifest import Manifest
-from raymega.errors import CheckpointError, RaymegaError
+from raymega.errors import CheckpointError, Fault, RaymegaError, StorageError
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class NearTier:
             return
         self._newest = folder
         owners = {each: at for each in self._store.list(ROOT) if (at := checkpoint_of(each))}
+        if any(map(is_manifest, owners)):
+            raise StorageError(_holds_checkpoints(self._store.uri))
         stay = sorted(set(owners.values()) - {mine}, reverse=True)[: KEPT_NEAR - 1]
         for each, at in owners.items():
             if at != mine and at not in stay:
@@ -120,3 +122,11 @@ class NearFirst:
             log.warning("the near tier cannot be read: %s", error)
             return False
         return True
+
+
+def _holds_checkpoints(uri: str) -> Fault:
+    return Fault(
+        fact=f"{uri!r} holds checkpoints of its own",
+        rule="a near tier holds data files only, and removes old ones",
+        remedy="give checkpoint.local_uri a folder of its own",
+    )

@@ -110,6 +110,27 @@ def folder_faults(uri: str, *, field: str) -> list[Fault]:
     return _uri_faults(uri, field=field)
 
 
+def apart_faults(uri: str, *, field: str, other: str, other_field: str) -> list[Fault]:
+    """What is wrong when two URIs name one folder, however they are written.
+
+    Args:
+        uri: Of a folder that may lose what is in it.
+        field: What the user calls it, for the message.
+        other: Of a store that must not.
+        other_field: What the user calls that.
+    """
+    mine, theirs = local_path(uri), local_path(other)
+    if mine is None or theirs is None or mine.resolve() != theirs.resolve():
+        return []
+    return [
+        Fault(
+            fact=f"{field}={uri!r} is the folder of {other_field} too",
+            rule="old files are removed there, and with them checkpoints that were to be kept",
+            remedy=f"set {field} to a folder of its own, or to none",
+        )
+    ]
+
+
 def drop_unfinished(
     uri: str, *, older_than: timedelta, now: datetime, is_dry: bool = False
 ) -> list[str]:

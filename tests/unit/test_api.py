@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from raymega.api import load_job, local_folder
+from raymega.errors import ConfigError
 
 JOB = Path(__file__).parents[2] / "jobs" / "verify.yaml"
 
@@ -24,3 +27,9 @@ def test_runs_of_one_name_in_two_buckets_keep_their_logs_apart():
 def test_no_uri_leads_out_of_the_folder_for_remote_runs():
     home = Path.home() / ".raymega" / "remote"
     assert folder_of("s3://bucket/../../..") == home / "s3" / "bucket" / "verify"
+
+
+def test_near_tier_in_the_run_s_own_store_is_refused(tmp_path):
+    same = (f"checkpoint.uri={tmp_path}", f"checkpoint.local_uri=file://{tmp_path}/")
+    with pytest.raises(ConfigError, match=r"is the folder of checkpoint\.uri too"):
+        load_job(JOB, same, is_for_training=True)

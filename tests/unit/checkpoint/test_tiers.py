@@ -52,6 +52,14 @@ def test_files_are_in_both_and_manifests_in_the_run_s_store_only(near, far):
     assert all(near.get(key) == far.get(key) for key in manifest.file_sizes())
 
 
+def test_folder_that_holds_checkpoints_loses_none(near):
+    """As when checkpoint.local_uri names the run's own store by another path."""
+    steps = (100, 200, 300, 400)
+    manifests = [save_step(near, step, near=NearTier(near)) for step in steps]
+    kept = set(near.list(""))
+    assert all({manifest.key, *manifest.file_sizes()} <= kept for manifest in manifests)
+
+
 def test_restore_reads_near_what_is_whole_there_and_the_rest_far(near):
     far = CountingStore()
     manifest = save_step(far, 100, near=NearTier(near))

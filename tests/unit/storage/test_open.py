@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.errors import StorageError
-from raymega.storage.open import folder_faults, open_store, store_faults
+from raymega.storage.open import apart_faults, folder_faults, open_store, store_faults
 
 
 def test_path_and_file_uri_name_the_same_store(tmp_path):
@@ -57,3 +57,14 @@ def test_folder_of_the_nodes_is_no_object_store():
     for uri in ("s3://bucket/runs", "gs://bucket", ""):
         (fault,) = folder_faults(uri, field="checkpoint.local_uri")
         assert fault.fact.startswith(f"checkpoint.local_uri={uri!r}")
+
+
+def test_folder_whose_files_go_is_no_other_store(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    names = {"field": "checkpoint.local_uri", "other_field": "checkpoint.uri"}
+    runs = str(tmp_path / "runs")
+    for same in (runs, f"{runs}/", f"file://{runs}", str(tmp_path / "link"), f"{runs}/../runs"):
+        (fault,) = apart_faults(same, other=runs, **names)
+        assert fault.fact == f"checkpoint.local_uri={same!r} is the folder of checkpoint.uri too"
+    assert apart_faults(str(tmp_path / "near"), other=runs, **names) == []
+    assert apart_faults(runs, other="s3://bucket/runs", **names) == []
