@@ -13,13 +13,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from raymega.data.ahead import Ahead
 from raymega.data.loader import MicroBatch
 from raymega.data.order import sample_window
 from raymega.data.packing import Held, PackedSource
 from raymega.data.rows import positions_of
 from raymega.parallel.context import Context, held_positions
 from raymega.plan.batch import BatchPlan
-from raymega.plan.dynamic_cp import Limits, Pack, padded_length, schedule_documents
+from raymega.plan.dynamic_cp import (
+    Limits,
+    Pack,
+    Round,
+    imbalance,
+    padded_length,
+    schedule_documents,
+)
 from raymega.plan.pack_cost import PackCost
 
 
@@ -31,10 +39,19 @@ class _Document:
     held: Held
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """The documents of a step's samples, and where they go."""
+
+    documents: Sequence[_Document]
+    rounds: Sequence[Round]
+
+
 class DynamicLoader:
     """The micro-batches of one rank, a pure function of the position in the data.
 
-    In each it shares one pack with the ranks of the pack's context.
+    In each it shares one pack with the ranks of the pack's context. The next step's schedule is made
+    in a thread while a step runs.
     """
 
     def __init__(  # noqa: PLR0913  # build is the one place that calls it
@@ -47,25 +64,40 @@ class DynamicLoader:
         cost: PackCost,
         seed: int,
         device: torch.device | str,
+        is_guessing: bool = False,
+        timeout_s: float = 600.0,
     ) -> None:
-        """``rank`` counts over dp * cp; ``contexts`` are by the number of their ranks."""
+        """``rank`` counts over dp * cp; ``contexts`` are by the number of their ranks.
+
+        ``is_guessing`` makes schedules ahead; one is waited for at most ``timeout_s``.
+        """
         self.source, self._rank, self._contexts = source, rank, contexts
         self._limits, self._cost, self._seed, self._device = limits, cost, seed, device
+        self._steps = Ahead(self._schedule, is_guessing=is_guessing, timeout_s=timeout_s)
+        self._balance: dict[str, float] = {}
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Those of a step with ``batch`` whose first global sample is ``first_sample``.
 
         All ranks have equally many, but not as many in every step.
         """
-        samples = range(first_sample, first_sample + batch.global_batch_size)
+        step = self._steps.of(first_sample, batch.global_batch_size)
+        self._balance = _balance(step.rounds, self._limits.num_ranks)
+        return [self._micro_batch(self._own(packs), step.documents) for packs in step.rounds]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest step, by the names of tracking.names."""
+        return self._balance | {"data/schedule_wait_s": self._steps.waited_s}
+
+    def _schedule(self, first_sample: int, num_samples: int) -> _Step:
         documents = [
             _Document(sample=sample, held=held)
-            for sample in samples
+            for sample in range(first_sample, first_sample + num_samples)
             for held in self.source.held(sample_window(self._seed, self.source.num_windows, sample))
         ]
         lengths = [document.held.length for document in documents]
         rounds = schedule_documents(lengths, self._limits, self._cost)
-        return [self._micro_batch(self._own(packs), documents) for packs in rounds]
+        return _Step(documents=documents, rounds=rounds)
 
     def _own(self, packs: Sequence[Pack]) -> Pack:
         return next(p for p in packs if p.first_rank <= self._rank < p.first_rank + p.size)
@@ -96,3 +128,14 @@ class DynamicLoader:
             context=context,
             places=take(starts + positions),
         )
+
+
+def _balance(rounds: Sequence[Round], num_ranks: int) -> dict[str, float]:
+    packs = [pack for packs in rounds for pack in packs if pack.documents]
+    tokens = sum(pack.tokens * pack.size for pack in packs)
+    return {
+        "data/imbalance": imbalance(rounds, num_ranks),
+        "data/micro_batches": float(len(rounds)),
+        "data/pack_ranks": sum(pack.tokens * pack.size**2 for pack in packs) / tokens,
+        "data/most_pack_ranks": float(max(pack.size for pack in packs)),
+    }

@@ -245,6 +245,8 @@ def _build_loader(
         ),
         seed=job.run.seed,
         device=device,
+        is_guessing=split == "train",
+        timeout_s=job.elastic.collective_timeout_s,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from raymega.data.dynamic_loader import DynamicLoader
 from raymega.messages import (
     Channel,
     Evaluated,
@@ -57,6 +58,8 @@ def run_loop(
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
         if job.parallel.cp > 1 or job.parallel.dynamic_cp:
             metrics["comm/cp_sent_bytes"] = float(parts.comm_log.sent_bytes)
+        if isinstance(parts.loader, DynamicLoader):
+            metrics |= parts.loader.metrics()
         metrics |= packing | _statistics(parts, state, outcome, activations)
         state = outcome.state
         metrics |= saving.observe(outcome)

@@ -371,6 +371,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
         job=PACKED + DROPOUT,
     ),
+    Mutation(
+        name="what was made ahead is the first step again",
+        file="data/ahead.py",
+        old="self._thread.submit(self._make, *key)",
+        new="self._thread.submit(self._make, 0, key[1])",
+        layout=Layout(cp=2, dp=2, dynamic_cp=True),
+        job=PACKED,
+    ),
     # Batches and pipelines.
     Mutation(
         name="a weight gradient that was put off is forgotten",
