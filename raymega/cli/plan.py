@@ -13,7 +13,8 @@ from raymega import api
 from raymega.cli import predict
 from raymega.cli.tables import table
 from raymega.errors import ConfigError, Fault
-from raymega.plan.accelerators import CATALOGUE, Accelerator, accelerator
+from raymega.plan.accelerator_file import find_accelerator
+from raymega.plan.accelerators import CATALOGUE, Accelerator
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.context_cost import context_costs
@@ -47,7 +48,8 @@ def plan(
     ] = None,
     grid: Annotated[str, typer.Option(help="Degrees to plan with: --grid tp=2,pp=2")] = "",
     gpu: Annotated[
-        str, typer.Option(help=f"Predict time and memory on {', '.join(CATALOGUE)}.")
+        str,
+        typer.Option(help=f"Predict time and memory on {', '.join(CATALOGUE)}, or a YAML file's."),
     ] = "",
     gpus: Annotated[int, typer.Option(help="With --top: search layouts on so many GPUs.")] = 0,
     top: Annotated[int, typer.Option(help="Show the K fastest layouts that fit.")] = 0,
@@ -71,7 +73,7 @@ def plan(
     if top:
         _show_best(made, gpu or "h100", gpus or made.grid.world_size, top=top, as_json=as_json)
         return
-    show_plan(made, as_json=as_json, device=accelerator(gpu) if gpu else None)
+    show_plan(made, as_json=as_json, device=find_accelerator(gpu) if gpu else None)
 
 
 def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None) -> None:
@@ -95,7 +97,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
 
 
 def _show_best(plan: RunPlan, gpu: str, num_devices: int, *, top: int, as_json: bool) -> None:
-    device = accelerator(gpu)
+    device = find_accelerator(gpu)
     result = search(plan.job, device, num_devices=num_devices, top=top)
     if as_json:
         best = [predict.prediction_object(found, device) for found in result.best]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from raymega.cli.tables import table
-from raymega.plan.accelerators import Accelerator, accelerator
+from raymega.plan.accelerators import CATALOGUE, Accelerator, accelerator
 from raymega.plan.flops import flops_per_token
 from raymega.plan.memory_use import memory_use
 from raymega.plan.published import Comparison, PublishedRun, compare, read_runs
@@ -22,7 +22,13 @@ EXPECTED_ERROR = {
     "was fitted to.",
 }
 UNCOMPARED = "No published run on this GPU has been compared: the constants are the H100's."
+OF_A_FILE = "No run on this accelerator has been compared: its figures are the file's."
 GIB = 2**30
+
+
+def expected_error(device: Accelerator) -> str:
+    """How far to trust a prediction for ``device``."""
+    return EXPECTED_ERROR.get(device.name, UNCOMPARED if device.name in CATALOGUE else OF_A_FILE)
 
 
 def prediction(plan: RunPlan, device: Accelerator) -> Found:
@@ -50,7 +56,7 @@ def prediction_object(found: Found, device: Accelerator) -> dict[str, object]:
         "mfu": tflops * 1e12 / device.peak_16_bit_flops,
         "memory": {**asdict(found.memory), "total_bytes": found.memory.total_bytes},
         "fits": found.memory.total_bytes <= device.memory_bytes,
-        "expected_error": EXPECTED_ERROR.get(device.name, UNCOMPARED),
+        "expected_error": expected_error(device),
     }
 
 
@@ -74,7 +80,7 @@ def show_prediction(found: Found, device: Accelerator) -> None:
         f"{memory.activation_bytes / GIB:.1f} activations, {memory.reserved_bytes / GIB:.1f} reserved: "
         f"{verdict} into {device.memory_bytes / GIB:.0f} GiB"
     )
-    print(EXPECTED_ERROR.get(device.name, UNCOMPARED))
+    print(expected_error(device))
 
 
 def show_search(result: SearchResult, device: Accelerator) -> None:
@@ -87,7 +93,7 @@ def show_search(result: SearchResult, device: Accelerator) -> None:
     print(table(headers, [_search_row(found, device) for found in result.best]))
     for reason, count in result.refused.most_common():
         print(f"{count:,} others: {reason}")
-    print(EXPECTED_ERROR.get(device.name, UNCOMPARED))
+    print(expected_error(device))
 
 
 def _search_row(found: Found, device: Accelerator) -> tuple[object, ...]:

@@ -122,6 +122,15 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     return replace(parsed, faults=(*faults, *parsed.faults))
 
 
+def read_yaml(text: str) -> Any:
+    """YAML 1.2's scalars, tuples for sequences, no key twice.
+
+    Raises:
+        yaml.YAMLError: It is none.
+    """
+    return yaml.load(text, Loader=_Yaml12Loader)
+
+
 def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
     """Validate every field of a mapping by itself."""
     values: dict[str, Any] = {}
@@ -148,7 +157,7 @@ def _read(path: Path) -> dict[str, Any]:
             )
         )
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
+        raw = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             Fault(
