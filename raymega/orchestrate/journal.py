@@ -15,7 +15,7 @@ from typing import Any
 
 from raymega.checkpoint.keys import checkpoint_of
 from raymega.checkpoint.manifest import list_manifests
-from raymega.config.schema import Job
+from raymega.config.schema import DataSection, Job, ModelSection
 from raymega.data.checks import dataset_identity
 from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
 from raymega.plan.state_size import DTYPE_BYTES
@@ -163,6 +163,7 @@ def _claim(now: str) -> bytes:
 def identity_faults(record: RunRecord, job: Job) -> list[Fault]:
     """Every field of the job that would make another run of it."""
     then, now = dict(_flatten(record.identity)), dict(_flatten(_identity(job)))
+    then = dict(_flatten(_DEFAULTS)) | then
     return [
         Fault(
             fact=f"{path}={now[path]!r}",
@@ -182,6 +183,17 @@ def _identity(job: Job) -> dict[str, Any]:
     del plain["data"]["path"]
     plain["data"]["content"] = dataset_identity(job.data.path)
     return plain
+
+
+_DEFAULTS: dict[str, Any] = {
+    name: {
+        field: json.loads(json.dumps(info.default))
+        for field, info in section.model_fields.items()
+        if not info.is_required()
+    }
+    for name, section in (("model", ModelSection), ("data", DataSection))
+}
+"""What the record of a build that had not a field yet stands for, as JSON has it."""
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -55,6 +55,21 @@ def test_open_record_refuses_another_run_of_the_same_name(store, override):
     assert f"was begun with {path}=" in fault.rule
 
 
+def test_record_without_a_field_is_of_a_run_with_its_default(store):
+    """As a build leaves it that does not know the field yet."""
+    stored = json.loads(store.get(RECORD_KEY))
+    for field in ("packing", "packing_window", "batch_ramp"):
+        del stored["identity"]["data"][field]
+    store.put(RECORD_KEY, [json.dumps(stored).encode()], overwrite=True)
+    assert open_record(store, make_job(), now=NOW).run_id == stored["run_id"]
+    with pytest.raises(ConfigError) as caught:
+        open_record(store, make_job("data.packing=best_fit"), now=NOW)
+    (fault,) = caught.value.faults
+    assert (
+        fault.fact == "data.packing='best_fit'" and "begun with data.packing='none'" in fault.rule
+    )
+
+
 def test_open_record_reports_every_change_at_once(store):
     with pytest.raises(ConfigError) as caught:
         open_record(store, make_job("run.seed=1", "model.width=64"), now=NOW)
