@@ -245,13 +245,9 @@ def reference_layout(job: Job) -> Layout:
 def with_layout(job: Job, layout: Layout) -> Job:
     """The job on ``layout``; whether that is legal is :func:`is_legal`'s to say."""
     values = job.model_dump()
-    values["parallel"] |= {axis: layout.degree(axis) for axis in DEGREES}
-    values["schedule"]["micro_batch_size"] = layout.micro_batch_size
-    for option in OPTIONS:
-        section, _, field = option.path.partition(".")
-        values[section][field] = layout.value(option)
-    if layout.stages != SIMPLEST_STAGES:
-        values["parallel"] |= EVEN_ONLY
+    for path, value in _values(layout).items():
+        section, _, field = path.partition(".")
+        values[section][field] = value
     return Job.model_validate(values)
 
 
@@ -259,10 +255,17 @@ def is_legal(job: Job, layout: Layout) -> bool:
     """Whether the job can run so, with a sample for every data-parallel rank."""
     if layout.dp > job.data.global_batch_size:
         return False
-    degrees = {f"parallel.{axis}": layout.degree(axis) for axis in DEGREES}
-    options = {option.path: layout.value(option) for option in OPTIONS}
-    sizes = {"schedule.micro_batch_size": layout.micro_batch_size}
-    return not job_faults(job_values(job) | degrees | options | sizes)
+    return not job_faults(job_values(job) | _values(layout))
+
+
+def _values(layout: Layout) -> dict[str, Any]:
+    """Dotted path in a job to the layout's value, of everything that it decides."""
+    values: dict[str, Any] = {f"parallel.{axis}": layout.degree(axis) for axis in DEGREES}
+    values["schedule.micro_batch_size"] = layout.micro_batch_size
+    values |= {option.path: layout.value(option) for option in OPTIONS}
+    if layout.stages != SIMPLEST_STAGES:
+        values |= {f"parallel.{field}": value for field, value in EVEN_ONLY.items()}
+    return values
 
 
 def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:

@@ -53,6 +53,15 @@ def store(service, prefix, monkeypatch):
         yield S3Store(BUCKET, prefix, part_bytes=PART)
 
 
+@pytest.fixture
+def patient(service, prefix):
+    """The same store to somebody who waits longer, for what meets no fault."""
+    with exported({"AWS_ENDPOINT_URL_S3": service.endpoint}):
+        store = S3Store(BUCKET, prefix, part_bytes=PART)
+        assert list(store.list("")) == []  # it connects with what is set now
+        yield store
+
+
 def _limits(stage):
     """Files of one request, or of several parts."""
     return SMALL_FILES if stage == "file" else FILES
@@ -88,19 +97,19 @@ def test_save_is_committed_through_a_fault_that_passes(
 @kinds
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "manifest"])
 def test_save_fails_and_the_one_before_stays_when_the_fault_lasts(
-    store, service, endpoint, prefix, monkeypatch, stage, kind
+    patient, store, service, endpoint, prefix, monkeypatch, stage, kind
 ):
     monkeypatch.setattr(s3, "MAX_RETRIES", 0)
-    old = save_step(store, 100, limits=_limits(stage))
+    old = save_step(patient, 100, limits=_limits(stage))
     service.fail(stage, kind, times=EVER)
     shard = write_step(store, 200, limits=_limits(stage))
     assert "StorageError" in shard.error and shard.boxes == ()
     service.fail(stage, kind, times=0)
-    assert find_restore(store).manifest == old and holds_step(store, old)
-    new = save_step(store, 300, limits=_limits(stage))
-    _collect(store, endpoint, prefix)
-    Pruner(store, Keep(last=1)).prune()
-    assert set(store.list("")) == {new.key, *new.file_sizes()} and holds_step(store, new)
+    assert find_restore(patient).manifest == old and holds_step(patient, old)
+    new = save_step(patient, 300, limits=_limits(stage))
+    _collect(patient, endpoint, prefix)
+    Pruner(patient, Keep(last=1)).prune()
+    assert set(patient.list("")) == {new.key, *new.file_sizes()} and holds_step(patient, new)
 
 
 @kinds

@@ -93,7 +93,14 @@ def test_reference_is_one_rank_with_one_micro_batch():
 def test_ten_layouts_meet_every_option_at_its_simplest_and_otherwise():
     met = _met(draw_layouts(JOB, own=OWN, count=10, max_ranks=8, seed=0))
     for option in OPTIONS:
-        assert len({feature for feature in met if feature[0] == option.name}) >= 2, option.name
+        values = {feature for feature in met if feature[0] == option.name}
+        assert len(values) >= 2 or option.name == "dynamic_cp", option.name
+
+
+def test_dynamic_cp_is_drawn_where_documents_are_packed():
+    job = make_job("data.packing=best_fit", "data.document_multiple=8")
+    met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=0))
+    assert {value for name, value in _pairs(met) if name == "dynamic_cp"} == {False, True}
 
 
 def test_placements_are_drawn_even_by_cost_uneven_and_with_empty_stages():
