@@ -100,10 +100,13 @@ def _show_best(plan: RunPlan, gpu: str, num_devices: int, *, top: int, as_json: 
     device = find_accelerator(gpu)
     result = search(plan.job, device, num_devices=num_devices, top=top)
     if as_json:
-        best = [predict.prediction_object(found, device) for found in result.best]
+        best = [
+            {**predict.prediction_object(found, device), "set": found.overrides(plan.job)}
+            for found in result.best
+        ]
         print(json.dumps({"best": best, "refused": dict(result.refused)}))
         return
-    predict.show_search(result, device)
+    predict.show_search(result, device, plan.job)
 
 
 def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:

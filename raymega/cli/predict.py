@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from raymega.cli.tables import table
+from raymega.config.schema import Job
 from raymega.plan.accelerators import CATALOGUE, Accelerator, accelerator
 from raymega.plan.flops import flops_per_token
 from raymega.plan.memory_use import memory_use
@@ -83,7 +84,7 @@ def show_prediction(found: Found, device: Accelerator) -> None:
     print(expected_error(device))
 
 
-def show_search(result: SearchResult, device: Accelerator) -> None:
+def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
     """The best layouts, and what ruled out the others."""
     print(f"\nbest layouts on {device.name}")
     headers = (
@@ -91,6 +92,10 @@ def show_search(result: SearchResult, device: Accelerator) -> None:
         "MFU", "GiB", "most time beside compute",
     )  # fmt: skip
     print(table(headers, [_search_row(found, device) for found in result.best]))
+    changes = result.best[0].overrides(job)
+    print(
+        "the first, from this job: " + (" ".join(f"--set {text}" for text in changes) or "as it is")
+    )
     for reason, count in result.refused.most_common():
         print(f"{count:,} others: {reason}")
     print(expected_error(device))

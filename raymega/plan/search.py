@@ -39,6 +39,13 @@ class Found:
     time: StepTime
     memory: MemoryUse
 
+    def overrides(self, job: Job) -> tuple[str, ...]:
+        """What turns ``job`` into this layout, as ``--set`` takes it."""
+        mine, theirs = job_values(self.plan.job), job_values(job)
+        return tuple(
+            f"{path}={_as_yaml(value)}" for path, value in mine.items() if value != theirs[path]
+        )
+
     @property
     def tokens_per_s(self) -> float:
         """Of one device."""
@@ -192,6 +199,13 @@ def _changed(job: Job, **sections: dict[str, Any]) -> Job:
 
 def _cuts(job: Job, num_stages: int) -> bool:
     return num_stages <= job.model.num_layers
+
+
+def _as_yaml(value: object) -> str:
+    """On one line, without spaces."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_as_yaml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _divisors(number: int) -> list[int]:

@@ -36,6 +36,16 @@ def test_what_is_found_is_legal_and_fits(seven_b):
     assert len({found.plan.grid.describe() for found in result.best}) == 5
 
 
+@pytest.mark.parametrize("file", ["llama-7b-16gpu.yaml", "verify.yaml"])
+def test_overrides_turn_the_job_into_the_layout(file):
+    job = load_job(JOBS / file)
+    for found in search(job, H100, num_devices=16, top=5).best:
+        changes = found.overrides(job)
+        assert load_job(JOBS / file, changes) == found.plan.job
+        assert not any(" " in text for text in changes), "one word each in a shell"
+        assert found.overrides(found.plan.job) == ()
+
+
 def test_the_best_is_no_slower_than_the_shipped_layout(seven_b):
     best = search(seven_b, H100, num_devices=16, top=1).best[0]
     assert best.time.total_s <= step_time(make_plan(seven_b), H100).total_s
