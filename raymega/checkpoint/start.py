@@ -50,7 +50,11 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
         store, manifest = open_checkpoint(uri)
         broken = list(broken_files(store, manifest).values())
     except RaymegaError as error:
-        return [_fault(uri, str(error), "it must name a checkpoint", "give another URI, or none")]
+        return [
+            each if isinstance(each, Fault) and uri in each.fact else
+            _fault(uri, str(each), "it must name a checkpoint", "give another URI, or none")
+            for each in error.faults
+        ]  # fmt: skip
     if broken:
         return broken
     saved, wanted = _weight_shapes(manifest), _shapes_of(model)

@@ -12,7 +12,7 @@ import typer
 from raymega import api
 from raymega.cli import predict
 from raymega.cli.tables import table
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.accelerator_file import find_accelerator
 from raymega.plan.accelerators import CATALOGUE, Accelerator
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
@@ -36,6 +36,16 @@ _NO_JOB = Fault(
     rule="it plans a job, or compares published runs with --runs RUNS.csv",
     remedy="give a job file; jobs/verify.yaml is one that runs as it is",
 )
+_NO_SEARCH = Fault(
+    fact="--gpus without --top",
+    rule="a job's own layout takes as many GPUs as its grid has ranks",
+    remedy="add --top 5 for layouts on so many GPUs, or set the degrees by --grid",
+)
+_TWO_SUBJECTS = Fault(
+    fact="raymega plan with both a job file and --runs",
+    rule="it plans a job, or compares published runs with predictions",
+    remedy="give one of the two",
+)
 PARTS = {"weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment"}
 
 
@@ -51,29 +61,49 @@ def plan(
         str,
         typer.Option(help=f"Predict time and memory on {', '.join(CATALOGUE)}, or a YAML file's."),
     ] = "",
-    gpus: Annotated[int, typer.Option(help="With --top: search layouts on so many GPUs.")] = 0,
-    top: Annotated[int, typer.Option(help="Show the K fastest layouts that fit.")] = 0,
+    gpus: Annotated[
+        int,
+        typer.Option(
+            min=0, help="With --top: search layouts on so many GPUs; 0 is as the job has ranks."
+        ),
+    ] = 0,
+    top: Annotated[
+        int, typer.Option(min=0, help="Show the K fastest layouts that fit; on h100 without --gpu.")
+    ] = 0,
     runs: Annotated[
         Path | None, typer.Option(help="A table of published runs to compare with, no job.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object; with --runs one a line.")
+    ] = False,
 ) -> None:
     """Show grid, stages, batch, schedule, parameters, bytes of state and activations of a job.
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
     Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --top 5
     """
+    raise_faults(ConfigError, _option_faults(job_file, runs, num_gpus=gpus, top=top))
     if runs is not None:
         predict.show_runs(runs, as_json=as_json)
         return
-    if job_file is None:
-        raise ConfigError(_NO_JOB)
+    assert job_file is not None
     degrees = [f"parallel.{pair.strip()}" for pair in grid.split(",") if pair]
     made = api.plan(api.load_job(job_file, [*(overrides or ()), *degrees]))
     if top:
         _show_best(made, gpu or "h100", gpus or made.grid.world_size, top=top, as_json=as_json)
         return
     show_plan(made, as_json=as_json, device=find_accelerator(gpu) if gpu else None)
+
+
+def _option_faults(
+    job_file: Path | None, runs: Path | None, *, num_gpus: int, top: int
+) -> list[Fault]:
+    is_wrong = {
+        _NO_JOB: job_file is None and runs is None,
+        _TWO_SUBJECTS: job_file is not None and runs is not None,
+        _NO_SEARCH: num_gpus > 0 and not top,
+    }
+    return [fault for fault, holds in is_wrong.items() if holds]
 
 
 def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None) -> None:

@@ -116,7 +116,8 @@ def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Imp
     taken = [entry for entry in entries if entry.meaning.kind != STEP]
     dialect = DIALECTS[reading.names]
     pads = padded_rows(reading.model, dialect) if reading.model else {}
-    raise_faults(ConfigError, [*_entry_faults(taken), *_set_faults(taken, reading, pads)])
+    misread = [*_idle_rules(held, reading), *_order_faults(taken, reading.names)]
+    raise_faults(ConfigError, [*misread, *_entry_faults(taken), *_set_faults(taken, reading, pads)])
     raise_faults(ConfigError, store_faults(uri, field="--out"))
     store = open_store(uri)
     raise_faults(ConfigError, occupied_faults(store))
@@ -170,6 +171,45 @@ def _sort(held: DcpFolder, reading: Reading) -> tuple[list[_Entry], tuple[str, .
         else:
             left_out.append(name)
     return entries, tuple(sorted(left_out))
+
+
+def _idle_rules(held: DcpFolder, reading: Reading) -> Iterator[Fault]:
+    """Rules that fit nothing: as a rule a name that is spelt wrong."""
+    weights = [meaning_of(name, ()).weight for name in held.tensors]
+    for text, rule in zip(reading.rename, make_renames(reading.rename), strict=True):
+        if all(rule.apply(weight) is None for weight in weights):
+            yield _fault(
+                f"--rename {text!r} fits no weight of the folder",
+                "a rule names the begin of a weight's dotted name, without a leading app. or model.",
+                f"correct it, or leave it out; the folder has {_first(weights)}",
+            )
+    for pattern in reading.ignore:
+        if not any(matches(name, [pattern]) for name in (*held.tensors, *held.others)):
+            yield _fault(
+                f"--ignore {pattern!r} fits no entry of the folder",
+                "a pattern fits an entry's whole name, and * any part of it",
+                f"correct it, or leave it out; the folder has {_first(tuple(held.tensors))}",
+            )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(sorted(set(names))[:NUM_NAMED])
+
+
+def _order_faults(taken: Sequence[_Entry], names: str) -> Iterator[Fault]:
+    """Our own names read as somebody else's: their rows would change places and shapes not tell."""
+    ours = [
+        entry.tensor.name
+        for entry in taken
+        if is_turned(entry.meaning.saved_name, DIALECTS[names])
+        and meaning_of(entry.tensor.name, ()).weight == entry.meaning.weight
+    ]
+    if ours:
+        yield _fault(
+            f"--names {names}, and the folder has {ours[0]}",
+            f"{names} calls it otherwise, and has its rows in another order",
+            "use --names raymega, or --rename it from what it was called",
+        )
 
 
 def _entry_faults(taken: Sequence[_Entry]) -> Iterator[Fault]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.errors import PlanError
+from raymega.errors import ConfigError, Fault, PlanError
 from raymega.plan.accelerators import CATALOGUE, Accelerator
 from raymega.plan.flops import flops_per_token
 from raymega.plan.memory_use import RESERVED_BYTES, memory_use
@@ -21,6 +22,11 @@ from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.software import Software
 from raymega.plan.step_time import step_time
 
+COLUMNS = (
+    "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "experts", "gpu",
+    "n_gpus", "tp", "pp", "vpp", "cp", "dp", "gbs", "mbs", "precision", "recompute", "sp",
+    "tflops_per_gpu", "iter_s", "note",
+)  # fmt: skip
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 OPEN_RECOMPUTES = ("none", "full")
 SCHEDULES = {"ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
@@ -66,10 +72,29 @@ class PublishedRun:
 
 
 def read_runs(path: Path | str) -> Iterator[PublishedRun]:
-    """Every row of a table with the columns of the reference."""
-    with Path(path).open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            yield published_run(row)
+    """Every row of a table with the columns of the reference.
+
+    Raises:
+        ConfigError: No such file, a column that is missing, or a cell that is no number.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(_table_fault(path, f"cannot be read ({error})")) from None
+    rows = csv.DictReader(StringIO(text, newline=""))
+    lacking = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
+    if lacking:
+        raise ConfigError(_table_fault(path, f"lacks the columns {', '.join(lacking)}"))
+    for row in rows:
+        yield published_run({name: row[name] or "" for name in COLUMNS})
+
+
+def _table_fault(path: Path | str, what: str) -> Fault:
+    return Fault(
+        fact=f"the table of runs '{path}' {what}",
+        rule="it is a .csv file with the columns of benchmarks/published_runs.csv",
+        remedy="give that file, or one with the same header",
+    )
 
 
 def published_run(row: Row) -> PublishedRun:
@@ -250,7 +275,16 @@ def _dp(row: Row) -> int:
 
 
 def _number(row: Row, name: str, default: float = 0.0) -> float:
-    return float(row[name]) if row[name] else default
+    try:
+        return float(row[name]) if row[name] else default
+    except ValueError:
+        raise ConfigError(
+            Fault(
+                fact=f"{row['model']}: {name}={row[name]!r}",
+                rule="it must be a number, or empty where the source does not say",
+                remedy="correct that cell of the table",
+            )
+        ) from None
 
 
 def _noted(row: Row, name: str) -> float:

@@ -124,7 +124,7 @@ def _attempt_started(event: AttemptStarted) -> str:
 
 def _from(event: AttemptStarted | Recovered) -> str:
     """A checkpoint is what one expects, and goes without saying."""
-    return " in other nodes' memory" if event.source == "memory" else ""
+    return " in nodes' memory" if event.source == "memory" else ""
 
 
 def _grid(grid: Mapping[str, int]) -> str:

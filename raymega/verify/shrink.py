@@ -127,6 +127,7 @@ def _shorten(draft: _Draft, steps: int) -> None:
     draft.set("optimizer.lr_cooldown_steps", min(optimizer.lr_cooldown_steps, MAX_COOLDOWN_STEPS))
     draft.set("optimizer.lr_decay_steps", "steps")
     draft.values["run"] |= {"steps": max(steps, MAX_WARMUP_STEPS + 1), "eval_samples": 0}
+    draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is evaluated, so nothing is best
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}
     timeout_s = min(job.elastic.collective_timeout_s, TIMEOUT_S)
     draft.values["elastic"]["collective_timeout_s"] = timeout_s

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from raymega.cli.main import app
 from raymega.cli.tables import table
+from raymega.plan.published import COLUMNS
 from tests.support.command import raymega
 
 VERIFY = str(Path(__file__).parents[3] / "jobs" / "verify.yaml")
@@ -50,6 +51,29 @@ def test_plan_as_json_is_one_object_with_exact_counts():
     assert plan["world_size"] == 8 and plan["num_parameters"] == 45344
     assert [rank["pp"] for rank in plan["ranks"]] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert plan["ranks"][0]["total"] == 32 * plan["ranks"][0]["num_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--runs", "nowhere.csv"], "'nowhere.csv' cannot be read"),
+        (["--runs", "narrow.csv"], "'narrow.csv' lacks the columns source, model, layers"),
+        (["--runs", "words.csv"], "m: n_gpus='many'; it must be a number"),
+        ([VERIFY, "--runs", "words.csv"], "both a job file and --runs"),
+        ([VERIFY, "--gpus", "16"], "--gpus without --top"),
+        ([], "without a job file"),
+        ([VERIFY, "--top", "-3"], "greater than or equal to 0"),
+        ([VERIFY, "--top", "3", "--gpus", "-2"], "greater than or equal to 0"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_what_a_plan_cannot_be_made_of_is_refused(words, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("narrow.csv").write_text("a,b\n1,2\n")
+    cells = dict.fromkeys(COLUMNS, "") | {"model": "m", "n_gpus": "many"}
+    Path("words.csv").write_text(f"{','.join(cells)}\n{','.join(cells.values())}\n")
+    done = raymega("plan", *words)
+    assert done.returncode == 2 and told in " ".join(done.stderr.replace("\u2502", " ").split())
 
 
 RAMP = "data.batch_ramp=[{until_samples: 8, global_batch_size: 4}]"

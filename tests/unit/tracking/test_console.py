@@ -70,8 +70,8 @@ def test_state_from_memory_is_said():
         replace(RECOVERED, source="memory"),
     ]
     first, second = text_of(events).splitlines()
-    assert first.startswith("Attempt 2 starts at step 6 in other nodes' memory on tp=2")
-    assert "from the state of step 2 in other nodes' memory; 1 step done again." in second
+    assert first.startswith("Attempt 2 starts at step 6 in nodes' memory on tp=2")
+    assert "from the state of step 2 in nodes' memory; 1 step done again." in second
 
 
 def test_failure_of_no_known_worker_names_the_attempt():

@@ -51,6 +51,12 @@ def test_stages_by_hand_are_freed_and_that_is_told(override):
     ]
 
 
+def test_a_job_that_keeps_its_best_checkpoints_has_layouts_too():
+    job = make_job("run.eval_every=10", "checkpoint.every=10", "checkpoint.keep_best=1")
+    small = _shrink(job).job
+    assert not job_faults(job_values(small)) and len(list(legal_shapes(small, 4))) > 3
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     kv_heads=st.sampled_from([1, 2, 3, 5, 8, 12, 32, 96]),
