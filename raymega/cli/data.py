@@ -115,5 +115,5 @@ def _show(
 
 def _text(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.1f}"
+        return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
