@@ -51,8 +51,8 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
         broken = list(broken_files(store, manifest).values())
     except RaymegaError as error:
         return [
-            each if isinstance(each, Fault) and uri in each.fact else
-            _fault(uri, str(each), "it must name a checkpoint", "give another URI, or none")
+            _fault(uri, each.fact, each.rule, each.remedy) if isinstance(each, Fault) else
+            _fault(uri, each, "it must name a checkpoint", "give another URI, or none")
             for each in error.faults
         ]  # fmt: skip
     if broken:

@@ -163,8 +163,10 @@ def test_missing_files_are_told(imported):
 def test_job_with_a_start_that_is_none_is_refused_before_it_runs(tmp_path):
     override = f"checkpoint.start_from={tmp_path / 'nothing'}"
     root = f"checkpoint.uri={tmp_path / 'runs'}"
-    with pytest.raises(ConfigError, match=r"start_from=.*there is no checkpoint at"):
+    with pytest.raises(ConfigError, match=r"start_from=.*there is no checkpoint at") as caught:
         load_job(VERIFY, [override, root], is_for_training=True)
+    (fault,) = caught.value.faults
+    assert str(fault).count("; ") == 2, "one fact, one rule, one remedy"
     assert not (tmp_path / "runs").exists()
 
 
