@@ -6,12 +6,18 @@ from math import exp
 
 import torch
 
+from raymega.errors import DataError
 from raymega.parallel.comm import all_reduce
 from raymega.train.build import Parts
+from raymega.train.step import no_labels
 
 
 def evaluate(parts: Parts) -> dict[str, float]:
-    """Loss in nats per token and its exponential; equal on all ranks, empty when it is off."""
+    """Loss in nats per token and its exponential; equal on all ranks, empty when it is off.
+
+    Raises:
+        DataError: No token that it reads has a label that counts.
+    """
     if parts.evaluation is None:
         return {}
     parts.weights.start_gather()
@@ -25,5 +31,7 @@ def evaluate(parts: Parts) -> dict[str, float]:
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
     totals = torch.tensor(mine, dtype=torch.float64, device=parts.device)
     total_loss, total_tokens = all_reduce(totals, parts.groups.world).tolist()
+    if not total_tokens:
+        raise DataError(no_labels("the evaluation"))
     loss = total_loss / total_tokens
     return {"eval/loss": loss, "eval/perplexity": exp(min(loss, 700.0))}

@@ -13,6 +13,7 @@ from math import isfinite, sqrt
 import torch
 
 from raymega.data.loader import MicroBatch
+from raymega.errors import DataError, Fault
 from raymega.messages import Requests
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
@@ -73,6 +74,7 @@ def train_step(
 
     Raises:
         NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
+        DataError: No token of the batch has a label that counts; the same.
     """
     job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
     micro_batches = parts.loader.micro_batches(batch, state.samples)
@@ -81,6 +83,8 @@ def train_step(
 
     others = (wishes.stop, wishes.save, *summed)
     totals = _totals_of(parts, output.loss_sum, micro_batches, others)
+    if not totals.tokens:
+        raise DataError(no_labels(f"step {state.step + 1}"))
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
     is_overflow = state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm)
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
@@ -105,6 +109,15 @@ def train_step(
         tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save,
         summed=totals.summed, events=output.events,
     )  # fmt: skip
+
+
+def no_labels(what: str) -> Fault:
+    """The fault of ``what``, whose loss is a mean over no tokens."""
+    return Fault(
+        fact=f"{what} reads no token with a label that counts",
+        rule="packed documents of one token, and what is left of longer ones, predict nothing",
+        remedy="set a larger data.global_batch_size, run.eval_samples or data.seq_len",
+    )
 
 
 def sum_over_world(parts: Parts, numbers: Sequence[float]) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from raymega.config.schema import ModelSection
 from raymega.data.rows import positions_of
 from raymega.parallel.context import Rows
 from tests.support.jobs import layout_overrides
+from tests.support.ranks import RankFailureError
 from tests.support.training import assert_same_run, train
 from tests.unit.model.parts import make_stage_modules
 
@@ -122,3 +123,12 @@ def _reference(job):
 @pytest.mark.parametrize("job, layout, options", CASES)
 def test_layout_trains_the_same_packed_run(job, layout, options):
     assert_same_run([*job, *layout_overrides(layout), *options], _reference(job))
+
+
+@pytest.mark.parametrize("layout", ["tp1", "cp2-dp2"])
+def test_step_without_a_label_is_refused_by_name(layout):
+    """The first row that seed 2 draws is a document of one token and padding."""
+    rows = ("data.packing=best_fit", "data.packing_window=64", "data.seq_len=4")
+    lone = ("data.document_multiple=4", "data.global_batch_size=1", "schedule.micro_batch_size=1")
+    with pytest.raises(RankFailureError, match="step 1 reads no token with a label that counts"):
+        train([*rows, *lone, "run.seed=2", *layout_overrides(layout)], steps=1)
