@@ -79,6 +79,8 @@ def shrink_job(
         draft.set("data.path", SYNTHETIC_PATH, "it cannot be read from here")
     elif job.data.path != SYNTHETIC_PATH and vocab_size != job.model.vocab_size:
         draft.set("data.path", SYNTHETIC_PATH, "its tokens need the whole vocabulary")
+    elif job.data.packing != "none" and draft.values["data"]["seq_len"] != job.data.seq_len:
+        draft.set("data.path", SYNTHETIC_PATH, "its documents would fill every shorter row alone")
     if draft.values["data"]["path"] == SYNTHETIC_PATH and vocab_size < SYNTHETIC_VOCAB_SIZE:
         draft.set("model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it")
     return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))

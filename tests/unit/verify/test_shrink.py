@@ -51,6 +51,12 @@ def test_stages_by_hand_are_freed_and_that_is_told(override):
     ]
 
 
+@pytest.mark.parametrize(("packing", "path"), [("best_fit", "synthetic"), ("none", "corpus")])
+def test_packed_rows_stay_rows_of_several_documents(packing, path):
+    words = ("data.path=corpus", "data.seq_len=64", f"data.packing={packing}")
+    assert _shrink(make_job(*words), is_data_there=True).job.data.path.endswith(path)
+
+
 def test_a_job_that_keeps_its_best_checkpoints_has_layouts_too():
     job = make_job("run.eval_every=10", "checkpoint.every=10", "checkpoint.keep_best=1")
     small = _shrink(job).job
