@@ -134,7 +134,8 @@ def _show_best(plan: RunPlan, gpu: str, num_devices: int, *, top: int, as_json: 
             {**predict.prediction_object(found, device), "set": found.overrides(plan.job)}
             for found in result.best
         ]
-        print(json.dumps({"best": best, "refused": dict(result.refused)}))
+        missed = predict.prediction_object(result.missed, device) if result.missed else None
+        print(json.dumps({"best": best, "missed": missed, "refused": dict(result.refused)}))
         return
     predict.show_search(result, device, plan.job)
 

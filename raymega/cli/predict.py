@@ -96,9 +96,24 @@ def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
     print(
         "the first, from this job: " + (" ".join(f"--set {text}" for text in changes) or "as it is")
     )
+    print(_binding(result, device))
     for reason, count in result.refused.most_common():
         print(f"{count:,} others: {reason}")
     print(expected_error(device))
+
+
+def _binding(result: SearchResult, device: Accelerator) -> str:
+    """What keeps the first from being faster."""
+    if result.missed is None:
+        return "memory does not bind: nothing that does not fit would be faster"
+    missed, best = result.missed, result.best[0]
+    options = missed.plan.job
+    return (
+        f"memory binds: {missed.plan.grid.describe()} with {missed.plan.placement.chunks} chunks, micro-batch "
+        f"{options.schedule.micro_batch_size}, recompute {options.memory.recompute} would take "
+        f"{missed.time.total_s:.3f} s ({missed.time.total_s / best.time.total_s - 1:+.1%}), and needs "
+        f"{missed.memory.total_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB"
+    )
 
 
 def _search_row(found: Found, device: Accelerator) -> tuple[object, ...]:

@@ -56,10 +56,18 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """One layout a grid, the fastest first; ``refused`` counts the others by what ruled them out."""
+    """One layout a grid, the fastest first.
+
+    Attributes:
+        best: These.
+        refused: How many others, by what ruled them out.
+        missed: Of those that memory alone ruled out, and that are faster than ``best``, the one that
+            needs least.
+    """
 
     best: tuple[Found, ...]
     refused: Counter[str]
+    missed: Found | None
 
 
 def search(job: Job, device: Accelerator, *, num_devices: int, top: int) -> SearchResult:
@@ -83,7 +91,15 @@ def search(job: Job, device: Accelerator, *, num_devices: int, top: int) -> Sear
     for each in sorted(found, key=lambda each: each.time.total_s):
         best.setdefault(each.plan.grid.describe(), each)
     refused["fit, and are slower"] = len(found) - min(top, len(best))
-    return SearchResult(best=tuple(best.values())[:top], refused=refused)
+    fastest = next(iter(best.values())).time.total_s
+    missed = _least_missed([each for each in judge.missed if each.time.total_s < fastest])
+    return SearchResult(best=tuple(best.values())[:top], refused=refused, missed=missed)
+
+
+def _least_missed(faster: list[Found]) -> Found | None:
+    by_memory = sorted(faster, key=lambda each: each.memory.total_bytes)
+    legal = (each for each in by_memory if not job_faults(job_values(each.plan.job)))
+    return next(legal, None)
 
 
 BREAKS_A_RULE = "breaks a rule of the job"
@@ -94,6 +110,7 @@ class _Judge:
     """Prices candidates, the cheapest refusal first, and counts once what many of them share."""
 
     def __init__(self, device: Accelerator) -> None:
+        self.missed: list[Found] = []
         self._device = device
         self._shared: dict[tuple[object, ...], tuple[RunPlan, tuple[int, ...]] | None] = {}
         self._blocks: dict[tuple[object, ...], LayerTime] = {}
@@ -106,13 +123,12 @@ class _Judge:
         base, elements = shared
         plan = with_options(base, job)
         memory = memory_use(plan, elements)
-        if memory.total_bytes > self._device.memory_bytes:
-            return DOES_NOT_FIT
-        if job_faults(job_values(job)):
-            return BREAKS_A_RULE
         known = Known(block=self._block(job), first_elements=elements[0])
-        time = step_time(plan, self._device, known=known)
-        return Found(plan=plan, time=time, memory=memory)
+        found = Found(plan=plan, time=step_time(plan, self._device, known=known), memory=memory)
+        if memory.total_bytes > self._device.memory_bytes:
+            self.missed.append(found)
+            return DOES_NOT_FIT
+        return BREAKS_A_RULE if job_faults(job_values(job)) else found
 
     def _share(self, job: Job) -> tuple[RunPlan, tuple[int, ...]] | None:
         """Grid, stages and parameters of all layouts with these degrees; None when none is legal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_overrides_turn_the_job_into_the_layout(file):
 def test_the_best_is_no_slower_than_the_shipped_layout(seven_b):
     best = search(seven_b, H100, num_devices=16, top=1).best[0]
     assert best.time.total_s <= step_time(make_plan(seven_b), H100).total_s
+
+
+def test_what_memory_alone_ruled_out_is_what_more_memory_would_bring(seven_b):
+    result = search(seven_b, H100, num_devices=16, top=1)
+    assert result.missed is not None
+    needed = result.missed.memory.total_bytes
+    assert needed > H100.memory_bytes
+    for num_bytes, time in ((needed, result.missed.time), (needed - 1, result.best[0].time)):
+        roomier = replace(H100, memory_bytes=num_bytes)
+        assert search(seven_b, roomier, num_devices=16, top=1).best[0].time == time
+    endless = replace(H100, memory_bytes=2**50)
+    assert search(seven_b, endless, num_devices=16, top=1).missed is None
 
 
 def test_every_other_candidate_is_accounted_for(seven_b):
