@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import ceil
 
 from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
+from raymega.plan.context import inner_ranks
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.tensors import FAMILY_TENSORS, FamilyTensors, embedding_tensors
@@ -168,6 +169,11 @@ def _attention_bytes(shape: ActivationShape) -> int:
         features = model.head_width * shape.element + shape.wide
         qkv += shape.tokens * (heads + kv_heads) * features
     output = shape.tokens * heads * model.head_width * shape.element
+    inner = inner_ranks(shape.parallel) if shape.parallel.cp > 1 else 1
+    if inner > 1:  # kept before heads are exchanged back, too; shared key heads are copied
+        copied = max(0, inner - kv_heads)
+        qkv += 2 * shape.tokens * copied * model.head_width * shape.element
+        output *= 2
     fused = shape.tokens * heads * shape.wide
     weights = attention_weight_bytes(shape) if model.attention_dropout else fused
     return qkv + output + weights + _residual_mask_bytes(shape)

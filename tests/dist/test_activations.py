@@ -6,6 +6,8 @@ import torch
 from raymega.config.schema import MemorySection, ParallelSection
 from raymega.model.saved_bytes import SavedBytes
 from raymega.model.stage import StageModule
+from raymega.parallel.comm_log import CommLog
+from raymega.parallel.context import Rows, held_positions, make_context
 from raymega.parallel.stream import Stream
 from raymega.plan.activations import ActivationShape, layer_bytes, peak_bytes, stage_activations
 from raymega.plan.grid import Grid
@@ -43,9 +45,7 @@ MODELS = {
 def _measure(env, model, memory, stage, is_cut):
     """Bytes that a rank keeps of one micro-batch in bf16."""
     stream = Stream(tp=env.groups.tp, is_sequence_parallel=is_cut)
-    module = StageModule(
-        model, stage, stream=stream, dtype=torch.bfloat16, device=CPU, seed=1
-    )
+    module = StageModule(model, stage, stream=stream, dtype=torch.bfloat16, device=CPU, seed=1)
     module.recompute(memory)
     tokens = torch.zeros(B, S, dtype=torch.int64)
     mask, samples = torch.ones(B, S), torch.arange(B)
@@ -120,6 +120,53 @@ def test_plan_predicts_stages(name, tp):
 
 def _measure_all(env, model, cases, is_cut):
     return [_measure(env, model, memory, stage, is_cut) for memory, stage in cases]
+
+
+def _measure_cp(env, model, method, inner, memory):
+    """Bytes that a context-parallel rank keeps of one micro-batch in bf16, in a middle stage."""
+    parallel = ParallelSection(cp=env.groups.cp.size, cp_method=method, cp_inner=max(inner, 2))
+    context = make_context(env.groups, parallel, CommLog())
+    module = StageModule(
+        model,
+        MIDDLE,
+        stream=Stream(tp=env.groups.tp, is_sequence_parallel=False),
+        dtype=torch.bfloat16,
+        device=CPU,
+        seed=1,
+        context=context,
+    )
+    module.recompute(memory)
+    positions = held_positions(((S,),), context)
+    held = positions.shape[1]
+    tokens, mask = torch.zeros(B, held, dtype=torch.int64), torch.ones(B, held)
+    hidden = torch.randn(held, B, model.width).bfloat16().requires_grad_()
+    known = [*module.parameters(), *module.buffers(), tokens, mask, positions]
+    with SavedBytes(known) as kept:
+        module(tokens, tokens, mask, hidden, torch.arange(B), Rows(positions, ((S,),)))
+    return kept.total
+
+
+@pytest.mark.parametrize(
+    "memory", [MemorySection(), CORE, ALL, FULL], ids=["none", "core", "all", "full"]
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
+)
+def test_plan_predicts_a_context_parallel_rank(method, inner, name, memory):
+    cp, model = 4, MODELS[name]
+    totals = run_grid(_measure_cp, Grid(cp=cp), model, method, inner, memory, cp_inner=inner)
+    shape = ActivationShape(
+        model=model,
+        parallel=ParallelSection(cp=cp, cp_method=method, cp_inner=max(inner, 2)),
+        memory=memory,
+        seq_len=S,
+        micro_batch_size=B,
+        dtype="bfloat16",
+    )
+    wanted = stage_activations(shape, MIDDLE).micro_batch_bytes
+    assert len(set(totals)) == 1, "ranks keep the same"
+    assert totals[0] == pytest.approx(wanted, rel=0.01)
 
 
 def test_rerun_holds_the_blocks_that_run_together():
