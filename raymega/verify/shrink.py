@@ -28,6 +28,7 @@ MAX_TP = 8
 MAX_WARMUP_STEPS = 2
 MAX_COOLDOWN_STEPS = 1
 MIN_EPS = 1e-8
+MOST_HEADS = 40
 HEAD_WIDTHS = (64, 32, 16, 8, 4, 2)
 TIMEOUT_S = 60.0
 
@@ -194,7 +195,9 @@ def _cut_depth(draft: _Draft) -> None:
 def _cut_heads(draft: _Draft) -> None:
     model = draft.job().model
     ratio = model.num_heads // model.kv_heads
-    fewer = [d for d in range(MAX_TP, 0, -1) if model.kv_heads % d == 0]
+    # More than MAX_TP only where no fewer can be cut as the job's can, as 40 for 160.
+    more = range(MAX_TP + 1, MOST_HEADS // ratio + 1)
+    fewer = [d for d in (*range(MAX_TP, 0, -1), *more) if model.kv_heads % d == 0]
     wanted = _head_degrees(model.kv_heads, ratio)
     kv_heads = next((d for d in fewer if _head_degrees(d, ratio) == wanted), fewer[0])
     _resize(draft, heads=kv_heads * ratio, kv_heads=kv_heads, head_width=model.head_width)
