@@ -74,9 +74,12 @@ def resume_faults(store: Store, model: ModelSection) -> list[Fault]:
     unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
     if not unlike:
         return []
+    saved, asked = manifest.job.get("model"), model.model_dump(mode="json")
+    before = saved if isinstance(saved, dict) else {}
+    changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
     return [
         Fault(
-            fact=f"{store.uri}/{manifest.key} holds {_first(unlike)}",
+            fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {_first(unlike)}",
             rule="a run goes on with the model that it began with",
             remedy="set the model section back, or give another run.name; there "
             "checkpoint.start_from takes what is common",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from raymega.schedule.instructions import RECEIVE, SEND, Instruction, Op
 from raymega.schedule.placement import Message, Placement, Program
 from raymega.schedule.simulate import Simulation, simulate
-from raymega.schedule.timeline import COLLECTIVES, Event, EventTuple
+from raymega.schedule.timeline import Event, EventTuple
 
 Row = Sequence[EventTuple]
 OPS = frozenset(op.value for op in Op)
@@ -154,8 +154,11 @@ def _tasks(row: Row) -> list[tuple[Instruction, float, float]]:
 
 
 def _collectives(row: Row) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """Launch and completion of each collective that runs once a step on a rank."""
-    return {event[:3]: event[3:] for event in row if event[0] in COLLECTIVES & {"reduce", "gather"}}
+    """Launch and completion of each sum of gradients.
+
+    Weights are gathered from before the step began, so of those only the completion is on record.
+    """
+    return {event[:3]: event[3:] for event in row if event[0] == "reduce"}
 
 
 def _shifted(row: Row, shift_s: float) -> Row:

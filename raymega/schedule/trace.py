@@ -66,11 +66,13 @@ def _span(rank: int, event: EventTuple) -> dict[str, object]:
 
 
 def _arrow(index: int, transfer: Transfer) -> Iterator[dict[str, object]]:
-    """Both ends of an arrow; an end belongs to the span in which its time lies."""
+    """Both ends of an arrow; an end belongs to the span in which its time lies, not on its edge."""
     sent, received = transfer.sent, transfer.received
+    left_s = (sent.start_s + sent.end_s) / 2
+    earliest_s = min(max(left_s, received.start_s), received.end_s)
     for phase, rank, time_s in (
-        ("s", transfer.sender, sent.start_s),
-        ("f", transfer.receiver, max(sent.start_s, received.start_s)),
+        ("s", transfer.sender, left_s),
+        ("f", transfer.receiver, (earliest_s + received.end_s) / 2),
     ):
         yield {
             "ph": phase,

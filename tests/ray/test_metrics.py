@@ -24,7 +24,8 @@ pytestmark = [
 
 # Without a GPU nobody knows the peak; the other two are float16's.
 NOT_OF_THIS_RUN = ("mfu", "loss_scale", "skipped_steps")
-RUN = "watched"
+RUN, PACKED = "watched", "packed"
+OF_RUN = f'{{run="{RUN}"}}'
 WORLD_SIZE = 2
 STOPPED = 75
 SEEN_S = 4.0
@@ -61,17 +62,47 @@ def scraped(open_cluster, tmp_path_factory):
         session_folder = Path(cluster.head_node.get_session_dir_path())
         with prometheus_of(session_folder, folder) as server:
             since = time.time()
-            outcome = _run(cluster.address, folder)
+            outcome = _watched(cluster.address, folder)
             assert outcome.code == STOPPED, outcome.stderr
+            packed = _packed(cluster.address, folder)
+            assert packed.code == STOPPED, packed.stderr
             _wait_for(server, "ray_raymega_run_goodput", since=since)
             yield server, since, outcome, _train_runs(port)
     finally:
         cluster.shutdown()
 
 
-def _run(address, folder):
+def _watched(address, folder):
     """Steps for a while, loses a worker, steps for a while, is asked to stop."""
-    acts = [lambda running: running.kill_worker(1), lambda running: running.signal_driver(SIGINT)]
+    return _run(
+        address,
+        folder,
+        RUN,
+        [lambda running: running.kill_worker(1), lambda running: running.signal_driver(SIGINT)],
+        "tracking.activations_every=5",
+        "tracking.ray_train_tab=true",
+        "elastic.snapshot_every=5",
+    )
+
+
+def _packed(address, folder):
+    """What only a run on packed documents has, whose packs take as many ranks as they need."""
+    return _run(
+        address,
+        folder,
+        PACKED,
+        [lambda running: running.signal_driver(SIGINT)],
+        "parallel.tp=1",
+        "parallel.pp=1",
+        "parallel.cp=2",
+        "parallel.dynamic_cp=true",
+        "data.packing=best_fit",
+        "data.document_multiple=4",
+        "schedule.micro_batch_size=1",
+    )
+
+
+def _run(address, folder, name, acts, *settings):
     workers, since_s = {}, 0.0
 
     def act_in_time(running, _step):
@@ -83,7 +114,7 @@ def _run(address, folder):
             since_s = math.inf
 
     return train(
-        f"run.name={RUN}",
+        f"run.name={name}",
         "run.steps=1000000",
         "run.eval_every=10",
         "run.eval_samples=2",
@@ -91,9 +122,8 @@ def _run(address, folder):
         "checkpoint.every=10",
         "tracking.timeline_every=5",
         "tracking.norms_every=5",
-        "tracking.activations_every=5",
         "tracking.mlflow_uri=off",
-        "tracking.ray_train_tab=true",
+        *settings,
         address=address,
         on_step=act_in_time,
     )
@@ -115,8 +145,14 @@ def test_every_query_of_the_dashboard_is_answered(scraped):
     server, since, *_ = scraped
     silent = [
         title
-        for title, expr in dashboard_queries(run=RUN)
-        if not any(map(math.isfinite, server.values(expr, since=since)))
+        for (title, expr), (_, packed) in zip(
+            dashboard_queries(run=RUN), dashboard_queries(run=PACKED), strict=True
+        )
+        if not any(
+            map(
+                math.isfinite, server.values(expr, since=since) + server.values(packed, since=since)
+            )
+        )
     ]
     wanted = {"MFU", "Loss scale"}
     assert set(silent) == wanted, "a CPU has no known peak, and only float16 a loss scale"
@@ -124,7 +160,7 @@ def test_every_query_of_the_dashboard_is_answered(scraped):
 
 def test_every_metric_that_a_run_measures_is_scraped(scraped):
     server, since, *_ = scraped
-    query = f'{{__name__=~"ray_raymega_.+", run="{RUN}"}}'
+    query = f'{{__name__=~"ray_raymega_.+", run=~"{RUN}|{PACKED}"}}'
     found = server.range(query, since=since)
     names = {series["metric"]["__name__"].removesuffix("_total") for series in found}
     declared = {f"ray_{metric.prometheus_name}" for metric in METRICS}
@@ -134,21 +170,24 @@ def test_every_metric_that_a_run_measures_is_scraped(scraped):
 
 def test_values_are_those_of_the_run(scraped):
     server, since, outcome, _ = scraped
-    losses = server.values(f'ray_raymega_train_loss{{run="{RUN}"}}', since=since)
+    losses = server.values(f"ray_raymega_train_loss{OF_RUN}", since=since)
     assert losses and set(losses) <= {event["loss"] for event in outcome.all("step")}
-    assert server.values("max(ray_raymega_run_step)", since=since)[-1] == outcome.events[-1]["step"]
-    totals = server.values("max(ray_raymega_train_tokens_total)", since=since)
+    assert (
+        server.values(f"max(ray_raymega_run_step{OF_RUN})", since=since)[-1]
+        == outcome.events[-1]["step"]
+    )
+    totals = server.values(f"max(ray_raymega_train_tokens_total{OF_RUN})", since=since)
     assert totals == sorted(totals) and totals[-1] == outcome.all("step")[-1]["tokens"]
 
 
 def test_attempts_and_ranks_are_told_apart_by_stable_labels(scraped):
     server, since, *_ = scraped
-    attempts = server.range("ray_raymega_run_attempt", since=since)
+    attempts = server.range(f"ray_raymega_run_attempt{OF_RUN}", since=since)
     seen = {series["metric"]["attempt"]: series["values"][-1][1] for series in attempts}
     assert seen == {"1": "1", "2": "2"}
-    ranks = server.range("group by (rank) (ray_raymega_worker_forward_s)", since=since)
+    ranks = server.range(f"group by (rank) (ray_raymega_worker_forward_s{OF_RUN})", since=since)
     assert {series["metric"]["rank"] for series in ranks} == {str(r) for r in range(WORLD_SIZE)}
-    peaks = server.range("max by (rank) (ray_raymega_memory_peak_bytes)", since=since)
+    peaks = server.range(f"max by (rank) (ray_raymega_memory_peak_bytes{OF_RUN})", since=since)
     assert len(peaks) == WORLD_SIZE
     assert all(float(series["values"][-1][1]) > 50e6 for series in peaks), "a process with torch"
 
