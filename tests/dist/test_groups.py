@@ -17,7 +17,16 @@ from tests.support.ranks import run_alone, run_grid, run_ranks
 
 pytestmark = pytest.mark.dist
 
-AXES = {"tp": "tp", "dp": "dp", "pp_forward": "pp", "pp_backward": "pp", "model": ("tp", "pp")}
+AXES = {
+    "tp": "tp",
+    "cp": "cp",
+    "cp_outer": "cp",
+    "dp": "dp",
+    "replicas": ("cp", "dp"),
+    "pp_forward": "pp",
+    "pp_backward": "pp",
+    "model": ("tp", "pp"),
+}
 
 
 def _members(env):
@@ -26,6 +35,7 @@ def _members(env):
     return {
         field.name: all_gather(here, getattr(env.groups, field.name)).tolist()
         for field in fields(env.groups)
+        if field.name != "nested"
     }
 
 
@@ -35,6 +45,8 @@ def _members(env):
         Grid(tp=2, dp=2, pp=2),
         Grid(pp=3, tp=2),
         Grid(pp=4),
+        Grid(cp=2, dp=3),
+        Grid(tp=2, cp=2, pp=2, order="dp-cp-pp-ep-tp"),
         Grid(tp=2, dp=2, pp=2, order="pp-dp-cp-ep-tp"),
     ],
     ids=lambda grid: f"{grid.describe()}-{grid.order}",
@@ -46,10 +58,11 @@ def test_groups_hold_the_ranks_of_the_grid_in_ascending_order(grid):
         ends = [grid.rank(replace(grid.coords(rank), pp=p)) for p in (0, grid.pp - 1)]
         is_end = grid.pp > 1 and stage in (0, grid.pp - 1)
         assert members.pop("embedding") == (ends if is_end else [rank])
+        assert members.pop("cp_inner") == [rank]
         assert members == {n: sorted(grid.group(axes, rank)) for n, axes in AXES.items()}
 
 
-LARGE = [Grid(tp=8, pp=16, dp=128), Grid(tp=4, pp=8, dp=16), Grid(tp=2, pp=3, dp=5)]
+LARGE = [Grid(tp=8, pp=16, dp=128), Grid(tp=4, cp=4, pp=8, dp=8), Grid(tp=4, pp=8, dp=16), Grid(tp=2, pp=3, dp=5)]
 
 
 def _open_on_fake_backend(grid, ranks):
@@ -68,6 +81,7 @@ def _open_on_fake_backend(grid, ranks):
                 group.index,
             )
             for field in fields(groups)
+            if field.name != "nested"
             for group in [getattr(groups, field.name)]
         }
         dist.destroy_process_group()
@@ -89,7 +103,10 @@ def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
         assert groups["world"][0] == list(range(grid.world_size))
         for name, (ranks, torch_name, _) in groups.items():
             assert names.setdefault((name, tuple(ranks)), torch_name) == torch_name
-    assert len(set(names.values()) - {""}) == sum(len(ranks) > 1 for _, ranks in names)
+    owners = {}
+    for (_, ranks), torch_name in names.items():
+        assert not torch_name or owners.setdefault(torch_name, ranks) == ranks
+        assert bool(torch_name) == (len(ranks) > 1)
     assert seconds / len(seen) < 0.1
 
 
