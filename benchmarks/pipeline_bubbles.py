@@ -32,7 +32,7 @@ from raymega.schedule.timeline import Event, bubble
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
-UNIT_S = 0.04
+UNIT_S = 0.1
 """Of a forward of a whole rank; both parts of its backward take as long."""
 STEPS = 3
 """After one that is not counted; the median counts."""
