@@ -5,6 +5,7 @@ They wire the parts together; what the parts do is theirs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from raymega.orchestrate.signals import stop_on_signals
 from raymega.orchestrate.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.train_tab import TrainTabSink
 from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.plan.auto import choose_layout
+from raymega.plan.choice import Choice
 from raymega.plan.replicas import memory_faults
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -47,6 +50,7 @@ from raymega.verify.run import Options, Report, Watcher, verify_job
 
 SINK_CLOSE_S = 30.0
 METRICS_FILE = "metrics.jsonl"
+LAYOUT_FILE = "layout.json"
 T = TypeVar("T", bound=Section)
 
 
@@ -67,15 +71,33 @@ def load_job(
 
     Raises:
         ConfigError: With every fault at once.
+        PlanError: Its layout is left to the planner, which finds none.
     """
+    job, _ = load_chosen(
+        path, overrides, is_for_training=is_for_training, is_in_ray_job=is_in_ray_job
+    )
+    return job
+
+
+def load_chosen(
+    path: Path | str,
+    overrides: Iterable[str] = (),
+    *,
+    is_for_training: bool = False,
+    is_in_ray_job: bool = False,
+) -> tuple[Job, Choice | None]:
+    """:func:`load_job`, and why the job has its layout where the planner chose it."""
     parsed = parse_job(path, overrides)
+    choice = choose_layout(parsed)
+    if choice is not None:
+        parsed = parsed.with_overrides(choice.overrides)
     faults = [*parsed.faults, *job_faults(parsed.values), *credential_faults(parsed.values)]
     if is_in_ray_job:
         faults += relative_path_faults(Path(path), overrides)
     if is_for_training:
         faults += _outside_faults(parsed.values)
     raise_faults(ConfigError, faults)
-    return parsed.job()
+    return parsed.job(), choice
 
 
 def plan(job: Job) -> RunPlan:
@@ -99,13 +121,20 @@ def local_folder(job: Job) -> Path:
     return local_path(uri) or Path.home().joinpath(".raymega", "remote", *places)
 
 
-def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> RunFinished:
+def train(
+    job: Job,
+    *,
+    address: str = "auto",
+    sinks: Sequence[Sink] = (),
+    choice: Choice | None = None,
+) -> RunFinished:
     """Run the driver until the run ends; the same run name continues the same run.
 
     Args:
         job: Checked by :func:`load_job`.
         address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
         sinks: Watchers beside metrics.jsonl, MLflow and the pictures. They are closed at the end.
+        choice: Why the job has its layout, where the planner chose it; kept with the run.
 
     Raises:
         ConfigError: The run exists with another model, seed or data, or a node cannot take part.
@@ -119,7 +148,7 @@ def train(job: Job, *, address: str = "auto", sinks: Sequence[Sink] = ()) -> Run
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     session = open_session(address)
     try:
-        with _watching(job, sinks) as sink, ThreadPoolExecutor(max_workers=1) as executor:
+        with _watching(job, sinks, choice) as sink, ThreadPoolExecutor(max_workers=1) as executor:
             has_snapshots = job.elastic.snapshot_every > 0
             keepers = Keepers(plan, clock=clock) if has_snapshots else None
             group = RayWorkerGroup(
@@ -167,8 +196,19 @@ def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None 
     return verify_job(job, options or Options(), watcher or Watcher())
 
 
+def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:
+    """As a file of the run, what was chosen and why; by its title."""
+    if choice is None:
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {"set": choice.overrides, "reasons": choice.reasons}
+    path = folder / LAYOUT_FILE
+    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    return {path: "Layout that the planner chose"}
+
+
 @contextmanager
-def _watching(job: Job, sinks: Sequence[Sink]) -> Iterator[Sink]:
+def _watching(job: Job, sinks: Sequence[Sink], choice: Choice | None) -> Iterator[Sink]:
     """All sinks of a run behind one, closed at the end."""
     folder = local_folder(job)
     metrics = folder / METRICS_FILE
@@ -186,7 +226,11 @@ def _watching(job: Job, sinks: Sequence[Sink]) -> Iterator[Sink]:
         watchers.append(TrainTabSink(clock=_unix_s))
     others = CompositeSink(watchers)
     pictures = PicturesSink(
-        folder, metrics=metrics, references=_loss_references(job), watcher=others
+        folder,
+        metrics=metrics,
+        references=_loss_references(job),
+        watcher=others,
+        files=_keep_choice(choice, folder),
     )
     sink = CompositeSink([pictures, others])
     try:

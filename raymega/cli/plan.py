@@ -88,7 +88,10 @@ def plan(
         return
     assert job_file is not None
     degrees = [f"parallel.{pair.strip()}" for pair in grid.split(",") if pair]
-    made = api.plan(api.load_job(job_file, [*(overrides or ()), *degrees]))
+    job, choice = api.load_chosen(job_file, [*(overrides or ()), *degrees])
+    made = api.plan(job)
+    if not as_json:
+        predict.show_choice(choice)
     if top:
         _show_best(made, gpu or "h100", gpus or made.grid.world_size, top=top, as_json=as_json)
         return

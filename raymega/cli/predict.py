@@ -8,28 +8,18 @@ from pathlib import Path
 
 from raymega.cli.tables import table
 from raymega.config.schema import Job
-from raymega.plan.accelerators import CATALOGUE, Accelerator, accelerator
+from raymega.plan.accelerators import Accelerator, accelerator
+from raymega.plan.choice import Choice, seconds
+from raymega.plan.expected_error import expected_error
 from raymega.plan.flops import flops_per_token
 from raymega.plan.memory_use import memory_use
 from raymega.plan.published import Comparison, PublishedRun, compare, read_runs
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.search import Found, SearchResult
+from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.step_time import step_time
 
-EXPECTED_ERROR = {
-    "a100": "Expect 7 % of error in time, 10 % at the most in nine of ten cases: so it was on published "
-    "runs that no constant was fitted to.",
-    "h100": "Expect 7 % of error in time, 15 % at the most: so it was on published runs that no constant "
-    "was fitted to.",
-}
-UNCOMPARED = "No published run on this GPU has been compared: the constants are the H100's."
-OF_A_FILE = "No run on this accelerator has been compared: its figures are the file's."
 GIB = 2**30
-
-
-def expected_error(device: Accelerator) -> str:
-    """How far to trust a prediction for ``device``."""
-    return EXPECTED_ERROR.get(device.name, UNCOMPARED if device.name in CATALOGUE else OF_A_FILE)
 
 
 def prediction(plan: RunPlan, device: Accelerator) -> Found:
@@ -54,7 +44,7 @@ def prediction_object(found: Found, device: Accelerator) -> dict[str, object]:
         **asdict(found.time),
         "tokens_per_s_per_gpu": found.tokens_per_s,
         "model_tflops_per_gpu": tflops,
-        "mfu": tflops * 1e12 / device.peak_16_bit_flops,
+        "mfu": _mfu(found, device),
         "memory": {**asdict(found.memory), "total_bytes": found.memory.total_bytes},
         "fits": found.memory.total_bytes <= device.memory_bytes,
         "expected_error": expected_error(device),
@@ -68,12 +58,15 @@ def show_prediction(found: Found, device: Accelerator) -> None:
         name.removesuffix("_s").replace("_", " "): value for name, value in asdict(time).items()
     }
     print(f"\non {found.plan.grid.world_size} x {device.name}, a step as predicted")
-    rows = [(name, f"{value:.3f}", f"{value / time.total_s:.1%}") for name, value in parts.items()]
-    print(table(("part", "seconds", "share"), [*rows, ("step", f"{time.total_s:.3f}", "100.0%")]))
-    tflops = _tflops(found)
+    rows = [
+        (name, seconds(value), f"{value / time.total_s:.1%}")
+        for name, value in parts.items()
+        if value or name != "sharing"
+    ]
+    print(table(("part", "time", "share"), [*rows, ("step", seconds(time.total_s), "100.0%")]))
     print(
-        f"{found.tokens_per_s:,.0f} tokens/s and {tflops:.0f} model TFLOP/s a GPU, "
-        f"MFU {tflops * 1e12 / device.peak_16_bit_flops:.1%}"
+        f"{found.tokens_per_s:,.0f} tokens/s and {_readable_flops(found)} of the model on each, "
+        f"MFU {_mfu(found, device):.1%}"
     )
     verdict = "fits" if memory.total_bytes <= device.memory_bytes else "does not fit"
     print(
@@ -84,11 +77,21 @@ def show_prediction(found: Found, device: Accelerator) -> None:
     print(expected_error(device))
 
 
+def show_choice(choice: Choice | None) -> None:
+    """Why a job has its layout, where the planner chose it."""
+    if choice is None:
+        return
+    print("parallel.layout=auto")
+    for reason in choice.reasons:
+        print(f"  {reason}")
+    print("  as given: " + " ".join(f"--set {text}" for text in choice.overrides))
+
+
 def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
     """The best layouts, and what ruled out the others."""
     print(f"\nbest layouts on {device.name}")
     headers = (
-        "grid", "schedule", "chunks", "micro-batch", "recompute", "sharding", "step s", "tokens/s/GPU",
+        "grid", "schedule", "chunks", "micro-batch", "recompute", "sharding", "step", "tokens/s/GPU",
         "MFU", "GiB", "most time beside compute",
     )  # fmt: skip
     print(table(headers, [_search_row(found, device) for found in result.best]))
@@ -111,7 +114,7 @@ def _binding(result: SearchResult, device: Accelerator) -> str:
     return (
         f"memory binds: {missed.plan.grid.describe()} with {missed.plan.placement.chunks} chunks, micro-batch "
         f"{options.schedule.micro_batch_size}, recompute {options.memory.recompute} would take "
-        f"{missed.time.total_s:.3f} s ({missed.time.total_s / best.time.total_s - 1:+.1%}), and needs "
+        f"{seconds(missed.time.total_s)} ({missed.time.total_s / best.time.total_s - 1:+.1%}), and needs "
         f"{missed.memory.total_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB"
     )
 
@@ -123,8 +126,8 @@ def _search_row(found: Found, device: Accelerator) -> tuple[object, ...]:
     return (
         found.plan.grid.describe(), job.schedule.name, found.plan.placement.chunks,
         job.schedule.micro_batch_size, job.memory.recompute, job.parallel.sharding,
-        f"{time.total_s:.3f}", f"{found.tokens_per_s:,.0f}",
-        f"{_tflops(found) * 1e12 / device.peak_16_bit_flops:.1%}",
+        seconds(time.total_s), f"{found.tokens_per_s:,.0f}",
+        f"{_mfu(found, device):.1%}",
         f"{found.memory.total_bytes / GIB:.1f}",
         f"{worst.removesuffix('_s').replace('_', ' ')} {others[worst] / time.total_s:.1%}",
     )  # fmt: skip
@@ -179,6 +182,16 @@ def _run_row(run: PublishedRun, found: Comparison | None) -> tuple[object, ...]:
     error = f"{found.iter_s / run.iter_s - 1:+.1%}" if run.iter_s else "-"
     memory = f"{run.memory_gib:.1f}" if run.memory_gib else "-"
     return (*head, f"{found.iter_s:.3f}", error, memory, f"{found.memory_gib:.1f}")
+
+
+def _mfu(found: Found, device: Accelerator) -> float:
+    """Of the peak for the job's number format."""
+    return _tflops(found) * 1e12 / device.peak_flops(DTYPE_BYTES[found.plan.job.precision.dtype])
+
+
+def _readable_flops(found: Found) -> str:
+    tflops = _tflops(found)
+    return f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def _tflops(found: Found) -> float:

@@ -12,6 +12,7 @@ import typer
 
 from raymega import api
 from raymega.cli.plan import show_plan
+from raymega.cli.predict import show_choice
 from raymega.cli.progress import step_bar
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.jsonl import JsonLinesSink
@@ -42,7 +43,7 @@ def train(
 
     Example: raymega train jobs/verify.yaml --set run.steps=50
     """
-    job = api.load_job(
+    job, choice = api.load_chosen(
         job_file,
         overrides or (),
         is_for_training=True,
@@ -53,11 +54,12 @@ def train(
         show_plan(plan, as_json=as_json)
         return
     if not as_json:
+        show_choice(choice)
         with step_bar() as bar:
             console = ConsoleSink(sys.stdout, every=job.tracking.console_every)
-            api.train(job, address=address, sinks=(bar, console))
+            api.train(job, address=address, sinks=(bar, console), choice=choice)
         return
     # Libraries that print must not break the lines: to them, stdout is stderr.
     lines = JsonLinesSink(sys.stdout)
     with redirect_stdout(sys.stderr):
-        api.train(job, address=address, sinks=(lines,))
+        api.train(job, address=address, sinks=(lines,), choice=choice)

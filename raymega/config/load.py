@@ -105,6 +105,19 @@ class ParsedJob:
             raise ConfigError(*self.faults)
         return Job.model_validate(self.raw)
 
+    @property
+    def stated(self) -> frozenset[str]:
+        """Dotted paths that the file or an override sets."""
+        sections = ((name, given) for name, given in self.raw.items() if isinstance(given, Mapping))
+        return frozenset(f"{name}.{key}" for name, given in sections for key in given)
+
+    def with_overrides(self, overrides: Iterable[str]) -> ParsedJob:
+        """The same job with other values."""
+        raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.raw.items()}
+        faults = [fault for override in overrides for fault in _apply(raw, override)]
+        parsed = parse_mapping(raw)
+        return replace(parsed, faults=(*faults, *parsed.faults))
+
 
 def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     """Read ``path`` and apply ``a.b=c`` overrides.
@@ -115,6 +128,8 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
         ConfigError: When the file is missing or is not a YAML mapping; field faults are returned.
     """
     raw = _read(Path(path))
+    if raw.get("parallel") == "auto":
+        raw["parallel"] = {"layout": "auto"}
     faults = [fault for override in overrides for fault in _apply(raw, override)]
     for section, key in _PATHS:
         _make_absolute(raw.get(section), key)

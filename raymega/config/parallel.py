@@ -12,6 +12,12 @@ from raymega.config.fields import NonNegative, Positive, Section
 class ParallelSection(Section):
     """Degrees of the five axes. The world has tp * cp * dp * pp workers."""
 
+    layout: Literal["given", "auto"] = Field(
+        default="given",
+        description="auto, or `parallel: auto` for short: the planner chooses degrees, schedule, chunks, "
+        "micro-batch, recompute and sharding for cluster.num_workers on cluster.accelerator. What the job "
+        "sets of them stays as it is.",
+    )
     tp: Positive = Field(default=1, description="Tensor parallel: heads, FFN and vocabulary cut.")
     pp: Positive = Field(default=1, description="Pipeline parallel: layers cut into stages.")
     dp: Positive = Field(default=1, description="Data parallel: sequences shared out.")

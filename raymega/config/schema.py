@@ -302,6 +302,12 @@ class ClusterSection(Section):
         description="Workers that the job expects; the grid's product must equal it. `grid` takes "
         "the product as it is.",
     )
+    accelerator: str = Field(
+        default="device",
+        description="What parallel.layout=auto plans for: a name that `raymega plan --gpu` takes, or the "
+        "YAML file that `raymega doctor --calibrate` writes. `device` is cpu for cluster.device=cpu; for "
+        "GPUs it must be named.",
+    )
     cpus_per_worker: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = Field(
         default=1.0, description="CPUs that Ray reserves for a worker. 0.1 suits laptop runs."
     )

@@ -43,27 +43,34 @@ class AcceleratorFigures(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
     like: str
     peak_16_bit_flops: PositiveFloat | None = None
+    peak_32_bit_flops: PositiveFloat | None = None
     peak_8_bit_flops: Annotated[float, Field(ge=0)] | None = None
     memory_bytes: Positive | None = None
     memory_bytes_per_s: PositiveFloat | None = None
     num_cores: Positive | None = None
+    shared_cores: Annotated[int, Field(ge=0)] | None = None
     link_bytes_per_s: PositiveFloat | None = None
     devices_per_node: Positive | None = None
     network_bytes_per_s: PositiveFloat | None = None
+    known_error: str | None = None
     fitted: FittedFigures = FittedFigures()
 
 
-def find_accelerator(text: str) -> Accelerator:
+def find_accelerator(text: str, *, field: str = "--gpu") -> Accelerator:
     """The catalogue's entry of that name, or what the YAML file ``text`` says.
+
+    Args:
+        text: A name or a path.
+        field: Where the text stands, for messages.
 
     Raises:
         ConfigError: The file is missing, is no YAML, or holds something that no device has.
         PlanError: The catalogue has no such name.
     """
     if not text.endswith(SUFFIXES):
-        return accelerator(text)
+        return accelerator(text, field=field)
     path = Path(text)
-    figures = _figures(path)
+    figures = _figures(path, field)
     faults = _name_faults(path, figures)
     if faults:
         raise ConfigError(*faults)
@@ -73,14 +80,14 @@ def find_accelerator(text: str) -> Accelerator:
     return replace(base, **given, fitted=fitted, driver_name="")
 
 
-def _figures(path: Path) -> AcceleratorFigures:
+def _figures(path: Path, field: str) -> AcceleratorFigures:
     try:
         raw = read_yaml(path.read_text(encoding="utf-8"))
         return AcceleratorFigures.model_validate(raw)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             Fault(
-                fact=f"--gpu {path}: {' '.join(str(error).split())}",
+                fact=f"{field} {path}: {' '.join(str(error).split())}",
                 rule="an accelerator that the catalogue lacks is a YAML file that can be read",
                 remedy="write one as docs/planner.md shows",
             )

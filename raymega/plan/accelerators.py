@@ -50,20 +50,25 @@ class Accelerator:
 
     Attributes:
         name: As ``raymega plan --gpu`` takes it.
-        driver_name: What the driver's name of it contains; empty when it gives none.
         peak_16_bit_flops: Dense bfloat16, and float16 with float32 sums, FLOP/s.
+        peak_32_bit_flops: Of float32 without shortcuts; float64 is taken to have half of it.
         peak_8_bit_flops: Dense fp8, FLOP/s; 0 without.
         memory_bytes: Of the device.
         memory_bytes_per_s: Its bandwidth.
-        num_cores: Streaming multiprocessors.
+        num_cores: Streaming multiprocessors; 1 of a CPU worker.
         link_bytes_per_s: To the other devices of the node, in one direction.
         devices_per_node: Devices that such links join.
         network_bytes_per_s: A device's share of the node's network, in one direction.
         fitted: See Fitted.
+        driver_name: What the driver's name of it contains; empty when it gives none.
+        shared_cores: Cores of a node that its ``devices_per_node`` workers share, as CPU workers do;
+            0 when each device works by itself.
+        known_error: How wrong predictions for it have been, in words; of a file that says so.
     """
 
     name: str
     peak_16_bit_flops: float
+    peak_32_bit_flops: float
     peak_8_bit_flops: float
     memory_bytes: int
     memory_bytes_per_s: float
@@ -73,6 +78,14 @@ class Accelerator:
     network_bytes_per_s: float
     fitted: Fitted
     driver_name: str = ""
+    shared_cores: int = 0
+    known_error: str = ""
+
+    def peak_flops(self, element: int) -> float:
+        """Of matrix products of numbers of ``element`` bytes."""
+        return {2: self.peak_16_bit_flops, 4: self.peak_32_bit_flops}.get(
+            element, self.peak_32_bit_flops / 2
+        )
 
 
 _A100 = Fitted(
@@ -83,40 +96,66 @@ _H100 = Fitted(
     matmul_share=0.678, matmul_depth=80.0, matmul_waves=0.278, matmul_8_bit_share=0.602,
     attention_share=0.45, memory_share=0.303, launch_s=3.6e-6, link_share=0.81, network_share=0.8,
 )  # fmt: skip
+_CPU = Fitted(
+    matmul_share=0.8, matmul_depth=40.0, matmul_waves=0.0, matmul_8_bit_share=0.0,
+    attention_share=0.3, memory_share=0.6, launch_s=12e-6, link_share=0.8, network_share=0.8,
+    link_latency_s=150e-6, network_latency_s=500e-6,
+)  # fmt: skip
 
 CATALOGUE = {
     device.name: device
     for device in (
         Accelerator(
-            name="a100", peak_16_bit_flops=312e12, peak_8_bit_flops=0.0, memory_bytes=80 * GIB,
+            name="a100", peak_16_bit_flops=312e12, peak_32_bit_flops=19.5e12,
+            peak_8_bit_flops=0.0, memory_bytes=80 * GIB,
             memory_bytes_per_s=2.0e12, num_cores=108, link_bytes_per_s=300e9, devices_per_node=8,
             network_bytes_per_s=25e9, fitted=_A100, driver_name="A100",
         ),
         Accelerator(
-            name="h100", peak_16_bit_flops=989e12, peak_8_bit_flops=1979e12,
+            name="h100", peak_16_bit_flops=989e12, peak_32_bit_flops=67e12,
+            peak_8_bit_flops=1979e12,
             memory_bytes=80 * GIB, memory_bytes_per_s=3.35e12, num_cores=132,
             link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
             driver_name="H100",
         ),
         Accelerator(
-            name="h200", peak_16_bit_flops=989e12, peak_8_bit_flops=1979e12,
+            name="h200", peak_16_bit_flops=989e12, peak_32_bit_flops=67e12,
+            peak_8_bit_flops=1979e12,
             memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12, num_cores=132,
             link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
             driver_name="H200",
         ),
         Accelerator(
-            name="b200", peak_16_bit_flops=2250e12, peak_8_bit_flops=4500e12,
+            name="b200", peak_16_bit_flops=2250e12, peak_32_bit_flops=75e12,
+            peak_8_bit_flops=4500e12,
             memory_bytes=180 * 10**9, memory_bytes_per_s=8.0e12, num_cores=148,
             link_bytes_per_s=900e9, devices_per_node=8, network_bytes_per_s=50e9, fitted=_H100,
             driver_name="B200",
         ),
+        Accelerator(
+            name="gb200", peak_16_bit_flops=2500e12, peak_32_bit_flops=80e12,
+            peak_8_bit_flops=5000e12, memory_bytes=186 * 10**9, memory_bytes_per_s=8.0e12,
+            num_cores=148, link_bytes_per_s=900e9, devices_per_node=72, network_bytes_per_s=50e9,
+            fitted=_H100, driver_name="GB200",
+        ),
+        Accelerator(
+            name="cpu", peak_16_bit_flops=60e9, peak_32_bit_flops=100e9, peak_8_bit_flops=0.0,
+            memory_bytes=8 * GIB, memory_bytes_per_s=10e9, num_cores=1, link_bytes_per_s=2e9,
+            devices_per_node=64, network_bytes_per_s=1.25e9, fitted=_CPU, shared_cores=2,
+        ),
     )
 }  # fmt: skip
-"""Makers' figures. Constants of h200 and b200 are the H100's: no run on them has been compared."""
+"""Makers' figures. Constants of h200, b200 and gb200 are the H100's: no run on them has been compared.
+A node of gb200 is a rack of 72. cpu is one thread of a worker on the machine that its constants were
+measured on, whose workers share two cores; another machine's are what `raymega doctor` writes."""
 
 
-def accelerator(name: str) -> Accelerator:
+def accelerator(name: str, *, field: str = "--gpu") -> Accelerator:
     """The catalogue's entry.
+
+    Args:
+        name: Of the device.
+        field: Where the name stands, for messages.
 
     Raises:
         PlanError: There is none of that name.
@@ -125,7 +164,7 @@ def accelerator(name: str) -> Accelerator:
         return CATALOGUE[name]
     raise PlanError(
         Fault(
-            fact=f"--gpu {name}",
+            fact=f"{field} {name}",
             rule=f"the catalogue has {', '.join(CATALOGUE)}",
             remedy="use one of these",
         )

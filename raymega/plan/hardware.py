@@ -13,8 +13,8 @@ from raymega.plan.accelerators import CATALOGUE, Accelerator
 CARD_16_BIT_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12}
 """Dense bfloat16 of cards for PCIe slots, which run at other clocks than the modules of the
 catalogue, by NVIDIA's data sheets."""
-_OTHERS = ("GB200", "GH200")
-"""Names that contain a module's and are not it."""
+_OTHERS = ("GH200",)
+"""Names of what is no module of the catalogue."""
 _CARDS = ("PCIe", "PCIE", "NVL", *_OTHERS)
 _16_BIT = ("bfloat16", "float16")
 
@@ -43,7 +43,9 @@ def peak_flops(device_name: str, *, dtype: str) -> float | None:
 
 def _module(device_name: str) -> Accelerator | None:
     devices = (device for device in CATALOGUE.values() if device.driver_name)
-    return next((device for device in devices if device.driver_name in device_name), None)
+    named = [device for device in devices if device.driver_name in device_name]
+    # The longest: a GB200 is no B200, though its name holds that one's.
+    return max(named, key=lambda device: len(device.driver_name), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,30 +14,42 @@ BACKWARD_ATTENTION = 2.5
 
 
 def matmul_s(
-    device: Accelerator, rows: float, inner: float, columns: float, *, is_8_bit: bool = False
+    device: Accelerator,
+    rows: float,
+    inner: float,
+    columns: float,
+    *,
+    is_8_bit: bool = False,
+    element: int = 2,
 ) -> float:
-    """[rows, inner] @ [inner, columns] in 16 or 8 bits.
+    """[rows, inner] @ [inner, columns] of numbers with ``element`` bytes, or in 8 bits.
 
     The share of the peak falls with a short inner dimension and with few tiles for all cores
     (Narayanan et al. 2021, section 5.4.4); below that the memory's bandwidth is a floor.
     """
     fitted = device.fitted
-    peak, share, element = device.peak_16_bit_flops, fitted.matmul_share, 2
+    peak, share = device.peak_flops(element), fitted.matmul_share
     if is_8_bit and device.peak_8_bit_flops:
         peak, share, element = device.peak_8_bit_flops, fitted.matmul_8_bit_share, 1
     waves = rows * columns / (TILE * device.num_cores)
     loss = (1 + fitted.matmul_depth / inner) * (1 + fitted.matmul_waves / waves)
     work_s = 2 * rows * inner * columns / (peak * share) * loss
-    moved = element * (rows * inner + inner * columns) + 2 * rows * columns
+    moved = element * (rows * inner + inner * columns) + max(2, element) * rows * columns
     return max(work_s, memory_s(device, moved)) + fitted.launch_s
 
 
 def attention_s(
-    device: Accelerator, query_rows: float, keys: float, head_width: int, *, is_causal: bool = True
+    device: Accelerator,
+    query_rows: float,
+    keys: float,
+    head_width: float,
+    *,
+    is_causal: bool = True,
+    element: int = 2,
 ) -> float:
     """Fused forward of softmax(q k^T) v; ``query_rows`` are those of all heads and sequences."""
     flops = 4 * query_rows * keys * head_width / (2 if is_causal else 1)
-    peak = device.peak_16_bit_flops * device.fitted.attention_share
+    peak = device.peak_flops(element) * device.fitted.attention_share
     return flops / peak + device.fitted.launch_s
 
 

@@ -7,6 +7,7 @@ works through them, is step_time's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape
@@ -18,7 +19,6 @@ from raymega.plan.software import Software
 
 KERNELS_IN_A_BLOCK = 12
 """Launches of a forward beside products and attention; a backward has twice as many."""
-ELEMENT = 2
 UNFUSED_FORWARD_BYTES = 13
 """Of one attention weight: written as score, read and written by softmax and by dropout with its
 mask, read by the product with v."""
@@ -55,10 +55,10 @@ def layer_time(
 ) -> LayerTime:
     """Of one block as ``shape`` cuts it."""
     products = _products(shape)
-    forward = sum(matmul_s(device, *sizes, is_8_bit=is_8_bit) for sizes in products)
+    product_s = partial(matmul_s, device, is_8_bit=is_8_bit, element=shape.element)
+    forward = sum(product_s(*sizes) for sizes in products)
     backward = sum(
-        matmul_s(device, rows, columns, inner, is_8_bit=is_8_bit)
-        + matmul_s(device, inner, rows, columns, is_8_bit=is_8_bit)
+        product_s(rows, columns, inner) + product_s(inner, rows, columns)
         for rows, inner, columns in products
     )
     attention, attention_backward = _attention(shape, device, software)
@@ -76,11 +76,12 @@ def layer_time(
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
     """Projection to the vocabulary and the loss: forward and backward."""
     rows = shape.model.table_rows / shape.parallel.tp
-    width, tokens = shape.model.width, shape.tokens
-    forward = matmul_s(device, tokens, width, rows)
-    backward = matmul_s(device, tokens, rows, width) + matmul_s(device, width, tokens, rows)
+    width, tokens, element = shape.model.width, shape.tokens, shape.element
+    forward = matmul_s(device, tokens, width, rows, element=element)
+    backward = matmul_s(device, tokens, rows, width, element=element)
+    backward += matmul_s(device, width, tokens, rows, element=element)
     logits = tokens * rows
-    written, read_for_loss, gradient = ELEMENT + 4, 4, ELEMENT + 4
+    written, read_for_loss, gradient = element + 4, 4, element + 4
     forward += memory_s(device, logits * (written + read_for_loss))
     return forward, backward + memory_s(device, logits * gradient)
 
@@ -111,9 +112,10 @@ def _attention(
     model = shape.model
     rows = shape.tokens * model.num_heads / shape.parallel.tp
     if software.has_fused_attention:
-        forward = attention_s(device, rows, shape.seq_len, model.head_width)
+        width, element = model.head_width, shape.element
+        forward = attention_s(device, rows, shape.seq_len, width, element=element)
         return forward, BACKWARD_ATTENTION * forward
-    share = device.peak_16_bit_flops * device.fitted.matmul_share
+    share = device.peak_flops(shape.element) * device.fitted.matmul_share
     product = 2 * rows * shape.seq_len * model.head_width / share
     forward = 2 * product + memory_s(device, rows * shape.seq_len * UNFUSED_FORWARD_BYTES)
     backward = 4 * product + memory_s(device, rows * shape.seq_len * UNFUSED_BACKWARD_BYTES)
@@ -127,20 +129,21 @@ def _element_bytes(shape: ActivationShape, software: Software) -> float:
     is dropout; the nonlinearity reads what up (and gate) made and writes; q, k, v are turned or
     rearranged once.
     """
-    norms, sums = 2 * 2 * ELEMENT, 2 * 3 * ELEMENT
-    masks = 2 * (ELEMENT + 1) if software.has_dropout else 0
+    element = shape.element
+    norms, sums = 2 * 2 * element, 2 * 3 * element
+    masks = 2 * (element + 1) if software.has_dropout else 0
     stream = shape.stream_tokens * shape.model.width * (norms + sums + masks)
     hidden = shape.tokens * shape.model.ffn_width / shape.parallel.tp
-    activation = hidden * ELEMENT * (3 if shape.family.has_gate else 2)
+    activation = hidden * element * (3 if shape.family.has_gate else 2)
     heads = shape.model.num_heads + 2 * shape.model.kv_heads
     qkv = shape.tokens * heads * shape.model.head_width / shape.parallel.tp
-    return stream + activation + 2 * ELEMENT * qkv
+    return stream + activation + 2 * element * qkv
 
 
 def _tensor_parallel_s(shape: ActivationShape, device: Accelerator, software: Software) -> float:
     """Two all-reduces a forward; sequence parallelism sends as much in other halves."""
     span = make_span(device, size=shape.parallel.tp, stride=1)
-    once = all_reduce_s(device, span, shape.tokens * shape.model.width * ELEMENT)
+    once = all_reduce_s(device, span, shape.tokens * shape.model.width * shape.element)
     return 2 * once * (1 - software.hides_tensor_parallel)
 
 

@@ -7,28 +7,19 @@ does not fit, and ranks the rest by step_time. It measures nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
 
 from raymega.config.schema import Job
 from raymega.errors import Fault, PlanError
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import activation_shape
+from raymega.plan.candidates import Space, candidates
 from raymega.plan.layer_time import LayerTime, layer_time
 from raymega.plan.memory_use import MemoryUse, memory_use, pipeline_elements
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
 from raymega.plan.software import RAYMEGA
 from raymega.plan.step_time import Known, StepTime, step_time
-
-MICRO_BATCH_SIZES = (1, 2, 4, 8)
-MOST_CHUNKS = 8
-CP_METHODS = ("ring", "all_to_all")
-LEAST_TOKENS = 4096
-"""Of a sequence on each context-parallel rank; shorter parts cost more than they save."""
-RECOMPUTES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +61,22 @@ class SearchResult:
     missed: Found | None
 
 
-def search(job: Job, device: Accelerator, *, num_devices: int, top: int) -> SearchResult:
+def search(
+    job: Job,
+    device: Accelerator,
+    *,
+    num_devices: int,
+    top: int,
+    fixed: frozenset[str] = frozenset(),
+) -> SearchResult:
     """The fastest layout of each of the ``top`` fastest grids of ``job`` on ``num_devices``.
+
+    Args:
+        job: Of which; what the search sets of it is candidates.CHOSEN.
+        device: What the ranks are.
+        num_devices: Ranks.
+        top: Most grids to return.
+        fixed: Dotted paths of fields that stay as the job has them.
 
     Raises:
         PlanError: No legal layout has so many ranks, or none fits into memory.
@@ -79,7 +84,8 @@ def search(job: Job, device: Accelerator, *, num_devices: int, top: int) -> Sear
     found: list[Found] = []
     refused: Counter[str] = Counter()
     judge = _Judge(device)
-    for candidate in candidates(job, device, num_devices=num_devices):
+    space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
+    for candidate in candidates(space):
         verdict = judge.verdict(candidate)
         if isinstance(verdict, str):
             refused[verdict] += 1
@@ -133,8 +139,8 @@ class _Judge:
     def _share(self, job: Job) -> tuple[RunPlan, tuple[int, ...]] | None:
         """Grid, stages and parameters of all layouts with these degrees; None when none is legal."""
         parallel, schedule = job.parallel, job.schedule
-        degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.cp_method
-        key = (*degrees, schedule.chunks, schedule.name)
+        degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.etp
+        key = (*degrees, parallel.cp_method, schedule.chunks, schedule.name)
         if key not in self._shared:
             try:
                 plan = make_plan(job)
@@ -146,75 +152,11 @@ class _Judge:
 
     def _block(self, job: Job) -> LayerTime:
         parallel = job.parallel
-        key = parallel.tp, parallel.cp, parallel.cp_method, job.schedule.micro_batch_size
+        cut = parallel.tp, parallel.cp, parallel.cp_method, parallel.ep, parallel.etp
+        key = (*cut, parallel.dp, job.schedule.micro_batch_size)
         if key not in self._blocks:
             self._blocks[key] = layer_time(activation_shape(job), self._device, RAYMEGA)
         return self._blocks[key]
-
-
-def candidates(job: Job, device: Accelerator, *, num_devices: int) -> Iterator[Job]:
-    """Every layout that is worth asking about, legal or not."""
-    model = job.model
-    tps = [d for d in _divisors(device.devices_per_node) if num_devices % d == 0]
-    for tp in (tp for tp in tps if model.num_heads % tp == 0):
-        for pp in (p for p in _divisors(num_devices // tp) if p <= model.num_layers):
-            for cp in _context_degrees(job, num_devices // tp // pp):
-                dp = num_devices // tp // pp // cp
-                methods = dict.fromkeys((job.parallel.cp_method, *CP_METHODS))
-                for method in methods if cp > 1 else (job.parallel.cp_method,):
-                    if dp <= job.data.global_batch_size:
-                        yield from _with_options(job, tp=tp, pp=pp, dp=dp, cp=cp, method=method)
-
-
-def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
-    """Powers of two that leave every rank a long part of a sequence."""
-    cp = 1
-    while ranks % cp == 0 and (cp == 1 or job.data.seq_len // cp >= LEAST_TOKENS):
-        yield cp
-        cp *= 2
-
-
-def _with_options(  # one an axis
-    job: Job, *, tp: int, pp: int, dp: int, cp: int, method: str
-) -> Iterator[Job]:
-    sequences = -(-job.data.global_batch_size // dp)
-    sizes = [size for size in MICRO_BATCH_SIZES if size <= sequences]
-    chunks = [v for v in range(1, MOST_CHUNKS + 1) if v == 1 or (pp > 1 and _cuts(job, pp * v))]
-    shardings = ("none", "optimizer") if dp * cp > 1 else ("none",)
-    schedules = ("1f1b", "zb_h1") if pp > 1 else ("1f1b",)
-    for size, v, sharding, recompute, schedule in product(
-        sizes, chunks, shardings, RECOMPUTES, schedules
-    ):
-        if schedule == "1f1b" or v == 1:
-            yield _changed(
-                job,
-                parallel={
-                    "tp": tp, "pp": pp, "dp": dp, "cp": cp, "cp_method": method,
-                    "sharding": sharding,
-                    "sequence_parallel": tp > 1 and job.data.seq_len // cp % tp == 0,
-                    "stages": "auto" if pp * v > 1 else "even",
-                    "first_stage_layers": "even", "last_stage_layers": "even",
-                    "is_embedding_a_layer": False, "is_loss_a_layer": False,
-                },
-                schedule={
-                    "micro_batch_size": size, "chunks": v, "name": schedule, "group_size": "pp",
-                    "max_activations": "pp",
-                },
-                memory={"recompute": recompute, "recompute_parts": ("attention",)},
-                cluster={"num_workers": "grid"},
-            )  # fmt: skip
-
-
-def _changed(job: Job, **sections: dict[str, Any]) -> Job:
-    """The job with other fields in some sections; they are legal values by themselves."""
-    changes = {
-        name: getattr(job, name).model_copy(update=fields) for name, fields in sections.items()
-    }
-    return job.model_copy(update=changes)
-
-
-def _cuts(job: Job, num_stages: int) -> bool:
-    return num_stages <= job.model.num_layers
 
 
 def _as_yaml(value: object) -> str:
@@ -222,10 +164,6 @@ def _as_yaml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{','.join(map(_as_yaml, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _nothing_fits(job: Job, device: Accelerator, num_devices: int, refused: Counter[str]) -> Fault:

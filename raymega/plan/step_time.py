@@ -6,7 +6,7 @@ of kernels are layer_time's, of transfers link_time's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
 from raymega.plan.accelerators import Accelerator
@@ -37,6 +37,8 @@ class StepTime:
         bubble_s: Its waiting for the pipeline to fill and drain.
         data_parallel_s: Gradients and weights over dp that nothing hides.
         optimizer_s: The update.
+        sharing_s: Waiting for a core that other workers of the node have; 0 on devices that work
+            each by itself.
     """
 
     compute_s: float
@@ -45,12 +47,14 @@ class StepTime:
     bubble_s: float
     data_parallel_s: float
     optimizer_s: float
+    sharing_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """The step."""
         busy = self.compute_s + self.tensor_parallel_s + self.messages_s
-        return busy + self.bubble_s + self.data_parallel_s + self.optimizer_s
+        rest = self.data_parallel_s + self.optimizer_s + self.sharing_s
+        return busy + self.bubble_s + rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +113,7 @@ def step_time(
     count = known.first_elements if known else rank_elements(job.model, plan.stages_of(0), grid)
     state = state_of(job, count, grid)
     fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=placement.chunks)
-    return StepTime(
+    alone = StepTime(
         compute_s=micro_batches * (once - traffic),
         tensor_parallel_s=micro_batches * traffic,
         messages_s=micro_batches * messages,
@@ -117,6 +121,19 @@ def step_time(
         data_parallel_s=_data_parallel_s(plan, state, device, software, backward_s=once * 2 / 3),
         optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
     )
+    busy_s = micro_batches * mean + alone.data_parallel_s + alone.optimizer_s
+    return replace(alone, sharing_s=_sharing_s(alone.total_s, busy_s, device, grid.world_size))
+
+
+def _sharing_s(total_s: float, busy_s: float, device: Accelerator, num_ranks: int) -> float:
+    """What a step takes beyond ``total_s`` where workers have fewer cores than they are.
+
+    A worker that waits leaves its core to others, so that only the work of all of them counts.
+    """
+    if not device.shared_cores:
+        return 0.0
+    workers = min(num_ranks, device.devices_per_node)
+    return max(0.0, busy_s * workers / device.shared_cores - total_s)
 
 
 def _stage_times(
@@ -164,7 +181,7 @@ def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software:
         return 0.0
     if software.hides_messages and chunks > 1:
         return 2 * chunks * device.fitted.network_latency_s
-    whole = shape.tokens * shape.model.width * 2
+    whole = shape.tokens * shape.model.width * shape.element
     stride = parallel.tp * parallel.cp * parallel.dp
     inside = stride * parallel.pp <= device.devices_per_node
     seconds = message_s(device, whole / parallel.tp, is_inside=inside)

@@ -29,7 +29,13 @@ class PicturesSink:
     """
 
     def __init__(
-        self, folder: Path, *, metrics: Path, references: Mapping[str, float], watcher: Sink
+        self,
+        folder: Path,
+        *,
+        metrics: Path,
+        references: Mapping[str, float],
+        watcher: Sink,
+        files: Mapping[Path, str] | None = None,
     ) -> None:
         """Draw into ``folder``.
 
@@ -38,9 +44,11 @@ class PicturesSink:
             metrics: The run's metrics.jsonl, which the curve is read from.
             references: Level lines of the loss curve by label, in nats.
             watcher: Told of each file.
+            files: Others of the run that were there before it, with their titles: told of too.
         """
         self._folder, self._metrics = folder, metrics
         self._references, self._watcher = references, watcher
+        self._files = files or {}
         self._name = ""
         self._timeline: TimelineReady | None = None
 
@@ -58,6 +66,8 @@ class PicturesSink:
         """Nothing is open."""
 
     def _draw(self) -> None:
+        for path, title in self._files.items():
+            self._tell(path, title)
         if self._timeline is not None:
             self._draw_timeline(self._timeline)
         curve = load_curve(self._metrics) if self._metrics.exists() else None

@@ -10,10 +10,11 @@ import pytest
 from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.accelerators import CATALOGUE
+from raymega.plan.candidates import Space, candidates
 from raymega.plan.memory_use import memory_use
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values, make_plan
-from raymega.plan.search import candidates, search
+from raymega.plan.search import search
 from raymega.plan.step_time import step_time
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -66,7 +67,7 @@ def test_what_memory_alone_ruled_out_is_what_more_memory_would_bring(seven_b):
 
 def test_every_other_candidate_is_accounted_for(seven_b):
     result = search(seven_b, H100, num_devices=16, top=2)
-    tried = sum(1 for _ in candidates(seven_b, H100, num_devices=16))
+    tried = sum(1 for _ in candidates(Space(job=seven_b, device=H100, num_devices=16)))
     assert len(result.best) + sum(result.refused.values()) == tried
 
 
@@ -101,7 +102,7 @@ def test_a_shared_count_is_what_a_plan_alone_is_given(seven_b):
 def test_context_parallelism_is_tried_where_sequences_are_long():
     long = ("data.seq_len=131072", "model.max_positions=131072", "data.global_batch_size=32")
     job = load_job(JOBS / "llama-7b-16gpu.yaml", long)
-    tried = list(candidates(job, H100, num_devices=128))
+    tried = list(candidates(Space(job=job, device=H100, num_devices=128)))
     assert {each.parallel.cp for each in tried} == {1, 2, 4, 8, 16, 32}
     assert {each.parallel.cp_method for each in tried} == {"ring", "all_to_all"}
     best = search(job, H100, num_devices=128, top=1).best[0]

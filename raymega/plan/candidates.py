@@ -1,0 +1,160 @@
+"""The layouts that a search asks about: every choice on every axis, but for what the user holds.
+
+It lists them, legal or not; which one is the best is search's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+from raymega.config.schema import Job, ParallelSection
+from raymega.plan.accelerators import Accelerator
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8)
+MOST_CHUNKS = 8
+CP_METHODS = ("ring", "all_to_all")
+LEAST_TOKENS = 4096
+"""Of a sequence on each context-parallel rank; shorter parts cost more than they save."""
+RECOMPUTES = ("none", "selective", "full")
+SHARDINGS = get_args(ParallelSection.model_fields["sharding"].annotation)
+CHOSEN = (
+    "parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "parallel.ep", "parallel.etp",
+    "parallel.cp_method", "parallel.sharding", "parallel.sequence_parallel", "parallel.stages",
+    "schedule.name", "schedule.chunks", "schedule.micro_batch_size", "memory.recompute",
+)  # fmt: skip
+"""Fields that a search sets where nobody holds them."""
+_FOLLOWING: dict[str, dict[str, Any]] = {
+    "parallel": {
+        "first_stage_layers": "even", "last_stage_layers": "even",
+        "is_embedding_a_layer": False, "is_loss_a_layer": False,
+    },
+    "schedule": {"group_size": "pp", "max_activations": "pp"},
+    "memory": {"recompute_parts": ("attention",)},
+    "cluster": {"num_workers": "grid"},
+}  # fmt: skip
+"""Fields that have a meaning only beside others that the search sets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What may be tried.
+
+    Attributes:
+        job: Every layout is this job's.
+        device: What the ranks are.
+        num_devices: Ranks of every layout.
+        fixed: Dotted paths of fields that stay as the job has them.
+    """
+
+    job: Job
+    device: Accelerator
+    num_devices: int
+    fixed: frozenset[str] = frozenset()
+
+    def options(self, path: str, values: Any) -> tuple[Any, ...]:
+        """``values``, or the job's own value alone where it is fixed."""
+        return (self.mine(path),) if path in self.fixed else tuple(values)
+
+    def mine(self, path: str) -> Any:
+        """The job's own value."""
+        section, field = path.split(".")
+        return getattr(getattr(self.job, section), field)
+
+
+def candidates(space: Space) -> Iterator[Job]:
+    """Every layout that is worth asking about, legal or not."""
+    for degrees in _degrees(space):
+        for experts in _expert_degrees(space, degrees):
+            yield from _with_options(space, {**degrees, **experts})
+
+
+def _degrees(space: Space) -> Iterator[dict[str, Any]]:
+    """Dense degrees whose product is the number of devices."""
+    job, num_devices = space.job, space.num_devices
+    whole = [d for d in divisors(space.device.devices_per_node) if job.model.num_heads % d == 0]
+    for tp in space.options("parallel.tp", whole):
+        deep = [p for p in divisors(num_devices // tp) if p <= job.model.num_layers]
+        for pp in space.options("parallel.pp", deep):
+            ranks = num_devices // tp // pp
+            for cp in space.options("parallel.cp", _context_degrees(job, ranks)):
+                dp = ranks // cp
+                is_whole = tp * pp * cp * dp == num_devices
+                is_free = "parallel.dp" not in space.fixed or dp == job.parallel.dp
+                if is_whole and is_free and dp <= job.data.global_batch_size:
+                    mine = job.parallel.cp_method
+                    ways = dict.fromkeys((mine, *CP_METHODS)) if cp > 1 else ("ring",)
+                    for way in space.options("parallel.cp_method", ways):
+                        yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "cp_method": way}
+
+
+def _expert_degrees(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, int]]:
+    """The same ranks shared out among experts; once for a dense model."""
+    num_experts = getattr(getattr(space.job.model, "moe", None), "num_experts", 0)
+    ranks, tp = degrees["tp"] * degrees["cp"] * degrees["dp"], degrees["tp"]
+    widths = dict.fromkeys((1, tp)) if num_experts else (1,)
+    for etp in space.options("parallel.etp", widths):
+        parts = divisors(num_experts) if num_experts else [1]
+        for ep in space.options("parallel.ep", parts):
+            if ranks % (ep * etp) == 0:
+                yield {"ep": ep, "etp": etp}
+
+
+def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
+    """Powers of two that leave every rank a long part of a sequence."""
+    cp = 1
+    while ranks % cp == 0 and (cp == 1 or job.data.seq_len // cp >= LEAST_TOKENS):
+        yield cp
+        cp *= 2
+
+
+def _with_options(space: Space, degrees: dict[str, Any]) -> Iterator[Job]:
+    """Everything beside the degrees."""
+    job, pp = space.job, degrees["pp"]
+    sequences = -(-job.data.global_batch_size // degrees["dp"])
+    cuts = [v for v in range(1, MOST_CHUNKS + 1) if v == 1 or _cuts(job, pp, v)]
+    schedules = ("1f1b", "zb_h1") if pp > 1 else ("1f1b",)
+    is_replicated = degrees["dp"] * degrees["cp"] > 1
+    is_cuttable = degrees["tp"] > 1 and job.data.seq_len // degrees["cp"] % degrees["tp"] == 0
+    axes = (
+        space.options(
+            "schedule.micro_batch_size", [b for b in MICRO_BATCH_SIZES if b <= sequences]
+        ),
+        space.options("schedule.chunks", cuts),
+        space.options("parallel.sharding", SHARDINGS if is_replicated else ("none",)),
+        space.options("memory.recompute", RECOMPUTES),
+        space.options("schedule.name", schedules),
+        space.options("parallel.sequence_parallel", (is_cuttable,)),
+    )
+    for size, v, sharding, recompute, name, is_cut in product(*axes):
+        if name not in schedules or name == "1f1b" or v == 1:
+            stages = space.options("parallel.stages", ("auto" if pp * v > 1 else "even",))[0]
+            chosen = {
+                "parallel": {
+                    **degrees, "sharding": sharding, "sequence_parallel": is_cut, "stages": stages,
+                },
+                "schedule": {"micro_batch_size": size, "chunks": v, "name": name},
+                "memory": {"recompute": recompute},
+            }  # fmt: skip
+            yield _changed(space, chosen)
+
+
+def _changed(space: Space, chosen: dict[str, dict[str, Any]]) -> Job:
+    """The job with other fields in some sections; they are legal values by themselves."""
+    changes = {}
+    for name, following in _FOLLOWING.items():
+        free = {k: v for k, v in following.items() if f"{name}.{k}" not in space.fixed}
+        update = {**free, **chosen.get(name, {})}
+        changes[name] = getattr(space.job, name).model_copy(update=update)
+    return space.job.model_copy(update=changes)
+
+
+def _cuts(job: Job, pp: int, chunks: int) -> bool:
+    return pp > 1 and pp * chunks <= job.model.num_layers
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,27 @@
+"""How far a prediction can be trusted, in words: every one is printed with this beside it.
+
+The figures are those that ``benchmarks/planner.py`` prints for runs that no constant was fitted to.
+"""
+
+from __future__ import annotations
+
+from raymega.plan.accelerators import CATALOGUE, Accelerator
+
+_BY_DEVICE = {
+    "a100": "Expect 7 % of error in time, 10 % at the most in nine of ten cases: so it was on published "
+    "runs that no constant was fitted to.",
+    "h100": "Expect 7 % of error in time, 15 % at the most: so it was on published runs that no constant "
+    "was fitted to.",
+    "cpu": "Expect the order of layouts, not their seconds: the entry is of one machine. `raymega doctor "
+    "JOB.yaml --calibrate FILE.yaml` measures yours.",
+}
+_UNCOMPARED = "No published run on this GPU has been compared: the constants are the H100's."
+
+
+def expected_error(device: Accelerator) -> str:
+    """How far to trust a prediction for ``device``."""
+    if device.name in CATALOGUE:
+        return _BY_DEVICE.get(device.name, _UNCOMPARED)
+    return device.known_error or (
+        "No run on this accelerator has been compared: its figures are the file's."
+    )
