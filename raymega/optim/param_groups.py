@@ -38,6 +38,8 @@ def rates_of(role: Role, optimizer: OptimizerSection) -> Rates:
             return Rates(lr_scale=1.0, weight_decay=decay)
         case "norm" | "bias":
             return Rates(lr_scale=optimizer.norm_lr_scale, weight_decay=0.0)
+        case "state":
+            raise AssertionError("no update touches what is not trained")
 
 
 def group_by_rates(

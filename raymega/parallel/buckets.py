@@ -57,21 +57,26 @@ class Bucket:
 
     Attributes:
         index: Place in the table.
+        group: The ranks that hold the same parameters and see other tokens: over them gradients are
+            summed, and among them the bucket is shared out. ``size`` is a multiple of their number.
         chunk: Model chunk whose parameters these are.
         spans: The parameters, end to end, the last in the model first: as backward finishes them.
         size: Elements, with padding at the end.
         first_use: Place in the chunk's forward order of the parameter that is used first.
         is_tied: Copies on the first and on the last stage are summed as well.
         is_partial_over_tp: Some pieces are terms of a sum over tp ranks.
+        is_expert: The parameters are experts', and ``group`` is edp.
     """
 
     index: int
+    group: Group
     chunk: int
     spans: tuple[Span, ...]
     size: int
     first_use: int
     is_tied: bool
     is_partial_over_tp: bool
+    is_expert: bool
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
         """What lies between elements ``begin`` and ``end``, padding left out."""
@@ -104,21 +109,19 @@ class BucketTable:
     """All buckets of a rank, and who owns what.
 
     Attributes:
-        buckets: Ordinary ones first, then partial ones, then tied ones.
-        dp: The ranks that share the buckets out; each size is a multiple of their number.
+        buckets: Ordinary ones first, then partial ones, then tied ones; experts' after dense ones.
         is_sharded: A rank keeps optimizer state for its own part only.
         dtype: Of gradients, masters and moments: float32 or better.
     """
 
     buckets: tuple[Bucket, ...]
-    dp: Group
     is_sharded: bool
     dtype: torch.dtype
 
     def share(self, bucket: Bucket) -> Range:
         """This rank's even part of a bucket: what it counts in norms, sharded or not."""
-        size = bucket.size // self.dp.size
-        return Range(bucket=bucket, begin=size * self.dp.index, end=size * (self.dp.index + 1))
+        size, place = bucket.size // bucket.group.size, bucket.group.index
+        return Range(bucket=bucket, begin=size * place, end=size * (place + 1))
 
     def owned(self, bucket: Bucket) -> Range:
         """What this rank updates: its part when sharded, else all."""
@@ -134,20 +137,23 @@ class BucketTable:
 
 def make_buckets(
     chunks: Sequence[Sequence[ShardedParameter]],
-    dp: Group,
+    replicas: Group,
     *,
+    edp: Group | None = None,
     is_sharded: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> BucketTable:
     """Lay the parameters of a rank's model chunks into buckets.
 
     Buckets end between parameters, when ``bucket_bytes`` of gradients are reached, and never hold
-    two chunks or two kinds. So a tied parameter lies alone on both stages that have it, at the same
-    place, and both copies are cut alike.
+    two chunks or two kinds: of one kind are parameters that are summed alike and have one number
+    format. So a tied parameter lies alone on both stages that have it, at the same place, and both
+    copies are cut alike.
 
     Args:
         chunks: Parameters of each chunk in forward order.
-        dp: The ranks that share the buckets out.
+        replicas: The ranks that hold the same dense parameters.
+        edp: Those that hold the same experts, where there are any.
         is_sharded: Each of them keeps optimizer state for its own part only.
         bucket_bytes: Gradient bytes from which a bucket is full.
     """
@@ -155,19 +161,22 @@ def make_buckets(
     for param in (param for chunk in chunks for param in chunk):
         dtype = torch.promote_types(dtype, param.dtype)
     buckets: list[Bucket] = []
-    for is_tied, is_partial in ((False, False), (False, True), (True, False), (True, True)):
+    for kind in sorted({_kind(param) for chunk in chunks for param in chunk}):
+        group = edp if kind.is_expert else replicas
+        assert group is not None, "experts are summed over their own replicas"
         for chunk in reversed(range(len(chunks))):
             last_first = reversed(list(enumerate(chunks[chunk])))
-            params = [(i, p) for i, p in last_first if _kind(p) == (is_tied, is_partial)]
+            params = [(i, p) for i, p in last_first if _kind(p) == kind]
             for members in _portions(params, max(1, bucket_bytes // dtype.itemsize)):
                 spans = _spans(param for _, param in members)
                 bucket = Bucket(
-                    index=len(buckets), chunk=chunk, spans=spans,
-                    size=-(-spans[-1].stop // dp.size) * dp.size, first_use=members[-1][0],
-                    is_tied=is_tied, is_partial_over_tp=is_partial,
+                    index=len(buckets), group=group, chunk=chunk, spans=spans,
+                    size=-(-spans[-1].stop // group.size) * group.size, first_use=members[-1][0],
+                    is_tied=kind.is_tied, is_partial_over_tp=kind.is_partial,
+                    is_expert=kind.is_expert,
                 )  # fmt: skip
                 buckets.append(bucket)
-    return BucketTable(buckets=tuple(buckets), dp=dp, is_sharded=is_sharded, dtype=dtype)
+    return BucketTable(buckets=tuple(buckets), is_sharded=is_sharded, dtype=dtype)
 
 
 def bucket_bytes_for(params: Iterable[ShardedParameter]) -> int:
@@ -230,8 +239,16 @@ def _in_row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator
         yield Box(offset=(row, *box.offset), shape=(1, *box.shape))
 
 
-def _kind(param: ShardedParameter) -> tuple[bool, bool]:
-    return param.spec.is_tied, param.spec.is_partial_over_tp
+class _Kind(NamedTuple):
+    is_tied: bool
+    is_partial: bool
+    is_expert: bool
+    dtype: str
+
+
+def _kind(param: ShardedParameter) -> _Kind:
+    spec = param.spec
+    return _Kind(spec.is_tied, spec.is_partial_over_tp, spec.is_expert, str(param.dtype))
 
 
 def _portions(

@@ -86,14 +86,14 @@ class GradBuffer:
     def finish(self) -> None:
         """Sum over all ranks; returns when this rank has the sums that it owns.
 
-        Partial pieces are summed over tp first, then every bucket over dp, then tied ones over the
-        two stages. In that order both copies of a tied parameter end with equal bits: a sum of two
+        Partial pieces are summed over tp first, then every bucket over its replicas (dp * cp ranks,
+        or edp ranks for experts), then tied ones over the two stages. In that order both copies of a tied parameter end with equal bits: a sum of two
         numbers has no order, while a sum over dp may have.
         """
         self._launch_in_order(is_end=True)
         self._reduce_partial()
         for bucket in self._order:
-            self._launched[bucket.index].wait(self._table.dp.timeout_s)
+            self._launched[bucket.index].wait(bucket.group.timeout_s)
             if bucket.is_tied:
                 tie = start_all_reduce(self.owned(bucket), self._groups.embedding)
                 self._log.track("sum_tied", bucket, tie).wait(self._groups.embedding.timeout_s)
@@ -140,9 +140,9 @@ class GradBuffer:
             self._leave(bucket)
 
     def _leave(self, bucket: Bucket) -> None:
-        """A partial bucket goes over tp now, and over dp when the next bucket leaves.
+        """A partial bucket goes over tp now, and over its replicas when the next bucket leaves.
 
-        So a rank waits for tp where all its peers do, and the dp ranks see one order.
+        So a rank waits for tp where all its peers do, and the replicas see one order.
         """
         self._reduce_partial()
         if bucket.is_partial_over_tp:
@@ -159,8 +159,9 @@ class GradBuffer:
 
     def _reduce(self, bucket: Bucket) -> None:
         start = start_reduce_scatter_in_place if self._table.is_sharded else start_all_reduce
-        pending = start(self._buckets[bucket.index], self._table.dp)
-        self._launched[bucket.index] = self._log.track("reduce", bucket, pending)
+        pending = start(self._buckets[bucket.index], bucket.group)
+        name = "reduce_experts" if bucket.is_expert else "reduce"
+        self._launched[bucket.index] = self._log.track(name, bucket, pending)
 
 
 class _PartialSum:

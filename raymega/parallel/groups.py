@@ -76,7 +76,10 @@ class Groups:
     gradients are summed, and state is shared out, over them. ``cp_inner`` are neighbours on cp that
     exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline
     groups have equal ranks: activations travel on one, gradients on the other, so that neither waits
-    behind the other. ``model`` is tp x pp, all ranks of one replica.
+    behind the other. ``model`` is tp x pp, all ranks of one replica. ``micro`` is tp x cp, the ranks
+    that share a micro-batch's tokens. ``etp``, ``ep`` and ``edp`` are the experts' view of the same
+    ranks: those that cut each expert, those that share the experts out, and those that hold the same
+    part of the same ones, over which its gradients are summed.
     ``embedding`` joins first and last stage; elsewhere it has one rank. ``nested`` are this rank's
     neighbourhoods of 2, 4, ... among its replicas, of which dynamic context parallelism takes one a
     micro-batch; empty without it.
@@ -92,6 +95,10 @@ class Groups:
     pp_forward: Group
     pp_backward: Group
     model: Group
+    micro: Group
+    etp: Group
+    ep: Group
+    edp: Group
     embedding: Group
     nested: tuple[Group, ...] = ()
 
@@ -173,28 +180,37 @@ def build_groups(
     def make(name: str, ranks: tuple[int, ...]) -> Group:
         return _make_group(name, tuple(sorted(ranks)), rank=rank, timeout_s=timeout_s)
 
-    cp, dp = make("cp", grid.group("cp", rank)), make("dp", grid.group("dp", rank))
+    tp, cp, dp = (make(axis, grid.group(axis, rank)) for axis in ("tp", "cp", "dp"))
 
-    def make_again(name: str, ranks: tuple[int, ...], like: Group) -> Group:
-        return replace(like, name=name) if set(ranks) == set(like.ranks) else make(name, ranks)
+    def make_again(name: str, ranks: tuple[int, ...], *likes: Group) -> Group:
+        """A communicator that is there already, where one has these ranks: on all of them, or none."""
+        like = next((like for like in likes if set(like.ranks) == set(ranks)), None)
+        return make(name, ranks) if like is None else replace(like, name=name)
 
-    replicas = tuple(sorted(grid.group(("cp", "dp"), rank)))
-    place = replicas.index(rank)
-    sizes = [1 << n for n in range(1, len(replicas).bit_length())] if is_nested else []
+    replicas = make_again("replicas", tuple(sorted(grid.group(("cp", "dp"), rank))), dp)
+    place = replicas.index
+    sizes = [1 << n for n in range(1, replicas.size.bit_length())] if is_nested else []
     neighbours = cp.ranks[cp.index // cp_inner * cp_inner :][:cp_inner]
-    likes = cp.ranks[cp.index % cp_inner :: cp_inner]
+    alike = cp.ranks[cp.index % cp_inner :: cp_inner]
     groups = Groups(
         world=make("world", tuple(range(grid.world_size))),
-        tp=make("tp", grid.group("tp", rank)),
+        tp=tp,
         cp=cp,
         cp_inner=make_again("cp_inner", neighbours, cp),
-        cp_outer=make_again("cp_outer", likes, cp),
+        cp_outer=make_again("cp_outer", alike, cp),
         dp=dp,
-        replicas=make_again("replicas", replicas, dp),
-        nested=tuple(make(f"cp{size}", replicas[place // size * size :][:size]) for size in sizes),
+        replicas=replicas,
+        nested=tuple(
+            make(f"cp{size}", replicas.ranks[place // size * size :][:size]) for size in sizes
+        ),
         pp_forward=make("pp_forward", grid.group("pp", rank)),
         pp_backward=make("pp_backward", grid.group("pp", rank)),
         model=make("model", grid.group(("tp", "pp"), rank)),
+        micro=make_again("micro", grid.group(("tp", "cp"), rank), tp, cp),
+        etp=make_again("etp", grid.expert_group("etp", rank), tp),
+        # Its own: tokens on their way to experts must not wait behind sums of gradients.
+        ep=make("ep", grid.expert_group("ep", rank)),
+        edp=make_again("edp", grid.expert_group("edp", rank), replicas),
         embedding=make("embedding", _embedding_ranks(grid, rank)),
     )
     if groups.world.size > 1:

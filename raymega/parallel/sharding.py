@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.messages import Box
-from raymega.plan.tensors import GlobalTensor, Role
+from raymega.plan.grid import ExpertPlace
+from raymega.plan.tensors import WHOLE_EXPERTS, GlobalTensor, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +21,8 @@ class Piece:
         tensor: The global tensor.
         box: Which block of it, in global indices.
         local: Where it lies in the parameter, in local indices; same shape as ``box``.
-        is_primary: This rank's copy is the one that counts in norms and is saved, the data-parallel
-            axis apart (there all ranks hold the same).
+        is_primary: This rank's copy is the one that counts in norms and is saved, the replicas
+            apart (all of those hold the same).
         is_partial_over_tp: Other tp ranks hold the same block, and the gradient of each is one term
             of a sum over them.
     """
@@ -70,16 +71,32 @@ class ShardSpec:
         return any(piece.is_partial_over_tp for piece in self.pieces)
 
     @property
+    def is_expert(self) -> bool:
+        """Its replicas are the edp ranks, not the dp * cp ranks; fused tensors are alike."""
+        return self.pieces[0].tensor.is_expert
+
+    @property
+    def is_trained(self) -> bool:
+        """The optimizer updates it; fused tensors are alike."""
+        return self.pieces[0].tensor.is_trained
+
+    @property
+    def is_wide(self) -> bool:
+        """It is kept in float32 or better."""
+        return any(piece.tensor.is_wide for piece in self.pieces)
+
+    @property
     def role(self) -> Role:
         """What the tensors are to the optimizer; fused ones are alike."""
         return self.pieces[0].tensor.role
 
 
-def make_spec(
+def make_spec(  # noqa: PLR0913  # places on axes
     tensors: tuple[GlobalTensor, ...],
     *,
     tp: int,
     tp_rank: int,
+    experts: ExpertPlace = WHOLE_EXPERTS,
     is_sequence_parallel: bool = False,
     is_tied: bool = False,
     is_tied_copy: bool = False,
@@ -90,13 +107,14 @@ def make_spec(
         tensors: One, or several that are cut alike.
         tp: Tensor-parallel degree.
         tp_rank: Coordinate on that axis.
+        experts: The rank's place among the experts.
         is_sequence_parallel: Each tp rank works on its own positions between cut layers.
         is_tied: The tensor is shared with another stage.
         is_tied_copy: This is the last stage's copy, which does not count.
     """
     pieces, row = [], 0
     for tensor in tensors:
-        box = tensor.box(tp=tp, tp_rank=tp_rank)
+        box = tensor.box(tp=tp, tp_rank=tp_rank, experts=experts)
         local = Box(offset=(row, *([0] * (len(box.shape) - 1))), shape=box.shape)
         sharers = tensor.sharers(tp=tp)
         piece = Piece(
@@ -105,7 +123,11 @@ def make_spec(
             local=local,
             is_primary=not is_tied_copy and tp_rank % sharers == 0,
             is_partial_over_tp=sharers > 1
-            and (tensor.serves_heads or (is_sequence_parallel and tensor.tp_dim < 0)),
+            and (
+                tensor.serves_heads
+                or tensor.serves_tokens
+                or (is_sequence_parallel and tensor.tp_dim < 0)
+            ),
         )
         pieces.append(piece)
         row += box.shape[0]

@@ -20,7 +20,8 @@ from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.sharding import make_spec
 from raymega.parallel.stream import Stream
-from raymega.plan.tensors import GlobalTensor
+from raymega.plan.grid import ExpertPlace
+from raymega.plan.tensors import WHOLE_EXPERTS, GlobalTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,7 @@ class ParameterFactory:
         seed: Seed of the initial values; equal on all ranks.
         tied: Name of the tensor that another stage holds too, or empty.
         is_tied_copy: This stage's copy of it is the one that does not count.
+        experts: Which part of expert tensors this rank holds.
         deferral: Where linear layers leave weight gradients that are put off.
     """
 
@@ -45,6 +47,7 @@ class ParameterFactory:
     seed: int
     tied: str = ""
     is_tied_copy: bool = False
+    experts: ExpertPlace = WHOLE_EXPERTS
     deferral: Deferral = field(default_factory=Deferral)
 
     @property
@@ -59,13 +62,16 @@ class ParameterFactory:
             tuple(self.table[name] for name in names),
             tp=self.tp.size,
             tp_rank=self.tp.index,
+            experts=self.experts,
             is_sequence_parallel=self.stream.is_sequence_parallel,
             is_tied=is_tied,
             is_tied_copy=is_tied and self.is_tied_copy,
         )
-        values = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
-        param = ShardedParameter(values, spec)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        dtype = wide if spec.is_wide else self.dtype
+        param = ShardedParameter(torch.empty(spec.shape, dtype=dtype, device=self.device), spec)
         initialise(param, self.seed)
+        param.requires_grad_(spec.is_trained)
         return param
 
     def make_if_any(self, *names: str) -> ShardedParameter | None:

@@ -38,15 +38,16 @@ class WeightBuffer:
 
     def mark_updated(self) -> None:
         """This rank has updated what it owns."""
-        self._is_old = self._table.is_sharded and self._table.dp.size > 1
+        is_shared = any(bucket.group.size > 1 for bucket in self._table.buckets)
+        self._is_old = self._table.is_sharded and is_shared
 
     def start_gather(self) -> None:
         """Begin to get the other ranks' parts, in the order of first use; nothing if none is old."""
         if not self._is_old:
             return
         for bucket in sorted(self._table.buckets, key=_order_of_use):
-            pending = start_all_gather_in_place(self._flats[bucket.index], self._table.dp)
-            self._under_way[bucket.index] = self._log.track("gather", bucket, pending)
+            pending = start_all_gather_in_place(self._flats[bucket.index], bucket.group)
+            self._under_way[bucket.index] = self._log.track(_event_of(bucket), bucket, pending)
         self._is_old = False
 
     def record(self) -> None:
@@ -54,7 +55,7 @@ class WeightBuffer:
         for index, gather in self._under_way.items():
             if isinstance(gather, Pending):
                 bucket = self._table.buckets[index]
-                self._under_way[index] = self._log.track("gather", bucket, gather)
+                self._under_way[index] = self._log.track(_event_of(bucket), bucket, gather)
 
     def wait_for(self, module: nn.Module) -> None:
         """Return when the weights of ``module`` are whole.
@@ -68,13 +69,19 @@ class WeightBuffer:
             return
         used = {self._bucket_of[p] for p in module.parameters() if isinstance(p, ShardedParameter)}
         for index in sorted(used & self._under_way.keys(), key=list(self._under_way).index):
-            self._under_way.pop(index).wait(self._table.dp.timeout_s)
+            self._wait_for_bucket(index)
 
     def wait_for_all(self) -> None:
         """Return when every gather under way is complete."""
         while self._under_way:
-            index = next(iter(self._under_way))
-            self._under_way.pop(index).wait(self._table.dp.timeout_s)
+            self._wait_for_bucket(next(iter(self._under_way)))
+
+    def _wait_for_bucket(self, index: int) -> None:
+        self._under_way.pop(index).wait(self._table.buckets[index].group.timeout_s)
+
+
+def _event_of(bucket: Bucket) -> str:
+    return "gather_experts" if bucket.is_expert else "gather"
 
 
 def _order_of_use(bucket: Bucket) -> tuple[int, int]:

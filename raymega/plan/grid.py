@@ -6,7 +6,7 @@ It owns orders, coordinates and group member lists; it makes no communicator and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -31,12 +31,38 @@ class Coords:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertCoords:
+    """Coordinates of one rank on the experts' grid."""
+
+    etp: int
+    ep: int
+    edp: int
+    pp: int
+
+    def on(self, axis: str) -> int:
+        """The coordinate on ``axis``."""
+        return int(getattr(self, axis))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertPlace:
+    """Which part of every expert tensor a rank holds: degrees of the axes that cut, and its place."""
+
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
     """Degrees of the axes and their order, fastest axis first.
 
     The dense world is tp * cp * dp * pp. The expert axes factorise the same ranks again as
-    etp * ep * edp * pp with equal pipeline groups (parallel folding); with ep = etp = 1 the two
-    views agree.
+    etp * ep * edp * pp with equal pipeline groups (parallel folding, Liu et al. 2025,
+    arXiv:2504.14960): the ranks of a pipeline stage, numbered in dense order, are cut by etp first,
+    then by ep and edp, in the order in which ``order`` has ep and dp. With ep = etp = 1 all ranks of
+    a stage hold the same experts.
     """
 
     tp: int = 1
@@ -56,6 +82,16 @@ class Grid:
     def replicas(self) -> int:
         """Ranks that hold the same parameters: cp ranks do as dp ranks do."""
         return self.cp * self.dp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline rank: those that the expert axes share out."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        return self.stage_size // (self.etp * self.ep)
 
     @property
     def dense_axes(self) -> tuple[str, ...]:
@@ -98,6 +134,55 @@ class Grid:
             members.append(self.rank(Coords(**fixed, **moving)))
         return tuple(members)
 
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Axes of the expert view within a pipeline stage, fastest first."""
+        order = self.order.split("-")
+        return (
+            ("etp", "ep", "edp") if order.index("ep") < order.index("dp") else ("etp", "edp", "ep")
+        )
+
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """Coordinates of ``rank`` among the experts."""
+        here, place, stride = self.coords(rank), 0, 1
+        for axis in self._stage_axes:
+            place += here.on(axis) * stride
+            stride *= self.degree(axis)
+        digits: dict[str, int] = {}
+        for axis in self.expert_axes:
+            place, digits[axis] = divmod(place, self.degree(axis))
+        return ExpertCoords(pp=here.pp, **digits)
+
+    def expert_rank(self, coords: ExpertCoords) -> int:
+        """Inverse of :meth:`expert_coords`."""
+        place, stride = 0, 1
+        for axis in self.expert_axes:
+            place += coords.on(axis) * stride
+            stride *= self.degree(axis)
+        digits: dict[str, int] = {}
+        for axis in self._stage_axes:
+            place, digits[axis] = divmod(place, self.degree(axis))
+        return self.rank(Coords(pp=coords.pp, **digits))
+
+    def expert_place(self, rank: int) -> ExpertPlace:
+        """Which part of expert tensors ``rank`` holds."""
+        here = self.expert_coords(rank)
+        return ExpertPlace(ep=self.ep, ep_rank=here.ep, etp=self.etp, etp_rank=here.etp)
+
+    def expert_group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
+        """:meth:`group` in the experts' view: ``axes`` are of etp, ep and edp."""
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        here = self.expert_coords(rank)
+        members = []
+        for digits in product(*(range(self.degree(axis)) for axis in reversed(axes))):
+            moving = dict(zip(reversed(axes), digits, strict=True))
+            members.append(self.expert_rank(replace(here, **moving)))
+        return tuple(members)
+
+    @property
+    def _stage_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.dense_axes if axis != "pp")
+
     def groups(self, axes: str | Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Every group of :meth:`group`, each once, by lowest first member."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -120,15 +205,19 @@ def make_grid(parallel: ParallelSection) -> Grid:
 
 def grid_faults(parallel: ParallelSection) -> list[Fault]:
     """What is wrong with the degrees and the order by themselves."""
-    faults = [
-        Fault(
-            fact=f"parallel.{axis}={getattr(parallel, axis)}",
-            rule=f"the {name} axis is not built yet, so its degree must be 1",
-            remedy=f"set parallel.{axis}=1",
+    faults = []
+    ranks = parallel.tp * parallel.cp * parallel.dp
+    sharers = parallel.etp * parallel.ep
+    if ranks % sharers:
+        faults.append(
+            Fault(
+                fact=f"parallel.etp={parallel.etp} and parallel.ep={parallel.ep}",
+                rule=f"experts lie on the ranks of a pipeline stage, so etp * ep = {sharers} must "
+                f"divide tp={parallel.tp} * cp={parallel.cp} * dp={parallel.dp} = {ranks} (remainder "
+                f"{ranks % sharers})",
+                remedy=f"use an etp * ep of {_divisors(ranks)}",
+            )
         )
-        for axis, name in (("ep", "expert"), ("etp", "expert tensor"))
-        if getattr(parallel, axis) != 1
-    ]
     if sorted(parallel.order.split("-")) != sorted(AXES):
         faults.append(
             Fault(
@@ -138,6 +227,11 @@ def grid_faults(parallel: ParallelSection) -> list[Fault]:
             )
         )
     return faults
+
+
+def _divisors(number: int) -> str:
+    """All of them, for a remedy."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 def world_fault(parallel: ParallelSection, num_workers: int) -> Fault | None:

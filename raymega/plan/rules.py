@@ -256,8 +256,18 @@ def _attention_weights(  # noqa: PLR0913  # one a field
     ]
 
 
-def _grid(cp: int, ep: int, etp: int, order: str) -> list[Fault]:
-    return grid_faults(ParallelSection(cp=cp, ep=ep, etp=etp, order=order))
+def _grid(order: str, *degrees: int) -> list[Fault]:
+    tp, cp, dp, ep, etp = degrees
+    faults = grid_faults(ParallelSection(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, order=order))
+    return faults + [
+        Fault(
+            fact=f"parallel.{axis}={degree}",
+            rule="no model with experts can be described yet, so its degree must be 1",
+            remedy=f"set parallel.{axis}=1",
+        )
+        for axis, degree in (("ep", ep), ("etp", etp))
+        if degree > 1
+    ]
 
 
 MAX_ATTENTION_BYTES = 2 << 30
@@ -265,7 +275,7 @@ MAX_ATTENTION_BYTES = 2 << 30
 
 RULES = (
     Rule(
-        reads=("parallel.cp", "parallel.ep", "parallel.etp", "parallel.order"),
+        reads=("parallel.order", *(f"parallel.{a}" for a in ("tp", "cp", "dp", "ep", "etp"))),
         check=_grid,
     ),
     Rule(

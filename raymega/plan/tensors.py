@@ -11,9 +11,14 @@ from typing import Literal
 
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
+from raymega.plan.grid import ExpertPlace
 from raymega.plan.stages import Stage
 
-Role = Literal["embedding", "head", "matrix", "norm", "bias"]
+Role = Literal["embedding", "head", "matrix", "norm", "bias", "state"]
+
+
+WHOLE_EXPERTS = ExpertPlace()
+"""The place of a rank that holds all experts whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +32,18 @@ class GlobalTensor:
         init: ``normal``, ``zeros`` or ``ones``.
         init_std: Standard deviation when ``init`` is ``normal``.
         role: What it is to the optimizer; ``matrix`` is every weight inside a block, ``embedding``
-            a table, a tied head's included.
+            a table, a tied head's included; ``state`` is no weight: it has no gradient, and is saved
+            and restored beside the weights.
         tp_units: Blocks into which tp may cut it at most, 0 for no limit; with more ranks,
             neighbours share a block. Key and value heads.
         serves_heads: It is used on the query heads of each tp rank apart, so the gradients of ranks
             that share a block are terms of a sum.
+        serves_tokens: It is used on each tp rank's own tokens, whether or not the stream is cut
+            between layers, so that its gradients are terms of a sum just so.
         padded_rows: So many of its last rows are zero for ever and stand for nothing.
+        etp_dim: Of an expert tensor, whose dim 0 are the experts that ep cuts evenly: the dim of the
+            experts' features, which etp cuts; -1 of all others.
+        is_wide: It is kept in float32 or better, whatever the compute dtype.
     """
 
     name: str
@@ -43,7 +54,20 @@ class GlobalTensor:
     role: Role
     tp_units: int = 0
     serves_heads: bool = False
+    serves_tokens: bool = False
     padded_rows: int = 0
+    etp_dim: int = -1
+    is_wide: bool = False
+
+    @property
+    def is_expert(self) -> bool:
+        """Its parts lie on the experts' view of the grid."""
+        return self.etp_dim >= 0
+
+    @property
+    def is_trained(self) -> bool:
+        """The optimizer updates it, and keeps moments of it."""
+        return self.role != "state"
 
     @property
     def num_elements(self) -> int:
@@ -66,14 +90,21 @@ class GlobalTensor:
         return Box(offset=(0,) * len(self.shape), shape=self.shape)
 
     def sharers(self, *, tp: int) -> int:
-        """How many neighbouring tensor-parallel ranks hold the same block."""
+        """How many neighbouring tensor-parallel ranks hold the same block; an expert's know no tp."""
+        if self.is_expert:
+            return 1
         if self.tp_dim < 0:
             return tp
         return max(1, tp // self.tp_units) if self.tp_units else 1
 
-    def box(self, *, tp: int, tp_rank: int) -> Box:
-        """The block that one tensor-parallel rank holds."""
+    def box(self, *, tp: int, tp_rank: int, experts: ExpertPlace = WHOLE_EXPERTS) -> Box:
+        """The block that a rank holds, by its place on tp or, of an expert tensor, among the experts."""
         offset, shape = [0] * len(self.shape), list(self.shape)
+        if self.is_expert:
+            shape[0] //= experts.ep
+            shape[self.etp_dim] //= experts.etp
+            offset[0] = shape[0] * experts.ep_rank
+            offset[self.etp_dim] = shape[self.etp_dim] * experts.etp_rank
         if self.tp_dim >= 0:
             sharers = self.sharers(tp=tp)
             shape[self.tp_dim] //= tp // sharers

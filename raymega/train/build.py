@@ -122,6 +122,7 @@ def build_parts(
     table = make_buckets(
         parameters,
         groups.replicas,
+        edp=groups.edp,
         is_sharded=is_sharded,
         bucket_bytes=bucket_bytes_for(p for chunk in parameters for p in chunk),
     )

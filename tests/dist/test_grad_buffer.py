@@ -177,6 +177,57 @@ def test_partial_pieces_are_summed_over_the_ranks_that_hold_the_same_block(is_sh
     assert sum(counted) == pytest.approx(wanted_sq, rel=1e-12)
 
 
+EXPERTS = (
+    replace(make_tensor("gate", (4, 6, 3)), etp_dim=1),
+    replace(make_tensor("down", (4, 3, 6)), etp_dim=2),
+    make_tensor("dense", ROWS),
+)
+
+
+def _expert_specs(grid, rank):
+    place = {"tp": grid.tp, "tp_rank": grid.coords(rank).tp, "experts": grid.expert_place(rank)}
+    return [make_spec((tensor,), **place) for tensor in EXPERTS]
+
+
+def _reduce_experts(env, is_sharded):
+    params = [ShardedParameter(torch.zeros(s.shape).double(), s) for s in _expert_specs(env.grid, env.rank)]
+    buffer = make_buffer(params, env.groups, is_sharded=is_sharded, bucket_bytes=100)
+    buffer.launch_when_full()
+    for param in reversed(params):
+        (param * _partial_gradient(param.spec.pieces[0], env.rank)).sum().backward()
+    buffer.finish()
+    norm_sq = sum(float(values.square().sum()) for _, values in buffer.shares())
+    return norm_sq, [
+        (block.tensor.name, block.box, block.values.clone())
+        for part in map(buffer._table.owned, buffer._table.buckets)
+        for block in blocks_of("g", part, buffer.owned(part.bucket), is_replicated=True)
+    ]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "grid", [Grid(tp=2, dp=2, ep=2), Grid(dp=4, etp=2, ep=2), Grid(tp=2, dp=3, ep=2, etp=3)], ids=str
+)
+def test_experts_are_summed_over_those_who_hold_the_same_part_and_counted_once(grid, is_sharded):
+    """Dense weights over dp, experts over edp, which folds onto tp as well; nothing is scaled."""
+    wanted = {t.name: torch.zeros(t.shape, dtype=torch.float64) for t in EXPERTS}
+    for rank in range(grid.world_size):
+        for spec in _expert_specs(grid, rank):
+            piece = spec.pieces[0]
+            if piece.tensor.is_expert or grid.coords(rank).tp == 0:
+                block = wanted[piece.tensor.name][piece.box.within(piece.tensor.whole)]
+                block += _partial_gradient(piece, rank)
+    results = run_grid(_reduce_experts, grid, is_sharded)
+    for rank, (_, blocks) in enumerate(results):
+        for name, box, values in blocks:
+            if name != "dense" or grid.coords(rank).tp == 0:
+                whole = Box(offset=(0,) * len(box.shape), shape=tuple(wanted[name].shape))
+                expected = wanted[name][box.within(whole)]
+                torch.testing.assert_close(values, expected, rtol=0, atol=1e-14, msg=name)
+    counted = sum(norm_sq for norm_sq, _ in results)
+    assert counted == pytest.approx(sum(float(v.square().sum()) for v in wanted.values()), rel=1e-12)
+
+
 def _reduce_twice(env):
     params = [make_param(make_tensor(name, (50, 40)), dtype=torch.float32) for name in ("a", "b")]
     buffer = make_buffer(params, env.groups)

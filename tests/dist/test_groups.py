@@ -26,7 +26,16 @@ AXES = {
     "pp_forward": "pp",
     "pp_backward": "pp",
     "model": ("tp", "pp"),
+    "micro": ("tp", "cp"),
 }
+EXPERT_AXES = ("etp", "ep", "edp")
+
+
+def _wanted(grid, rank):
+    """Members of every group whose members follow from the grid alone."""
+    return {name: sorted(grid.group(axes, rank)) for name, axes in AXES.items()} | {
+        axis: sorted(grid.expert_group(axis, rank)) for axis in EXPERT_AXES
+    }
 
 
 def _members(env):
@@ -48,6 +57,8 @@ def _members(env):
         Grid(cp=2, dp=3),
         Grid(tp=2, cp=2, pp=2, order="dp-cp-pp-ep-tp"),
         Grid(tp=2, dp=2, pp=2, order="pp-dp-cp-ep-tp"),
+        Grid(tp=2, cp=2, pp=2, ep=2, etp=1),
+        Grid(tp=2, dp=3, etp=3, ep=2, order="dp-pp-tp-ep-cp"),
     ],
     ids=lambda grid: f"{grid.describe()}-{grid.order}",
 )
@@ -59,10 +70,12 @@ def test_groups_hold_the_ranks_of_the_grid_in_ascending_order(grid):
         is_end = grid.pp > 1 and stage in (0, grid.pp - 1)
         assert members.pop("embedding") == (ends if is_end else [rank])
         assert members.pop("cp_inner") == [rank]
-        assert members == {n: sorted(grid.group(axes, rank)) for n, axes in AXES.items()}
+        assert members == _wanted(grid, rank)
 
 
-LARGE = [Grid(tp=8, pp=16, dp=128), Grid(tp=4, cp=4, pp=8, dp=8), Grid(tp=4, pp=8, dp=16), Grid(tp=2, pp=3, dp=5)]
+LARGE = [Grid(tp=8, pp=16, dp=128), Grid(tp=4, cp=4, pp=8, dp=8), Grid(tp=4, pp=8, dp=16), Grid(tp=2, pp=3, dp=5),
+    Grid(tp=4, cp=2, pp=4, dp=32, ep=8), Grid(tp=4, cp=4, pp=8, dp=8, etp=2, ep=16, order="tp-cp-dp-ep-pp"),
+]  # fmt: skip
 
 
 def _open_on_fake_backend(grid, ranks):
@@ -96,10 +109,9 @@ def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
     seen, seconds = run_alone(_open_on_fake_backend, grid, sorted(sampled))
     names = {}
     for rank, groups in seen.items():
-        for name, axes in AXES.items():
+        for name, wanted in _wanted(grid, rank).items():
             ranks, _, index = groups[name]
-            assert ranks == sorted(grid.group(axes, rank))
-            assert ranks[index] == rank
+            assert ranks == wanted and ranks[index] == rank
         assert groups["world"][0] == list(range(grid.world_size))
         for name, (ranks, torch_name, _) in groups.items():
             assert names.setdefault((name, tuple(ranks)), torch_name) == torch_name

@@ -56,15 +56,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="gradients of norms are not summed over positions of other ranks",
         file="parallel/sharding.py",
-        old="and (tensor.serves_heads or (is_sequence_parallel and tensor.tp_dim < 0)),",
-        new="and tensor.serves_heads,",
+        old="                or (is_sequence_parallel and tensor.tp_dim < 0)\n",
+        new="",
         layout=Layout(tp=2, sequence_parallel=True),
     ),
     Mutation(
         name="gradients of shared key and value heads are not summed",
         file="parallel/sharding.py",
-        old="and (tensor.serves_heads or (is_sequence_parallel and tensor.tp_dim < 0)),",
-        new="and is_sequence_parallel and tensor.tp_dim < 0,",
+        old="                tensor.serves_heads\n                or tensor.serves_tokens",
+        new="                tensor.serves_tokens",
         layout=Layout(tp=4),
         job=TWO_KV_HEADS,
     ),
@@ -100,15 +100,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="gradients are not summed over data-parallel ranks",
         file="parallel/grad_buffer.py",
-        old="        pending = start(self._buckets[bucket.index], self._table.dp)",
-        new="        pending = start(self._buckets[bucket.index].clone(), self._table.dp)",
+        old="        pending = start(self._buckets[bucket.index], bucket.group)",
+        new="        pending = start(self._buckets[bucket.index].clone(), bucket.group)",
         layout=Layout(dp=2),
     ),
     Mutation(
         name="ranks' gradients are averaged instead of summed",
         file="parallel/grad_buffer.py",
         old="            self.owned(bucket).mul_(factor)",
-        new="            self.owned(bucket).mul_(factor / self._table.dp.size)",
+        new="            self.owned(bucket).mul_(factor / bucket.group.size)",
         layout=Layout(dp=2),
     ),
     Mutation(
@@ -154,8 +154,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="sharded update leaves out the last element of each part",
         file="parallel/buckets.py",
-        old="begin=size * self.dp.index, end=size * (self.dp.index + 1))",
-        new="begin=size * self.dp.index, end=size * (self.dp.index + 1) - 1)",
+        old="begin=size * place, end=size * (place + 1))",
+        new="begin=size * place, end=size * (place + 1) - 1)",
         layout=Layout(dp=2, sharding="optimizer"),
     ),
     Mutation(

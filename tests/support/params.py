@@ -33,7 +33,7 @@ def make_param(tensor, *, tp=1, tp_rank=0, dtype=torch.float64, seed=7, **ties):
 def make_buffer(params, groups=ALONE, *, is_sharded=False, bucket_bytes=BUCKET_BYTES):
     """A gradient buffer of one model chunk."""
     table = make_buckets(
-        [params], groups.replicas, is_sharded=is_sharded, bucket_bytes=bucket_bytes
+        [params], groups.replicas, edp=groups.edp, is_sharded=is_sharded, bucket_bytes=bucket_bytes
     )
     return GradBuffer(table, groups)
 
@@ -41,7 +41,7 @@ def make_buffer(params, groups=ALONE, *, is_sharded=False, bucket_bytes=BUCKET_B
 def make_optimizer(params, section, groups=ALONE, *, is_sharded=False, bucket_bytes=BUCKET_BYTES):
     """Gradients, weights and the optimizer of one model chunk."""
     table = make_buckets(
-        [params], groups.replicas, is_sharded=is_sharded, bucket_bytes=bucket_bytes
+        [params], groups.replicas, edp=groups.edp, is_sharded=is_sharded, bucket_bytes=bucket_bytes
     )
     gradients, weights = GradBuffer(table, groups), WeightBuffer(table)
     return gradients, weights, Optimizer(table, gradients, weights, section)

@@ -59,9 +59,62 @@ def test_describe_is_short(grid, text):
     assert grid.describe() == text
 
 
-def test_bad_order_and_unbuilt_axes_are_both_reported():
-    faults = grid_faults(ParallelSection(ep=2, order="tp-dp-pp"))
-    assert [str(f).split("=")[0] for f in faults] == ["parallel.ep", "parallel.order"]
+@st.composite
+def folded(draw):
+    """A grid whose experts lie on any legal etp * ep of a stage's ranks."""
+    shape = {axis: draw(st.integers(1, 4)) for axis in ("tp", "cp", "dp", "pp")}
+    ranks = shape["tp"] * shape["cp"] * shape["dp"]
+    etp = draw(st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0]))
+    rest = ranks // etp
+    ep = draw(st.sampled_from([d for d in range(1, rest + 1) if rest % d == 0]))
+    return Grid(**shape, ep=ep, etp=etp, order=draw(orders))
+
+
+@given(grid=folded())
+def test_experts_view_is_a_bijection_that_keeps_the_pipeline(grid):
+    assert grid.etp * grid.ep * grid.edp * grid.pp == grid.world_size
+    for rank in range(grid.world_size):
+        there = grid.expert_coords(rank)
+        assert grid.expert_rank(there) == rank
+        assert there.pp == grid.coords(rank).pp
+
+
+@given(grid=folded())
+def test_groups_of_experts_partition_each_stage(grid):
+    for axes in ("etp", "ep", "edp", ("etp", "ep"), ("etp", "ep", "edp")):
+        groups = {frozenset(grid.expert_group(axes, rank)) for rank in range(grid.world_size)}
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+        for group in groups:
+            assert len({grid.coords(rank).pp for rank in group}) == 1
+    stage = grid.expert_group(("etp", "ep", "edp"), 0)
+    assert set(stage) == set(grid.group(("tp", "cp", "dp"), 0))
+
+
+def test_experts_are_folded_onto_attention_as_published():
+    """Attention tp4 cp2 with experts ep8; and etp first, then ep and edp as ep and dp are ordered."""
+    grid = Grid(tp=4, cp=2, ep=8)
+    assert grid.expert_group("ep", 3) == tuple(range(8)) and grid.edp == 1
+    grid = Grid(tp=2, cp=2, dp=2, etp=2, ep=2)
+    assert grid.expert_group("etp", 0) == (0, 1)
+    assert grid.expert_group("ep", 0) == (0, 2) and grid.expert_group("edp", 0) == (0, 4)
+    late = Grid(tp=2, cp=2, dp=2, etp=2, ep=2, order="tp-cp-dp-ep-pp")
+    assert late.expert_group("ep", 0) == (0, 4) and late.expert_group("edp", 0) == (0, 2)
+
+
+@given(grid=folded())
+def test_ranks_hold_every_expert_once_in_each_replica(grid):
+    held = {}
+    for rank in range(grid.world_size):
+        here, place = grid.expert_coords(rank), grid.expert_place(rank)
+        held.setdefault((here.pp, here.edp), set()).add((place.ep_rank, place.etp_rank))
+    assert len(held) == grid.pp * grid.edp
+    assert all(len(parts) == grid.ep * grid.etp for parts in held.values())
+
+
+def test_bad_order_and_experts_that_do_not_fit_are_both_reported():
+    faults = grid_faults(ParallelSection(tp=2, ep=4, etp=2, order="tp-dp-pp"))
+    assert "8 must divide tp=2 * cp=1 * dp=1 = 2" in faults[0].rule
+    assert faults[1].fact.startswith("parallel.order")
 
 
 def test_world_fault_proposes_the_degree_that_fits():
