@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import Manifest, broken_files, find_restore
@@ -190,8 +190,10 @@ def _field_faults(
 ) -> list[Fault]:
     """What shapes do not tell; a checkpoint whose model is not known is taken as it is."""
     made_with = manifest.job.get("model")
-    then = made_with if isinstance(made_with, dict) else {}
-    now = model.model_dump(mode="json")
+    then = _by_path(made_with) if isinstance(made_with, dict) else {}
+    now = _by_path(model.model_dump(mode="json"))
+    if not then.get("moe.num_experts"):
+        then = {field: value for field, value in then.items() if not field.startswith("moe.")}
     taken = [name for name in _shapes_of(model) if not begins_fresh(section, name)]
     facts = {
         field: f"was made with model.{field}={then[field]}, not {now[field]}"
@@ -207,6 +209,15 @@ def _field_faults(
         for field in get_args(FunctionField)
         if field in facts and field not in section.start_changed
     ]
+
+
+def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields of the section and of those inside it, by dotted path."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping)
+        found |= _by_path(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
 
 
 def _other_function(uri: str, field: str, fact: str) -> Fault:

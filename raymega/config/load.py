@@ -151,14 +151,9 @@ def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
     values: dict[str, Any] = {}
     faults = _unknown_keys(raw, Job, prefix="")
     for name, field in Job.model_fields.items():
-        section = field.annotation
-        assert isinstance(section, type) and issubclass(section, Section), name
-        given = raw.get(name, {})
-        if not isinstance(given, Mapping):
-            faults.append(_not_a_mapping(name, given, section))
-            continue
-        faults += _unknown_keys(given, section, prefix=f"{name}.")
-        faults += _read_section(given, section, name, values)
+        section = _section_of(field)
+        assert section is not None, name
+        faults += _read_section(raw.get(name, {}), section, name, values)
     return ParsedJob(values=values, faults=tuple(faults), raw=raw)
 
 
@@ -195,17 +190,19 @@ def _read(path: Path) -> dict[str, Any]:
 def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
     """Put one override into ``raw``, or say why it cannot be read."""
     path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or len(keys) != 2 or not all(keys):
+    *sections, field = path.strip().split(".")
+    if not equals or not sections or not all((*sections, field)):
         return [_bad_override(override, "it must read section.field=value")]
     try:
         value = yaml.load(text, Loader=_Yaml12Loader)
     except yaml.YAMLError as error:
         return [_bad_override(override, f"its value must be YAML ({_one_line(error)})")]
-    section = raw.setdefault(keys[0], {})
-    if not isinstance(section, dict):
-        raw[keys[0]] = section = {}
-    section[keys[1]] = value
+    section = raw
+    for name in sections:
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
+        section = section[name]
+    section[field] = value
     return []
 
 
@@ -254,13 +251,29 @@ def _not_a_mapping(name: str, given: object, section: type[Section]) -> Fault:
     )
 
 
+def _section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a field is, or None of a plain one."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
 def _read_section(
-    given: Mapping[str, Any], section: type[Section], name: str, values: dict[str, Any]
+    given: object, section: type[Section], name: str, values: dict[str, Any]
 ) -> list[Fault]:
-    faults = []
+    """Every field by itself; a section inside this one is a value too when it has no fault."""
+    if not isinstance(given, Mapping):
+        return [_not_a_mapping(name, given, section)]
+    faults = _unknown_keys(given, section, prefix=f"{name}.")
     for key, field in section.model_fields.items():
         path = f"{name}.{key}"
         value = given.get(key, _ABSENT)
+        inner = _section_of(field)
+        if inner is not None and value is not _ABSENT:
+            found = _read_section(value, inner, path, {})
+            faults += found
+            if not found:
+                values[path] = inner.model_validate(value)
+            continue
         if value is _ABSENT and field.is_required():
             faults.append(_missing(path, field))
             continue

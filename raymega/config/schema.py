@@ -15,6 +15,7 @@ from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
 from raymega.config.fields import Decay, Fraction, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.moe import MoeSection as MoeSection
 from raymega.config.parallel import ParallelSection as ParallelSection
 from raymega.config.parallel import ScheduleSection as ScheduleSection
 
@@ -110,11 +111,19 @@ class ModelSection(Section):
         default=0.0,
         description="Weight of log(sum of exp(logits))^2 in each token's loss; training loss only.",
     )
+    moe: MoeSection = Field(
+        default=MoeSection(), description="Mixture of experts; without it every block is dense."
+    )
 
     @property
     def kv_heads(self) -> int:
         """G as a number."""
         return self.num_heads if self.num_kv_heads == "num_heads" else self.num_kv_heads
+
+    @property
+    def expert_width(self) -> int:
+        """F of one expert as a number."""
+        return self.ffn_width if self.moe.width == "ffn_width" else self.moe.width
 
     @property
     def table_rows(self) -> int:

@@ -57,6 +57,7 @@ def make_block(
     factory: ParameterFactory, layer: int, model: ModelSection, positions: nn.Module
 ) -> Block:
     """Transformer block number ``layer``."""
+    assert not model.moe.holds_experts(layer), "blocks with experts are not assembled yet"
     name = f"layers.{layer}"
     drop = partial(ResidualDropout, factory.seed, rate=model.residual_dropout)
     return Block(

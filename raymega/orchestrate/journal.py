@@ -187,7 +187,7 @@ def _identity(job: Job) -> dict[str, Any]:
 
 _DEFAULTS: dict[str, Any] = {
     name: {
-        field: json.loads(json.dumps(info.default))
+        field: json.loads(json.dumps(info.default, default=lambda part: part.model_dump()))
         for field, info in section.model_fields.items()
         if not info.is_required()
     }

@@ -21,6 +21,7 @@ from raymega.plan.context_rules import (
     weight_dropout_faults,
 )
 from raymega.plan.grid import grid_faults, world_fault
+from raymega.plan.moe_rules import expert_token_faults, moe_faults
 from raymega.plan.placement import EVEN_ONLY, KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
 from raymega.plan.start_rules import start_rule_faults
@@ -331,6 +332,17 @@ RULES = (
             "precision.dtype",
         ),
         check=_attention_weights,
+    ),
+    Rule(reads=("model.moe", "model.num_layers"), check=moe_faults),
+    Rule(
+        reads=(
+            "model.moe",
+            "parallel.tp",
+            "parallel.cp",
+            "data.seq_len",
+            "schedule.micro_batch_size",
+        ),
+        check=expert_token_faults,
     ),
     Rule(
         reads=("checkpoint.keep_best", "checkpoint.every", "run.eval_every", "run.eval_samples"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from raymega.config.fields import Section
 from raymega.config.schema import Job
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def _sections(text: str) -> dict[str, str]:
-    _, *parts = re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)
+    _, *parts = re.split(r"^##+ ([\w.]+)\n", text, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
@@ -28,16 +29,26 @@ def _default(field) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, Section):
+        return "`{}`"
     if not isinstance(value, str):
         return f"`{json.dumps(value)}`"
     return f"`{value.replace(str(Path.home()), '~')}`"
 
 
+def _tables(section, prefix):
+    """Every section with its fields, and those inside it behind it."""
+    for name, field in section.model_fields.items():
+        if isinstance(kind := field.annotation, type) and issubclass(kind, Section):
+            yield f"{prefix}{name}", kind.model_fields
+            yield from _tables(kind, f"{prefix}{name}.")
+
+
 def test_job_page_has_every_field_with_its_default_and_no_other():
     sections = _sections((ROOT / "docs" / "job-file.md").read_text(encoding="utf-8"))
-    assert list(sections) == list(Job.model_fields)
-    for name, section in Job.model_fields.items():
-        fields = section.annotation.model_fields
+    tables = dict(_tables(Job, ""))
+    assert list(sections) == list(tables)
+    for name, fields in tables.items():
         wanted = {field: _default(info) for field, info in fields.items()}
         assert dict(ROW.findall(sections[name])) == wanted, name
 

@@ -22,6 +22,13 @@ def test_verify_job_parses_without_faults():
     assert parse_job(VERIFY).job().run.name == "verify"
 
 
+def test_overrides_reach_into_a_section_inside_another():
+    job = parse_job(VERIFY, ["model.moe.num_experts=4", "model.moe.top_k=1"]).job()
+    assert (job.model.moe.num_experts, job.model.moe.top_k) == (4, 1)
+    assert job.model.moe.score == "softmax"
+    assert "a is not a known key" in _texts(parse_job(VERIFY, ["a.b.c=1"]))
+
+
 def test_overrides_replace_one_field_and_keep_yaml_types():
     job = parse_job(VERIFY, ["run.steps=7", "optimizer.lr=3e-4", "data.path=synthetic"]).job()
     assert (job.run.steps, job.optimizer.lr) == (7, 3e-4)
@@ -101,7 +108,7 @@ def test_missing_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override", ["steps=3", "run.steps", "=3", "a.b.c=1", "run.name=@x", "run.name={a: 1, a: 2}"]
+    "override", ["steps=3", "run.steps", "=3", "a..c=1", "run.name=@x", "run.name={a: 1, a: 2}"]
 )
 def test_malformed_override_is_a_fault_beside_the_others(override):
     text = _texts(parse_job(VERIFY, [override, "model.widht=3"]))

@@ -1,0 +1,176 @@
+"""Rules of mixture of experts: what routing needs, and fields that do nothing by themselves."""
+
+from __future__ import annotations
+
+from raymega.config.moe import AUX_LEVELS, MoeSection
+from raymega.errors import Fault
+
+
+def moe_faults(moe: MoeSection, num_layers: int) -> list[Fault]:
+    """What the section's values make impossible, or leave without effect."""
+    if not moe.num_experts:
+        return _dense_faults(moe)
+    return [
+        *_place_faults(moe, num_layers),
+        *_choice_faults(moe),
+        *_group_faults(moe),
+        *_idle_faults(moe),
+        *_balance_faults(moe),
+    ]
+
+
+def expert_token_faults(moe: MoeSection, tp: int, cp: int, seq_len: int, rows: int) -> list[Fault]:
+    """Tensor-parallel ranks share out the tokens that they route, sequence parallel or not."""
+    tokens = seq_len // cp * rows
+    if not moe.num_experts or tokens % tp == 0:
+        return []
+    return [
+        Fault(
+            fact=f"parallel.tp={tp} with model.moe.num_experts={moe.num_experts}",
+            rule="tp ranks route an equal share of tokens each, so it must divide the "
+            f"schedule.micro_batch_size={rows} * data.seq_len={seq_len} / parallel.cp={cp} = {tokens} "
+            f"that they hold (remainder {tokens % tp})",
+            remedy=f"set data.seq_len to a multiple of {tp * cp}, or another parallel.tp",
+        )
+    ]
+
+
+def _dense_faults(moe: MoeSection) -> list[Fault]:
+    plain = MoeSection()
+    return [
+        _fault(f"{name}={value!r}", "model.moe.num_experts=0 is a dense model, where it does "
+               "nothing", f"set model.moe.num_experts, or remove model.moe.{name}")
+        for name, value in moe
+        if value != getattr(plain, name)
+    ]  # fmt: skip
+
+
+def _place_faults(moe: MoeSection, num_layers: int) -> list[Fault]:
+    if any(moe.holds_experts(layer) for layer in range(num_layers)):
+        return []
+    return [
+        _fault(
+            f"first_dense_layers={moe.first_dense_layers} with every={moe.every}",
+            f"of model.num_layers={num_layers} blocks none would hold experts",
+            "use fewer dense layers or a smaller every, or set model.moe.num_experts=0",
+        )
+    ]
+
+
+def _choice_faults(moe: MoeSection) -> list[Fault]:
+    in_groups = moe.num_experts // moe.num_groups * moe.top_groups
+    reach, what = moe.num_experts, f"model.moe.num_experts={moe.num_experts}"
+    if moe.top_groups < moe.num_groups and moe.num_experts % moe.num_groups == 0:
+        reach, what = in_groups, f"the {in_groups} experts of {moe.top_groups} groups"
+    faults = []
+    if moe.top_k > reach:
+        faults.append(
+            _fault(f"top_k={moe.top_k}", f"a token chooses among {what}", f"use at most {reach}")
+        )
+    if moe.top_k == 1 and moe.is_normalised:
+        faults.append(
+            _fault(
+                "top_k=1 with is_normalised=true",
+                "a single score divided by itself is 1, and the router would learn nothing",
+                "set model.moe.is_normalised=false",
+            )
+        )
+    return faults
+
+
+def _group_faults(moe: MoeSection) -> list[Fault]:
+    groups, top, experts = moe.num_groups, moe.top_groups, moe.num_experts
+    if groups == 1:
+        idle = {"top_groups": (top, 1), "group_score": (moe.group_score, "max")}
+        return [
+            _fault(f"{name}={value}", "with model.moe.num_groups=1 it does nothing",
+                   f"set model.moe.num_groups, or remove model.moe.{name}")
+            for name, (value, plain) in idle.items()
+            if value != plain
+        ]  # fmt: skip
+    faults = []
+    if experts % groups:
+        legal = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
+        faults.append(
+            _fault(
+                f"num_groups={groups}",
+                f"groups are equally large, so it must divide model.moe.num_experts={experts} "
+                f"(remainder {experts % groups})",
+                f"use one of {legal}",
+            )
+        )
+    if top >= groups:
+        faults.append(
+            _fault(
+                f"top_groups={top} with num_groups={groups}",
+                "a choice of groups must leave some out",
+                f"use at most {groups - 1}, or set model.moe.num_groups=1",
+            )
+        )
+    if moe.group_score == "top2" and experts // groups < 2:
+        faults.append(
+            _fault(
+                "group_score=top2",
+                f"it adds two experts of a group, and {groups} groups of {experts} have fewer",
+                "set model.moe.group_score=max",
+            )
+        )
+    return faults
+
+
+def _idle_faults(moe: MoeSection) -> list[Fault]:
+    """Fields whose partner is not set."""
+    is_aux, has_capacity = moe.balance in AUX_LEVELS, moe.capacity_factor > 0
+    rules = (
+        (moe.has_shared_gate and not moe.shared_width, "has_shared_gate", "shared_width is 0"),
+        (moe.balance_coefficient > 0 and not is_aux, "balance_coefficient", "balance is no loss"),
+        (
+            moe.sinkhorn_rounds != MoeSection().sinkhorn_rounds and moe.balance != "sinkhorn",
+            "sinkhorn_rounds",
+            "balance is not sinkhorn",
+        ),
+        (moe.bias_rate > 0 and not moe.has_bias, "bias_rate", "has_bias is false"),
+        (moe.drop_by != "probability" and not has_capacity, "drop_by", "capacity_factor is 0"),
+        (
+            moe.is_padded_to_capacity and not has_capacity,
+            "is_padded_to_capacity",
+            "capacity_factor is 0",
+        ),
+    )
+    return [
+        _fault(
+            f"{name}={getattr(moe, name)!r}",
+            f"where model.moe.{partner} it does nothing",
+            f"remove it, or set model.moe.{partner.partition(' ')[0]}",
+        )
+        for is_idle, name, partner in rules
+        if is_idle
+    ]
+
+
+def _balance_faults(moe: MoeSection) -> list[Fault]:
+    faults = []
+    if moe.balance in AUX_LEVELS and not moe.balance_coefficient:
+        faults.append(
+            _fault(
+                f"balance={moe.balance}",
+                "with model.moe.balance_coefficient=0 its loss does nothing",
+                "set model.moe.balance_coefficient=0.01, or model.moe.balance=none",
+            )
+        )
+    if moe.balance != "sinkhorn":
+        return faults
+    others = (("has_bias", moe.has_bias, False), ("num_groups", moe.num_groups, 1))
+    return faults + [
+        _fault(
+            f"balance=sinkhorn with {name}={value}",
+            "sinkhorn evens out the choice by itself, over all experts",
+            f"remove model.moe.{name}, or set another model.moe.balance",
+        )
+        for name, value, plain in others
+        if value != plain
+    ]
+
+
+def _fault(fact: str, rule: str, remedy: str) -> Fault:
+    return Fault(fact=f"model.moe.{fact}", rule=rule, remedy=remedy)
