@@ -22,6 +22,7 @@ from raymega.data.checks import data_faults
 from raymega.data.remote import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.orchestrate.calibrate import calibrate_cluster
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.inventory import list_nodes, node_memory
@@ -34,7 +35,9 @@ from raymega.orchestrate.signals import stop_on_signals
 from raymega.orchestrate.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.train_tab import TrainTabSink
 from raymega.orchestrate.worker_group import RayWorkerGroup
-from raymega.plan.auto import choose_layout
+from raymega.plan.accelerators import CATALOGUE
+from raymega.plan.auto import choose_layout, planned_for
+from raymega.plan.calibration import accelerator_yaml
 from raymega.plan.choice import Choice
 from raymega.plan.replicas import memory_faults
 from raymega.plan.rules import job_faults
@@ -182,6 +185,22 @@ def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     finally:
         close_session()
     return plan
+
+
+def calibrate(plan: RunPlan, *, name: str) -> str:
+    """An accelerator as a YAML file: what the connected cluster reaches under ``plan``'s workers.
+
+    What is not measured is the catalogue's: of ``cluster.accelerator``, or of cpu without one.
+
+    Raises:
+        WorkerError: A worker failed, or there is no room.
+    """
+    job = plan.job
+    base = planned_for({"cluster.accelerator": job.cluster.accelerator})
+    device = calibrate_cluster(plan, base, name=name)
+    like = base.name if base.name in CATALOGUE else "cpu"
+    comment = f"Measured by raymega doctor on {plan.grid.world_size} workers of {job.run.name}."
+    return accelerator_yaml(device, like=like, comment=comment)
 
 
 def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None = None) -> Report:

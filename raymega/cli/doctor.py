@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,10 @@ import typer
 from raymega import api
 from raymega.cli.tables import table
 from raymega.cli.train import Overrides
+from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.orchestrate.doctor import Finding, examine
+from raymega.plan.accelerator_file import SUFFIXES
+from raymega.plan.accelerators import CATALOGUE
 from raymega.session import session_at
 
 MIB_BYTES = 2**20
@@ -27,6 +31,14 @@ def doctor(
     address: Annotated[
         str, typer.Option(help="auto joins a running cluster, else a local one; local; HOST:PORT.")
     ] = "auto",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.yaml",
+            help="Measure kernels and transfers with the job's workers, and write an accelerator for "
+            "`raymega plan --gpu`.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Check resources, versions, GPUs, clocks; with a job, also its store and its bandwidth.
@@ -34,7 +46,10 @@ def doctor(
     Exit codes: 0 all is well, 1 there are problems, 2 a mistake in the job.
 
     Example: raymega doctor jobs/verify.yaml --address local
+    Example: raymega doctor jobs/verify.yaml --calibrate my-cluster.yaml
     """
+    if calibrate is not None:
+        raise_faults(ConfigError, _calibrate_faults(job_file, calibrate))
     job = api.load_job(job_file, overrides or ()) if job_file else None
     findings: list[Finding] = []
     with session_at(address):
@@ -43,6 +58,9 @@ def doctor(
             findings.append(finding)
             if not as_json:
                 _show(finding)
+        if calibrate is not None and plan is not None:
+            device = api.calibrate(plan, name=calibrate.stem)
+            calibrate.write_text(device, encoding="utf-8")
     num_problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
         checks = [asdict(finding) for finding in findings]
@@ -50,7 +68,32 @@ def doctor(
     else:
         _show_bandwidth(findings)
         print(f"{num_problems} problems" if num_problems else "no problems")
+        if calibrate is not None:
+            print(f"wrote {calibrate}: raymega plan {job_file} --gpu {calibrate}")
     raise typer.Exit(1 if num_problems else 0)
+
+
+def _calibrate_faults(job_file: Path | None, path: Path) -> list[Fault]:
+    faults = []
+    if job_file is None:
+        faults.append(
+            Fault(
+                fact="raymega doctor --calibrate without a job file",
+                rule="the job's workers measure, on its device, in its number format, on its groups",
+                remedy="give a job that has room on the cluster",
+            )
+        )
+    is_name = re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", path.stem) and path.stem not in CATALOGUE
+    if path.suffix not in SUFFIXES or not is_name or not path.parent.is_dir():
+        faults.append(
+            Fault(
+                fact=f"--calibrate {path}",
+                rule="it is a file to write, FOLDER/NAME.yaml: the folder is there, the name of lower-case "
+                "letters, digits, dots and dashes and none of the catalogue's",
+                remedy="use for example my-cluster.yaml",
+            )
+        )
+    return faults
 
 
 def _show_bandwidth(findings: list[Finding]) -> None:

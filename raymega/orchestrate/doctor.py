@@ -204,7 +204,7 @@ def check_bandwidth(
     group = (make_group or _bandwidth_group)(plan)
     homes: Mapping[int, Place] = {}
     try:
-        timings, fault = _collect(group, plan)
+        timings, fault = collect(group, plan)
         homes = group.members()
     except CapacityError as error:
         timings, fault = [], error.faults[0]
@@ -277,7 +277,7 @@ def _bandwidth_group(plan: RunPlan) -> RayWorkerGroup:
     return RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=BANDWIDTH_ENTRY)
 
 
-def _collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault | str | None]:
+def collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault | str | None]:
     """Timings of all ranks, and why some are missing."""
     limit_s = plan.job.elastic.start_timeout_s
     deadline_s = time.monotonic() + limit_s

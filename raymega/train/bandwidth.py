@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import cast
 
@@ -16,7 +17,7 @@ from raymega.messages import Channel, Entered, StartWorker, WorkerFinished
 from raymega.parallel import groups as world
 from raymega.parallel.comm import all_reduce, barrier
 from raymega.parallel.groups import Group, Groups, Store
-from raymega.plan.run_plan import read_plan
+from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.train.entry import abort, host_rendezvous
 from raymega.train.environment import listen_towards, prepare_process
 
@@ -24,7 +25,16 @@ __all__ = ["abort", "host_rendezvous", "run_worker"]
 
 NUM_BYTES = {"cpu": 2**22, "cuda": 2**28}
 NUM_ROUNDS = 5
-UNMEASURED = ("cp_inner", "cp_outer", "replicas", "pp_backward", "model", "embedding")
+UNMEASURED = (
+    "cp_inner",
+    "cp_outer",
+    "replicas",
+    "pp_backward",
+    "model",
+    "embedding",
+    "micro",
+    "edp",
+)
 """Groups whose ranks are another group's, or a mixture of axes."""
 
 
@@ -33,6 +43,25 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 
     ``detail`` is the bytes of the message and the ranks of the group, as ``BYTES:0,1,2``.
     """
+    with meeting(start, rendezvous) as (_, groups, device):
+        for group in _measured(groups):
+            # One axis at a time, so that none is slowed by another one's traffic.
+            barrier(groups.world)
+            seconds, num_bytes = _time_all_reduce(group, device)
+            detail = f"{num_bytes}:{','.join(map(str, group.ranks))}"
+            channel.report(
+                Entered(rank=start.rank, phase=group.name, seconds=seconds, detail=detail)
+            )
+        if groups.world.size > 1:
+            barrier(groups.world)
+        channel.report(WorkerFinished(rank=start.rank, step=0, stopped=False))
+
+
+@contextmanager
+def meeting(
+    start: StartWorker, rendezvous: object
+) -> Iterator[tuple[RunPlan, Groups, torch.device]]:
+    """The plan, its groups and the device of a worker that measures; the world is closed after it."""
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     timeout_s = plan.job.elastic.collective_timeout_s
@@ -46,18 +75,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
         device=device,
     )
     try:
-        groups = world.build_groups(plan.grid, start.rank, timeout_s=timeout_s)
-        for group in _measured(groups):
-            # One axis at a time, so that none is slowed by another one's traffic.
-            barrier(groups.world)
-            seconds, num_bytes = _time_all_reduce(group, device)
-            detail = f"{num_bytes}:{','.join(map(str, group.ranks))}"
-            channel.report(
-                Entered(rank=start.rank, phase=group.name, seconds=seconds, detail=detail)
-            )
-        if groups.world.size > 1:
-            barrier(groups.world)
-        channel.report(WorkerFinished(rank=start.rank, step=0, stopped=False))
+        yield plan, world.build_groups(plan.grid, start.rank, timeout_s=timeout_s), device
     finally:
         world.close_world()
 
@@ -77,14 +95,15 @@ def _time_all_reduce(group: Group, device: torch.device) -> tuple[float, int]:
     seconds = []
     for _ in range(NUM_ROUNDS + 1):
         tensor.fill_(1.0)
-        _synchronize(device)
+        synchronize(device)
         begun_s = time.monotonic()
         all_reduce(tensor, group)
-        _synchronize(device)
+        synchronize(device)
         seconds.append(time.monotonic() - begun_s)
     return sorted(seconds[1:])[NUM_ROUNDS // 2], num_bytes
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU's work; a CPU's is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
