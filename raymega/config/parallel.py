@@ -40,8 +40,21 @@ class ParallelSection(Section):
         "pack of them on as few ranks (1, 2, 4, ...) as memory and an even share of the work allow. "
         "A rank holds at most data.seq_len / cp tokens of a micro-batch.",
     )
-    ep: Positive = Field(default=1, description="Expert parallel degree; only 1 is built so far.")
-    etp: Positive = Field(default=1, description="Expert tensor degree; only 1 is built so far.")
+    ep: Positive = Field(
+        default=1,
+        description="Expert parallel: the experts of each block shared out over the same ranks, those "
+        "of a pipeline stage. Divides model.moe.num_experts; etp * ep divides tp * cp * dp.",
+    )
+    etp: Positive = Field(
+        default=1,
+        description="Expert tensor parallel: the features of each expert cut. Divides their width.",
+    )
+    dispatch: Literal["all_to_all", "all_gather"] = Field(
+        default="all_to_all",
+        description="How tokens reach experts on other ranks. all_to_all: each token is sent to the "
+        "ranks of its experts. all_gather: every rank collects all tokens and takes its own, which "
+        "pays where most ranks need most tokens.",
+    )
     order: str = Field(
         default="tp-cp-ep-dp-pp",
         description="Axes from the fastest varying rank digit to the slowest.",

@@ -35,6 +35,70 @@ def expert_token_faults(moe: MoeSection, tp: int, cp: int, seq_len: int, rows: i
     ]
 
 
+def expert_place_faults(moe: MoeSection, ffn_width: int, ep: int, etp: int) -> list[Fault]:
+    """Each rank has as many experts as the others, and as many features of each."""
+    if not moe.num_experts:
+        return [
+            Fault(
+                fact=f"parallel.{axis}={degree}",
+                rule="model.moe.num_experts=0 is a dense model, without experts to cut",
+                remedy=f"set parallel.{axis}=1, or model.moe.num_experts",
+            )
+            for axis, degree in (("ep", ep), ("etp", etp))
+            if degree > 1
+        ]
+    width = ffn_width if moe.width == "ffn_width" else moe.width
+    field = "model.ffn_width" if moe.width == "ffn_width" else "model.moe.width"
+    rules = (
+        ("ep", ep, moe.num_experts, "model.moe.num_experts", "experts are shared out evenly"),
+        ("etp", etp, width, field, "the features of each expert are cut evenly"),
+    )
+    return [
+        Fault(
+            fact=f"parallel.{axis}={degree}",
+            rule=f"{why}, so it must divide {what}={number} (remainder {number % degree})",
+            remedy=f"use one of {_divisors(number)}",
+        )
+        for axis, degree, number, what, why in rules
+        if number % degree
+    ]
+
+
+def cut_width_faults(tp: int, ffn_width: int, moe: MoeSection, num_layers: int) -> list[Fault]:
+    """What tp cuts of feed-forward layers: those of dense blocks, and shared experts."""
+    is_any_dense = not all(moe.holds_experts(layer) for layer in range(num_layers))
+    widths = {"model.ffn_width": ffn_width} if is_any_dense else {}
+    if moe.num_experts and moe.shared_width:
+        widths["model.moe.shared_width"] = moe.shared_width
+    return [
+        Fault(
+            fact=f"parallel.tp={tp}",
+            rule=f"it must divide {field}={width} (remainder {width % tp})",
+            remedy=f"use one of {_divisors(width)}",
+        )
+        for field, width in widths.items()
+        if width % tp
+    ]
+
+
+def dynamic_faults(moe: MoeSection, is_dynamic: bool) -> list[Fault]:  # noqa: FBT001
+    """Under dynamic context parallelism a micro-batch is another on each layout."""
+    if not moe.num_experts or not is_dynamic:
+        return []
+    return [
+        Fault(
+            fact=f"parallel.dynamic_cp=true with model.moe.num_experts={moe.num_experts}",
+            rule="routing counts the tokens of a micro-batch over tp * cp ranks, and with it these are "
+            "other ranks for each pack of documents",
+            remedy="set parallel.dynamic_cp=false",
+        )
+    ]
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0 and d <= 1024)
+
+
 def _dense_faults(moe: MoeSection) -> list[Fault]:
     plain = MoeSection()
     return [

@@ -21,7 +21,13 @@ from raymega.plan.context_rules import (
     weight_dropout_faults,
 )
 from raymega.plan.grid import grid_faults, world_fault
-from raymega.plan.moe_rules import expert_token_faults, moe_faults
+from raymega.plan.moe_rules import (
+    cut_width_faults,
+    dynamic_faults,
+    expert_place_faults,
+    expert_token_faults,
+    moe_faults,
+)
 from raymega.plan.placement import EVEN_ONLY, KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
 from raymega.plan.start_rules import start_rule_faults
@@ -259,16 +265,7 @@ def _attention_weights(  # noqa: PLR0913  # one a field
 
 def _grid(order: str, *degrees: int) -> list[Fault]:
     tp, cp, dp, ep, etp = degrees
-    faults = grid_faults(ParallelSection(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, order=order))
-    return faults + [
-        Fault(
-            fact=f"parallel.{axis}={degree}",
-            rule="no model with experts can be described yet, so its degree must be 1",
-            remedy=f"set parallel.{axis}=1",
-        )
-        for axis, degree in (("ep", ep), ("etp", etp))
-        if degree > 1
-    ]
+    return grid_faults(ParallelSection(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, order=order))
 
 
 MAX_ATTENTION_BYTES = 2 << 30
@@ -284,7 +281,10 @@ RULES = (
         check=_world,
     ),
     _must_divide("tp", "num_heads"),
-    _must_divide("tp", "ffn_width"),
+    Rule(
+        reads=("parallel.tp", "model.ffn_width", "model.moe", "model.num_layers"),
+        check=cut_width_faults,
+    ),
     Rule(reads=("parallel.tp", "model.vocab_size", "model.vocab_multiple"), check=_table_rows),
     Rule(reads=("parallel.tp", "model.num_heads", "model.num_kv_heads"), check=_kv_heads),
     Rule(
@@ -334,6 +334,11 @@ RULES = (
         check=_attention_weights,
     ),
     Rule(reads=("model.moe", "model.num_layers"), check=moe_faults),
+    Rule(
+        reads=("model.moe", "model.ffn_width", "parallel.ep", "parallel.etp"),
+        check=expert_place_faults,
+    ),
+    Rule(reads=("model.moe", "parallel.dynamic_cp"), check=dynamic_faults),
     Rule(
         reads=(
             "model.moe",

@@ -5,7 +5,7 @@ One table serves construction, initialisation, counting, checkpoints and export;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import Literal
 
@@ -76,8 +76,8 @@ class GlobalTensor:
 
     @property
     def num_parameters(self) -> int:
-        """Elements that can be trained: all but padding."""
-        return self.num_elements // self.shape[0] * self.real_rows
+        """Elements that can be trained: all but padding, and none of a state."""
+        return self.num_elements // self.shape[0] * self.real_rows if self.is_trained else 0
 
     @property
     def real_rows(self) -> int:
@@ -200,32 +200,91 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     return table
 
 
-def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
-    """Tensors of one transformer block."""
-    at, family = f"layers.{layer}", FAMILY_TENSORS[model.family]
-    std, out_std = model.init_std, model.init_std / sqrt(2 * model.num_layers)
-    q_width = model.num_heads * model.head_width
-    kv_width = model.kv_heads * model.head_width
-    columns = {"attention.q": q_width, "attention.k": kv_width, "attention.v": kv_width}
-    if family.has_gate:
-        columns["mlp.gate"] = model.ffn_width
-    columns["mlp.up"] = model.ffn_width
-    rows = {"attention.out": q_width, "mlp.down": model.ffn_width}
-    table = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
+def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
+    """Heads made of the stream, and the way back to it."""
+    family, std = FAMILY_TENSORS[model.family], model.init_std
+    q_width, kv_width = model.num_heads * model.head_width, model.kv_heads * model.head_width
+    table = []
     if family.has_head_norms:
-        for name in ("attention.q_norm", "attention.k_norm"):
+        for name in ("q_norm", "k_norm"):
             table.append(_scale(f"{at}.{name}", model.head_width, serves_heads=True))
-    for name, out in columns.items():
-        kv_heads = model.kv_heads if name in ("attention.k", "attention.v") else 0
+    for name, out in {"q": q_width, "k": kv_width, "v": kv_width}.items():
+        kv_heads = 0 if name == "q" else model.kv_heads
         shape = (out, model.width)
         table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=std, kv_heads=kv_heads))
-        if name in family.biased:
+        if f"attention.{name}" in family.biased:
             table.append(_bias(f"{at}.{name}", out, tp_dim=0, kv_heads=kv_heads))
-    for name, inner in rows.items():
-        table.append(_weight(f"{at}.{name}", (model.width, inner), tp_dim=1, std=out_std))
-        if name in family.biased:
-            table.append(_bias(f"{at}.{name}", model.width, tp_dim=-1))
+    return table + _row_linear(f"{at}.out", q_width, model, "attention.out")
+
+
+def _row_linear(at: str, inner: int, model: ModelSection, kind: str) -> list[GlobalTensor]:
+    """A linear that writes to the residual stream."""
+    table = [_weight(at, (model.width, inner), tp_dim=1, std=_out_std(model))]
+    if kind in FAMILY_TENSORS[model.family].biased:
+        table.append(_bias(at, model.width, tp_dim=-1))
     return table
+
+
+def _out_std(model: ModelSection) -> float:
+    return model.init_std / sqrt(2 * model.num_layers)
+
+
+def _mlp_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
+    family, table = FAMILY_TENSORS[model.family], []
+    for name in ("gate", "up") if family.has_gate else ("up",):
+        shape = (model.ffn_width, model.width)
+        table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=model.init_std))
+        if f"mlp.{name}" in family.biased:
+            table.append(_bias(f"{at}.{name}", model.ffn_width, tp_dim=0))
+    return table + _row_linear(f"{at}.down", model.ffn_width, model, "mlp.down")
+
+
+def _moe_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
+    """Router, experts, and the shared expert, which attention's tp cuts; none has a bias of features."""
+    moe, width = model.moe, model.width
+    names = ("gate", "up") if FAMILY_TENSORS[model.family].has_gate else ("up",)
+    router = _weight(f"{at}.router", (moe.num_experts, width), tp_dim=-1, std=model.init_std)
+    table = [replace(router, serves_tokens=True, is_wide=True)]
+    if moe.has_bias:
+        table.append(_router_state(f"{at}.router.bias", moe.num_experts))
+    if moe.balance == "global":
+        table.append(_router_state(f"{at}.router.counts", moe.num_experts))
+    into = (moe.num_experts, model.expert_width, width)
+    back = (moe.num_experts, width, model.expert_width)
+    table += [_expert(f"{at}.experts.{n}", into, etp_dim=1, std=model.init_std) for n in names]
+    table.append(_expert(f"{at}.experts.down", back, etp_dim=2, std=_out_std(model)))
+    if moe.shared_width:
+        shape = (moe.shared_width, width)
+        table += [_weight(f"{at}.shared.{n}", shape, tp_dim=0, std=model.init_std) for n in names]
+        table.append(_weight(f"{at}.shared.down", shape[::-1], tp_dim=1, std=_out_std(model)))
+    if moe.has_shared_gate:
+        table.append(_weight(f"{at}.shared_gate", (1, width), tp_dim=-1, std=model.init_std))
+    return table
+
+
+def _expert(name: str, shape: tuple[int, int, int], *, etp_dim: int, std: float) -> GlobalTensor:
+    return GlobalTensor(
+        name=f"{name}.weight", shape=shape, tp_dim=-1, init="normal", init_std=std, role="matrix",
+        etp_dim=etp_dim,
+    )  # fmt: skip
+
+
+def _router_state(name: str, num_experts: int) -> GlobalTensor:
+    """What routing goes by that no gradient moves; zero at the start."""
+    return GlobalTensor(
+        name=name, shape=(num_experts,), tp_dim=-1, init="zeros", init_std=0.0, role="state",
+        is_wide=True,
+    )  # fmt: skip
+
+
+def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
+    """Tensors of one transformer block."""
+    at = f"layers.{layer}"
+    norms = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
+    attention = _attention_tensors(f"{at}.attention", model)
+    if model.moe.holds_experts(layer):
+        return norms + attention + _moe_tensors(f"{at}.moe", model)
+    return norms + attention + _mlp_tensors(f"{at}.mlp", model)
 
 
 def head_tensors(model: ModelSection) -> list[GlobalTensor]:

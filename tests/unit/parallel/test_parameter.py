@@ -9,6 +9,7 @@ from raymega.errors import InternalError
 from raymega.messages import Box
 from raymega.parallel.parameter import ShardedParameter, check_specs, initialise
 from raymega.parallel.sharding import make_spec
+from raymega.plan.grid import ExpertPlace
 from raymega.plan.tensors import GlobalTensor
 
 
@@ -38,6 +39,21 @@ def test_initial_values_of_shards_are_slices_of_the_whole(tp_dim):
     tensor = _tensor(tp_dim=tp_dim)
     shards = [_make(tensor, tp=2, tp_rank=rank) for rank in range(2)]
     assert torch.equal(torch.cat(shards, dim=tp_dim), _make(tensor))
+
+
+@pytest.mark.parametrize("etp_dim", [1, 2])
+def test_initial_values_of_cut_experts_are_slices_of_all_experts(etp_dim):
+    tensor = replace(_tensor(shape=(4, 6, 2)), tp_dim=-1, etp_dim=etp_dim)
+
+    def block(ep_rank, etp_rank):
+        place = ExpertPlace(ep=2, ep_rank=ep_rank, etp=2, etp_rank=etp_rank)
+        spec = make_spec((tensor,), tp=4, tp_rank=3, experts=place)
+        param = ShardedParameter(torch.empty(spec.shape, dtype=torch.float64), spec)
+        initialise(param, seed=7)
+        return param
+
+    rows = [torch.cat([block(e, f) for f in range(2)], dim=etp_dim) for e in range(2)]
+    assert torch.equal(torch.cat(rows), _make(tensor))
 
 
 def test_fused_parameter_starts_as_its_parts_do():

@@ -4,7 +4,13 @@ import pytest
 
 from raymega.config.load import parse_mapping
 from raymega.config.moe import MoeSection
-from raymega.plan.moe_rules import expert_token_faults, moe_faults
+from raymega.plan.moe_rules import (
+    cut_width_faults,
+    dynamic_faults,
+    expert_place_faults,
+    expert_token_faults,
+    moe_faults,
+)
 
 DEEPSEEK = {
     "num_experts": 256, "top_k": 8, "score": "sigmoid", "scaling": 2.5, "num_groups": 8,
@@ -93,3 +99,34 @@ def test_a_section_inside_a_section_is_read_field_by_field():
     assert "model.moe=4; it must be a mapping" in str(fault)
     values = parse_mapping({"model": {"moe": {"num_experts": 4}}}).values
     assert values["model.moe"] == MoeSection(num_experts=4)
+
+
+def test_experts_and_their_features_are_cut_evenly():
+    moe = MoeSection(num_experts=8)
+    assert expert_place_faults(moe, ffn_width=64, ep=8, etp=4) == []
+    ep, etp = map(str, expert_place_faults(moe, ffn_width=64, ep=3, etp=5))
+    assert "parallel.ep=3; experts are shared out evenly, so it must divide" in ep
+    assert "model.moe.num_experts=8 (remainder 2); use one of 1, 2, 4, 8" in ep
+    assert "parallel.etp=5" in etp and "divide model.ffn_width=64 (remainder 4)" in etp
+    (fault,) = expert_place_faults(MoeSection(num_experts=8, width=6), ffn_width=64, ep=1, etp=4)
+    assert "divide model.moe.width=6 (remainder 2)" in str(fault)
+
+
+def test_experts_axes_of_a_dense_model_are_refused():
+    faults = expert_place_faults(MoeSection(), ffn_width=64, ep=2, etp=2)
+    assert [fault.fact for fault in faults] == ["parallel.ep=2", "parallel.etp=2"]
+    assert all("num_experts=0 is a dense model" in fault.rule for fault in faults)
+
+
+def test_tp_cuts_dense_blocks_and_shared_experts_only():
+    everywhere = MoeSection(num_experts=8)
+    assert cut_width_faults(4, 6, everywhere, 2) == []
+    assert len(cut_width_faults(4, 6, MoeSection(num_experts=8, every=2), 2)) == 1
+    (fault,) = cut_width_faults(4, 6, MoeSection(num_experts=8, shared_width=10), 2)
+    assert "divide model.moe.shared_width=10 (remainder 2); use one of 1, 2, 5, 10" in str(fault)
+
+
+def test_dynamic_context_parallelism_is_refused_with_experts():
+    assert dynamic_faults(MoeSection(), True) == []
+    (fault,) = dynamic_faults(MoeSection(num_experts=8), True)
+    assert "parallel.dynamic_cp=true with model.moe.num_experts=8" in str(fault)

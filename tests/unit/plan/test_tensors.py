@@ -7,10 +7,10 @@ import torch
 
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
-from raymega.plan.grid import Grid
+from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.stages import even_stages
 from raymega.plan.state_size import count_parameters, rank_state
-from raymega.plan.tensors import model_tensors, stage_tensors
+from raymega.plan.tensors import layer_tensors, model_tensors, stage_tensors
 from raymega.train.build import build_parts
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.params import ALONE
@@ -53,6 +53,51 @@ def test_llama2_7b_and_llama3_8b_have_their_published_parameter_counts():
     llama3 = _model(**big, num_kv_heads=8, ffn_width=14336, vocab_size=128256)
     assert count_parameters(llama2) == 6_738_415_616
     assert count_parameters(llama3) == 8_030_261_248
+
+
+def test_mixtral_8x7b_has_its_published_parameter_count():
+    model = _model(
+        num_layers=32, width=4096, num_heads=32, num_kv_heads=8, ffn_width=14336, vocab_size=32000,
+        is_embedding_tied=False, moe={"num_experts": 8},
+    )  # fmt: skip
+    assert count_parameters(model) == 46_702_792_704
+
+
+MOE = {
+    "num_experts": 8, "width": 24, "first_dense_layers": 1, "every": 2, "shared_width": 16,
+    "has_shared_gate": True, "has_bias": True, "balance": "global", "balance_coefficient": 0.1,
+}  # fmt: skip
+
+
+def test_blocks_with_experts_have_a_router_its_state_experts_and_a_shared_expert():
+    model = _model(moe=MOE)
+    table = {tensor.name: tensor for tensor in model_tensors(model)}
+    holders = {name.split(".")[1] for name in table if ".moe." in name}
+    assert holders == {"2"} and "layers.2.mlp.up.weight" not in table
+    assert "layers.1.mlp.up.weight" in table
+    shapes = {n.removeprefix("layers.2.moe."): t.shape for n, t in table.items() if ".moe." in n}
+    assert shapes == {
+        "router.weight": (8, 32), "router.bias": (8,), "router.counts": (8,),
+        "experts.gate.weight": (8, 24, 32), "experts.up.weight": (8, 24, 32),
+        "experts.down.weight": (8, 32, 24), "shared.gate.weight": (16, 32),
+        "shared.up.weight": (16, 32), "shared.down.weight": (32, 16), "shared_gate.weight": (1, 32),
+    }  # fmt: skip
+    assert not any("gate" in t.name for t in layer_tensors(_model(family="gpt2", moe=MOE), 2)[6:-1])
+    states = [tensor for tensor in table.values() if not tensor.is_trained]
+    assert len(states) == 2 and all(tensor.num_parameters == 0 for tensor in states)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (2, 4), (4, 3)])
+def test_boxes_of_all_experts_ranks_tile_the_expert_tensors(ep, etp):
+    for tensor in (t for t in layer_tensors(_model(moe=MOE), 2) if t.is_expert):
+        boxes = [
+            tensor.box(tp=2, tp_rank=1, experts=ExpertPlace(ep=ep, ep_rank=e, etp=etp, etp_rank=f))
+            for e in range(ep)
+            for f in range(etp)
+        ]
+        assert sum(box.num_elements for box in boxes) == tensor.num_elements
+        assert all(a.intersect(b) is None for a in boxes for b in boxes if a is not b)
+        assert {box.shape[0] for box in boxes} == {8 // ep}
 
 
 def test_qwen_models_have_their_published_parameter_counts():
