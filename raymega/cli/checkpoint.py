@@ -23,7 +23,10 @@ from raymega.cli.checkpoint_changes import AsJson, Uri, copy_, now, prune
 from raymega.cli.tables import table
 from raymega.messages import SavedBox
 
-checkpoint_app = typer.Typer(help="Checkpoints of runs, in any store.", no_args_is_help=True)
+checkpoint_app = typer.Typer(
+    help="Checkpoints of runs, in any store.\n\nExample: raymega checkpoint list ~/.raymega/runs/verify",
+    no_args_is_help=True,
+)
 
 
 @checkpoint_app.command("list")

@@ -16,7 +16,10 @@ from raymega.convert.dcp_names import DIALECTS
 from raymega.convert.hf_export import DTYPES, MAX_FILE_BYTES, hf_export
 from raymega.convert.hf_import import hf_import, model_yaml
 
-convert_app = typer.Typer(help="Bring models in and out.", no_args_is_help=True)
+convert_app = typer.Typer(
+    help="Bring models in and out.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
+    no_args_is_help=True,
+)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 

@@ -13,7 +13,10 @@ from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, describe_packing, inspect_dataset
 from raymega.data.open import Shape
 
-data_app = typer.Typer(help="Prepare and inspect datasets.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Prepare and inspect datasets.\n\nExample: raymega data inspect corpus-tokens",
+    no_args_is_help=True,
+)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -1,9 +1,12 @@
 """Commands as a user types them: help with an example, JSON on one line, mistakes exit 2."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from raymega.cli.main import app
@@ -12,20 +15,14 @@ from raymega.plan.published import COLUMNS
 from tests.support.command import raymega
 
 VERIFY = str(Path(__file__).parents[3] / "jobs" / "verify.yaml")
-COMMANDS = [
-    ["train"],
-    ["submit"],
-    ["doctor"],
-    ["plan"],
-    ["verify"],
-    ["schedule"],
-    ["schema"],
-    ["data", "prepare"],
-    ["data", "inspect"],
-    ["checkpoint", "list"],
-    ["checkpoint", "show"],
-    ["checkpoint", "verify"],
-]
+
+
+def _commands(command: click.Command, *words: str) -> Iterator[list[str]]:
+    """The words of every command and group there is."""
+    if words:
+        yield list(words)
+    for name, child in getattr(command, "commands", {}).items():
+        yield from _commands(child, *words, name)
 
 
 def _run(*words: str) -> str:
@@ -34,7 +31,7 @@ def _run(*words: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", list(_commands(get_command(app))), ids=" ".join)
 def test_every_command_has_help_with_an_example(command):
     assert "Example: raymega" in " ".join(_run(*command, "--help").split())
 
