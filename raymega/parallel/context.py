@@ -17,6 +17,8 @@ from raymega.config.parallel import ParallelSection
 from raymega.parallel.comm_log import CommLog
 from raymega.parallel.dropout import TokenKeys
 from raymega.parallel.groups import Group, Groups, alone
+from raymega.parallel.stream import Stream
+from raymega.parallel.token_marks import TokenMarks
 from raymega.plan.context import Segment, rank_ranges, segments
 
 Documents = Sequence[Sequence[int]]
@@ -107,6 +109,7 @@ class Places:
             are several in a row, and no outer ranks.
         keys: What dropout goes by; None drops nothing.
         turns: What RoPE turns by; None is positions 0 to S - 1.
+        marks: Which tokens of the micro-batch these are, and which count; None where no layer asks.
     """
 
     positions: Tensor
@@ -116,6 +119,7 @@ class Places:
     ends: Tensor | None = None
     keys: TokenKeys | None = None
     turns: tuple[Tensor, Tensor] | None = None
+    marks: TokenMarks | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -132,6 +136,27 @@ def make_places(rows: Rows, context: Context) -> Places:
         segments=held,
         order=_order(rows, context) if context.inner.size > 1 else None,
         ends=_ends(rows) if context.outer.size == 1 and len(held) > 1 else None,
+    )
+
+
+def mark_tokens(rows: Rows, mask: Tensor, context: Context, stream: Stream) -> TokenMarks:
+    """Marks of a micro-batch.
+
+    Args:
+        rows: What its rows are made of.
+        mask: [B, S/cp], 1 where a token counts, else 0.
+        context: The ranks that share the rows.
+        stream: How they lie on the tensor-parallel ranks.
+    """
+    at = rows.places
+    if at is None:
+        at = held_positions(rows.documents, context).to(mask.device)
+    row_length = mask.shape[1] * context.degree
+    first = torch.arange(mask.shape[0], device=mask.device)[:, None] * row_length
+    return TokenMarks(
+        numbers=stream.own((first + at).t()),
+        is_counted=stream.own(mask.bool().t()),
+        row_length=row_length,
     )
 
 
