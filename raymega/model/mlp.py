@@ -25,15 +25,8 @@ class GeluMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        return self.finish(self.start(x))
-
-    def start(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S, B, F/tp], before the nonlinearity."""
-        return consume(self.up, x)
-
-    def finish(self, up: Tensor) -> Tensor:
-        """[S, B, F/tp] -> [S/sp, B, D]."""
-        return consume(self.down, produce(gelu_tanh, up) if self.is_remade else gelu_tanh(up))
+        up = consume(self.up, x)
+        return consume(self.down, produce(_gelu, up) if self.is_remade else _gelu(up))
 
 
 class SwigluMlp(nn.Module):
@@ -51,17 +44,9 @@ class SwigluMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        return self.finish(self.start(x))
-
-    def start(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S, B, 2 F/tp], gate and up before the nonlinearity."""
-        return consume(self.gate_up, x)
-
-    def finish(self, gate_up: Tensor) -> Tensor:
-        """[S, B, 2 F/tp] -> [S/sp, B, D]."""
+        gate_up = consume(self.gate_up, x)
         return consume(self.down, produce(swiglu, gate_up) if self.is_remade else swiglu(gate_up))
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh form."""
+def _gelu(x: Tensor) -> Tensor:
     return gelu(x, approximate="tanh")

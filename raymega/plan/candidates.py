@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 from raymega.config.schema import Job, ParallelSection
 from raymega.plan.accelerators import Accelerator
-from raymega.plan.unread_rules import settled
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
@@ -32,7 +31,7 @@ _FOLLOWING: dict[str, dict[str, Any]] = {
         "first_stage_layers": "even", "last_stage_layers": "even",
         "is_embedding_a_layer": False, "is_loss_a_layer": False,
     },
-    "schedule": {"group_size": "pp", "max_activations": "pp", "owed_share": 1.0},
+    "schedule": {"group_size": "pp", "max_activations": "pp"},
     "memory": {"recompute_parts": ("attention",)},
     "cluster": {"num_workers": "grid"},
 }  # fmt: skip
@@ -93,7 +92,7 @@ def _degrees(space: Space) -> Iterator[dict[str, Any]]:
 
 def _expert_degrees(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, int]]:
     """The same ranks shared out among experts; once for a dense model."""
-    num_experts = getattr(getattr(space.job.model, "moe", None), "num_experts", 0)
+    num_experts = space.job.model.moe.num_experts
     ranks, tp = degrees["tp"] * degrees["cp"] * degrees["dp"], degrees["tp"]
     widths = dict.fromkeys((1, tp)) if num_experts else (1,)
     for etp in space.options("parallel.etp", widths):
@@ -149,7 +148,7 @@ def _changed(space: Space, chosen: dict[str, dict[str, Any]]) -> Job:
         free = {k: v for k, v in following.items() if f"{name}.{k}" not in space.fixed}
         update = {**free, **chosen.get(name, {})}
         changes[name] = getattr(space.job, name).model_copy(update=update)
-    return settled(space.job.model_copy(update=changes))
+    return space.job.model_copy(update=changes)
 
 
 def _cuts(job: Job, pp: int, chunks: int) -> bool:
