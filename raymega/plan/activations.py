@@ -17,7 +17,7 @@ from raymega.plan.context import inner_ranks
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.tensors import FAMILY_TENSORS, FamilyTensors, embedding_tensors
-from raymega.schedule.instructions import FREES_ACTIVATIONS, Op, Schedule
+from raymega.schedule.instructions import Op, Schedule
 
 MASK_BYTES = 1
 """Of one element in a dropout mask."""
@@ -87,11 +87,24 @@ class StageActivations:
     rerun_bytes: int
 
 
-def peak_bytes(schedule: Schedule, chunks: Sequence[StageActivations]) -> int:
-    """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``."""
-    sign = {Op.FORWARD: 1} | dict.fromkeys(FREES_ACTIVATIONS, -1)
-    changes = (sign.get(task.op, 0) * chunks[task.chunk].micro_batch_bytes for task in schedule)
-    return max(accumulate(changes)) + max(chunk.rerun_bytes for chunk in chunks)
+def peak_bytes(
+    schedule: Schedule, chunks: Sequence[StageActivations], *, owed_share: float = 1.0
+) -> int:
+    """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``.
+
+    Args:
+        schedule: The rank's list.
+        chunks: What each of its chunks keeps.
+        owed_share: Of that, what stays between the two parts of a backward that is cut in two.
+    """
+    share = {
+        Op.FORWARD: 1.0,
+        Op.BACKWARD: -1.0,
+        Op.BACKWARD_INPUT: owed_share - 1.0,
+        Op.BACKWARD_WEIGHT: -owed_share,
+    }
+    changes = (share.get(task.op, 0.0) * chunks[task.chunk].micro_batch_bytes for task in schedule)
+    return round(max(accumulate(changes))) + max(chunk.rerun_bytes for chunk in chunks)
 
 
 def activation_shape(job: Job) -> ActivationShape:

@@ -66,6 +66,7 @@ def memory_use(plan: RunPlan, elements: Sequence[Elements] = ()) -> MemoryUse:
             pp_rank=pp_rank,
             chunks=placement.chunks,
             num_micro_batches=plan.batch.num_micro_batches,
+            max_activations=plan.job.schedule.max_activations,
         )
         mean = sum(each for each, _ in chunks) / len(chunks)
         activations = round(in_flight * mean) + max(again for _, again in chunks) + passing
@@ -98,20 +99,26 @@ def _passing_bytes(shape: ActivationShape) -> int:
     return round(shape_cost(shape, shape.parallel.cp_method).passing_bytes)
 
 
-def micro_batches_in_flight(
-    schedule: str, *, pp: int, pp_rank: int, chunks: int, num_micro_batches: int
+def micro_batches_in_flight(  # one a size
+    schedule: str,
+    *,
+    pp: int,
+    pp_rank: int,
+    chunks: int,
+    num_micro_batches: int,
+    max_activations: int | str = "pp",
 ) -> int:
     """The most that wait for their backward on one rank, each chunk's counted by itself.
 
     1F1B holds one for each stage from here to the end (Narayanan et al. 2021, figure 3); its
     interleaved form warms up all chunks but one, and twice the way to the end (figure 4). Zero-bubble
-    schedules hold as many on every rank (Qi et al. 2023, 2024).
+    schedules hold as many on every rank (Qi et al. 2023, 2024), zb_auto what it may.
     """
     after = pp - 1 - pp_rank
     held = {
         "gpipe": num_micro_batches * chunks,
         "zb_h1": pp,
-        "zb_auto": pp,
+        "zb_auto": pp if max_activations == "pp" else int(max_activations),
         "zb_h2": 2 * pp - 1,
         "zb_v": 2 * pp,
         "dualpipe_v": 2 * pp + 1,
