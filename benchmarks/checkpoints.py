@@ -140,7 +140,11 @@ class Rank:
         self.target, self.places = self.state.like()
         self.shards: list = []
         self.writer = CheckpointWriter(
-            LocalStore(self.root / "ours"), rank=rank, attempt=1, dp=1, report=self.shards.append
+            LocalStore(self.root / "ours"),
+            rank=rank,
+            attempt=1,
+            num_replicas=1,
+            report=self.shards.append,
         )
         # What async_save makes anew for each save; kept, it reuses its memory as ours does.
         self.stager = DefaultStager(StagingOptions(*[False] * 4))
@@ -173,7 +177,7 @@ class Rank:
         self.shards.clear()
         with self.timed("save: ours"):
             with self.timed("stall: ours"):
-                self.writer.save(number, self.state.blocks(), {"step": number}, dp_rank=0)
+                self.writer.save(number, self.state.blocks(), {"step": number}, replica=0)
             self.writer.wait()
             reports = [None] * self.setting.ranks if self.rank == 0 else None
             dist.gather_object(self.shards[-1], reports)

@@ -19,8 +19,8 @@ from raymega.checkpoint.manifest import (
     list_manifests,
     read_manifest,
 )
-from raymega.errors import CheckpointError, ConfigError, Fault, StorageError, raise_faults
-from raymega.storage.open import open_store, reading_faults
+from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
+from raymega.storage.open import is_anything_at, open_store, reading_faults
 from raymega.storage.store import Store
 
 _PART_OF_RUN = re.compile(rf"(?P<run>.*)/(?P<part>{ROOT}step-\d+(/[^/]+)?)/?")
@@ -50,8 +50,13 @@ class CheckpointSummary:
 
 
 def list_checkpoints(uri: str) -> list[CheckpointSummary]:
-    """Every checkpoint that ``uri`` names, newest first, judged by the sizes of its files."""
+    """Every checkpoint that ``uri`` names, newest first, judged by the sizes of its files.
+
+    Raises:
+        ConfigError: There is nothing at all at the URI: no run that has yet to save, either.
+    """
     store, keys = _locate(uri)
+    raise_faults(ConfigError, [] if keys else absence_faults(uri))
     return [_summarise(store, key, is_deep=False) for key in keys]
 
 
@@ -82,7 +87,7 @@ def _locate(uri: str) -> tuple[Store, list[str]]:
     """The run's store, and the keys of the manifests that ``uri`` names in it, newest first."""
     match = _PART_OF_RUN.fullmatch(uri)
     root = match["run"] if match else uri
-    raise_faults(StorageError, reading_faults(root, field="URI"))
+    raise_faults(ConfigError, reading_faults(root, field="URI"))
     store = open_store(root)
     prefix = f"{match['part']}/" if match else ROOT
     return store, [key for key in list_manifests(store) if f"{key}/".startswith(prefix)]
@@ -122,6 +127,19 @@ def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Faul
             read_block(store, manifest, box)
         except CheckpointError as error:
             yield from error.faults
+
+
+def absence_faults(uri: str) -> list[Fault]:
+    """What is wrong when ``uri`` holds nothing at all: mistyped, most likely."""
+    if is_anything_at(uri):
+        return []
+    return [
+        Fault(
+            fact=f"there is nothing at {uri!r}",
+            rule="it must be a folder that exists, or a prefix below which objects lie",
+            remedy="give <checkpoint.uri>/<run.name> of a run",
+        )
+    ]
 
 
 def _nothing_at(uri: str) -> Fault:

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from raymega.checkpoint.copying import copy_checkpoint
-from raymega.checkpoint.inspection import open_checkpoint
+from raymega.checkpoint.inspection import absence_faults, open_checkpoint
 from raymega.checkpoint.retention import Keep, Pruner
 from raymega.cli.submit import server_url
-from raymega.errors import CheckpointError, ConfigError, Fault, StorageError, raise_faults
+from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.orchestrate import jobs_client
 from raymega.orchestrate.running import find_run
 from raymega.orchestrate.save_requests import ask_for_save
@@ -56,11 +56,12 @@ def prune(
     """
     if not keep_last and (keep_every or keep_best):
         raise ConfigError(_no_keep_last())
+    raise_faults(ConfigError, reading_faults(uri, field="URI"))
     age, now_ = timedelta(hours=older_than_h), datetime.now(UTC)
     aborted = drop_unfinished(uri, older_than=age, now=now_, is_dry=is_dry)
+    raise_faults(ConfigError, [] if aborted else absence_faults(uri))
     deleted: tuple[str, ...] = ()
     if keep_last:
-        raise_faults(StorageError, reading_faults(uri, field="URI"))
         pruner = Pruner(open_store(uri), Keep(last=keep_last, every=keep_every, best=keep_best))
         deleted = pruner.expired() if is_dry else pruner.prune()
     if as_json:
@@ -89,7 +90,7 @@ def copy_(
     Example: raymega checkpoint copy runs/my-run s3://team/runs/my-run
     """
     source, manifest = open_checkpoint(uri)
-    raise_faults(StorageError, store_faults(target, field="URI2"))
+    raise_faults(ConfigError, store_faults(target, field="URI2"))
     store = open_store(target)
     done = copy_checkpoint(source, manifest, store)
     if as_json:
@@ -131,7 +132,7 @@ def now(
     if "/" not in run and "://" in address:
         raise typer.Exit(_now_over_there(run, address, timeout_s, as_json=as_json))
     uri = run if "/" in run else find_run(run, address=address)
-    raise_faults(StorageError, reading_faults(uri, field="RUN"))
+    raise_faults(ConfigError, reading_faults(uri, field="RUN"))
     answer = ask_for_save(open_store(uri), timeout_s=timeout_s)
     if answer.error:
         raise CheckpointError(f"the save of step {answer.step} failed: {answer.error}")

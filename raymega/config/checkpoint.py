@@ -74,7 +74,8 @@ class CheckpointSection(Section):
     )
     bytes_per_s: NonNegative = Field(
         default=0,
-        description="Most bytes a second that each worker writes; 0 is as many as the store takes.",
+        description="Most bytes a second that each worker writes, so the job writes as many times that as "
+        "it has workers, and a node as many as it hosts; 0 is as many as the store takes.",
     )
     keep_last: Positive = Field(default=3, description="Newest checkpoints that are kept.")
     keep_every: NonNegative = Field(

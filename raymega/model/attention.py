@@ -69,6 +69,9 @@ class Attention(nn.Module):
         H, G = self.num_heads, self.num_kv_heads
         qk_SBhK, v_SBGK = qkv.unflatten(-1, (H + 2 * G, -1)).split((H + G, G), dim=2)
         if self.norms is not None:
+            if not places.is_whole:
+                # Attention keeps copies then, and the norms what they read: alone, or v is kept twice.
+                qk_SBhK, v_SBGK = qk_SBhK.contiguous(), v_SBGK.contiguous()
             qk_SBhK = self.norms(qk_SBhK, num_heads=H)
         elif self.is_rotary:
             # Alone, or v would keep q and k too as they were before they were turned.

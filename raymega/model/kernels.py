@@ -30,6 +30,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _Swiglu.apply(gate_up)
 
 
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; both of one shape."""
+    return _SiluProduct.apply(gate, up)
+
+
 class _RmsNorm(torch.autograd.Function):
     """Keeps x and 1 / rms(x), one number a row; computed in max(fp32, dtype)."""
 
@@ -73,3 +78,19 @@ class _Swiglu(torch.autograd.Function):
         torch.mul(silu(gate), grad, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_gate_up
+
+
+class _SiluProduct(torch.autograd.Function):
+    """The same for tensors of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_up = silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), grad_up

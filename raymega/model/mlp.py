@@ -25,8 +25,15 @@ class GeluMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        up = consume(self.up, x)
-        return consume(self.down, produce(_gelu, up) if self.is_remade else _gelu(up))
+        return self.finish(self.start(x))
+
+    def start(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> [S, B, F/tp], before the nonlinearity."""
+        return consume(self.up, x)
+
+    def finish(self, up: Tensor) -> Tensor:
+        """[S, B, F/tp] -> [S/sp, B, D]."""
+        return consume(self.down, produce(gelu_tanh, up) if self.is_remade else gelu_tanh(up))
 
 
 class SwigluMlp(nn.Module):
@@ -44,9 +51,17 @@ class SwigluMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        gate_up = consume(self.gate_up, x)
+        return self.finish(self.start(x))
+
+    def start(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> [S, B, 2 F/tp], gate and up before the nonlinearity."""
+        return consume(self.gate_up, x)
+
+    def finish(self, gate_up: Tensor) -> Tensor:
+        """[S, B, 2 F/tp] -> [S/sp, B, D]."""
         return consume(self.down, produce(swiglu, gate_up) if self.is_remade else swiglu(gate_up))
 
 
-def _gelu(x: Tensor) -> Tensor:
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form."""
     return gelu(x, approximate="tanh")

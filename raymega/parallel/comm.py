@@ -9,7 +9,7 @@ for whom. It owns no group, and differentiates nothing: that is parallel.collect
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -199,6 +199,29 @@ def all_to_all(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     received, pending = start_all_to_all(tensor, group)
     pending.wait(group.timeout_s)
     return received
+
+
+def start_exchange(
+    tensor: torch.Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int]
+) -> tuple[torch.Tensor, Pending]:
+    """Begin an all-to-all of uneven parts: ``sent[i]`` rows go to place i, ``received[i]`` come.
+
+    x: [sum of sent, ...] -> [sum of received, ...] in group order. Who sends and who receives must
+    agree. Leave the tensor alone, and the result, until waited for.
+    """
+    check_tensor("exchange", tensor, group)
+    assert tensor.shape[0] == sum(sent), "parts are the rows"
+    rows = tensor
+    if group.size > 1:
+        rows = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    options = c10d.AllToAllOptions()
+    return rows, _start(
+        "exchange",
+        tensor,
+        group,
+        lambda handle: handle.alltoall_base(rows, tensor, [*received], [*sent], options),
+        _wait_in_turns,
+    )
 
 
 def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.Tensor, Pending]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from raymega.config.parallel import ParallelSection
 from raymega.parallel.comm_log import CommLog
 from raymega.parallel.dropout import TokenKeys
 from raymega.parallel.groups import Group, Groups, alone
+from raymega.parallel.stream import Stream
+from raymega.parallel.token_marks import TokenMarks
 from raymega.plan.context import Segment, rank_ranges, segments
 
 Documents = Sequence[Sequence[int]]
@@ -102,25 +105,58 @@ class Places:
         segments: The documents as a rank holds them when attention is computed.
         order: In which order the tokens of the inner ranks, end to end, lie as one outer rank would
             hold them, and the inverse: [S/outer, B] or [S/outer, 1] int64. None without inner ranks.
+        ends: [N + 1] int32, where the documents of all rows end, the rows end to end; None unless there
+            are several in a row, and no outer ranks.
         keys: What dropout goes by; None drops nothing.
         turns: What RoPE turns by; None is positions 0 to S - 1.
+        marks: Which tokens of the micro-batch these are, and which count; None where no layer asks.
     """
 
     positions: Tensor
     context: Context
     segments: tuple[Segment, ...]
     order: tuple[Tensor, Tensor] | None
+    ends: Tensor | None = None
     keys: TokenKeys | None = None
     turns: tuple[Tensor, Tensor] | None = None
+    marks: TokenMarks | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """All rows are one document, of which this rank has all tokens."""
+        return self.context.degree == 1 and len(self.segments) == 1
 
 
 def make_places(rows: Rows, context: Context) -> Places:
     """Places of ``rows``, cut over ``context``; neither dropout nor turns."""
+    held = segments(rows.documents, cp=context.outer.size)
     return Places(
         positions=rows.positions.t(),
         context=context,
-        segments=segments(rows.documents, cp=context.outer.size),
+        segments=held,
         order=_order(rows, context) if context.inner.size > 1 else None,
+        ends=_ends(rows) if context.outer.size == 1 and len(held) > 1 else None,
+    )
+
+
+def mark_tokens(rows: Rows, mask: Tensor, context: Context, stream: Stream) -> TokenMarks:
+    """Marks of a micro-batch.
+
+    Args:
+        rows: What its rows are made of.
+        mask: [B, S/cp], 1 where a token counts, else 0.
+        context: The ranks that share the rows.
+        stream: How they lie on the tensor-parallel ranks.
+    """
+    at = rows.places
+    if at is None:
+        at = held_positions(rows.documents, context).to(mask.device)
+    row_length = mask.shape[1] * context.degree
+    first = torch.arange(mask.shape[0], device=mask.device)[:, None] * row_length
+    return TokenMarks(
+        numbers=stream.own((first + at).t()),
+        is_counted=stream.own(mask.bool().t()),
+        row_length=row_length,
     )
 
 
@@ -132,6 +168,12 @@ def whole_rows(num_tokens: int, device: torch.device) -> Rows:
 def held_positions(documents: Documents, context: Context) -> Tensor:
     """Places in the whole rows of the tokens that this rank holds: [rows, S/cp] int64."""
     return torch.stack([_held(row, context.degree, context.index) for row in documents])
+
+
+def _ends(rows: Rows) -> Tensor:
+    """Of the documents of all rows, row after row; the first begins at 0."""
+    ends = [0, *accumulate(length for documents in rows.documents for length in documents)]
+    return torch.tensor(ends, dtype=torch.int32, device=rows.positions.device)
 
 
 def _held(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:

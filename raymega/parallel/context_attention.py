@@ -21,6 +21,7 @@ from raymega.parallel.attention_blocks import Block, kernel_for, merge
 from raymega.parallel.comm_log import CommLog, Waitable
 from raymega.parallel.context import Places
 from raymega.parallel.context_transfers import start_collection, start_pass, sum_parts
+from raymega.parallel.document_attention import attend_in_documents, has_one_kernel
 from raymega.parallel.groups import Group
 from raymega.parallel.head_exchange import Attend, exchanged
 from raymega.plan.context import Part, Segment, gathered_parts, ring_parts
@@ -61,6 +62,11 @@ def _across(q: Tensor, k: Tensor, v: Tensor, *, places: Places, is_causal: bool)
     outer, segments = places.context.outer, places.segments
     if outer.size == 1 and len(segments) == 1:
         return _whole_rows(q, k, v, is_causal=is_causal)
+    if places.ends is not None and has_one_kernel(q):
+        return attend_in_documents(
+            q, k, v, ends=places.ends, longest=max(segment.size for segment in segments),
+            are_alike=segments[0].rows == slice(None), is_causal=is_causal,
+        )  # fmt: skip
     function = _Gathered if places.context.is_gathered and outer.size > 1 else _Ring
     work = _Work(ranks=outer, segments=segments, is_causal=is_causal, log=places.context.log)
     return function.apply(q, k, v, work)

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from raymega.config.schema import Job, ParallelSection
 from raymega.plan.accelerators import Accelerator
+from raymega.plan.unread_rules import settled
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
@@ -31,7 +32,7 @@ _FOLLOWING: dict[str, dict[str, Any]] = {
         "first_stage_layers": "even", "last_stage_layers": "even",
         "is_embedding_a_layer": False, "is_loss_a_layer": False,
     },
-    "schedule": {"group_size": "pp", "max_activations": "pp"},
+    "schedule": {"group_size": "pp", "max_activations": "pp", "owed_share": 1.0},
     "memory": {"recompute_parts": ("attention",)},
     "cluster": {"num_workers": "grid"},
 }  # fmt: skip
@@ -148,7 +149,7 @@ def _changed(space: Space, chosen: dict[str, dict[str, Any]]) -> Job:
         free = {k: v for k, v in following.items() if f"{name}.{k}" not in space.fixed}
         update = {**free, **chosen.get(name, {})}
         changes[name] = getattr(space.job, name).model_copy(update=update)
-    return space.job.model_copy(update=changes)
+    return settled(space.job.model_copy(update=changes))
 
 
 def _cuts(job: Job, pp: int, chunks: int) -> bool:

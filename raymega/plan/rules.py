@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isqrt, lcm
+from math import lcm
 from typing import Any
 
 from raymega.config.schema import ParallelSection
@@ -31,8 +31,8 @@ from raymega.plan.moe_rules import (
 from raymega.plan.placement import EVEN_ONLY, KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
 from raymega.plan.start_rules import start_rule_faults
-from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.training_rules import (
+    attention_weight_faults,
     batch_ramp_faults,
     loss_scale_faults,
     lr_schedule_faults,
@@ -41,10 +41,12 @@ from raymega.plan.training_rules import (
     packing_faults,
     recompute_faults,
 )
+from raymega.plan.unread_rules import default_of, unread_faults
 from raymega.schedule.order import make_sizes
-from raymega.schedule.table import make_placement, schedule_faults, unread_faults
+from raymega.schedule.table import make_placement, schedule_faults, unread_size_faults
 
 PLACING = ("stages", *EVEN_ONLY)
+SCHEDULING = ("group_size", "max_activations", "owed_share")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ def job_faults(values: Mapping[str, Any]) -> list[Fault]:
     for rule in RULES:
         if all(path in values for path in rule.reads):
             faults += rule.check(*(values[path] for path in rule.reads))
-    return faults
+    return faults + unread_faults(values)
 
 
 def _must_divide(axis: str, field: str) -> Rule:
@@ -193,15 +195,16 @@ def _positions(seq_len: int, longest: int) -> list[Fault]:
 
 
 def _schedule(
-    name: str, pp: int, chunks: int, group_size: int | str, max_activations: int | str
+    name: str, pp: int, chunks: int, group_size: int | str, *others: int | float | str
 ) -> list[Fault]:
     sizes = make_sizes(pp=pp, chunks=chunks, group_size=group_size, num_micro_batches=1)
+    by_field = dict(zip(SCHEDULING, (group_size, *others), strict=True))
     given = {
         field: value
-        for field, value in (("group_size", group_size), ("max_activations", max_activations))
-        if value != "pp"
+        for field, value in by_field.items()
+        if value != default_of(f"schedule.{field}")
     }
-    return schedule_faults(name, sizes) + unread_faults(name, chunks=chunks, given=given)
+    return schedule_faults(name, sizes) + unread_size_faults(name, chunks=chunks, given=given)
 
 
 def _stages(
@@ -242,34 +245,10 @@ def _world(num_workers: int | str, *degrees: int) -> list[Fault]:
     return [fault] if fault else []
 
 
-def _attention_weights(  # noqa: PLR0913  # one a field
-    rate: float, seq_len: int, heads: int, tp: int, cp: int, micro_batch_size: int, dtype: str
-) -> list[Fault]:
-    """Without the fused kernel a layer keeps S x S weights a head: before, and after, and a mask."""
-    held = heads // (tp * cp)
-    num_bytes = micro_batch_size * held * seq_len**2 * (2 * DTYPE_BYTES[dtype] + 1)
-    if not rate or num_bytes <= MAX_ATTENTION_BYTES:
-        return []
-    shorter = isqrt(MAX_ATTENTION_BYTES * seq_len**2 // num_bytes)
-    return [
-        Fault(
-            fact=f"model.attention_dropout={rate:g}",
-            rule=f"it needs every attention weight in memory, {num_bytes / 2**30:.1f} GiB in each "
-            f"layer for {micro_batch_size} x {held} heads of {seq_len} x {seq_len} on a "
-            f"rank; at most {MAX_ATTENTION_BYTES / 2**30:g} GiB is allowed",
-            remedy="set model.attention_dropout=0, which needs none, or take more parallel.tp, a "
-            f"smaller schedule.micro_batch_size or data.seq_len of at most {shorter}",
-        )
-    ]
-
-
 def _grid(order: str, *degrees: int) -> list[Fault]:
     tp, cp, dp, ep, etp = degrees
     return grid_faults(ParallelSection(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, order=order))
 
-
-MAX_ATTENTION_BYTES = 2 << 30
-"""Of one layer's weights under attention dropout: a few such layers fill a GPU."""
 
 RULES = (
     Rule(
@@ -331,7 +310,7 @@ RULES = (
             "schedule.micro_batch_size",
             "precision.dtype",
         ),
-        check=_attention_weights,
+        check=attention_weight_faults,
     ),
     Rule(reads=("model.moe", "model.num_layers"), check=moe_faults),
     Rule(
@@ -382,8 +361,7 @@ RULES = (
             "schedule.name",
             "parallel.pp",
             "schedule.chunks",
-            "schedule.group_size",
-            "schedule.max_activations",
+            *(f"schedule.{field}" for field in SCHEDULING),
         ),
         check=_schedule,
     ),

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isqrt
 
 from raymega.config.schema import BatchStage
 from raymega.errors import Fault
+from raymega.plan.state_size import DTYPE_BYTES
+
+MAX_ATTENTION_BYTES = 2 << 30
+"""Of one layer's weights under attention dropout: a few such layers fill a GPU."""
 
 
 def lr_step_faults(warmup: int, decay: int | str) -> list[Fault]:
@@ -127,6 +132,27 @@ def packed_dropout_faults(packing: str, rate: float) -> list[Fault]:
             rule="weights are dropped in whole S x S squares, and packed tokens see their own "
             "document only",
             remedy="set model.attention_dropout=0, or data.packing=none",
+        )
+    ]
+
+
+def attention_weight_faults(  # noqa: PLR0913  # one a field
+    rate: float, seq_len: int, heads: int, tp: int, cp: int, micro_batch_size: int, dtype: str
+) -> list[Fault]:
+    """Without the fused kernel a layer keeps S x S weights a head: before, and after, and a mask."""
+    held = heads // (tp * cp)
+    num_bytes = micro_batch_size * held * seq_len**2 * (2 * DTYPE_BYTES[dtype] + 1)
+    if not rate or num_bytes <= MAX_ATTENTION_BYTES:
+        return []
+    shorter = isqrt(MAX_ATTENTION_BYTES * seq_len**2 // num_bytes)
+    return [
+        Fault(
+            fact=f"model.attention_dropout={rate:g}",
+            rule=f"it needs every attention weight in memory, {num_bytes / 2**30:.1f} GiB in each "
+            f"layer for {micro_batch_size} x {held} heads of {seq_len} x {seq_len} on a "
+            f"rank; at most {MAX_ATTENTION_BYTES / 2**30:g} GiB is allowed",
+            remedy="set model.attention_dropout=0, which needs none, or take more parallel.tp, a "
+            f"smaller schedule.micro_batch_size or data.seq_len of at most {shorter}",
         )
     ]
 

@@ -52,7 +52,7 @@ SCHEDULES: dict[str, Kind] = {
     "zb_h1": Kind(make=zb_h1, most_chunks=1),
     "zb_h2": Kind(make=zb_h2, most_chunks=1),
     "zb_v": Kind(make=zb_v, least_chunks=2, most_chunks=2, is_vee=True),
-    "zb_auto": Kind(make=zb_auto, most_chunks=1, reads={"max_activations": 1}),
+    "zb_auto": Kind(make=zb_auto, most_chunks=1, reads={"max_activations": 1, "owed_share": 1}),
     "dualpipe_v": Kind(make=dualpipe_v, least_chunks=2, most_chunks=2, is_vee=True),
 }
 
@@ -117,14 +117,16 @@ def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
     return faults
 
 
-def unread_faults(name: str, *, chunks: int, given: Mapping[str, int | str]) -> list[Fault]:
+def unread_size_faults(
+    name: str, *, chunks: int, given: Mapping[str, int | float | str]
+) -> list[Fault]:
     """Numbers that the job sets, ``given`` by field, and that schedule ``name`` does not go by."""
     reads = SCHEDULES[name].reads
     return [
         Fault(
             fact=f"schedule.{setting}={value}",
             rule=f"only {_readers(setting)} goes by it; this is {name}, schedule.chunks={chunks}",
-            remedy=f"remove it (schedule.{setting}=pp), or choose such a schedule",
+            remedy="remove it, or choose such a schedule",
         )
         for setting, value in given.items()
         if chunks < reads.get(setting, MANY)

@@ -153,6 +153,18 @@ def drop_unfinished(
     return backend.drop_unfinished(uri, older_than=older_than, now=now, is_dry=is_dry)
 
 
+def is_anything_at(uri: str) -> bool:
+    """A folder, even an empty one, or an object below the prefix.
+
+    Raises:
+        StorageError: The URI is not one of a store, or the store refuses.
+    """
+    folder = local_path(uri)
+    if folder is not None:
+        return folder.exists()
+    return next(iter(open_store(uri).list("")), None) is not None
+
+
 def _access_faults(uri: str, field: str, *, is_for_writing: bool) -> list[Fault]:
     faults = _uri_faults(uri, field=field)
     if faults:

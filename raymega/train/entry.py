@@ -111,7 +111,7 @@ def _train(
         open_store(start.run_uri),
         rank=start.rank,
         attempt=start.attempt,
-        dp=plan.grid.replicas,
+        num_replicas=plan.grid.replicas,
         report=channel.report,
         limits=_limits(plan),
         near=_near_tier(plan.job),

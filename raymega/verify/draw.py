@@ -88,7 +88,7 @@ def _dress(job: Job, shape: Layout, random: Random) -> Layout:
     size = random.choice([*sizes, job.schedule.micro_batch_size])
     dressed = replace(shape, micro_batch_size=size)
     for option in OPTIONS:
-        value = random.choice([*option.values, *option.texts(job, dressed)])
+        value = random.choice([*option.values, *option.others(job, dressed)])
         candidate = dressed.with_value(option.name, value)
         if option.matters(dressed) and is_legal(job, candidate):
             dressed = candidate

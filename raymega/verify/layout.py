@@ -16,6 +16,7 @@ from raymega.plan.placement import EVEN_ONLY, KINDS, LAYER
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values
 from raymega.plan.stages import even_counts
+from raymega.plan.unread_rules import PARTNERS
 from raymega.schedule.table import SCHEDULES
 
 DEGREES = ("tp", "cp", "pp", "dp")
@@ -40,6 +41,7 @@ class Layout:
     sharding: str = "none"
     sequence_parallel: bool = False
     cp_method: str = "ring"
+    cp_inner: int = 2
     dynamic_cp: bool = False
     recompute: str = "none"
     recompute_parts: tuple[str, ...] = ("attention",)
@@ -66,7 +68,8 @@ class Layout:
     def with_value(self, name: str, value: object) -> Layout:
         """The same but for one degree or option.
 
-        Chunks follow the schedule, and stages that were written for another number of them go.
+        Chunks follow the schedule, and stages that were written for another number of them go, as do
+        options that would have nothing to say.
         """
         change: dict[str, Any] = {name: value}
         if name == "schedule":
@@ -74,8 +77,13 @@ class Layout:
             change["chunks"] = min(max(self.chunks, kind.least_chunks), kind.most_chunks)
         changed = replace(self, **change)
         if changed.num_stages != self.num_stages and changed.stages not in KINDS:
-            return replace(changed, stages=SIMPLEST_STAGES)
-        return changed
+            changed = replace(changed, stages=SIMPLEST_STAGES)
+        unread: dict[str, Any] = {
+            option.name: option.simplest
+            for option in OPTIONS
+            if option.path in PARTNERS and not option.matters(changed)
+        }
+        return replace(changed, **unread)
 
     def grid(self) -> str:
         """Short form of the degrees, such as ``tp2-pp2``."""
@@ -115,14 +123,14 @@ class Option:
         name: Its name in Layout.
         path: Its dotted path in the job.
         values: What may be drawn, the simplest first.
-        texts: What may be drawn besides, of a job and a layout that has its degrees and chunks.
+        others: What may be drawn besides, of a job and a layout that has its degrees and chunks.
         matters: Whether it changes anything on a layout; where it does not, the simplest is drawn.
     """
 
     name: str
     path: str
     values: tuple[Any, ...]
-    texts: Callable[[Job, Layout], tuple[str, ...]] = lambda _job, _layout: ()
+    others: Callable[[Job, Layout], tuple[Any, ...]] = lambda _job, _layout: ()
     matters: Callable[[Layout], bool] = lambda _layout: True
 
     @property
@@ -169,7 +177,7 @@ OPTIONS = (
         name="stages",
         path="parallel.stages",
         values=(SIMPLEST_STAGES, "auto"),
-        texts=_stage_texts,
+        others=_stage_texts,
         matters=lambda layout: layout.num_stages > 1,
     ),
     Option(
@@ -196,7 +204,14 @@ OPTIONS = (
         name="cp_method",
         path="parallel.cp_method",
         values=_allowed(ParallelSection, "cp_method"),
-        matters=lambda layout: layout.cp > 1,
+        matters=lambda layout: layout.cp > 1 or layout.dynamic_cp,
+    ),
+    Option(
+        name="cp_inner",
+        path="parallel.cp_inner",
+        values=(2,),
+        others=lambda _job, layout: tuple(n for n in range(3, layout.cp) if layout.cp % n == 0),
+        matters=lambda layout: layout.cp > 1 and layout.cp_method == "hybrid",
     ),
     Option(
         name="dynamic_cp",

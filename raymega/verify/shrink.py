@@ -17,6 +17,7 @@ from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault
 from raymega.plan.placement import KINDS
 from raymega.plan.state_size import count_parameters
+from raymega.plan.unread_rules import settled
 from raymega.verify.draw import is_power_of_two
 from raymega.verify.layout import layout_of
 
@@ -135,6 +136,7 @@ def _shorten(draft: _Draft, steps: int) -> None:
     timeout_s = min(job.elastic.collective_timeout_s, TIMEOUT_S)
     draft.values["elastic"]["collective_timeout_s"] = timeout_s
     draft.values["parallel"] |= dict.fromkeys(("tp", "cp", "pp", "dp", "ep", "etp"), 1)
+    draft.values = settled(draft.job()).model_dump()  # on one rank, in float64
 
 
 def _free_stages(draft: _Draft) -> None:
@@ -146,6 +148,7 @@ def _free_stages(draft: _Draft) -> None:
     draft.set("parallel.last_stage_layers", "even", why)
     draft.set("schedule.group_size", "pp", why)
     draft.set("schedule.max_activations", "pp", why)
+    draft.set("schedule.owed_share", 1.0, why)
 
 
 def _narrow(draft: _Draft, max_params: int) -> None:

@@ -149,7 +149,7 @@ def _measure_cp(env, model, method, inner, memory):
 @pytest.mark.parametrize(
     "memory", [MemorySection(), CORE, ALL, FULL], ids=["none", "core", "all", "full"]
 )
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize(
     ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
 )

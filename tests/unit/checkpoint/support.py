@@ -177,10 +177,10 @@ def save_rank(
     """One rank's report of a save."""
     shards = []
     writer = CheckpointWriter(
-        store, rank=rank, attempt=attempt, dp=num_replicas, report=shards.append, patience=NO_WAIT,
+        store, rank=rank, attempt=attempt, num_replicas=num_replicas, report=shards.append, patience=NO_WAIT,
         limits=limits,
     )  # fmt: skip
-    writer.save(step, blocks, {**STATE, "step": step}, dp_rank=replica)
+    writer.save(step, blocks, {**STATE, "step": step}, replica=replica)
     assert writer.wait()
     return shards[-1]
 

@@ -66,6 +66,15 @@ def test_list_of_an_empty_run_is_empty(tmp_path):
     assert "no checkpoints" in _call("list", tmp_path).stdout
 
 
+@pytest.mark.parametrize("command", [("list",), ("prune",), ("prune", "--keep-last", "1")])
+@pytest.mark.parametrize("where", ["{folder}/mistyped", "gs://team/runs", "s3://No_Bucket/runs"])
+def test_place_where_nothing_can_be_is_the_users_mistake(command, where, tmp_path):
+    name, *options = command
+    done = _call(name, where.format(folder=tmp_path), *options)
+    assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2
+    assert done.exception.faults[0].remedy
+
+
 def test_show_of_nothing_is_the_users_mistake(tmp_path):
     assert isinstance(_call("show", tmp_path).exception, ConfigError)
 

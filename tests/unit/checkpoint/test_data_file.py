@@ -65,9 +65,9 @@ def test_file_tells_its_step_and_mixes_element_types(tmp_path):
 
 def _save(store, shards, blocks):
     writer = CheckpointWriter(
-        store, rank=0, attempt=3, dp=1, report=shards.append, patience=NO_WAIT
+        store, rank=0, attempt=3, num_replicas=1, report=shards.append, patience=NO_WAIT
     )
-    writer.save(7, blocks, {}, dp_rank=0)
+    writer.save(7, blocks, {}, replica=0)
     assert writer.wait()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.checkpoint.inspection import list_checkpoints, open_checkpoint, verify_checkpoints
-from raymega.errors import ConfigError, StorageError
+from raymega.errors import ConfigError
 from raymega.storage.local import LocalStore
 from tests.unit.checkpoint.support import MODELS, make_grid, save_checkpoint
 
@@ -47,12 +47,14 @@ def test_run_opens_its_newest(run):
 
 
 def test_nothing_there_is_the_users_mistake(tmp_path, run):
-    assert list_checkpoints(str(tmp_path / "none")) == []
+    assert list_checkpoints(str(tmp_path)) == []
+    with pytest.raises(ConfigError, match="there is nothing at"):
+        list_checkpoints(str(tmp_path / "none"))
     for uri in (str(tmp_path / "none"), f"{run[0]}/checkpoints/step-00000300"):
         for use in (open_checkpoint, verify_checkpoints):
             with pytest.raises(ConfigError, match="there is no checkpoint at"):
                 use(uri)
-    with pytest.raises(StorageError, match="scheme 'gs' is unknown"):
+    with pytest.raises(ConfigError, match="scheme 'gs' is unknown"):
         list_checkpoints("gs://bucket/run")
 
 

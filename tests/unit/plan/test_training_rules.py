@@ -46,7 +46,7 @@ def test_each_rule_names_its_fact(overrides, message):
     [
         ["optimizer.lr_schedule=inverse_sqrt", "optimizer.lr_warmup_steps=1"],
         [WSD, "optimizer.lr_cooldown_steps=20"],
-        ["memory.recompute=full", "memory.recompute_parts=[]"],
+        ["memory.recompute=full", "memory.recompute_every=2"],
         [WSD, "optimizer.lr_cooldown_steps=5", "optimizer.lr_decay_steps=10"],
         [RAMP % (64, 4, 96, 8)],
     ],

@@ -1,5 +1,6 @@
 """Draws are legal, distinct, repeatable, and meet every axis and option that exists."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -94,12 +95,13 @@ def test_ten_layouts_meet_every_option_at_its_simplest_and_otherwise():
     met = _met(draw_layouts(JOB, own=OWN, count=10, max_ranks=8, seed=0))
     for option in OPTIONS:
         values = {feature for feature in met if feature[0] == option.name}
-        assert len(values) >= 2 or option.name == "dynamic_cp", option.name
+        # Documents must be packed for the one, and 8 ranks be on cp alone for the other.
+        assert len(values) >= 2 or option.name in ("dynamic_cp", "cp_inner"), option.name
 
 
 def test_dynamic_cp_is_drawn_where_documents_are_packed():
     job = make_job("data.packing=best_fit", "data.document_multiple=8")
-    met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=0))
+    met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=2))
     assert {value for name, value in _pairs(met) if name == "dynamic_cp"} == {False, True}
 
 
@@ -143,3 +145,22 @@ def test_option_that_changes_nothing_is_left_at_its_simplest():
         assert layout.tp > 1 or not layout.sequence_parallel
         assert layout.dp * layout.cp > 1 or layout.sharding == "none"
         assert layout.cp > 1 or layout.cp_method == "ring"
+
+
+def test_hybrid_is_drawn_with_every_number_of_neighbours_that_fits():
+    few = ("data.global_batch_size=1", "model.num_layers=1", "parallel.pp=1", "parallel.tp=1")
+    job = make_job("model.num_heads=8", "model.num_kv_heads=8", *few)
+    drawn = {
+        (layout.cp, layout.cp_inner)
+        for seed in range(10)
+        for layout in draw_layouts(job, own=layout_of(job), count=8, max_ranks=8, seed=seed)
+        if layout.cp_method == "hybrid"
+    }
+    assert drawn == {(4, 2), (8, 2), (8, 4)}
+
+
+def test_what_has_nothing_to_say_on_a_simpler_layout_goes():
+    hybrid = Layout(cp=8, cp_method="hybrid", cp_inner=4, recompute="full", recompute_every=2)
+    assert hybrid.with_value("cp", 1) == replace(
+        hybrid, cp=1, cp_method="ring", cp_inner=2
+    ) and is_legal(JOB, hybrid.with_value("recompute", "none"))

@@ -1,0 +1,66 @@
+"""The experts of one block that this rank holds, and the shared expert that sees every token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from raymega.model.kernels import silu_product
+from raymega.model.mlp import GeluMlp, SwigluMlp, gelu_tanh
+from raymega.parallel.grouped import grouped_linear
+from raymega.parallel.recompute import consume, produce
+from raymega.parallel.tensor import ParameterFactory
+
+
+class Experts(nn.Module):
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))) without a gate, each row by its expert.
+
+    E/ep experts, of each F/etp features: what comes out are terms of a sum over etp. With
+    ``is_remade`` backward makes what lies between the products again.
+    """
+
+    is_remade = False
+
+    def __init__(self, factory: ParameterFactory, name: str) -> None:
+        super().__init__()
+        self.deferral = factory.deferral
+        self.gate = factory.make_if_any(f"{name}.gate.weight")
+        self.up = factory.make(f"{name}.up.weight")
+        self.down = factory.make(f"{name}.down.weight")
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
+        up = grouped_linear(rows, self.up, counts, self.deferral)
+        if self.gate is None:
+            inner = produce(gelu_tanh, up) if self.is_remade else gelu_tanh(up)
+        else:
+            gate = grouped_linear(rows, self.gate, counts, self.deferral)
+            inner = produce(silu_product, gate, up) if self.is_remade else silu_product(gate, up)
+        return consume(lambda x: grouped_linear(x, self.down, counts, self.deferral), inner)
+
+
+class SharedExpert(nn.Module):
+    """A dense feed-forward layer beside the experts, cut over tp as any; with or without a gate.
+
+    It comes in two halves, so that one runs while tokens travel to the experts and one while they
+    come back.
+    """
+
+    def __init__(
+        self, factory: ParameterFactory, name: str, mlp: type[GeluMlp] | type[SwigluMlp]
+    ) -> None:
+        super().__init__()
+        self.mlp = mlp(factory, f"{name}.shared")
+        self.gate = factory.make_if_any(f"{name}.shared_gate.weight")
+
+    def start(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> [S, B, F/tp or two of them]."""
+        return self.mlp.start(x)
+
+    def finish(self, inner: Tensor, x: Tensor) -> Tensor:
+        """-> [S/sp, B, D]."""
+        y = self.mlp.finish(inner)
+        if self.gate is None:
+            return y
+        return y * torch.sigmoid(linear(x, self.gate))

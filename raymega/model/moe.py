@@ -1,0 +1,143 @@
+"""The layer of experts that some blocks have where a dense one has a feed-forward layer.
+
+Each rank routes its own share of the micro-batch's tokens, sequence parallel or not. While tokens
+travel to their experts and back, the shared expert is at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from raymega.config.moe import MoeSection
+from raymega.model.balance import Load, nudge_bias
+from raymega.model.experts import Experts, SharedExpert
+from raymega.model.mlp import GeluMlp, SwigluMlp
+from raymega.model.router import Router
+from raymega.parallel.comm import all_gather, all_reduce
+from raymega.parallel.context import Places
+from raymega.parallel.dispatch import ExpertGroups, start_trip
+from raymega.parallel.groups import Group
+from raymega.parallel.tensor import ParameterFactory
+from raymega.parallel.token_marks import TokenMarks, plain_marks
+
+
+class MoeLayer(nn.Module):
+    """Router, experts, shared expert; tensors are named ``{name}.router.weight`` and so on."""
+
+    def __init__(
+        self,
+        factory: ParameterFactory,
+        name: str,
+        moe: MoeSection,
+        groups: ExpertGroups,
+        mlp: type[GeluMlp] | type[SwigluMlp] = SwigluMlp,
+    ) -> None:
+        super().__init__()
+        self.groups = groups
+        self.router = Router(factory, f"{name}.router", moe, groups.micro)
+        self.experts = Experts(factory, f"{name}.experts")
+        self.shared = SharedExpert(factory, name, mlp) if moe.shared_width else None
+
+    @property
+    def is_remade(self) -> bool:
+        """Backward makes nonlinearities again."""
+        return self.experts.is_remade
+
+    @is_remade.setter
+    def is_remade(self, is_remade: bool) -> None:
+        self.experts.is_remade = is_remade
+        if self.shared is not None:
+            self.shared.mlp.is_remade = is_remade
+
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """x: [S/(cp*sp), B, D] -> the same; without places rows are whole and every token counts."""
+        own, marks, keys = self._own_tokens(x, places)
+        own, routing = self.router(own, marks, keys)
+        trip = start_trip(own, routing, self.groups)
+        inner = x if self.shared is None else self.shared.start(x)
+        trip.start_back(self.experts(*trip.arrive()))
+        shared = None if self.shared is None else self.shared.finish(inner, x)
+        y = self._stream(trip.result()).view_as(x)
+        return y if shared is None else y + shared
+
+    def _own_tokens(
+        self, x: Tensor, places: Places | None
+    ) -> tuple[Tensor, TokenMarks, Tensor | None]:
+        """[T, D]: what this rank holds or, where tp ranks hold the same, its part of that."""
+        marks = None if places is None else places.marks
+        marks = marks or plain_marks(x, self.groups.micro)
+        keys = None if places is None or places.keys is None else places.keys.own
+        tp, tokens = self.groups.stream.tp, x.flatten(0, 1)
+        part = slice(None)
+        if not self.groups.stream.is_sequence_parallel and tp.size > 1:
+            num_tokens = tokens.shape[0] // tp.size
+            part = slice(tp.index * num_tokens, (tp.index + 1) * num_tokens)
+            tokens = _OwnPart.apply(tokens, part, tp)
+        return tokens, marks.of_tokens(part), None if keys is None else keys.flatten()[part]
+
+    def _stream(self, y: Tensor) -> Tensor:
+        """From own tokens to what the rank holds of the stream."""
+        tp = self.groups.stream.tp
+        if self.groups.stream.is_sequence_parallel or tp.size == 1:
+            return y
+        return _AllParts.apply(y, tp)
+
+
+def moe_layers(modules: Sequence[nn.Module]) -> list[MoeLayer]:
+    """Those inside ``modules``, in the order of layers."""
+    return [part for module in modules for part in module.modules() if isinstance(part, MoeLayer)]
+
+
+def take_loads(layers: Sequence[MoeLayer], ranks: Group, device: torch.device) -> list[Load]:
+    """What a step's routing was in each of this rank's layers, all tokens of ``ranks`` together.
+
+    Forgets it. ``ranks`` are all that hold these layers, whatever tokens they see; one all-reduce.
+    """
+    if not layers:
+        return []
+    sums = torch.stack([layer.router.record.take(device)[0] for layer in layers])
+    return [Load.of(row) for row in all_reduce(sums, ranks)]
+
+
+@torch.no_grad()
+def update_routers(layers: Sequence[MoeLayer], loads: Sequence[Load]) -> None:
+    """After a step that updated the weights: biases move, and the step's counts are kept."""
+    for layer, load in zip(layers, loads, strict=True):
+        router, moe = layer.router, layer.router.moe
+        if router.bias is not None and moe.bias_rate:
+            nudge_bias(router.bias, load.counts, moe.bias_rate)
+        if router.counts is not None:
+            router.counts.copy_(load.counts)
+
+
+class _OwnPart(torch.autograd.Function):
+    """Own rows of what all ranks hold alike; backward brings the parts of the gradient together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: slice, group: Group) -> Tensor:
+        ctx.group = group
+        return x[part]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad.contiguous(), ctx.group), None, None
+
+
+class _AllParts(torch.autograd.Function):
+    """Brings the ranks' own rows together; backward takes the own ones of a gradient that all have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x.contiguous(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size)[ctx.group.index], None

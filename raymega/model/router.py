@@ -1,0 +1,196 @@
+"""The router: which experts work on a token, and by what weight each is added.
+
+Scores and choices of a token depend on that token alone but for sinkhorn, the bias of a past step and
+capacity, which go by sums over all ranks that share the micro-batch. Ties go to the lower expert.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from raymega.config.moe import MoeSection
+from raymega.model.balance import (
+    Record,
+    Tally,
+    auxiliary_loss,
+    count_load,
+    entropy,
+    join,
+    z_loss,
+)
+from raymega.model.capacity import keep_within_capacity
+from raymega.parallel import rng
+from raymega.parallel.comm import all_reduce
+from raymega.parallel.dispatch import Routing
+from raymega.parallel.dropout import place_key
+from raymega.parallel.groups import Group
+from raymega.parallel.tensor import ParameterFactory
+from raymega.parallel.token_marks import TokenMarks
+
+ROUTER_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Router(nn.Module):
+    """Linear, scores, choice; ``record`` gathers what the choices of a step were."""
+
+    def __init__(self, factory: ParameterFactory, name: str, moe: MoeSection, micro: Group) -> None:
+        super().__init__()
+        self.moe, self.micro = moe, micro
+        self.weight = factory.make(f"{name}.weight")
+        self.bias = factory.make_if_any(f"{name}.bias")
+        self.counts = factory.make_if_any(f"{name}.counts")
+        self.jitter_key = place_key(factory.seed, f"{name}.jitter")
+        self.record = Record(name, moe.num_experts)
+
+    def forward(
+        self, x: Tensor, marks: TokenMarks, keys: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """Route tokens.
+
+        Args:
+            x: [T, D], this rank's share of the micro-batch's tokens.
+            marks: Of the same.
+            keys: [T] int64 that jitter goes by; None for none.
+
+        Returns:
+            x, in whose backward the losses of the router come in, and where each token goes.
+        """
+        moe = self.moe
+        logits = self._logits(x, keys)
+        scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+        chosen, margin = self._choose(logits, scores, marks)
+        weights = scores.gather(1, chosen)
+        if moe.is_normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * moe.scaling
+        shares = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        counts, num_counted = count_load(chosen, marks, moe.num_experts)
+        totals = self._totals(counts, num_counted)
+        balance = auxiliary_loss(
+            moe, shares, chosen, marks, totals=totals, last=self.counts, micro=self.micro
+        )
+        routing = self._routing(chosen, weights, marks, totals)
+        z = z_loss(moe, logits, marks)
+        tally = Tally(
+            counts=counts,
+            tokens=num_counted,
+            kept=(routing.experts < moe.num_experts)[marks.is_counted].sum().to(counts.dtype),
+            entropy=entropy(shares, marks),
+            balance=balance.detach(),
+            z=z.detach(),
+            margin=margin,
+        )
+        return join(x, balance + z, tally, self.record), routing
+
+    def _logits(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        wide = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
+        seen = x.to(wide)
+        if self.moe.jitter and keys is not None and self.training:
+            seen = seen * jitter(keys + self.jitter_key, x.shape[1], self.moe.jitter, wide)
+        return linear(seen, self.weight.to(wide))
+
+    @torch.no_grad()
+    def _choose(self, logits: Tensor, scores: Tensor, marks: TokenMarks) -> tuple[Tensor, Tensor]:
+        moe = self.moe
+        if moe.balance == "sinkhorn" and self.training:
+            is_counted = marks.is_counted
+            choice = logits + sinkhorn(logits, is_counted, self.micro, rounds=moe.sinkhorn_rounds)
+        else:
+            choice = scores if self.bias is None else scores + self.bias.to(scores.dtype)
+        chosen, gaps = choose(choice, moe)
+        gaps = gaps.masked_fill(~marks.is_counted, torch.inf)
+        return chosen, gaps.min() if gaps.numel() else gaps.new_tensor(torch.inf)
+
+    def _totals(self, counts: Tensor, num_counted: Tensor) -> Tensor | None:
+        """[E + 1]: load by expert and tokens of the whole micro-batch; None where nobody asks."""
+        moe = self.moe
+        is_level = moe.has_aux_loss and moe.balance == "micro_batch"
+        if not is_level and not moe.capacity_factor:
+            return None
+        return all_reduce(torch.cat((counts, num_counted[None])), self.micro)
+
+    def _routing(
+        self, chosen: Tensor, weights: Tensor, marks: TokenMarks, totals: Tensor | None
+    ) -> Routing:
+        moe, num_tokens = self.moe, chosen.shape[0]
+        if totals is None or not moe.capacity_factor:
+            return Routing(experts=chosen, weights=weights, num_experts=moe.num_experts)
+        share = moe.capacity_factor * moe.top_k / moe.num_experts
+        experts = keep_within_capacity(
+            chosen, weights, marks, (totals[-1] * share).ceil(), moe, self.micro
+        )
+        rows = min(ceil(num_tokens * self.micro.size * share), num_tokens)
+        return Routing(
+            experts=experts,
+            weights=weights,
+            num_experts=moe.num_experts,
+            capacity=rows if moe.is_padded_to_capacity else 0,
+            is_dropping=True,
+        )
+
+
+def choose(scores: Tensor, moe: MoeSection) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token, best first, within its best groups of experts.
+
+    Args:
+        scores: [T, E].
+        moe: Of which it reads top_k and what it says of groups.
+
+    Returns:
+        [T, k] int64, and by how much the last choice was better than the next: [T].
+    """
+    gaps = scores.new_full(scores.shape[:1], torch.inf)
+    if moe.num_groups > 1:
+        grouped = scores.unflatten(1, (moe.num_groups, -1))
+        best = grouped.topk(2 if moe.group_score == "top2" else 1, dim=2).values.sum(2)
+        groups, gaps = _best(best, moe.top_groups)
+        is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, value=True)
+        scores = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+    chosen, gap = _best(scores, moe.top_k)
+    return chosen, torch.minimum(gap, gaps)
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor, is_counted: Tensor, micro: Group, *, rounds: int) -> Tensor:
+    """What to add to each expert's logit so that the micro-batch's load is even, in the mean.
+
+    Rows of exp(logits + it) are scaled to one sum, columns to another, ``rounds`` times (Sinkhorn and
+    Knopp 1967; as BASE layers and Megatron use it).
+
+    Args:
+        logits: [T, E].
+        is_counted: [T] bool, tokens that take part.
+        micro: The ranks that share the micro-batch.
+        rounds: So often.
+
+    Returns:
+        [E].
+    """
+    counted = is_counted.to(logits.dtype)
+    offset = logits.new_zeros(logits.shape[1])
+    for _ in range(rounds):
+        rows = (logits + offset).softmax(-1)
+        columns = all_reduce(counted @ rows, micro)
+        offset = offset - columns.clamp(min=torch.finfo(logits.dtype).tiny).log()
+        offset = offset - offset.mean()
+    return offset
+
+
+def jitter(keys: Tensor, width: int, most: float, dtype: torch.dtype) -> Tensor:
+    """Numbers in [1 - most, 1 + most], even spread; keys: [T] int64 -> [T, width]."""
+    steps = torch.arange(1, width + 1, device=keys.device) * rng.signed(rng.GOLDEN_GAMMA)
+    words = rng.splitmix(keys[:, None] + steps)
+    # The upper 24 bits as a signed number: exact in any dtype that a router computes in.
+    return 1 + (words >> 40).to(dtype) * (most * 2.0**-23)
+
+
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Places of the k largest of each row, the lower first where two are equal; gap to the next."""
+    ordered, places = scores.sort(dim=1, descending=True, stable=True)
+    if k == scores.shape[1]:
+        return places, scores.new_full(scores.shape[:1], torch.inf)
+    return places[:, :k].contiguous(), ordered[:, k - 1] - ordered[:, k]

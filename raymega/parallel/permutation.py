@@ -1,0 +1,183 @@
+"""Rows by expert: from tokens that chose experts to rows that lie together, and back.
+
+All of it is sorts and index operations on the device. Every choice of every token has at most one
+row, so gradients are gathered too and never added by atomics: equal runs give equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrangement:
+    """Where the choices of T tokens lie in R rows that are sorted by expert.
+
+    Attributes:
+        choices: [R] int64, which choice, t * k + j, each row is; T * k for a row that stays empty.
+        slots: [T, k] int64, the row of each choice; R for one that has none.
+        counts: [E] int64, rows of each expert, empty ones included.
+        is_whole: There are no empty rows, and no choices without one.
+    """
+
+    choices: Tensor
+    slots: Tensor
+    counts: Tensor
+    is_whole: bool
+
+    @property
+    def sources(self) -> Tensor:
+        """[R] int64, the token of each row; T for a row that stays empty."""
+        return self.choices // self.slots.shape[1]
+
+
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert is chosen: [E] int64; the number E stands for none."""
+    flat = experts.flatten()
+    counts = flat.new_zeros(num_experts + 1)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
+
+
+def arrange(experts: Tensor, num_experts: int, *, num_rows: int) -> Arrangement:
+    """Rows in the order of experts, those of one in the order of tokens.
+
+    Args:
+        experts: [T, k] int64, all different in a row; E where a choice was dropped.
+        num_experts: E.
+        num_rows: How many choices were not dropped; or all T * k, and those that were come last.
+    """
+    order = experts.flatten().argsort(stable=True)[:num_rows]
+    slots = _inverse(order, experts)
+    return Arrangement(
+        choices=order,
+        slots=slots,
+        counts=count_choices(experts, num_experts),
+        is_whole=num_rows == experts.numel(),
+    )
+
+
+def arrange_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Arrangement:
+    """The same with ``capacity`` rows for each expert, of which the last stay empty."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    counts = count_choices(experts, num_experts)
+    chosen = flat[order]
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    places = torch.arange(flat.numel(), device=flat.device) - starts[chosen]
+    num_rows = num_experts * capacity
+    is_placed = (chosen < num_experts) & (places < capacity)
+    rows = torch.where(is_placed, chosen * capacity + places, num_rows)
+    choices = flat.new_full((num_rows + 1,), flat.numel())
+    choices.scatter_(0, rows, torch.where(is_placed, order, flat.numel()))
+    slots = torch.empty_like(flat).scatter_(0, order, rows)
+    return Arrangement(
+        choices=choices[:-1],
+        slots=slots.view_as(experts),
+        counts=torch.full_like(counts, capacity),
+        is_whole=False,
+    )
+
+
+def take_rows(x: Tensor, arrangement: Arrangement) -> Tensor:
+    """x: [T, N] -> [R, N]; empty rows are zero."""
+    return _TakeRows.apply(x, arrangement)
+
+
+def weigh_rows(rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
+    """The weighted sum of each token's rows, added up in the weights' dtype or the rows' if wider.
+
+    Args:
+        rows: [R, N].
+        weights: [T, k].
+        arrangement: Of the rows.
+
+    Returns:
+        [T, N] in the rows' dtype; zero for a token without rows.
+    """
+    return _WeighRows.apply(rows, weights, arrangement)
+
+
+def reorder_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """x[order] where ``order`` is a permutation of rows and ``back`` its inverse; x: [R, N]."""
+    return _ReorderRows.apply(x, order, back)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
+        ctx.arrangement, ctx.num_tokens = arrangement, x.shape[0]
+        return _select(x, arrangement.sources, is_whole=arrangement.is_whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        arrangement, grad = ctx.arrangement, grad.contiguous()
+        total = grad.new_zeros(
+            ctx.num_tokens,
+            grad.shape[1],
+            dtype=torch.promote_types(grad.dtype, torch.float32),
+        )
+        for slots in arrangement.slots.unbind(1):
+            total += _select(grad, slots, is_whole=arrangement.is_whole)
+        return total.to(grad.dtype), None
+
+
+class _WeighRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.arrangement = arrangement
+        wide = torch.promote_types(rows.dtype, weights.dtype)
+        total = rows.new_zeros(weights.shape[0], rows.shape[1], dtype=wide)
+        for slots, weight in zip(arrangement.slots.unbind(1), weights.unbind(1), strict=True):
+            total += _select(rows, slots, is_whole=arrangement.is_whole) * weight[:, None]
+        return total.to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        arrangement, is_whole = ctx.arrangement, ctx.arrangement.is_whole
+        grad_weights = torch.empty_like(weights)
+        for place, slots in enumerate(arrangement.slots.unbind(1)):
+            row = _select(rows, slots, is_whole=is_whole)
+            grad_weights[:, place] = (row * grad).sum(1, dtype=weights.dtype)
+        weight = _select(weights.reshape(-1, 1), arrangement.choices, is_whole=is_whole)
+        grad_rows = _select(grad, arrangement.sources, is_whole=is_whole) * weight
+        return grad_rows.to(rows.dtype), grad_weights, None
+
+
+class _ReorderRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return x.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.back), None, None
+
+
+def _select(x: Tensor, rows: Tensor, *, is_whole: bool) -> Tensor:
+    """x[rows], and zero for the number behind the last row. x: [N, M], rows: [R] -> [R, M]."""
+    if is_whole:
+        return x.index_select(0, rows)
+    if x.shape[0] == 0:
+        return x.new_zeros(rows.shape[0], x.shape[1])
+    is_none = rows >= x.shape[0]
+    taken = x.index_select(0, rows.clamp(max=x.shape[0] - 1))
+    return taken.masked_fill_(is_none[:, None], 0.0)
+
+
+def _inverse(order: Tensor, experts: Tensor) -> Tensor:
+    """Slots of an order of some choices."""
+    num_rows = order.shape[0]
+    slots = experts.new_full((experts.numel(),), num_rows)
+    slots.scatter_(0, order, torch.arange(num_rows, device=order.device))
+    return slots.view_as(experts)

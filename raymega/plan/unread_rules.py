@@ -1,0 +1,148 @@
+"""Fields that nothing goes by unless another field says so: one table, one rule.
+
+A value that was set by hand and does nothing is a mistake of whoever set it. Fields of schedules, and
+those that say how layers are placed, have such rules with their owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raymega.config.schema import Job
+from raymega.errors import Fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partner:
+    """What fields need in order to mean something.
+
+    Attributes:
+        reads: Dotted paths of the fields that decide.
+        holds: Gets their values; whether the others are read.
+        words: What to set, as a job says it.
+    """
+
+    reads: tuple[str, ...]
+    holds: Callable[..., bool]
+    words: str
+
+
+def _is(path: str, value: str) -> Partner:
+    """``path`` has exactly this value."""
+    return Partner(reads=(path,), holds=lambda found: bool(found == value), words=f"{path}={value}")
+
+
+LLAMA3 = _is("model.rope_scaling", "llama3")
+FLOAT16 = _is("precision.dtype", "float16")
+ADAMW = _is("optimizer.name", "adamw")
+SNAPSHOTS = Partner(
+    reads=("elastic.snapshot_every",),
+    holds=lambda every: every > 0,
+    words="elastic.snapshot_every above 0",
+)
+CONTEXT = Partner(
+    reads=("parallel.cp", "parallel.dynamic_cp"),
+    holds=lambda cp, is_dynamic: cp > 1 or is_dynamic,
+    words="parallel.cp above 1",
+)
+HYBRID = Partner(
+    reads=("parallel.cp", "parallel.cp_method"),
+    holds=lambda cp, method: cp > 1 and method == "hybrid",
+    words="parallel.cp_method=hybrid and parallel.cp above 1",
+)
+
+PARTNERS: Mapping[str, Partner] = {
+    "data.packing_window": _is("data.packing", "best_fit"),
+    "elastic.snapshot_timeout_s": SNAPSHOTS,
+    "elastic.snapshot_when_late": SNAPSHOTS,
+    "memory.recompute_every": _is("memory.recompute", "full"),
+    "memory.recompute_parts": _is("memory.recompute", "selective"),
+    "model.rope_factor": LLAMA3,
+    "model.rope_high_freq_factor": LLAMA3,
+    "model.rope_low_freq_factor": LLAMA3,
+    "model.rope_original_positions": LLAMA3,
+    "optimizer.beta1": ADAMW,
+    "optimizer.beta2": ADAMW,
+    "optimizer.eps": ADAMW,
+    "optimizer.momentum": _is("optimizer.name", "sgd"),
+    "parallel.cp_inner": HYBRID,
+    "parallel.cp_method": CONTEXT,
+    "precision.loss_scale": FLOAT16,
+    "precision.loss_scale_hysteresis": FLOAT16,
+    "precision.loss_scale_window": FLOAT16,
+    "precision.min_loss_scale": FLOAT16,
+}
+"""Which fields need whom."""
+
+
+def default_of(path: str) -> Any:
+    """What the field is when a job does not set it."""
+    section, _, field = path.partition(".")
+    annotation: Any = Job.model_fields[section].annotation
+    return annotation.model_fields[field].default
+
+
+def unread_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``values`` (dotted path to value) that differ from their default and are not read.
+
+    Returns:
+        Their defaults: with these the job is the same.
+    """
+    return {
+        path: _DEFAULTS[path]
+        for path, partner in PARTNERS.items()
+        if path in values
+        and values[path] != _DEFAULTS[path]
+        and all(other in values for other in partner.reads)
+        and not partner.holds(*(values[other] for other in partner.reads))
+    }
+
+
+def settled(job: Job) -> Job:
+    """The same job, every field that nothing goes by at its default: for whoever changes a layout."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, default in _DEFAULTS.items():
+        if _value(job, path) == default:
+            continue
+        partner = PARTNERS[path]
+        if not partner.holds(*(_value(job, other) for other in partner.reads)):
+            section, _, field = path.partition(".")
+            sections.setdefault(section, {})[field] = default
+    changes = {
+        name: getattr(job, name).model_copy(update=fields) for name, fields in sections.items()
+    }
+    return job.model_copy(update=changes) if changes else job
+
+
+def unread_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """One fault for each field that was set and that nothing goes by."""
+    faults = []
+    for path, default in unread_values(values).items():
+        partner = PARTNERS[path]
+        found = ", ".join(f"{other}={_as_yaml(values[other])}" for other in partner.reads)
+        faults.append(
+            Fault(
+                fact=f"{path}={_as_yaml(values[path])} with {found}",
+                rule=f"nothing goes by it without {partner.words}",
+                remedy=f"remove it (it is {_as_yaml(default)} then), or set {partner.words}",
+            )
+        )
+    return faults
+
+
+def _as_yaml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _value(job: Job, path: str) -> Any:
+    section, _, field = path.partition(".")
+    return getattr(getattr(job, section), field)
+
+
+_DEFAULTS = {path: default_of(path) for path in PARTNERS}
