@@ -252,6 +252,32 @@ class ElasticSection(Section):
     stop_timeout_s: PositiveFloat = Field(
         default=120.0, description="Longest wait for the last save when a run is asked to stop."
     )
+    spares: NonNegative = Field(
+        default=0,
+        description="Workers held ready beside the grid, loaded and idle; one takes a lost worker's rank "
+        "at once, and another is made behind it. A multiple of parallel.tp where tp groups stay on a "
+        "node: they move as a whole.",
+    )
+    min_workers: Positive | Literal["grid"] = Field(
+        default=1,
+        description="Fewest workers that a run which has lost some goes on with, on the best smaller "
+        "grid; `grid` waits for the job's own instead.",
+    )
+    replan_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=5.0,
+        description="How long a run that has lost workers waits for others before it takes a smaller "
+        "grid.",
+    )
+    grow: bool = Field(
+        default=True,
+        description="Go back to the job's own grid when there are workers for it again and that saves "
+        "more time than it costs.",
+    )
+    grow_horizon_s: PositiveFloat = Field(
+        default=3600.0,
+        description="How long workers that came back are trusted to stay: time saved beyond it does "
+        "not count when the cost of growing is weighed.",
+    )
     snapshot_every: NonNegative = Field(
         default=0,
         description="Steps between snapshots of the state in host memory of the worker's own node "

@@ -52,7 +52,7 @@ class Attempt:
     @property
     def has_met(self) -> bool:
         """Every rank has joined the others."""
-        return len(self._entered["rendezvous"]) == len(self._steps)
+        return self.has_passed("rendezvous")
 
     @property
     def is_finished(self) -> bool:
@@ -90,6 +90,10 @@ class Attempt:
         if not self.has_met:
             return self._late_start(now_s)
         return self._standstill(now_s)
+
+    def has_passed(self, phase: str) -> bool:
+        """Every rank has passed ``phase`` of its start."""
+        return len(self._entered[phase]) == len(self._steps)
 
     def has_restored(self, rank: int) -> bool:
         """``rank`` has loaded its state, or had none to load."""

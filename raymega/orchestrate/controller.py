@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Executor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from raymega.errors import CapacityError, CheckpointError, PreemptedError, RaymegaError
+from raymega.errors import CapacityError, CheckpointError, RaymegaError
 from raymega.messages import (
+    Entered,
     Evaluated,
     MemoryMeasured,
     NodesChecked,
@@ -20,30 +21,23 @@ from raymega.messages import (
     StepDone,
     TimelineRecorded,
 )
-from raymega.orchestrate import events, verdicts
-from raymega.orchestrate.attempt import Attempt
+from raymega.orchestrate import events, journal, verdicts
 from raymega.orchestrate.clock import Clock
-from raymega.orchestrate.gather import RankReports
 from raymega.orchestrate.goodput import GoodputMeter
+from raymega.orchestrate.grids import Grids
 from raymega.orchestrate.group import AttemptOrder, WorkerGroup
-from raymega.orchestrate.journal import (
-    RunRecord,
-    claim_attempt,
-    open_record,
-    write_quietly,
-    write_record,
-)
-from raymega.orchestrate.outage import Outage
+from raymega.orchestrate.losses import Losses
 from raymega.orchestrate.policies import (
     Action,
     Failure,
-    FailureKind,
     FailurePolicy,
     give_up_error,
+    unsaved,
 )
 from raymega.orchestrate.restore import RestorePoint
-from raymega.orchestrate.saves import Committed, Refused, Saves, Superseded
+from raymega.orchestrate.saves import Committed, Refused, Superseded
 from raymega.orchestrate.states import RunState, State
+from raymega.orchestrate.work import Work, begin_work
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
 from raymega.tracking.sink import RunFinished, Sink
@@ -54,16 +48,6 @@ TICK_S = 0.25
 """Longest wait of one tick, and so of a stop request for its answer."""
 DRAIN_S = 30.0
 """Longest wait for a commit under way before a restart looks for the newest checkpoint."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Work:
-    """What belongs to one attempt and goes with it."""
-
-    attempt: Attempt
-    saves: Saves
-    ranks: RankReports
-    is_announced: bool = False
 
 
 class Controller:
@@ -93,17 +77,15 @@ class Controller:
             ConfigError: The store holds a run of this name with another model, seed or data.
             CheckpointError: The run has checkpoints, and none can be restored.
         """
-        self._plan, self._job = plan, plan.job
+        self._grids, self._job = Grids(plan), plan.job
         self._store, self._group, self._sink = store, group, sink
         self._clock, self._executor = clock, executor
-        self._policy = FailurePolicy(max_failures=plan.job.elastic.max_failures)
-        self._failures: list[Failure] = []
+        self._losses = Losses(FailurePolicy(max_failures=plan.job.elastic.max_failures), clock)
         self._restore = RestorePoint(store, plan.job, group.keeping)
-        self._outage: Outage | None = None
         self._error: RaymegaError | None = None
         self._is_stop_asked = False
         self._is_superseded = False
-        self._record = open_record(store, plan.job, now=clock.timestamp())
+        self._record = journal.open_record(store, plan.job, now=clock.timestamp())
         self.state = RunState(
             attempt=self._record.num_attempts,
             step=0,
@@ -119,6 +101,7 @@ class Controller:
             State.STARTING: self._wait_for_start,
             State.RUNNING: self._watch,
             State.STOPPING: self._wait_for_stop,
+            State.RESIZING: self._wait_for_resize,
             State.RESTARTING: self._clear_up,
         }
 
@@ -134,7 +117,7 @@ class Controller:
             RaymegaError: The driver gave up; the class tells the exit code.
         """
         uri = self._store.uri
-        self._sink.emit(events.run_started(self._plan, self._record, self.state, uri=uri))
+        self._sink.emit(events.run_started(self._grids.now, self._record, self.state, uri=uri))
         try:
             while not self.state.state.is_end:
                 self.tick()
@@ -146,7 +129,7 @@ class Controller:
         if self._error is not None:
             raise self._error
         if self.state.state is State.PREEMPTED:
-            raise PreemptedError(verdicts.stopped(self._record, self.state))
+            raise verdicts.stopped(self._record, self.state)
         return ended
 
     def tick(self) -> None:
@@ -165,7 +148,10 @@ class Controller:
             return
         lacking = self._group.reserve(TICK_S)
         if lacking is None:
+            self._losses.mark("reserve")
             self._begin_attempt()
+        elif self._shrink():
+            return
         elif self._seconds_here() > self._job.cluster.capacity_timeout_s:
             raise CapacityError(lacking)
 
@@ -189,6 +175,8 @@ class Controller:
             self._move(State.STOPPING, "asked to stop")
         elif self._work.saves.is_wished_for(self.state.step):
             self._group.request(Requests(save=True))
+        else:
+            self._grow()
 
     def _wait_for_stop(self) -> None:
         failure = self._listen()
@@ -202,29 +190,71 @@ class Controller:
             reason = f"the last save took longer than elastic.stop_timeout_s={limit_s:g}"
             self._move(State.PREEMPTED, reason)
 
+    def _wait_for_resize(self) -> None:
+        """A save that fails costs steps, not the change: the state before it is gone back to."""
+        failure = self._listen()
+        if failure is not None:
+            self._lose(failure)
+        elif self._is_done() and self.state.saved_step >= self._job.run.steps:
+            self._move(State.FINISHED, "every step is done and saved")
+        elif self._is_done() or self._seconds_here() > self._job.elastic.stop_timeout_s:
+            self._move(State.RESTARTING, self.state.reason)
+
     def _clear_up(self) -> None:
         self._group.release(keep_warm=True)
+        self._losses.mark("abort")
         self._work.saves.wait(DRAIN_S)
         self._take_outcomes()
         self._go_back_to_checkpoint()
+        self._losses.mark("find")
+        if self._grids.can_be_full(self._group.ready()):
+            self._change_grid(self._grids.full)
         self._meter.rewind(self.state.step)
         self._move(State.SCHEDULING, self.state.reason)
 
     # What they do.
 
+    def _shrink(self) -> bool:
+        """When lost workers have not come back in time: take the best grid for those that are left."""
+        if self._seconds_here() <= self._job.elastic.replan_after_s:
+            return False
+        plan = self._grids.shrink(self._group.ready())
+        if plan is None or plan == self._grids.now:
+            return False
+        self._change_grid(plan)
+        return True
+
+    def _grow(self) -> None:
+        """When there are workers for the job's own grid again, and it is worth the change."""
+        if self._grids.is_full:
+            return
+        growth = self._grids.growth(self._group.ready(), step=self.state.step)
+        if growth is not None and growth.is_worth_it:
+            self._group.request(Requests(stop=True, save=True))
+            grid = self._grids.full.grid.describe()
+            self._move(State.RESIZING, f"there are workers for {grid} again: {growth.reason}")
+
+    def _change_grid(self, plan: RunPlan) -> None:
+        was = self._grids.now.grid
+        self._grids.now = plan
+        self._group.use(plan)
+        change = f"{was.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
+        log.warning("re-planned from %s", change)
+        self.state = replace(self.state, reason=f"{self.state.reason}; re-planned from {change}")
+
     def _begin_attempt(self) -> None:
         """The attempt's number is on record before anything can be written under it."""
-        number = claim_attempt(self._store, now=self._clock.timestamp())
+        number = journal.claim_attempt(self._store, now=self._clock.timestamp())
         self._record = replace(self._record, num_attempts=number)
         self.state = replace(self.state, attempt=self._record.num_attempts)
         self._move(State.STARTING, self.state.reason)
-        write_record(self._store, self._record_now())
+        journal.write_record(self._store, self._record_now())
         self._work = self._new_work()
         start = self._restore.start
-        self._sink.emit(events.attempt_started(self._plan, self.state, source=start.source))
+        self._sink.emit(events.attempt_started(self._grids.now, self.state, source=start.source))
         self._group.start(
             AttemptOrder(
-                plan_json=self._plan.to_json(),
+                plan_json=self._grids.now.to_json(),
                 run_uri=self._store.uri,
                 attempt=self.state.attempt,
                 restore=start.key,
@@ -252,6 +282,8 @@ class Controller:
         for told in self._work.saves.take(report):
             self._sink.emit(told)
         match report:
+            case Entered():
+                self._losses.mark_start(report.phase, self._work.attempt)
             case StepDone():
                 self._take_step(report)
             case Evaluated():
@@ -264,21 +296,20 @@ class Controller:
 
     def _take_step(self, report: StepDone) -> None:
         self.state = replace(self.state, step=report.step)
-        self._meter.add(report.metrics.get("train/step_time_s", 0.0))
+        step_s = report.metrics.get("train/step_time_s", 0.0)
+        self._meter.add(step_s)
+        self._grids.add_step(step_s)
         if report.metrics.get("checkpoint/snapshot_step"):
             self._group.keeping.settle()
-        self._sink.emit(events.step_finished(self.state, report))
-        if self._outage is not None and self._outage.is_over(report.step):
-            self._sink.emit(
-                self._outage.recovered(
-                    attempt=self.state.attempt,
-                    step=report.step,
-                    restored_step=self._work.attempt.first_step,
-                    source=self._restore.start.source,
-                    now_s=self._clock.monotonic(),
-                )
-            )
-            self._outage = None
+        spares = len(self._group.ready()) - self._grids.now.grid.world_size
+        self._sink.emit(events.step_finished(self.state, report, spares=spares))
+        source = self._restore.start.source
+        recovered = self._losses.end(
+            self._work.attempt, number=self.state.attempt, step=report.step, source=source
+        )
+        if recovered is not None:
+            self._grids.change_s = recovered.recovery_s
+            self._sink.emit(recovered)
 
     def _take_outcomes(self) -> None:
         for outcome in self._work.saves.take_outcomes():
@@ -286,16 +317,14 @@ class Controller:
                 case Committed():
                     self.state = replace(self.state, saved_step=outcome.step)
                     self._restore.key = outcome.key
-                    self._executor.submit(write_quietly, self._store, self._record_now())
+                    self._executor.submit(journal.write_quietly, self._store, self._record_now())
                     self._sink.emit(events.checkpoint_committed(self.state, outcome))
                 case Refused():
                     log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
                     self._sink.emit(events.save_failed(self.state, outcome))
                 case Superseded():
                     self._is_superseded = True
-                    raise PreemptedError(
-                        verdicts.taken_over(self._record, self.state, by=outcome.by)
-                    )
+                    raise verdicts.taken_over(self._record, self.state, by=outcome.by)
 
     def _lose(self, failure: Failure) -> None:
         """The attempt is lost; the policy says what follows."""
@@ -304,8 +333,7 @@ class Controller:
             self._note(failure)
             self._move(State.RESTARTING, "the checkpoint cannot be read, the one before is next")
             return
-        decision = self._policy.decide(self._failures, failure)
-        self._failures.append(failure)
+        decision = self._losses.decide(failure)
         self._note(failure)
         if failure.traceback:
             log.error("%s; %s\n%s", failure.headline, decision.reason, failure.traceback)
@@ -318,13 +346,8 @@ class Controller:
             self._move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
     def _note(self, failure: Failure) -> None:
-        now_s, attempt = self._clock.monotonic(), self._work.attempt
         self._sink.emit(events.failure_seen(self.state, failure))
-        if self._outage is None:
-            detection_s = now_s - attempt.last_sign_s
-            self._outage = Outage(
-                rank=failure.rank, step=attempt.step, seen_s=now_s, detection_s=detection_s
-            )
+        self._losses.begin(failure, self._work.attempt)
 
     def _is_unreadable_checkpoint(self, failure: Failure) -> bool:
         has_restored = self._work.attempt.has_restored(failure.rank)
@@ -342,7 +365,7 @@ class Controller:
         if not self._is_superseded:
             # Through the executor too, whose one thread keeps the order: an older record under way
             # must not come last.
-            written = self._executor.submit(write_quietly, self._store, self._record_now())
+            written = self._executor.submit(journal.write_quietly, self._store, self._record_now())
             wait([written], timeout=DRAIN_S)
         uri = f"{self._store.uri}/{self._restore.key}" if self._restore.key else ""
         now_s = self._clock.monotonic()
@@ -358,36 +381,19 @@ class Controller:
     def _bad_end(self) -> Failure | None:
         if not self._is_done() or self.state.saved_step >= self._job.run.steps:
             return None
-        message = f"the workers are done, but only step {self.state.saved_step} is saved"
-        step = self._work.attempt.step
-        return Failure(kind=FailureKind.UNSAVED, rank=-1, step=step, message=message)
+        return unsaved(step=self._work.attempt.step, saved_step=self.state.saved_step)
 
     def _seconds_here(self) -> float:
         return self._clock.monotonic() - self.state.since_s
 
-    def _new_work(self) -> _Work:
-        world_size, now_s = self._plan.grid.world_size, self._clock.monotonic()
-        return _Work(
-            attempt=Attempt(
-                world_size=world_size,
-                first_step=self.state.step,
-                elastic=self._job.elastic,
-                now_s=now_s,
-            ),
-            saves=Saves(
-                plan=self._plan,
-                attempt=self.state.attempt,
-                store=self._store,
-                executor=self._executor,
-                clock=self._clock,
-            ),
-            ranks=RankReports(self._plan),
-        )
+    def _new_work(self) -> Work:
+        plan, store, executor = self._grids.now, self._store, self._executor
+        return begin_work(plan, self.state, store=store, executor=executor, clock=self._clock)
 
     def _move(self, to: State, reason: str) -> None:
         log.debug("%s -> %s: %s", self.state.state, to, reason)
         self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
 
-    def _record_now(self) -> RunRecord:
+    def _record_now(self) -> journal.RunRecord:
         status, step = self.state.state.value, self.state.saved_step
         return replace(self._record, status=status, step=step, updated=self._clock.timestamp())

@@ -74,9 +74,10 @@ def nodes_passed(state: RunState, report: NodesChecked) -> NodesPassed:
     return NodesPassed(attempt=state.attempt, seconds=report.seconds, detail=report.detail)
 
 
-def step_finished(state: RunState, report: StepDone) -> StepFinished:
+def step_finished(state: RunState, report: StepDone, *, spares: int) -> StepFinished:
     """One more step."""
-    return StepFinished(attempt=state.attempt, step=report.step, metrics=report.metrics)
+    metrics = report.metrics | {"run/spares": float(max(0, spares))}
+    return StepFinished(attempt=state.attempt, step=report.step, metrics=metrics)
 
 
 def evaluation_finished(state: RunState, report: Evaluated) -> EvaluationFinished:

@@ -5,7 +5,7 @@ worker_group implements it on Ray; the tests' fake implements it on lists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from raymega.checkpoint.snapshots import Snapshot
 from raymega.errors import Fault
 from raymega.messages import Report, Requests
 from raymega.orchestrate.placement import Place
+from raymega.plan.run_plan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +55,18 @@ class WorkerGroup(Protocol):
     def keeping(self) -> SnapshotKeeping:
         """What their nodes keep in memory, from one attempt to the next."""
 
-    def reserve(self, timeout_s: float) -> Fault | None:
-        """Ask for the slots, or look again: None when they are held, else what is lacking.
+    def use(self, plan: RunPlan) -> None:
+        """The next attempt has the grid of ``plan``, another cut of the same job. Never blocks."""
 
-        Blocks at most ``timeout_s``; called until it is None. Slots that are held are kept.
+    def ready(self) -> Sequence[Place]:
+        """Processes that could train now, with a rank or without one. Never blocks."""
+
+    def reserve(self, timeout_s: float) -> Fault | None:
+        """Ask for the slots, or look again: None when an attempt can start, else what is lacking.
+
+        That is when the grid's slots are held, or when processes that are ready suffice without those
+        that were lost. Blocks at most ``timeout_s``; called until it is None. Slots that are held are
+        kept.
 
         Raises:
             CapacityError: The cluster has no room, and no node can join it.

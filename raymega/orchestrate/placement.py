@@ -14,6 +14,9 @@ from raymega.errors import CapacityError, Fault, InternalError
 from raymega.messages import NodeSlots
 from raymega.plan.grid import Grid
 
+DOMAIN_LABEL = "ray.io/gpu-domain"
+"""Ray's label of the nodes that fast links join."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -24,12 +27,14 @@ class Place:
         address: IP address for rendezvous.
         pid: Process id on that node.
         gpus: Indices of its GPUs on the node; empty on CPUs.
+        domain: Of nodes that fast links join, such as an NVLink rack; empty where nobody says so.
     """
 
     node_id: str
     address: str
     pid: int
     gpus: tuple[str, ...] = ()
+    domain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +75,11 @@ def place_ranks(
 def assign_seats(
     places: Sequence[Place], grid: Grid, *, is_tp_across_nodes_allowed: bool
 ) -> tuple[Seat, ...]:
-    """Seats in the order of ``places``: node after node, tp group after tp group.
+    """Seats in the order of ``places``: domain after domain, node after node, tp group after tp group.
 
-    The result depends on node ids and GPU indices alone, so the same processes get the same ranks
-    again after a restart.
+    So what neighbours on the grid say to each other stays on a node, or else inside a domain, as far as
+    it can. The result depends on domains, node ids and GPU indices alone, so the
+    same processes get the same ranks again after a restart.
 
     Raises:
         InternalError: A node holds part of a tp group although that is not allowed.
@@ -87,6 +93,49 @@ def assign_seats(
     ranks = [rank for group in grid.groups("tp") for rank in group]
     rank_of = dict(zip(queue, ranks, strict=True))
     return _with_local_ranks(places, rank_of)
+
+
+def choose_ranks(
+    places: Sequence[Place], ranks: Sequence[int], grid: Grid, *, is_tp_across_nodes_allowed: bool
+) -> tuple[int, ...] | None:
+    """Ranks for some of ``places``, -1 for those that are not needed; None where they do not suffice.
+
+    Who had a rank keeps it where it can. A tp group that lacks a member takes a process without a
+    rank on its own node; where there is none, it moves as a whole to a node that has room.
+
+    Args:
+        places: Processes that could train, at least as many as the grid has ranks or not.
+        ranks: What they had last; -1 for none.
+        grid: What is to be filled.
+        is_tp_across_nodes_allowed: A tp group need not be whole on a node.
+    """
+    holder = {rank: index for index, rank in enumerate(ranks) if 0 <= rank < grid.world_size}
+    free = {node: [i for i in here if ranks[i] not in range(grid.world_size)]
+            for node, here in _by_node(places)}  # fmt: skip
+    block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
+    groups = list(grid.groups("tp")) if block > 1 else [(r,) for r in range(grid.world_size)]
+    moving = []
+    for group in groups:
+        nodes = {places[holder[rank]].node_id for rank in group if rank in holder}
+        lacking = [rank for rank in group if rank not in holder]
+        if len(nodes) == 1 and len(free[min(nodes)]) >= len(lacking):
+            holder |= {rank: free[min(nodes)].pop(0) for rank in lacking}
+        else:
+            moving.append(group)
+    for group in moving:
+        for index in (holder.pop(rank) for rank in group if rank in holder):
+            free[places[index].node_id].append(index)
+    domains = {place.node_id: place.domain for place in places}
+    for group in moving:  # node after node, the roomiest first, so that neighbours stay together
+        room = [node for node in free if len(free[node]) >= len(group)]
+        if not room:
+            return None
+        last = places[holder[group[0] - 1]].node_id if group[0] - 1 in holder else ""
+        near = domains.get(last, "")
+        node = min(room, key=lambda n: (n != last, domains[n] != near, -len(free[n]), n))
+        holder |= {rank: free[node].pop(0) for rank in group}
+    rank_of = {index: rank for rank, index in holder.items()}
+    return tuple(rank_of.get(index, -1) for index in range(len(places)))
 
 
 def keep_seats(
@@ -110,13 +159,13 @@ def keep_seats(
 
 
 def _by_node(places: Sequence[Place]) -> list[tuple[str, list[int]]]:
-    """Indices of the workers of each node, in order of their GPUs."""
+    """Indices of the workers of each node, in order of their GPUs; nodes of a domain together."""
     nodes: dict[str, list[int]] = defaultdict(list)
     for index, place in enumerate(places):
         nodes[place.node_id].append(index)
     for workers in nodes.values():
         workers.sort(key=lambda index: ([_number(gpu) for gpu in places[index].gpus], index))
-    return sorted(nodes.items())
+    return sorted(nodes.items(), key=lambda item: (places[item[1][0]].domain, item[0]))
 
 
 def _number(gpu: str) -> tuple[int, str]:

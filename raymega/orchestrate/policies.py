@@ -82,6 +82,12 @@ class Failure:
         return mine == (other.kind, other.step, other.error)
 
 
+def unsaved(*, step: int, saved_step: int) -> Failure:
+    """All workers have left their loop at ``step``, and its checkpoint could not be written."""
+    message = f"the workers are done, but only step {saved_step} is saved"
+    return Failure(kind=FailureKind.UNSAVED, rank=-1, step=step, message=message)
+
+
 class Action(StrEnum):
     """What the controller can do about a failure."""
 

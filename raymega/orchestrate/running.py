@@ -30,7 +30,7 @@ def find_run(name: str, *, address: str) -> str:
     """
     open_session(address, is_joining=True)
     try:
-        uris = sorted({uri for worker in _first_workers(name) if (uri := _run_uri(worker))})
+        uris = sorted({uri for worker in _workers(name) if (uri := _run_uri(worker))})
     finally:
         close_session()
     if len(uris) != 1:
@@ -38,15 +38,15 @@ def find_run(name: str, *, address: str) -> str:
     return uris[0]
 
 
-def _first_workers(name: str) -> list[dict[str, str]]:
-    """Names are RUN/ATTEMPT/RANK-...; see worker_group.actor_name."""
+def _workers(name: str) -> list[dict[str, str]]:
+    """The first workers of each run of that name, or all when a spare has taken the place of one.
+
+    Names are RUN/ATTEMPT/RANK-...; see worker_group.actor_name.
+    """
     listed: list[Any] = list_named_actors(all_namespaces=True)
-    found = []
-    for actor in listed:
-        run, _, rest = actor["name"].partition("/")
-        if run == name and rest.partition("/")[2].startswith(FIRST_WORKER):
-            found.append(actor)
-    return found
+    found = [actor for actor in listed if actor["name"].startswith(f"{name}/a")]
+    first = [actor for actor in found if f"/{FIRST_WORKER}" in actor["name"]]
+    return first or found
 
 
 def _run_uri(worker: dict[str, str]) -> str:

@@ -28,8 +28,10 @@ class State(StrEnum):
     """Workers build, restore and step; saves are written and committed meanwhile."""
     STOPPING = "stopping"
     """Workers were asked to finish their step and save."""
+    RESIZING = "resizing"
+    """Workers were asked to finish their step and save, for a larger grid takes over."""
     RESTARTING = "restarting"
-    """The attempt is lost and is cleared away; survivors keep their processes."""
+    """The attempt is over and is cleared away; survivors keep their processes."""
     FINISHED = "finished"
     """Every step is done and the last checkpoint is committed."""
     FAILED = "failed"
@@ -46,7 +48,10 @@ class State(StrEnum):
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.SCHEDULING: frozenset({State.STARTING, State.FINISHED, State.PREEMPTED, State.FAILED}),
     State.STARTING: frozenset({State.RUNNING, State.RESTARTING, State.PREEMPTED, State.FAILED}),
-    State.RUNNING: frozenset({State.STOPPING, State.RESTARTING, State.FINISHED, State.FAILED}),
+    State.RUNNING: frozenset(
+        {State.STOPPING, State.RESIZING, State.RESTARTING, State.FINISHED, State.FAILED}
+    ),
+    State.RESIZING: frozenset({State.STOPPING, State.RESTARTING, State.FINISHED, State.FAILED}),
     State.STOPPING: frozenset({State.FINISHED, State.PREEMPTED, State.FAILED}),
     State.RESTARTING: frozenset({State.SCHEDULING, State.PREEMPTED, State.FAILED}),
     State.FINISHED: frozenset(),

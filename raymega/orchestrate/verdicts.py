@@ -5,30 +5,32 @@ It decides nothing: the controller does, and raises these.
 
 from __future__ import annotations
 
-from raymega.errors import Fault
+from raymega.errors import Fault, PreemptedError
 from raymega.orchestrate.journal import RunRecord
 from raymega.orchestrate.states import RunState
 from raymega.storage.store import Store
 
 
-def stopped(record: RunRecord, state: RunState) -> Fault:
+def stopped(record: RunRecord, state: RunState) -> PreemptedError:
     """The run was asked to stop, and can go on."""
-    return Fault(
+    fault = Fault(
         fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
         f"saved ({state.reason})",
         rule="a run that is stopped can be continued",
         remedy="start the same job again",
     )
+    return PreemptedError(fault)
 
 
-def taken_over(record: RunRecord, state: RunState, *, by: int) -> Fault:
+def taken_over(record: RunRecord, state: RunState, *, by: int) -> PreemptedError:
     """A second driver works on the run."""
-    return Fault(
+    fault = Fault(
         fact=f"run {record.name!r}: another driver has begun attempt {by}, this one is at attempt "
         f"{state.attempt}",
         rule="only the newest attempt of a run may commit",
         remedy="leave the run to the other driver, or stop that one first",
     )
+    return PreemptedError(fault)
 
 
 def nothing_readable(record: RunRecord, store: Store) -> Fault:

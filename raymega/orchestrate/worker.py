@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import Protocol, cast
 
 import ray
@@ -30,17 +30,20 @@ from raymega.messages import (
     WorkerFailed,
 )
 from raymega.orchestrate.outbox import Outbox
-from raymega.orchestrate.placement import Place
+from raymega.orchestrate.placement import DOMAIN_LABEL, Place
 from raymega.orchestrate.preflight import Answer, Question, answer_question
 
 log = logging.getLogger(__name__)
 
-MAX_CONCURRENCY = 4
-"""Threads for the driver's calls: a long poll, an abort, and room for short ones."""
+MAX_CONCURRENCY = 5
+"""Threads for the driver's calls: one that never ends, a long poll, an abort, and room for short ones."""
 
 
 class Entry(Protocol):
     """What an entry module offers."""
+
+    def warm_up(self, plan_json: str, device: str) -> None:
+        """Load what the first step would have to; called before any attempt."""
 
     def host_rendezvous(self, host: str) -> tuple[str, object]:
         """Open the place where ranks meet; its ``host:port`` and a handle that keeps it open."""
@@ -60,6 +63,7 @@ class Worker:
         self._rendezvous: object = None
         self._outbox = Outbox()
         self._thread = Thread()
+        self._loading = Lock()
         self._run_uri = ""
 
     def place(self) -> Place:
@@ -70,15 +74,24 @@ class Worker:
             address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             pid=os.getpid(),
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+            # Said to be lists, and are texts.
+            domain=str((context.get_node_labels() or {}).get(DOMAIN_LABEL, "")),
         )
 
     def run_uri(self) -> str:
         """Folder of the run that it works for; empty before its first attempt."""
         return self._run_uri
 
-    def preload(self) -> None:
-        """Import the entry, which takes seconds, while the driver is busy with other things."""
-        self._entry()
+    def hold(self) -> None:
+        """Never returns: that the call fails is how the driver learns of this process's end."""
+        Event().wait()
+
+    def preload(self, plan_json: str, device: str) -> None:
+        """Load all that training takes, for seconds, while the driver is busy with other things."""
+        with self._loading:
+            self._entry().warm_up(plan_json, device)
+            gc.collect()
+            gc.freeze()  # what is loaded stays; looking through it takes 0.1 s at the end of an attempt
 
     def answer(self, question: Question) -> Answer:
         """What this node says before anything trains on it."""
@@ -103,7 +116,7 @@ class Worker:
         self._thread.start()
 
     def next_reports(self, timeout_s: float) -> list[Report]:
-        """The long poll. The driver always has one outstanding, and so sees this process die."""
+        """The long poll."""
         return self._outbox.take(timeout_s)
 
     def set_requests(self, requests: Requests) -> None:
@@ -123,7 +136,9 @@ class Worker:
 
     def _train(self, start: StartWorker, channel: _Steps, rendezvous: object) -> None:
         try:
-            self._entry().run_worker(start, channel, rendezvous)
+            with self._loading:  # a preload that is under way
+                entry = self._entry()
+            entry.run_worker(start, channel, rendezvous)
         except BaseException as error:  # the thread's edge: it becomes a value
             log.exception("rank %d failed after step %d", start.rank, channel.step)
             channel.report(_last_words(start.rank, channel.step, error))

@@ -1,51 +1,37 @@
-"""The worker group on Ray: one placement group, one actor a rank, one place where it waits.
+"""The worker group on Ray: who has which rank, what each worker is told, and one place to wait.
 
-It owns actors, slots and the calls in flight. Every answer is met in poll by the function that was
-named when the call was made; a call that never answers is how a death shows. It restarts nothing
-by itself: the controller does.
+Every answer is met in poll by the function that was named when the call was made. Lost processes are
+made up for at once, in the background; who takes a lost rank is decided when the next attempt starts.
+It starts no attempt by itself: the controller does.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayActorError
 
 from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
-from raymega.messages import Replicas, Report, Requests, StartWorker, WorkerDied
+from raymega.messages import Replicas, Report, Requests, StartWorker, StepDone, WorkerDied
+from raymega.orchestrate.calls import Calls, nothing
 from raymega.orchestrate.group import AttemptOrder, NoSnapshots, SnapshotKeeping
-from raymega.orchestrate.inventory import (
-    Device,
-    find_device,
-    list_nodes,
-    node_memory,
-    worker_resources,
-)
+from raymega.orchestrate.inventory import list_nodes, node_memory
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.placement import (
     Place,
-    Seat,
     assign_seats,
     block_size,
+    choose_ranks,
     keep_seats,
     place_ranks,
 )
 from raymega.orchestrate.preflight import Answer, Preflight
-from raymega.orchestrate.ray_errors import FETCH_TIMEOUT_S, broken_call, death_cause, is_true
-from raymega.orchestrate.worker import MAX_CONCURRENCY, Worker
+from raymega.orchestrate.ray_errors import death_cause
+from raymega.orchestrate.slots import Slot, Slots, abort, kill
 from raymega.plan.replicas import memory_faults
 from raymega.plan.run_plan import RunPlan
 
@@ -54,34 +40,10 @@ log = logging.getLogger(__name__)
 TRAIN_ENTRY = "raymega.train.entry"
 NAMED_AXES = ("tp", "pp", "dp")
 LONG_POLL_S = 1.0
-ABORT_PATIENCE_S = 2.0
-ANSWER_MARGIN_S = 1.0
-
-
-@dataclass(kw_only=True, slots=True)
-class _Slot:
-    """One worker's share of the placement group, and who sits in it.
-
-    ``home`` is the rank that it had last, or is expected to get; -1 before anything is known.
-    """
-
-    index: int
-    home: int = -1
-    actor: ActorHandle[Any] | None = None  # an actor class made at run time has no static type
-    place: Place | None = None
-    seat: Seat | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.seat.rank if self.seat else -1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    """A call in flight: to whom, and what to do with its answer."""
-
-    slot: _Slot
-    answered: Callable[[_Slot, Any], list[Report]]  # answers differ by call
+RESPAWN_S = 1.0
+"""Pause before a process that died without a rank is replaced: its node may be dying too."""
+LOOK_EVERY_S = 1.0
+"""Between looks at whether a start waits for a slot whose node is gone."""
 
 
 class RayWorkerGroup:
@@ -107,227 +69,272 @@ class RayWorkerGroup:
             preflight: Asks each node before its first attempt; without one, none is asked.
             keepers: Hold the workers' snapshots; without them, there are none.
         """
-        self._plan, self._cluster, self._grid = plan, plan.job.cluster, plan.grid
+        self._plan, self._full, self._grid = plan, plan, plan.grid
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
         self._is_tp_free = plan.job.parallel.is_tp_across_nodes_allowed
-        self._block = block_size(self._grid, is_tp_across_nodes_allowed=self._is_tp_free)
-        self._device: Device = "cpu"
-        self._reserved: PlacementGroup | None = None
-        self._slots = [_Slot(index=index) for index in range(self._grid.world_size)]
-        self._calls: dict[ray.ObjectRef[Any], _Call] = {}
+        self._slots = Slots(plan.job.cluster, can_grow=can_grow)
+        self._calls = Calls()
         self._order: AttemptOrder | None = None
         self._preflight, self._keepers = preflight, keepers
-        self._rendezvous, self._is_let_go = "", False
+        self._rendezvous, self._looked_s = "", 0.0
+        self._is_seated = self._is_let_go = self._is_stepping = self._has_begun = False
 
     @property
     def keeping(self) -> SnapshotKeeping:
         """See WorkerGroup."""
         return self._keepers or NoSnapshots()
 
+    def use(self, plan: RunPlan) -> None:
+        """See WorkerGroup."""
+        self._plan, self._grid = plan, plan.grid
+        for slot in self._slots.slots:
+            slot.home = -1
+
+    def ready(self) -> tuple[Place, ...]:
+        """See WorkerGroup."""
+        return tuple(slot.place for slot in self._slots.slots if slot.place and slot.is_warm)
+
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
+        if self._warm_ranks() is not None:
+            return None
         lacking = None
         try:
-            node_of = place_ranks(list_nodes(self._cluster), self._grid, **self._placement_rule)
-            if self._reserved is None:
+            nodes = list_nodes(self._plan.job.cluster)
+            node_of = place_ranks(nodes, self._grid, **self._placement_rule)
+            if not self._slots.are_asked_for:
                 raise_faults(ConfigError, memory_faults(self._plan, node_of, node_memory()))
         except CapacityError as error:
             if not self._can_grow:
                 raise
             lacking = error.faults[0]
-        if self._reserved is None:
+        if not self._slots.are_asked_for:
             # Also when nothing fits yet: what is asked for is what an autoscaler goes by.
-            self._reserved = self._ask_for_slots()
-        if self._reserved.wait(timeout_s):
+            self._ask_for_slots()
+        if self._plan is self._full and self._slots.wait(timeout_s):
             return None
+        self._fill_later()
+        self._listen(timeout_s)
         return lacking if isinstance(lacking, Fault) else self._not_free()
 
     def start(self, order: AttemptOrder) -> None:
         """See WorkerGroup."""
-        self._order = order
-        if any(slot.home < 0 for slot in self._slots):
+        self._order, self._is_seated, self._is_stepping = order, False, False
+        if self._warm_ranks() is None:
             self._expect_seats()
-        for slot in self._slots:
-            if slot.actor is None:
-                slot.actor = self._spawn(slot)
-                self._call(slot, "preload", answered=_nothing)
-                self._call(slot, "place", answered=self._on_place)
+            self._fill([slot for slot in self._slots.slots if not self._slots.is_spare(slot)])
         self._seat_when_all_are_there()
 
     def members(self) -> Mapping[int, Place]:
         """See WorkerGroup."""
-        return {slot.rank: slot.place for slot in self._slots if slot.seat and slot.place}
+        return {slot.rank: slot.place for slot in self._slots.slots if slot.seat and slot.place}
 
     def poll(self, timeout_s: float) -> list[Report]:
         """See WorkerGroup."""
-        starting = self._keepers.pending() if self._keepers else []
-        ready, waiting = ray.wait([*self._calls, *starting], num_returns=1, timeout=timeout_s)
-        if ready and waiting:
-            more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
-            ready = ready + more
+        reports = self._listen(timeout_s)
         if self._keepers:
             self._keepers.collect()
             self._let_go_when_clear()
-        return [report for ref in ready for report in self._meet(ref)]
+        self._is_stepping |= any(isinstance(report, StepDone) for report in reports)
+        if self._is_stepping:  # before that, loading would take its cores from those who start
+            self._fill_later()
+        return reports + self._missing_nodes()
 
     def request(self, requests: Requests) -> None:
         """See WorkerGroup."""
-        for slot in self._slots:
-            self._call(slot, "set_requests", requests, answered=_nothing)
+        for slot in self._seated():
+            self._calls.make(slot, "set_requests", requests, answered=nothing)
 
     def release(self, *, keep_warm: bool) -> None:
         """See WorkerGroup."""
-        self._calls.clear()
-        self._order, self._rendezvous, self._is_let_go = None, "", False
+        self._calls.end_attempt()
+        self._order, self._rendezvous = None, ""
+        self._is_seated = self._is_let_go = self._is_stepping = False
         if self._preflight is not None:
             self._preflight.cancel()
-        free = self._abort_all() if keep_warm else set()
-        for slot in self._slots:
+        seated = self._seated()
+        if keep_warm:
+            free = abort(seated)
+            self._kill([slot for slot in seated if slot not in free])
+        for slot in seated:
             slot.seat = None
-            if slot.index not in free:
-                self._kill(slot)
-        if not keep_warm and self._reserved is not None:
-            remove_placement_group(self._reserved)
-            self._reserved = None
-        if not keep_warm and self._keepers is not None:
-            self._keepers.close()
+        if not keep_warm:
+            self._calls.clear()
+            self._slots.release()
+            if self._keepers is not None:
+                self._keepers.close()
 
     @property
     def _placement_rule(self) -> dict[str, bool]:
         return {"is_tp_across_nodes_allowed": self._is_tp_free}
 
-    def _ask_for_slots(self) -> PlacementGroup:
-        """One bundle for each set of workers that must share a node, so that Ray cannot part it."""
-        self._device = find_device(self._cluster)
-        if (self._cluster.device, self._device, self._can_grow) == ("auto", "cpu", True):
-            log.warning(
-                "cluster.device=auto takes cpu: no node has a GPU, and Ray knows of no node type with "
-                "one; set cluster.device=cuda to wait for GPU nodes"
-            )
-        needs = worker_resources(self._device, self._cluster.cpus_per_worker)
-        bundle = {kind: round(amount * self._block, 4) for kind, amount in needs.items()}
-        bundles = [bundle] * (self._grid.world_size // self._block)
-        return cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
+    @property
+    def _block(self) -> int:
+        return block_size(self._full.grid, **self._placement_rule)
+
+    def _seated(self) -> list[Slot]:
+        return [slot for slot in self._slots.slots if slot.seat]
+
+    def _ask_for_slots(self) -> None:
+        self._slots.ask(
+            num_workers=self._full.grid.world_size,
+            num_spares=self._full.job.elastic.spares,
+            block=self._block,
+        )
+
+    def _not_free(self) -> Fault:
+        return self._slots.not_free(self._grid, block=self._block)
+
+    # Processes.
 
     def _expect_seats(self) -> None:
         """Ranks by where Ray has put the bundles: Ray renames nothing, so actors need theirs now."""
-        assert self._reserved, "start follows a reserve that held the slots"
-        table = placement_group_table(self._reserved)
-        nodes = table["bundles_to_node_id"]
-        places = [
-            Place(node_id=nodes[slot.index // self._block], address="", pid=0)
-            for slot in self._slots
-        ]
+        main = [slot for slot in self._slots.slots if not self._slots.is_spare(slot)]
+        if any(slot.home >= 0 for slot in self._slots.slots):
+            return
+        places = self._slots.expected_places()
         seats = assign_seats(places, self._grid, **self._placement_rule)
-        for slot, seat in zip(self._slots, seats, strict=True):
+        for slot, seat in zip(main, seats, strict=True):
             slot.home = seat.rank
         if self._keepers:  # they start while workers load torch
             self._keepers.place({place.node_id for place in places})
 
-    def _not_free(self) -> Fault:
-        free = ray.available_resources()  # type: ignore[no-untyped-call]
-        needs = worker_resources(self._device, self._cluster.cpus_per_worker)
-        shown = ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in needs)
-        each = ", ".join(f"{amount:g} {kind}" for kind, amount in needs.items())
-        return Fault(
-            fact=f"the cluster has {shown} free",
-            rule=f"grid {self._grid.describe()} needs {self._grid.world_size} workers of {each} "
-            f"each, {self._block} together on a node",
-            remedy="wait for other jobs, add nodes, or raise cluster.capacity_timeout_s",
-        )
+    def _fill_later(self) -> None:
+        """Make up for lost processes, and have spares, while nobody waits for them."""
+        now_s = time.monotonic()
+        if self._has_begun:
+            self._fill([slot for slot in self._slots.slots if now_s >= slot.respawn_at_s])
 
-    def _spawn(self, slot: _Slot) -> ActorHandle[Any]:
-        """A new process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
+    def _fill(self, slots: list[Slot]) -> None:
+        """Order a process for each of ``slots`` that has none."""
+        self._has_begun = True
+        for slot in slots:
+            if slot.actor is None:
+                self._slots.spawn(slot, name=self._name(slot), entry=self._entry)
+                self._calls.make(slot, "hold", answered=nothing, is_of_attempt=False)
+                self._calls.make(
+                    slot, "preload", self._plan.to_json(), self._slots.device,
+                    answered=self._on_warm, is_of_attempt=False,
+                )  # fmt: skip
+                self._calls.make(slot, "place", answered=self._on_place, is_of_attempt=False)
 
-        A runtime environment would do no more, and would keep Ray from using an idle process. Its
-        name is for people: run, attempt it was made for, rank and coordinates.
-        """
-        assert self._reserved and self._order, "start follows a reserve that held the slots"
-        options = {
-            "name": actor_name(self._plan, attempt=self._order.attempt, rank=slot.home),
-            "num_cpus": self._cluster.cpus_per_worker,
-            "num_gpus": 1 if self._device == "cuda" else 0,
-            "max_concurrency": MAX_CONCURRENCY,
-            "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._reserved,
-                placement_group_bundle_index=slot.index // self._block,
-            ),
-        }
-        return cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(self._entry))
+    def _name(self, slot: Slot) -> str:
+        """For people: run, attempt it was made for, rank and coordinates."""
+        attempt = self._order.attempt if self._order else 0
+        if slot.home < 0:
+            return f"{self._plan.job.run.name}/a{attempt}/spare{slot.index}-{time.monotonic_ns()}"
+        return actor_name(self._plan, attempt=attempt, rank=slot.home)
 
-    def _call(
-        self,
-        slot: _Slot,
-        method: str,
-        *args: object,
-        answered: Callable[[_Slot, Any], list[Report]],
-    ) -> None:
-        if slot.actor is not None:
-            ref = getattr(slot.actor, method).remote(*args)
-            self._calls[ref] = _Call(slot=slot, answered=answered)
-
-    def _meet(self, ref: ray.ObjectRef[Any]) -> list[Report]:
-        """Deal with one answer, or with its absence."""
-        call = self._calls.pop(ref, None)
-        if call is None:
-            return []
-        try:
-            answer = ray.get(ref, timeout=FETCH_TIMEOUT_S)
-        except RayActorError as error:
-            return [self._bury(call.slot, error)]
-        except (RayTaskError, GetTimeoutError) as error:
-            return [broken_call(call.slot.rank, error)]
-        return call.answered(call.slot, answer)
-
-    def _bury(self, slot: _Slot, error: RayActorError) -> WorkerDied:
-        self._calls = {ref: call for ref, call in self._calls.items() if call.slot is not slot}
-        who = f"process {slot.place.pid} on {slot.place.address}" if slot.place else "a process"
-        slot.actor, slot.place = None, None
-        return WorkerDied(rank=slot.rank, cause=f"{who} is gone ({death_cause(error)})")
-
-    def _on_place(self, slot: _Slot, place: Place) -> list[Report]:
+    def _on_place(self, slot: Slot, place: Place) -> list[Report]:
         slot.place = place
+        if self._is_seated:
+            self._place_keepers()
         self._seat_when_all_are_there()
         return []
 
+    def _on_warm(self, slot: Slot, _answer: None) -> list[Report]:
+        slot.is_warm = True
+        self._seat_when_all_are_there()
+        return []
+
+    def _bury(self, slot: Slot, error: RayActorError) -> list[Report]:
+        """A death is the attempt's when the process had a rank, or when its start waits for it."""
+        who = f"process {slot.place.pid} on {slot.place.address}" if slot.place else "a process"
+        cause = f"{who} is gone ({death_cause(error)})"
+        slot.clear()
+        slot.respawn_at_s = time.monotonic() + RESPAWN_S
+        if slot.seat or (self._order and not self._is_seated and not self._slots.is_spare(slot)):
+            return [WorkerDied(rank=slot.rank, cause=cause)]
+        log.warning("a process without a rank was lost: %s", cause)
+        return []
+
+    def _kill(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self._calls.forget(slot)
+        kill(slots)
+
+    def _missing_nodes(self) -> list[Report]:
+        """A start that waits for a process whose node is gone would wait for ever."""
+        now_s = time.monotonic()
+        is_due = now_s - self._looked_s >= LOOK_EVERY_S
+        if self._is_seated or not self._order or not is_due:
+            return []
+        self._looked_s = now_s
+        if self._slots.are_held:
+            return []
+        return [WorkerDied(rank=-1, cause="the node of a slot is gone")]
+
+    # Seats.
+
+    def _warm_ranks(self) -> dict[int, Slot] | None:
+        """By rank who could take it now, without any process that is still to come."""
+        return self._ranks_among([s for s in self._slots.slots if s.place and s.is_warm])
+
+    def _ranks_among(self, slots: list[Slot]) -> dict[int, Slot] | None:
+        places = [slot.place for slot in slots if slot.place]
+        homes = [slot.home for slot in slots]
+        ranks = choose_ranks(places, homes, self._grid, **self._placement_rule)
+        if ranks is None:
+            return None
+        return {rank: slot for rank, slot in zip(ranks, slots, strict=True) if rank >= 0}
+
     def _seat_when_all_are_there(self) -> None:
-        places = [slot.place for slot in self._slots if slot.place]
-        if len(places) < len(self._slots):
+        """Every rank has a process: its own, or else one that is warm and has none."""
+        if self._is_seated or self._order is None:
             return
-        homes = [slot.home for slot in self._slots]
-        seats = keep_seats(places, homes, self._grid, **self._placement_rule)
+        awaited = [slot for slot in self._slots.slots if slot.home >= 0]
+        if len(awaited) == self._grid.world_size and all(slot.place for slot in awaited):
+            chosen: dict[int, Slot] | None = {slot.home: slot for slot in awaited}
+        else:
+            chosen = self._warm_ranks()
+        if chosen is not None:
+            self._seat(chosen)
+
+    def _seat(self, chosen: dict[int, Slot]) -> None:
+        self._is_seated = True
+        taken = [chosen[rank] for rank in sorted(chosen)]
+        places = [slot.place for slot in taken if slot.place]
+        seats = keep_seats(places, sorted(chosen), self._grid, **self._placement_rule)
         if seats is None:
             seats = assign_seats(places, self._grid, **self._placement_rule)
             log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
-        for slot, seat in zip(self._slots, seats, strict=True):
+        for slot in self._slots.slots:
+            slot.home = -1
+        for slot, seat in zip(taken, seats, strict=True):
             slot.seat, slot.home = seat, seat.rank
-        first = next(slot for slot in self._slots if slot.rank == 0)
+        first = next(slot for slot in taken if slot.rank == 0)
         assert first.place, "a slot with a seat has a place"
-        if self._keepers:
-            self._keepers.place({place.node_id for place in places})
-        self._call(first, "host_rendezvous", first.place.address, answered=self._on_rendezvous)
+        self._place_keepers()
+        address = first.place.address
+        self._calls.make(first, "host_rendezvous", address, answered=self._on_rendezvous)
         if self._preflight is not None:
-            self._ask_nodes(self._preflight)
+            self._ask_nodes(self._preflight, taken)
 
-    def _on_rendezvous(self, _host: _Slot, address: str) -> list[Report]:
+    def _place_keepers(self) -> None:
+        """Also where spares are, so that none has to start when one of them is used."""
+        if self._keepers:
+            self._keepers.place({slot.place.node_id for slot in self._slots.slots if slot.place})
+
+    def _on_rendezvous(self, _host: Slot, address: str) -> list[Report]:
         self._rendezvous = address
         self._let_go_when_clear()
         return []
 
-    def _ask_nodes(self, preflight: Preflight) -> None:
+    def _ask_nodes(self, preflight: Preflight, taken: list[Slot]) -> None:
         """One worker of each node answers for it."""
-        by_node = {slot.place.node_id: slot for slot in self._slots if slot.place}
+        by_node = {slot.place.node_id: slot for slot in taken if slot.place}
         addresses = {node: slot.place.address for node, slot in by_node.items() if slot.place}
         question, new = preflight.begin(addresses)
         for node in new:
-            self._call(by_node[node], "answer", question, answered=self._on_answer)
+            self._calls.make(by_node[node], "answer", question, answered=self._on_answer)
 
-    def _on_answer(self, slot: _Slot, answer: Answer) -> list[Report]:
+    def _on_answer(self, slot: Slot, answer: Answer) -> list[Report]:
         assert self._preflight and slot.place, "only a slot with a place was asked"
         reports = self._preflight.take(slot.place.node_id, answer)
         self._let_go_when_clear()
         return [*reports]
+
+    # What workers are told, and what they say.
 
     def _let_go_when_clear(self) -> None:
         """Workers start, once, when there is a place to meet and no node is still waited for."""
@@ -336,14 +343,14 @@ class RayWorkerGroup:
         if self._is_let_go or not self._rendezvous or is_asking or is_keeping:
             return
         self._is_let_go = True
-        by_rank = sorted(self._slots, key=lambda slot: slot.rank)
+        by_rank = sorted(self._seated(), key=lambda slot: slot.rank)
         nodes = [slot.place.node_id for slot in by_rank if slot.place]
-        for slot in self._slots:
+        for slot in by_rank:
             log_path = self._log_dir / f"rank-{slot.rank:05d}.log"
             message = self._start_message(slot, self._rendezvous, nodes)
-            self._call(slot, "start", message, str(log_path), answered=self._on_started)
+            self._calls.make(slot, "start", message, str(log_path), answered=self._on_started)
 
-    def _start_message(self, slot: _Slot, rendezvous: str, nodes: list[str]) -> StartWorker:
+    def _start_message(self, slot: Slot, rendezvous: str, nodes: list[str]) -> StartWorker:
         assert self._order and slot.seat, "an attempt has begun and everybody is seated"
         replicas = Replicas()
         if self._keepers:
@@ -356,34 +363,28 @@ class RayWorkerGroup:
             local_rank=slot.seat.local_rank,
             rendezvous=rendezvous,
             restore=self._order.restore,
-            device=self._device,
+            device=self._slots.device,
             replicas=replicas,
         )
 
-    def _on_started(self, slot: _Slot, _answer: None) -> list[Report]:
+    def _on_started(self, slot: Slot, _answer: None) -> list[Report]:
         return self._on_reports(slot, [])
 
-    def _on_reports(self, slot: _Slot, reports: list[Report]) -> list[Report]:
-        self._call(slot, "next_reports", LONG_POLL_S, answered=self._on_reports)
+    def _on_reports(self, slot: Slot, reports: list[Report]) -> list[Report]:
+        self._calls.make(slot, "next_reports", LONG_POLL_S, answered=self._on_reports)
         return reports
 
-    def _abort_all(self) -> set[int]:
-        """Indices of the slots whose process let go of its work in time."""
-        refs: dict[ray.ObjectRef[bool], int] = {
-            slot.actor.abort.remote(ABORT_PATIENCE_S): slot.index
-            for slot in self._slots
-            if slot.actor is not None and slot.place is not None
-        }
+    def _listen(self, timeout_s: float) -> list[Report]:
+        """Meet the answers that are there, or the first one to come."""
+        starting = self._keepers.pending() if self._keepers else []
+        refs = [*self._calls.refs, *starting]
         if not refs:
-            return set()
-        patience_s = ABORT_PATIENCE_S + ANSWER_MARGIN_S
-        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
-        return {refs[ref] for ref in answered if is_true(ref)}
-
-    def _kill(self, slot: _Slot) -> None:
-        if slot.actor is not None:
-            ray.kill(slot.actor)
-        slot.actor, slot.place = None, None
+            return []
+        ready, waiting = ray.wait(refs, num_returns=1, timeout=timeout_s)
+        if ready and waiting:
+            more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            ready = ready + more
+        return [report for ref in ready for report in self._calls.meet(ref, self._bury)]
 
 
 def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
@@ -391,7 +392,3 @@ def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
     coords = plan.grid.coords(rank)
     axes = [f"{axis}{coords.on(axis)}" for axis in NAMED_AXES]
     return "/".join((plan.job.run.name, f"a{attempt}", "-".join((f"rank{rank}", *axes))))
-
-
-def _nothing(_slot: _Slot, _answer: object) -> list[Report]:
-    return []

@@ -20,6 +20,7 @@ from raymega.plan.context_rules import (
     position_faults,
     weight_dropout_faults,
 )
+from raymega.plan.elastic_rules import min_workers_faults, spares_faults
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.moe_rules import (
     cut_width_faults,
@@ -333,6 +334,16 @@ RULES = (
         check=keep_best_faults,
     ),
     Rule(reads=("checkpoint.buffer_bytes", "model.width", "model.ffn_width"), check=buffer_faults),
+    Rule(
+        reads=("elastic.spares", "parallel.tp", "parallel.is_tp_across_nodes_allowed"),
+        check=lambda spares, tp, is_free: spares_faults(
+            spares, tp, is_tp_across_nodes_allowed=is_free
+        ),
+    ),
+    Rule(
+        reads=("elastic.min_workers", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.pp"),
+        check=lambda least, *degrees: min_workers_faults(least, degrees),
+    ),
     Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
     Rule(
         reads=(

@@ -157,8 +157,13 @@ def _recovered(event: Recovered) -> str:
         f"Recovered: noticed in {event.detection_s:.1f} s, back where it was {event.recovery_s:.1f} s "
         f"later, from the state of step {event.restored_step}"
         f"{_from(event)}; "
-        f"{_count(event.lost_steps, 'step')} done again."
+        f"{_count(event.lost_steps, 'step')} done again{_phases(event)}."
     )
+
+
+def _phases(event: Recovered) -> str:
+    shown = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in event.phases.items())
+    return f" ({shown} s)" if shown else ""
 
 
 def _news(event: RunEvent) -> str:

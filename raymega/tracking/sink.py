@@ -180,6 +180,7 @@ class Recovered:
         detection_s: From the last sign of progress to the failure's detection.
         recovery_s: From the detection to this event.
         source: Where that state was read.
+        phases: What ``recovery_s`` was spent on, in order; see orchestrate.outage.
     """
 
     attempt: int
@@ -190,6 +191,7 @@ class Recovered:
     detection_s: float
     recovery_s: float
     source: StateSource = "store"
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

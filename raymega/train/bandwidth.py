@@ -18,10 +18,10 @@ from raymega.parallel import groups as world
 from raymega.parallel.comm import all_reduce, barrier
 from raymega.parallel.groups import Group, Groups, Store
 from raymega.plan.run_plan import RunPlan, read_plan
-from raymega.train.entry import abort, host_rendezvous
+from raymega.train.entry import abort, host_rendezvous, warm_up
 from raymega.train.environment import listen_towards, prepare_process
 
-__all__ = ["abort", "host_rendezvous", "run_worker"]
+__all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 
 NUM_BYTES = {"cpu": 2**22, "cuda": 2**28}
 NUM_ROUNDS = 5

@@ -18,10 +18,10 @@ from raymega.messages import Channel, Entered, StartWorker, WorkerFinished
 from raymega.parallel.comm import all_reduce, barrier
 from raymega.parallel.groups import Group, Groups
 from raymega.plan.calibration import Measurement
-from raymega.train.bandwidth import abort, host_rendezvous, meeting, synchronize
+from raymega.train.bandwidth import abort, host_rendezvous, meeting, synchronize, warm_up
 from raymega.train.build import DTYPES
 
-__all__ = ["abort", "host_rendezvous", "run_worker"]
+__all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 
 NUM_ROUNDS = 5
 LEAST_S = 0.02

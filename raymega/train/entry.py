@@ -49,6 +49,12 @@ MAX_COPIES = 2
 """Of anything in memory; see plan.replicas."""
 
 
+def warm_up(plan_json: str, device: str) -> None:
+    """Load what the first step would: kernels' libraries, the GPU's context, torch's own lazy parts."""
+    where = prepare_process(read_plan(plan_json), device=device, local_rank=0)
+    torch.ones(1, device=where, requires_grad=True).sum().backward()
+
+
 def host_rendezvous(host: str) -> tuple[str, object]:
     """Open the store where this attempt's ranks meet, on a fresh port of ``host``."""
     return world.host_store(host)

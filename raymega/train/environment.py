@@ -47,7 +47,10 @@ def refused_operation(error: Exception) -> ConfigError | None:
 
 def _repeat_exactly(*, is_on: bool) -> None:
     """Equal runs on equal machines give equal bits: kernels, cuBLAS' workspaces, NCCL's order."""
-    torch.use_deterministic_algorithms(mode=is_on)
+    if (
+        torch.are_deterministic_algorithms_enabled() != is_on
+    ):  # the call loads torch's compiler: 1 s
+        torch.use_deterministic_algorithms(mode=is_on)
     torch.backends.cudnn.deterministic = is_on
     if is_on:
         # Read when the first handle and the first communicator are made, which is after this.

@@ -38,6 +38,8 @@ class Running:
         self._process = process
         self.pids: dict[str, int] = {}
         self.nodes: dict[str, str] = {}
+        self.attempt = 0
+        self.last: dict = {}
 
     def kill_worker(self, rank: int) -> None:
         os.kill(self.pids[str(rank)], signal.SIGKILL)
@@ -83,6 +85,7 @@ def train(
             if event["event"] == "workers":
                 running.pids, running.nodes = event["pids"], event["nodes"]
             if event["event"] == "step":
+                running.attempt, running.last = event["attempt"], event
                 on_step(running, event["step"])
         code = process.wait(timeout)
     finally:

@@ -98,12 +98,20 @@ class FakeWorkerGroup:
         self.clock, self.store, self.world_size = clock, store, world_size
         self.script = [list(polls) for polls in script]
         self.lacking = list(lacking)
-        self.orders, self.requested, self.releases = [], [], []
+        self.orders, self.requested, self.releases, self.plans = [], [], [], []
+        self.places = []
         self._polls = []
 
     @property
     def is_released(self):
         return bool(self.releases) and not self.releases[-1]
+
+    def use(self, plan):
+        self.plans.append(plan)
+        self.world_size = plan.grid.world_size
+
+    def ready(self):
+        return tuple(self.places)
 
     def reserve(self, timeout_s):
         if not self.lacking:

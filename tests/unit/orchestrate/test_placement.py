@@ -4,7 +4,13 @@ import pytest
 
 from raymega.errors import CapacityError, InternalError
 from raymega.messages import NodeSlots
-from raymega.orchestrate.placement import Place, assign_seats, keep_seats, place_ranks
+from raymega.orchestrate.placement import (
+    Place,
+    assign_seats,
+    choose_ranks,
+    keep_seats,
+    place_ranks,
+)
 from raymega.plan.grid import Grid
 
 GRIDS = [Grid(tp=2, pp=2, dp=2), Grid(tp=4, dp=2), Grid(tp=2, dp=2, order="dp-tp-cp-ep-pp")]
@@ -102,3 +108,80 @@ def test_ranks_are_not_kept_against_the_order_of_gpus_or_across_nodes():
     torn = [at("a", 0), at("b", 0), at("a", 1), at("b", 1)]
     assert keep_seats(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
     assert keep_seats(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=True) is not None
+
+
+def choose(where, ranks, grid, *, is_free=False):
+    return choose_ranks(where, ranks, grid, is_tp_across_nodes_allowed=is_free)
+
+
+def test_choose_ranks_gives_a_lost_rank_to_a_free_process_of_its_node():
+    where = places("a", "a", "a", "b", "b")
+    assert choose(where, [0, 1, -1, 2, 3], Grid(tp=2, dp=2)) == (0, 1, -1, 2, 3)
+    where = places("a", "a", "b", "b")
+    assert choose(where, [0, -1, 2, 3], Grid(tp=2, dp=2)) == (0, 1, 2, 3)
+
+
+def test_choose_ranks_moves_a_whole_tp_group_to_where_there_is_room():
+    where = places("a", "b", "b", "c", "c")
+    assert choose(where, [1, 2, 3, -1, -1], Grid(tp=2, dp=2)) == (-1, 2, 3, 0, 1)
+    assert choose(where[:4], [1, 2, 3, -1], Grid(tp=2, dp=2)) is None
+    assert choose(where[:4], [1, 2, 3, -1], Grid(tp=2, dp=2), is_free=True) == (1, 2, 3, 0)
+
+
+def test_choose_ranks_packs_neighbours_when_nobody_has_a_rank():
+    where = places("b", "a", "b", "a", "b", "a", "b")
+    assert choose(where, [-1] * 7, Grid(tp=2, dp=2)) == (0, -1, 1, -1, 2, -1, 3)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.describe()}-{grid.order[:2]}")
+def test_choose_ranks_keeps_groups_whole_and_survivors_seated(grid):
+    draw = random.Random(5)
+    for _ in range(100):
+        where = places(*(f"n{draw.randrange(3)}" for _ in range(14)))
+        first = choose(where, [-1] * 14, grid)
+        if first is None:
+            continue
+        lost = draw.randrange(14)
+        left = [place for index, place in enumerate(where) if index != lost]
+        homes = [rank for index, rank in enumerate(first) if index != lost]
+        second = choose(left, homes, grid)
+        if second is None:
+            continue
+        node_of = {
+            rank: place.node_id for rank, place in zip(second, left, strict=True) if rank >= 0
+        }
+        assert sorted(node_of) == list(range(grid.world_size))
+        groups = list(grid.groups("tp"))
+        assert all(len({node_of[rank] for rank in group}) == 1 for group in groups)
+        moved = {a for a, b in zip(homes, second, strict=True) if a != b and a >= 0}
+        assert not moved or any(moved < set(group) for group in groups)
+
+
+def in_domains(**domain_of):
+    return [
+        Place(node_id=node, address="", pid=pid, domain=domain)
+        for node, domain in domain_of.items()
+        for pid in range(2)
+    ]
+
+
+def test_neighbours_on_the_grid_share_a_domain():
+    where = in_domains(a="rack2", b="rack1", c="rack2", d="rack1")
+    grid = Grid(tp=2, dp=4)
+    seats = assign_seats(where, grid, is_tp_across_nodes_allowed=False)
+    chosen = choose(where, [-1] * 8, grid)
+    for ranks_of in ([seat.rank for seat in seats], chosen):
+        domain_of = {rank: place.domain for rank, place in zip(ranks_of, where, strict=True)}
+        assert [len({domain_of[rank] for rank in half}) for half in (range(4), range(4, 8))] == [
+            1,
+            1,
+        ]
+
+
+def test_tp_group_that_may_span_nodes_stays_in_a_domain():
+    where = in_domains(a="rack2", b="rack1", c="rack2", d="rack1")
+    seats = assign_seats(where, Grid(tp=4, dp=2), is_tp_across_nodes_allowed=True)
+    for first in (0, 4):
+        group = [place.domain for place, seat in zip(where, seats, strict=True)
+                 if first <= seat.rank < first + 4]  # fmt: skip
+        assert len(set(group)) == 1

@@ -13,6 +13,10 @@ STUCK, LET_GO = Event(), Event()
 SCRIPT = {}
 
 
+def warm_up(plan_json, device):
+    SCRIPT["warmed up"] = (plan_json, device)
+
+
 def host_rendezvous(host):
     return f"{host}:1", "handle"
 
@@ -122,3 +126,16 @@ def test_reports_of_an_aborted_attempt_do_not_reach_the_next(worker):
     start(worker, lambda *_: None)
     channels[0].report(StepDone(rank=1, step=1, metrics={}))
     assert worker.next_reports(0.0) == []
+
+
+def test_training_waits_for_a_preload_that_is_under_way(worker):
+    began = Event()
+    with worker._loading:
+        start(worker, lambda *_: began.set())
+        assert not began.wait(0.1)
+    assert began.wait(5)
+
+
+def test_preload_loads_what_the_entry_says(worker):
+    worker.preload("{}", "cpu")
+    assert SCRIPT["warmed up"] == ("{}", "cpu")

@@ -1,0 +1,201 @@
+"""The slots of a run on Ray: what is reserved, and the process that sits in each slot.
+
+Slots of the grid are one placement group, so that a run gets all of them or none; those of spares
+are a second one, which nobody waits for. A group that loses a node keeps its other bundles and their
+processes, and Ray fills the lost ones when a node comes that has room. Calls are not made here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raymega.config.schema import ClusterSection
+from raymega.errors import Fault
+from raymega.orchestrate.inventory import (
+    Device,
+    find_device,
+    list_nodes,
+    worker_resources,
+)
+from raymega.orchestrate.placement import DOMAIN_LABEL, Place, Seat
+from raymega.orchestrate.ray_errors import is_true
+from raymega.orchestrate.worker import MAX_CONCURRENCY, Worker
+from raymega.plan.grid import Grid
+
+log = logging.getLogger(__name__)
+
+ABORT_PATIENCE_S = 2.0
+ANSWER_MARGIN_S = 1.0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Slot:
+    """One worker's share of what is reserved, and who sits in it.
+
+    Attributes:
+        index: Among all slots.
+        group: The placement group that it is a part of.
+        bundle: Which bundle of that.
+        home: The rank that it had last, or is expected to get; -1 for none.
+        actor: Its process, or the order for one; None when there is neither.
+        place: Where the process lives, once it has said so.
+        is_warm: The process has loaded what it needs to train.
+        seat: Its rank in the present attempt, if it takes part.
+        respawn_at_s: No new process before then.
+    """
+
+    index: int
+    group: PlacementGroup
+    bundle: int
+    home: int = -1
+    actor: ActorHandle[Any] | None = None  # an actor class made at run time has no static type
+    place: Place | None = None
+    is_warm: bool = False
+    seat: Seat | None = None
+    respawn_at_s: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """In the present attempt; -1 for none."""
+        return self.seat.rank if self.seat else -1
+
+    def clear(self) -> None:
+        """Its process is gone."""
+        self.actor, self.place, self.is_warm = None, None, False
+
+
+class Slots:
+    """Asks for slots, starts processes in them, and gives them back."""
+
+    def __init__(self, cluster: ClusterSection, *, can_grow: bool) -> None:
+        """Asks for nothing yet."""
+        self._cluster, self._can_grow = cluster, can_grow
+        self.device: Device = "cpu"
+        self.slots: list[Slot] = []
+        self._main: PlacementGroup | None = None
+        self._spares: PlacementGroup | None = None
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Ray knows what the run needs."""
+        return self._main is not None
+
+    def ask(self, *, num_workers: int, num_spares: int, block: int) -> None:
+        """Reserve slots; one bundle for ``block`` workers, which Ray cannot part."""
+        self.device = find_device(self._cluster)
+        if (self._cluster.device, self.device, self._can_grow) == ("auto", "cpu", True):
+            log.warning(
+                "cluster.device=auto takes cpu: no node has a GPU, and Ray knows of no node type with "
+                "one; set cluster.device=cuda to wait for GPU nodes"
+            )
+        self._main = self._reserve(num_workers, block)
+        if num_spares:
+            self._spares = self._reserve(num_spares, block)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the grid's slots are all held; looks for ``timeout_s`` at most."""
+        assert self._main, "slots were asked for"
+        return bool(self._main.wait(timeout_s))
+
+    @property
+    def are_held(self) -> bool:
+        """Whether no node of the grid's slots is lost, as far as Ray knows."""
+        assert self._main, "slots were asked for"
+        return bool(placement_group_table(self._main)["state"] == "CREATED")
+
+    def expected_places(self) -> list[Place]:
+        """Where the process of each of the grid's slots will be: where Ray has put the bundles."""
+        assert self._main, "slots were asked for"
+        node_of = placement_group_table(self._main)["bundles_to_node_id"]
+        domains = {n.node_id: n.labels.get(DOMAIN_LABEL, "") for n in list_nodes(self._cluster)}
+        nodes = [node_of[slot.bundle] for slot in self.slots if slot.group is self._main]
+        return [Place(node_id=n, address="", pid=0, domain=domains.get(n, "")) for n in nodes]
+
+    def is_spare(self, slot: Slot) -> bool:
+        """Beyond what the job's own grid needs."""
+        return slot.group is self._spares
+
+    def spawn(self, slot: Slot, *, name: str, entry: str) -> None:
+        """Order a process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
+
+        A runtime environment would do no more, and would keep Ray from using an idle process.
+        """
+        options = {
+            "name": name,
+            "num_cpus": self._cluster.cpus_per_worker,
+            "num_gpus": 1 if self.device == "cuda" else 0,
+            "max_concurrency": MAX_CONCURRENCY,
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=slot.group, placement_group_bundle_index=slot.bundle
+            ),
+        }
+        slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
+
+    def release(self) -> None:
+        """Kill every process and give every slot back."""
+        kill(self.slots)
+        for group in (self._main, self._spares):
+            if group is not None:
+                remove_placement_group(group)
+        self.slots, self._main, self._spares = [], None, None
+
+    def not_free(self, grid: Grid, *, block: int) -> Fault:
+        """Why the slots are not held yet."""
+        free = ray.available_resources()  # type: ignore[no-untyped-call]
+        needs = worker_resources(self.device, self._cluster.cpus_per_worker)
+        shown = ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in needs)
+        each = ", ".join(f"{amount:g} {kind}" for kind, amount in needs.items())
+        return Fault(
+            fact=f"the cluster has {shown} free",
+            rule=f"grid {grid.describe()} needs {grid.world_size} workers of {each} "
+            f"each, {block} together on a node",
+            remedy="wait for other jobs, add nodes, or raise cluster.capacity_timeout_s",
+        )
+
+    def _reserve(self, num_workers: int, block: int) -> PlacementGroup:
+        needs = worker_resources(self.device, self._cluster.cpus_per_worker)
+        bundle = {kind: round(amount * block, 4) for kind, amount in needs.items()}
+        bundles = [bundle] * -(-num_workers // block)
+        group = cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
+        first = len(self.slots)
+        self.slots += [
+            Slot(index=first + number, group=group, bundle=number // block)
+            for number in range(num_workers)
+        ]
+        return group
+
+
+def abort(seated: Sequence[Slot]) -> list[Slot]:
+    """Have workers let go of their attempt; the slots whose process did so in time."""
+    refs: dict[ray.ObjectRef[bool], Slot] = {
+        slot.actor.abort.remote(ABORT_PATIENCE_S): slot
+        for slot in seated
+        if slot.actor is not None and slot.place is not None
+    }
+    if not refs:
+        return []
+    patience_s = ABORT_PATIENCE_S + ANSWER_MARGIN_S
+    answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
+    return [refs[ref] for ref in answered if is_true(ref)]
+
+
+def kill(slots: Sequence[Slot]) -> None:
+    """End the processes of ``slots``."""
+    for slot in slots:
+        if slot.actor is not None:
+            ray.kill(slot.actor)
+        slot.clear()

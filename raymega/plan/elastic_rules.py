@@ -1,0 +1,35 @@
+"""Rules of the elastic section that read other sections too."""
+
+from __future__ import annotations
+
+from raymega.errors import Fault
+
+
+def spares_faults(spares: int, tp: int, *, is_tp_across_nodes_allowed: bool) -> list[Fault]:
+    """A tp group that may not span nodes moves as a whole."""
+    if is_tp_across_nodes_allowed or spares % tp == 0:
+        return []
+    return [
+        Fault(
+            fact=f"elastic.spares={spares}",
+            rule=f"it must be a multiple of parallel.tp={tp}: a tp group stays on one node, so it moves "
+            "as a whole",
+            remedy=f"use {-(-spares // tp) * tp}, or allow parallel.is_tp_across_nodes_allowed",
+        )
+    ]
+
+
+def min_workers_faults(least: int | str, degrees: tuple[int, ...]) -> list[Fault]:
+    """No more workers than there are."""
+    world_size = 1
+    for degree in degrees:
+        world_size *= degree
+    if least == "grid" or int(least) <= world_size:
+        return []
+    return [
+        Fault(
+            fact=f"elastic.min_workers={least}",
+            rule=f"the job's own grid has {world_size} workers",
+            remedy=f"use at most {world_size}, or `grid` to wait for the whole grid",
+        )
+    ]

@@ -1,0 +1,78 @@
+import pytest
+
+from raymega.orchestrate.grids import FIRST_CHANGE_S, Grids, growth
+from raymega.orchestrate.placement import Place
+from tests.support.jobs import make_test_plan
+
+FULL = (
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "parallel.dp=2",
+    "run.steps=1000",
+    "data.global_batch_size=16",
+)
+
+
+def places(*counts):
+    return [
+        Place(node_id=f"n{node}", address="", pid=pid)
+        for node, count in enumerate(counts)
+        for pid in range(count)
+    ]
+
+
+def make(*overrides):
+    return Grids(make_test_plan(*FULL, *overrides))
+
+
+def test_shrink_drops_replicas_and_keeps_the_batch():
+    grids = make()
+    smaller = grids.shrink(places(4, 3))
+    assert smaller.grid.degrees() == grids.full.grid.degrees() | {"dp": 1}
+    assert smaller.batch.global_batch_size == grids.full.batch.global_batch_size
+    assert smaller.batch.num_micro_batches == 2 * grids.full.batch.num_micro_batches
+
+
+def test_shrink_cuts_a_replica_anew_when_none_is_left_whole():
+    smaller = make().shrink(places(2))
+    assert smaller.grid.world_size == 2
+    assert smaller.batch.global_batch_size == 16
+
+
+def test_shrink_needs_tp_groups_whole_on_a_node():
+    assert make().shrink(places(1, 1, 1, 1)).grid.tp == 1
+
+
+@pytest.mark.parametrize("least", ["grid", 5])
+def test_shrink_keeps_to_min_workers(least):
+    assert make(f"elastic.min_workers={least}").shrink(places(4)) is None
+
+
+def test_growth_is_weighed_by_what_was_measured():
+    grids = make()
+    for _ in range(3):
+        grids.add_step(1.0)
+    grids.now = grids.shrink(places(4))
+    assert grids.growth(places(4, 4), step=0) is None, "no step on the smaller grid yet"
+    for _ in range(3):
+        grids.add_step(1.8)
+    assert grids.growth(places(4, 3), step=0) is None, "no room for the job's own grid"
+    found = grids.growth(places(4, 4), step=900)
+    assert (found.gain_s, found.cost_s) == (pytest.approx(80.0), FIRST_CHANGE_S)
+    assert found.is_worth_it and "saves 80 s and costs 30 s" in found.reason
+    assert not grids.growth(places(4, 4), step=970).is_worth_it
+    grids.now = grids.full
+    assert grids.growth(places(4, 4), step=0) is None
+
+
+def test_growth_can_be_forbidden():
+    grids = make("elastic.grow=false")
+    grids.now = grids.shrink(places(4))
+    for _ in range(3):
+        grids.add_step(1.0)
+    assert grids.growth(places(4, 4), step=0) is None
+
+
+def test_growth_counts_no_gain_beyond_the_horizon():
+    weighed = growth(steps_left=10**9, step_s=2.0, full_step_s=1.0, change_s=30.0, horizon_s=50.0)
+    assert weighed.gain_s == 25.0 and not weighed.is_worth_it

@@ -1,0 +1,106 @@
+"""The controller changes the grid: smaller when workers are lost, larger when there are workers again."""
+
+import pytest
+
+from raymega.errors import CapacityError
+from raymega.messages import Requests
+from raymega.orchestrate.placement import Place
+from raymega.orchestrate.states import State
+from raymega.plan.run_plan import read_plan
+from raymega.tracking.sink import AttemptStarted, Recovered
+from tests.support.fakes import FakeWorkers
+from tests.unit.orchestrate.test_controller import LACKING, World, lost_run
+
+DP2 = ("parallel.pp=1", "parallel.dp=2", "elastic.replan_after_s=1.0", "run.steps=10000")
+
+
+def processes(number):
+    return [Place(node_id="node", address="", pid=pid) for pid in range(number)]
+
+
+def small_run(*, step, attempt):
+    """An attempt of two workers that trains and, when it is asked to, saves and stops."""
+    workers = FakeWorkers(2, step=step, attempt=attempt)
+    return (
+        workers.enter()
+        + workers.steps(4, seconds=2.0)
+        + workers.save()
+        + workers.finish(stopped=True)
+    )
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def begin(world, *script, lacking=6, overrides=()):
+    """A run that loses rank 3 after step 3, and then lacks slots for so many looks."""
+    world.drive(lost_run(lambda w: w.die(3)), *script, overrides=(*DP2, *overrides))
+    world.tick_until(State.RESTARTING)
+    world.group.lacking = [LACKING] * lacking
+    world.group.places = processes(2)
+
+
+def test_lost_workers_that_do_not_come_back_make_the_grid_smaller(world):
+    begin(world, small_run(step=2, attempt=2))
+    lost_s = world.clock.now_s
+    world.tick_until(State.STARTING)
+    (plan,) = world.group.plans
+    assert plan.grid.degrees()["dp"] == 1 and plan.batch.num_micro_batches == 8
+    assert read_plan(world.group.orders[-1].plan_json).grid.world_size == 2
+    assert 1.0 <= world.clock.now_s - lost_s <= 2.0
+    event = world.sink.of(AttemptStarted)[-1]
+    assert event.grid["dp"] == 1 and "re-planned from tp2-dp2 to tp2, 2 workers" in event.reason
+    while not world.sink.of(Recovered):
+        world.controller.tick()
+    assert world.sink.of(Recovered)[0].lost_steps == 1
+
+
+def test_workers_that_come_back_in_time_keep_the_grid(world):
+    begin(world, small_run(step=2, attempt=2), lacking=3)
+    world.tick_until(State.STARTING)
+    assert world.group.plans == []
+
+
+def test_min_workers_grid_waits_and_gives_up(world):
+    more = ["elastic.min_workers=grid", "cluster.capacity_timeout_s=10.0"]
+    begin(world, lacking=1000, overrides=more)
+    with pytest.raises(CapacityError):
+        world.controller.run()
+    assert world.group.plans == []
+
+
+def test_run_grows_back_at_a_step_boundary_without_losing_a_step(world):
+    full = FakeWorkers(4, step=6, attempt=3)
+    begin(world, small_run(step=2, attempt=2), full.enter() + full.steps(2))
+    world.tick_until(State.STARTING)
+    world.tick_until(State.RUNNING)
+    world.group.places = processes(4)
+    world.tick_until(State.RESIZING)
+    assert world.group.requested[-1] == Requests(stop=True, save=True)
+    world.group.lacking = []
+    world.tick_until(State.STARTING)
+    assert [plan.grid.world_size for plan in world.group.plans] == [2, 4]
+    event = world.sink.of(AttemptStarted)[-1]
+    assert (event.step, event.grid["dp"], event.source) == (6, 2, "store")
+    assert "there are workers for tp2-dp2 again: it saves" in event.reason
+
+
+def test_run_stays_small_when_growing_is_not_worth_it(world):
+    begin(world, small_run(step=2, attempt=2), overrides=["run.steps=6"])
+    world.tick_until(State.RUNNING)
+    world.group.places = processes(4)
+    while world.controller.state.state is State.RUNNING and world.controller.state.step < 6:
+        world.controller.tick()
+    assert world.group.requested == []
+
+
+def test_stop_while_the_grid_changes_ends_preempted(world):
+    begin(world, small_run(step=2, attempt=2))
+    world.tick_until(State.RUNNING)
+    world.group.places = processes(4)
+    world.tick_until(State.RESIZING)
+    world.controller.request_stop()
+    world.group.lacking = []
+    world.tick_until(State.PREEMPTED)
