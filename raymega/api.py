@@ -19,9 +19,10 @@ from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection
 from raymega.data.checks import data_faults
+from raymega.data.first_step import first_rows
 from raymega.data.remote import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.orchestrate.calibrate import calibrate_cluster
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
@@ -39,6 +40,7 @@ from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.auto import choose_layout, planned_for
 from raymega.plan.calibration import accelerator_yaml
 from raymega.plan.choice import Choice
+from raymega.plan.packed_step import PackedStep, packed_step
 from raymega.plan.replicas import memory_faults
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -106,6 +108,17 @@ def load_chosen(
 def plan(job: Job) -> RunPlan:
     """Everything that follows from the job before a process starts."""
     return make_plan(job)
+
+
+def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
+    """What the run's first step of packed documents costs, or why that is not known here."""
+    try:
+        rows = first_rows(plan.job)
+    except (ConfigError, DataError) as error:
+        return None, str(error.faults[0])
+    if not rows:
+        return None, f"data.path={plan.job.data.path!r} is not on this machine"
+    return packed_step(plan, rows), ""
 
 
 def run_uri(job: Job) -> str:

@@ -12,6 +12,7 @@ import typer
 from raymega import api
 from raymega.cli import predict
 from raymega.cli.fallback import fallback_objects, show_fallbacks
+from raymega.cli.packed import packing_object, show_packing
 from raymega.cli.tables import table
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.accelerator_file import find_accelerator
@@ -114,7 +115,8 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     """Print a plan for people, or as one JSON object; with ``device`` what to expect on such."""
     found = predict.prediction(plan, device) if device else None
     if as_json:
-        shown = _plan_object(plan) | {"fallbacks": fallback_objects(plan, device)}
+        shown = {**_plan_object(plan), **packing_object(plan)}
+        shown["fallbacks"] = fallback_objects(plan, device)
         if found and device:
             shown["prediction"] = predict.prediction_object(found, device)
         print(json.dumps(shown))
@@ -123,6 +125,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     _show_stages(plan)
     _show_ranks(plan)
     _show_context(plan)
+    show_packing(plan)
     _show_saves(plan)
     _show_snapshots(plan)
     show_fallbacks(plan, device)
@@ -164,7 +167,11 @@ def _activation_bytes_of(plan: RunPlan, batch: BatchPlan) -> tuple[int, ...]:
     shape, placement = activation_shape(plan.job), plan.placement
     stages = [stage_activations(shape, stage) for stage in plan.stages]
     return tuple(
-        peak_bytes(work, [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)])
+        peak_bytes(
+            work,
+            [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)],
+            owed_share=plan.job.schedule.owed_share,
+        )
         for pp, work in enumerate(_program(plan, batch).lists)
     )
 

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from raymega.config.data import DataSection
 from raymega.data.arrow import TokenStream
 from raymega.data.format import META_FILE, read_meta, size_faults
 from raymega.data.packing import Documents, PackedSource
@@ -36,6 +37,16 @@ class Shape:
     packing: Literal["none", "best_fit"] = "none"
     window: int = 1
     multiple: int = 1
+
+
+def shape_of(section: DataSection) -> Shape:
+    """What a job says about it."""
+    return Shape(
+        seq_len=section.seq_len,
+        packing=section.packing,
+        window=section.packing_window,
+        multiple=section.document_multiple,
+    )
 
 
 class StreamSource:

@@ -17,7 +17,7 @@ from raymega.plan.context import inner_ranks
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.tensors import FAMILY_TENSORS, FamilyTensors, embedding_tensors
-from raymega.schedule.instructions import FREES_ACTIVATIONS, Op, Schedule
+from raymega.schedule.instructions import Op, Schedule
 
 MASK_BYTES = 1
 """Of one element in a dropout mask."""
@@ -64,6 +64,11 @@ class ActivationShape:
         """The residual stream once: sbh times 2 in bf16."""
         return self.stream_tokens * self.model.width * self.element
 
+    def blocks_with_experts(self, stage: Stage) -> int:
+        """How many of its blocks have experts where the others have a feed-forward layer."""
+        moe = self.model.moe
+        return sum(map(moe.holds_experts, stage.layers)) if moe.num_experts else 0
+
     def remakes(self, part: str) -> bool:
         """Backward makes this part of every layer again."""
         return self.memory.recompute == "selective" and part in self.memory.recompute_parts
@@ -82,11 +87,24 @@ class StageActivations:
     rerun_bytes: int
 
 
-def peak_bytes(schedule: Schedule, chunks: Sequence[StageActivations]) -> int:
-    """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``."""
-    sign = {Op.FORWARD: 1} | dict.fromkeys(FREES_ACTIVATIONS, -1)
-    changes = (sign.get(task.op, 0) * chunks[task.chunk].micro_batch_bytes for task in schedule)
-    return max(accumulate(changes)) + max(chunk.rerun_bytes for chunk in chunks)
+def peak_bytes(
+    schedule: Schedule, chunks: Sequence[StageActivations], *, owed_share: float = 1.0
+) -> int:
+    """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``.
+
+    Args:
+        schedule: The rank's list.
+        chunks: What each of its chunks keeps.
+        owed_share: Of that, what stays between the two parts of a backward that is cut in two.
+    """
+    share = {
+        Op.FORWARD: 1.0,
+        Op.BACKWARD: -1.0,
+        Op.BACKWARD_INPUT: owed_share - 1.0,
+        Op.BACKWARD_WEIGHT: -owed_share,
+    }
+    changes = (share.get(task.op, 0.0) * chunks[task.chunk].micro_batch_bytes for task in schedule)
+    return round(max(accumulate(changes))) + max(chunk.rerun_bytes for chunk in chunks)
 
 
 def activation_shape(job: Job) -> ActivationShape:
@@ -106,21 +124,23 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
     ends = (embedding_bytes(shape) if stage.is_first else 0) + (
         head_bytes(shape) if stage.is_last else 0
     )
+    with_experts = shape.blocks_with_experts(stage)
+    dense, experts = layer_bytes(shape), layer_bytes(shape, has_experts=True)
+    blocks = (stage.num_layers - with_experts) * dense + with_experts * experts
     if shape.memory.recompute != "full":
-        return StageActivations(
-            micro_batch_bytes=stage.num_layers * layer_bytes(shape) + ends, rerun_bytes=0
-        )
+        return StageActivations(micro_batch_bytes=blocks + ends, rerun_bytes=0)
     together = min(shape.memory.recompute_every, stage.num_layers)
     inputs = ceil(stage.num_layers / together) if together else 0
     return StageActivations(
         micro_batch_bytes=inputs * shape.stream_bytes + ends,
-        rerun_bytes=together * layer_bytes(shape),
+        rerun_bytes=together * max(dense, experts if with_experts else 0),
     )
 
 
-def layer_bytes(shape: ActivationShape) -> int:
+def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
     """One block's, all its parts kept but those that selective recompute makes again."""
-    return 2 * _norm_bytes(shape) + _attention_bytes(shape) + _mlp_bytes(shape)
+    inner = expert_bytes(shape) if has_experts else _mlp_bytes(shape)
+    return 2 * _norm_bytes(shape) + _attention_bytes(shape) + inner
 
 
 def attention_weight_bytes(shape: ActivationShape) -> int:
@@ -180,11 +200,50 @@ def _attention_bytes(shape: ActivationShape) -> int:
 
 
 def _mlp_bytes(shape: ActivationShape) -> int:
+    """A dense feed-forward layer's."""
+    return _inner_bytes(shape, shape.model.ffn_width) + _residual_mask_bytes(shape)
+
+
+def _inner_bytes(shape: ActivationShape, width: int) -> int:
     """What the nonlinearity reads (gate and up in gated families) and what it makes."""
-    hidden = shape.tokens * shape.model.ffn_width // shape.parallel.tp * shape.element
+    hidden = shape.tokens * width // shape.parallel.tp * shape.element
     read = hidden * (2 if shape.family.has_gate else 1)
     made = 0 if shape.remakes("activation") else hidden
-    return read + made + _residual_mask_bytes(shape)
+    return read + made
+
+
+def own_choices(shape: ActivationShape) -> float:
+    """Rows that a rank sends to experts: its own share of the tokens, times their experts.
+
+    With a capacity every expert drops what is above its share; padded, it computes its share.
+    """
+    moe = shape.model.moe
+    choices = shape.tokens / shape.parallel.tp * moe.top_k
+    if not moe.capacity_factor:
+        return choices
+    full = moe.capacity_factor if moe.is_padded_to_capacity else min(1.0, moe.capacity_factor)
+    return choices * full
+
+
+def expert_rows(shape: ActivationShape) -> float:
+    """Rows that a rank's experts work on when the load is even: those of all etp ranks."""
+    return own_choices(shape) * shape.parallel.etp
+
+
+def expert_bytes(shape: ActivationShape) -> int:
+    """What experts keep: the router's scores, rows as they arrive and as they are given back, and
+    what lies between; the shared expert's as any feed-forward layer's."""
+    model, element, moe = shape.model, shape.element, shape.model.moe
+    tokens = shape.tokens // shape.parallel.tp
+    router = tokens * (2 * moe.num_experts + 2 * moe.top_k) * shape.wide
+    rows, width = round(expert_rows(shape)), model.width
+    features = model.expert_width // shape.parallel.etp * (2 if shape.family.has_gate else 1)
+    made = 0 if shape.remakes("activation") else model.expert_width // shape.parallel.etp
+    inner = rows * (width + features + made) * element
+    returned = round(own_choices(shape)) * width * element
+    places = round(own_choices(shape)) * 4 * 8
+    shared = _inner_bytes(shape, moe.shared_width) if moe.shared_width else 0
+    return router + inner + returned + places + shared + _residual_mask_bytes(shape)
 
 
 def _residual_mask_bytes(shape: ActivationShape) -> int:

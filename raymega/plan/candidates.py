@@ -93,7 +93,7 @@ def _degrees(space: Space) -> Iterator[dict[str, Any]]:
 
 def _expert_degrees(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, int]]:
     """The same ranks shared out among experts; once for a dense model."""
-    num_experts = getattr(getattr(space.job.model, "moe", None), "num_experts", 0)
+    num_experts = space.job.model.moe.num_experts
     ranks, tp = degrees["tp"] * degrees["cp"] * degrees["dp"], degrees["tp"]
     widths = dict.fromkeys((1, tp)) if num_experts else (1,)
     for etp in space.options("parallel.etp", widths):

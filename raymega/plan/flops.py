@@ -6,8 +6,10 @@ that two systems are compared by the same count (Chowdhery et al. 2022, PaLM, ap
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from raymega.config.schema import ModelSection
-from raymega.plan.tensors import layer_tensors
+from raymega.plan.tensors import GlobalTensor, layer_tensors
 from raymega.schedule.simulate import Durations
 
 FORWARD_AND_BACKWARD = 3
@@ -23,11 +25,18 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     Counting the whole S x S square, as Narayanan et al. 2021 and PaLM do, doubles that part; with
     the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's tables.
     """
-    weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
     attention = 2 * seq_len * model.num_heads * model.head_width
     head = model.vocab_size * model.width
-    forward = model.num_layers * (2 * weights + attention) + 2 * head
+    layers = (layer_tensors(model, layer) for layer in range(model.num_layers))
+    forward = sum(2 * active_weights(layer, model) + attention for layer in layers) + 2 * head
     return float(FORWARD_AND_BACKWARD * forward)
+
+
+def active_weights(tensors: Iterable[GlobalTensor], model: ModelSection) -> float:
+    """Elements of matrices that one token is multiplied with: of experts, top_k of all."""
+    share = model.moe.top_k / max(1, model.moe.num_experts)
+    matrices = (t for t in tensors if len(t.shape) > 1)
+    return sum(t.num_elements * (share if t.is_expert else 1.0) for t in matrices)
 
 
 def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
@@ -36,6 +45,6 @@ def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
     The weight part is the matrices' own; the input part has as much and attention's backward, which
     is twice its forward.
     """
-    weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
+    weights = active_weights(layer_tensors(model, model.num_layers - 1), model)
     matrices, attention = 2 * weights, 2 * seq_len * model.num_heads * model.head_width
     return Durations(forward=1.0, backward=2.0, weight=matrices / (matrices + attention))

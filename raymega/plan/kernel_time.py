@@ -5,9 +5,12 @@ Pure functions of sizes and of the catalogue; what a model is made of is layer_t
 
 from __future__ import annotations
 
+from math import ceil
+
 from raymega.plan.accelerators import Accelerator
 
-TILE = 128 * 128
+TILE_ROWS = 128
+TILE = TILE_ROWS * 128
 """Elements of the result that one core makes at a time."""
 BACKWARD_ATTENTION = 2.5
 """Fused attention's backward multiplies five matrices for the forward's two (Dao 2023)."""
@@ -36,6 +39,32 @@ def matmul_s(
     work_s = 2 * rows * inner * columns / (peak * share) * loss
     moved = element * (rows * inner + inner * columns) + max(2, element) * rows * columns
     return max(work_s, memory_s(device, moved)) + fitted.launch_s
+
+
+def grouped_matmul_s(
+    device: Accelerator,
+    sizes: tuple[float, float, float],
+    *,
+    groups: int,
+    is_8_bit: bool = False,
+    element: int = 2,
+) -> float:
+    """[rows, inner] @ [groups, inner, columns], each group of rows with its matrix, in one kernel.
+
+    A tile that a group does not fill is worked through like a full one, and every matrix is read.
+
+    Args:
+        device: Where.
+        sizes: Rows of all groups together, inner and columns.
+        groups: Of equally many rows.
+        is_8_bit: In fp8.
+        element: Bytes of a number otherwise.
+    """
+    rows, inner, columns = sizes
+    tiled = groups * TILE_ROWS * max(1.0, ceil(rows / groups / TILE_ROWS))
+    work = matmul_s(device, tiled, inner, columns, is_8_bit=is_8_bit, element=element)
+    moved = element * (groups * inner * columns + rows * (inner + columns))
+    return max(work, memory_s(device, moved) + device.fitted.launch_s)
 
 
 def attention_s(

@@ -12,6 +12,7 @@ from functools import partial
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape
 from raymega.plan.context_cost import shape_cost
+from raymega.plan.expert_time import ExpertTime, expert_time
 from raymega.plan.hardware import fitted_hardware
 from raymega.plan.kernel_time import BACKWARD_ATTENTION, attention_s, matmul_s, memory_s
 from raymega.plan.link_time import all_reduce_s, make_span
@@ -35,6 +36,7 @@ class LayerTime:
         attention_s: Of the forward's, those between q, k, v and the output projection.
         tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
         context_parallel_s: The same over cp, by the way that keys and values travel.
+        experts_s: The same of tokens to their experts and back.
     """
 
     forward_s: float
@@ -42,34 +44,73 @@ class LayerTime:
     attention_s: float
     tensor_parallel_s: float
     context_parallel_s: float
+    experts_s: float = 0.0
+
+    @property
+    def traffic_s(self) -> float:
+        """All traffic of one pass."""
+        return self.tensor_parallel_s + self.context_parallel_s + self.experts_s
 
     def pass_s(self, recompute: str) -> tuple[float, float]:
         """Forward and backward with what ``memory.recompute`` runs again, traffic included."""
-        traffic = self.tensor_parallel_s + self.context_parallel_s
+        traffic = self.traffic_s
         again = {"none": 0.0, "selective": self.attention_s, "full": self.forward_s + traffic}
         return self.forward_s + traffic, self.backward_s + traffic + again[recompute]
 
 
-def layer_time(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTimes:
+    """A block of each kind; where a model has one kind only, both are that one's."""
+
+    dense: LayerTime
+    experts: LayerTime
+
+
+def block_times(
     shape: ActivationShape, device: Accelerator, software: Software, *, is_8_bit: bool = False
+) -> BlockTimes:
+    """Of the kinds of block that the model has."""
+    times = partial(layer_time, shape, device, software, is_8_bit=is_8_bit)
+    if not shape.model.moe.num_experts:
+        dense = times()
+        return BlockTimes(dense=dense, experts=dense)
+    return BlockTimes(dense=times(), experts=times(has_experts=True))
+
+
+def layer_time(
+    shape: ActivationShape,
+    device: Accelerator,
+    software: Software,
+    *,
+    is_8_bit: bool = False,
+    has_experts: bool = False,
 ) -> LayerTime:
     """Of one block as ``shape`` cuts it."""
-    products = _products(shape)
+    inner_width = shape.model.moe.shared_width if has_experts else shape.model.ffn_width
     product_s = partial(matmul_s, device, is_8_bit=is_8_bit, element=shape.element)
+    inner = _inner_products(shape, inner_width)
+    products = [*_attention_products(shape), *inner]
     forward = sum(product_s(*sizes) for sizes in products)
     backward = sum(
         product_s(rows, columns, inner) + product_s(inner, rows, columns)
         for rows, inner, columns in products
     )
     attention, attention_backward = _attention(shape, device, software)
-    others = memory_s(device, _element_bytes(shape, software))
+    others = memory_s(device, _element_bytes(shape, software, inner_width))
     launches = KERNELS_IN_A_BLOCK * device.fitted.launch_s
+    experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
+    if has_experts:
+        shared_s = sum(product_s(*sizes) for sizes in inner)
+        experts = expert_time(shape, device, shared_s=shared_s, is_8_bit=is_8_bit)
     return LayerTime(
-        forward_s=forward + attention + others + launches,
-        backward_s=backward + attention_backward + 2 * (others + launches),
+        forward_s=forward + attention + others + launches + experts.forward_s,
+        backward_s=backward + attention_backward + 2 * (others + launches) + experts.backward_s,
         attention_s=attention,
-        tensor_parallel_s=_tensor_parallel_s(shape, device, software),
+        tensor_parallel_s=_tensor_parallel_s(
+            shape, device, software, num_layers=1 + bool(inner_width)
+        ),
         context_parallel_s=_context_parallel_s(shape, device),
+        experts_s=experts.travel_s,
     )
 
 
@@ -92,18 +133,19 @@ def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, 
     return stream, 2 * stream
 
 
-def _products(shape: ActivationShape) -> list[tuple[float, float, float]]:
-    """Rows, inner and columns of the forward's matrix products."""
+def _attention_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
+    """Rows, inner and columns of the matrix products around attention's forward."""
     model, tp, tokens = shape.model, shape.parallel.tp, shape.tokens
     width, features = model.width, model.num_heads * model.head_width
     kv = 2 * max(1, model.kv_heads // tp) * model.head_width
-    up = model.ffn_width * (2 if shape.family.has_gate else 1)
-    return [
-        (tokens, width, features / tp + kv),
-        (tokens, features / tp, width),
-        (tokens, width, up / tp),
-        (tokens, model.ffn_width / tp, width),
-    ]
+    return [(tokens, width, features / tp + kv), (tokens, features / tp, width)]
+
+
+def _inner_products(shape: ActivationShape, inner_width: int) -> list[tuple[float, float, float]]:
+    """The same of a feed-forward layer, or of a shared expert; none where its width is 0."""
+    tokens, width, cut = shape.tokens, shape.model.width, inner_width / shape.parallel.tp
+    up = cut * (2 if shape.family.has_gate else 1)
+    return [(tokens, width, up), (tokens, cut, width)] if inner_width else []
 
 
 def _attention(
@@ -122,7 +164,7 @@ def _attention(
     return forward, backward
 
 
-def _element_bytes(shape: ActivationShape, software: Software) -> float:
+def _element_bytes(shape: ActivationShape, software: Software, inner_width: int) -> float:
     """Memory traffic of a forward beside products and attention.
 
     Two norms read and write the stream; two sums read it twice and write it, with a mask where there
@@ -133,18 +175,21 @@ def _element_bytes(shape: ActivationShape, software: Software) -> float:
     norms, sums = 2 * 2 * element, 2 * 3 * element
     masks = 2 * (element + 1) if software.has_dropout else 0
     stream = shape.stream_tokens * shape.model.width * (norms + sums + masks)
-    hidden = shape.tokens * shape.model.ffn_width / shape.parallel.tp
+    hidden = shape.tokens * inner_width / shape.parallel.tp
     activation = hidden * element * (3 if shape.family.has_gate else 2)
     heads = shape.model.num_heads + 2 * shape.model.kv_heads
     qkv = shape.tokens * heads * shape.model.head_width / shape.parallel.tp
     return stream + activation + 2 * element * qkv
 
 
-def _tensor_parallel_s(shape: ActivationShape, device: Accelerator, software: Software) -> float:
-    """Two all-reduces a forward; sequence parallelism sends as much in other halves."""
+def _tensor_parallel_s(
+    shape: ActivationShape, device: Accelerator, software: Software, *, num_layers: int
+) -> float:
+    """An all-reduce a forward for attention and one for the feed-forward layer; sequence parallelism
+    sends as much in other halves."""
     span = make_span(device, size=shape.parallel.tp, stride=1)
     once = all_reduce_s(device, span, shape.tokens * shape.model.width * shape.element)
-    return 2 * once * (1 - software.hides_tensor_parallel)
+    return num_layers * once * (1 - software.hides_tensor_parallel)
 
 
 def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:

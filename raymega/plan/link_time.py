@@ -54,6 +54,24 @@ def all_reduce_s(device: Accelerator, span: Span, num_bytes: float) -> float:
     return 2 * gather_s(device, span, num_bytes)
 
 
+def exchange_s(device: Accelerator, span: Span, num_bytes: float) -> float:
+    """An all-to-all in which every rank has ``num_bytes``, an even part for each rank, its own too.
+
+    What stays in the node and what leaves it travel side by side; every rank has its own share of
+    the network.
+    """
+    if span.size == 1:
+        return 0.0
+    fitted = device.fitted
+    part = num_bytes / span.size
+    inside = part * (span.per_node - 1) / (device.link_bytes_per_s * fitted.link_share)
+    if span.is_inside:
+        return inside + fitted.link_latency_s * log2(span.size)
+    network = device.network_bytes_per_s * fitted.network_share
+    outside = part * (span.size - span.per_node) / network
+    return max(inside, outside) + fitted.network_latency_s * log2(span.size)
+
+
 def message_s(device: Accelerator, num_bytes: float, *, is_inside: bool) -> float:
     """From one device to another, of the same node or not."""
     fitted = device.fitted

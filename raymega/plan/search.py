@@ -14,11 +14,12 @@ from raymega.errors import Fault, PlanError
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import activation_shape
 from raymega.plan.candidates import Space, candidates
-from raymega.plan.layer_time import LayerTime, layer_time
+from raymega.plan.layer_time import BlockTimes, block_times
 from raymega.plan.memory_use import MemoryUse, memory_use, pipeline_elements
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
 from raymega.plan.software import RAYMEGA
+from raymega.plan.state_size import Elements
 from raymega.plan.step_time import Known, StepTime, step_time
 
 
@@ -118,8 +119,8 @@ class _Judge:
     def __init__(self, device: Accelerator) -> None:
         self.missed: list[Found] = []
         self._device = device
-        self._shared: dict[tuple[object, ...], tuple[RunPlan, tuple[int, ...]] | None] = {}
-        self._blocks: dict[tuple[object, ...], LayerTime] = {}
+        self._shared: dict[tuple[object, ...], tuple[RunPlan, tuple[Elements, ...]] | None] = {}
+        self._blocks: dict[tuple[object, ...], BlockTimes] = {}
 
     def verdict(self, job: Job) -> Found | str:
         """What is expected of ``job``, or what rules it out."""
@@ -129,14 +130,14 @@ class _Judge:
         base, elements = shared
         plan = with_options(base, job)
         memory = memory_use(plan, elements)
-        known = Known(block=self._block(job), first_elements=elements[0])
+        known = Known(blocks=self._blocks_of(job), first_elements=elements[0])
         found = Found(plan=plan, time=step_time(plan, self._device, known=known), memory=memory)
         if memory.total_bytes > self._device.memory_bytes:
             self.missed.append(found)
             return DOES_NOT_FIT
         return BREAKS_A_RULE if job_faults(job_values(job)) else found
 
-    def _share(self, job: Job) -> tuple[RunPlan, tuple[int, ...]] | None:
+    def _share(self, job: Job) -> tuple[RunPlan, tuple[Elements, ...]] | None:
         """Grid, stages and parameters of all layouts with these degrees; None when none is legal."""
         parallel, schedule = job.parallel, job.schedule
         degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.etp
@@ -150,12 +151,12 @@ class _Judge:
                 self._shared[key] = plan, pipeline_elements(plan)
         return self._shared[key]
 
-    def _block(self, job: Job) -> LayerTime:
+    def _blocks_of(self, job: Job) -> BlockTimes:
         parallel = job.parallel
         cut = parallel.tp, parallel.cp, parallel.cp_method, parallel.ep, parallel.etp
         key = (*cut, parallel.dp, job.schedule.micro_batch_size)
         if key not in self._blocks:
-            self._blocks[key] = layer_time(activation_shape(job), self._device, RAYMEGA)
+            self._blocks[key] = block_times(activation_shape(job), self._device, RAYMEGA)
         return self._blocks[key]
 
 

@@ -12,12 +12,12 @@ from raymega.config.schema import Job
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape, activation_shape
 from raymega.plan.kernel_time import memory_s
-from raymega.plan.layer_time import LayerTime, embedding_time, head_time, layer_time
+from raymega.plan.layer_time import BlockTimes, block_times, embedding_time, head_time
 from raymega.plan.link_time import gather_s, make_span, message_s
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import RAYMEGA, Software
 from raymega.plan.stages import Stage
-from raymega.plan.state_size import StateSize, rank_elements, state_of
+from raymega.plan.state_size import Elements, StateSize, rank_elements, state_of
 
 OPTIMIZER_BYTES = 34
 """Read and written for one parameter: gradient, master and two moments in, all but the gradient and
@@ -76,12 +76,12 @@ class Known:
     """What many layouts share, so that a search counts it once.
 
     Attributes:
-        block: A block's time as the layout cuts it.
+        blocks: Times of a block of each kind as the layout cuts it.
         first_elements: Parameters of the pipeline's first rank.
     """
 
-    block: LayerTime
-    first_elements: int
+    blocks: BlockTimes
+    first_elements: Elements
 
 
 def step_time(
@@ -98,8 +98,8 @@ def step_time(
     """
     job, grid, placement = plan.job, plan.grid, plan.placement
     shape = activation_shape(job)
-    block = known.block if known else layer_time(shape, device, software, is_8_bit=is_8_bit)
-    stages = _stage_times(plan, shape, block, device)
+    blocks = known.blocks if known else block_times(shape, device, software, is_8_bit=is_8_bit)
+    stages = _stage_times(plan, shape, blocks, device)
     ranks = [
         [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)]
         for pp in range(grid.pp)
@@ -110,8 +110,8 @@ def step_time(
     micro_batches = plan.batch.num_micro_batches
     messages = _messages_s(job, shape, device, software)
     traffic = sum(chunk.tensor_parallel_s for chunk in busiest)
-    count = known.first_elements if known else rank_elements(job.model, plan.stages_of(0), grid)
-    state = state_of(job, count, grid)
+    held = known.first_elements if known else rank_elements(job.model, plan.stages_of(0), grid)
+    state = state_of(job, held, grid)
     fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=placement.chunks)
     alone = StepTime(
         compute_s=micro_batches * (once - traffic),
@@ -137,15 +137,15 @@ def _sharing_s(total_s: float, busy_s: float, device: Accelerator, num_ranks: in
 
 
 def _stage_times(
-    plan: RunPlan, shape: ActivationShape, block: LayerTime, device: Accelerator
+    plan: RunPlan, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
 ) -> list[StageTime]:
     """Of every stage; like stages are counted once."""
-    known: dict[tuple[int, bool, bool], StageTime] = {}
+    known: dict[tuple[int, int, bool, bool], StageTime] = {}
     found = []
     for stage in plan.stages:
-        kind = stage.num_layers, stage.is_first, stage.is_last
+        kind = stage.num_layers, shape.blocks_with_experts(stage), stage.is_first, stage.is_last
         if kind not in known:
-            known[kind] = stage_time(stage, shape, block, device)
+            known[kind] = stage_time(stage, shape, blocks, device)
         found.append(known[kind])
     return found
 
@@ -160,17 +160,23 @@ def bubble_share(schedule: str, *, pp: int, chunks: int) -> float:
 
 
 def stage_time(
-    stage: Stage, shape: ActivationShape, block: LayerTime, device: Accelerator
+    stage: Stage, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
 ) -> StageTime:
     """Its blocks and, at the ends, embedding and head."""
-    forward, backward = block.pass_s(shape.memory.recompute)
     passes = 3 if shape.memory.recompute == "full" else 2
-    forward, backward = stage.num_layers * forward, stage.num_layers * backward
+    with_experts = shape.blocks_with_experts(stage)
+    forward = backward = traffic = 0.0
+    for number, block in (
+        (stage.num_layers - with_experts, blocks.dense),
+        (with_experts, blocks.experts),
+    ):
+        once, once_backward = block.pass_s(shape.memory.recompute)
+        forward, backward = forward + number * once, backward + number * once_backward
+        traffic += number * passes * block.traffic_s
     for is_here, part in ((stage.is_first, embedding_time), (stage.is_last, head_time)):
         if is_here:
             more, more_backward = part(shape, device)
             forward, backward = forward + more, backward + more_backward
-    traffic = stage.num_layers * passes * (block.tensor_parallel_s + block.context_parallel_s)
     return StageTime(forward_s=forward, backward_s=backward, tensor_parallel_s=traffic)
 
 

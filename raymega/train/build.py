@@ -14,7 +14,7 @@ import torch
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.loader import Loader, MicroBatch
-from raymega.data.open import Shape, open_split
+from raymega.data.open import open_split, shape_of
 from raymega.data.packing import PackedSource
 from raymega.data.rows import Source
 from raymega.model.stage import StageModule
@@ -31,10 +31,8 @@ from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.activations import activation_shape, attention_weight_bytes
 from raymega.plan.batch import BatchPlan, make_batch
-from raymega.plan.dynamic_cp import Limits
 from raymega.plan.grid import Coords
-from raymega.plan.hardware import ROUND_H100
-from raymega.plan.pack_cost import make_pack_cost
+from raymega.plan.packed_step import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.schedule.table import make_forward_only, make_schedule
@@ -205,14 +203,7 @@ def _log_attention_weights(job: Job) -> None:
 
 def _open_source(plan: RunPlan, split: str) -> Source:
     job = plan.job
-    data = job.data
-    shape = Shape(
-        seq_len=data.seq_len,
-        packing=data.packing,
-        window=data.packing_window,
-        multiple=data.document_multiple,
-    )
-    return open_split(data.path, split, shape, seed=job.run.seed)
+    return open_split(job.data.path, split, shape_of(job.data), seed=job.run.seed)
 
 
 def _build_loader(
@@ -233,17 +224,8 @@ def _build_loader(
         source,
         rank=groups.replicas.index,
         contexts=make_contexts(groups, parallel, log),
-        limits=Limits(
-            num_ranks=groups.replicas.size,
-            max_tokens=job.data.seq_len // parallel.cp,
-            multiple=parallel.tp if parallel.sequence_parallel else 1,
-        ),
-        cost=make_pack_cost(
-            job.model,
-            ROUND_H100,
-            layers=max(stage.num_layers for stage in plan.stages),
-            tp=parallel.tp,
-        ),
+        limits=step_limits(plan),
+        cost=step_cost(plan),
         seed=job.run.seed,
         device=device,
         is_guessing=split == "train",

@@ -1,0 +1,35 @@
+"""The documents of a run's first step, for whoever plans it: their lengths, and no token.
+
+It reads what lies on this machine and brings nothing here.
+"""
+
+from __future__ import annotations
+
+from raymega.config.schema import Job
+from raymega.data.open import open_split, shape_of
+from raymega.data.order import sample_window
+from raymega.data.packing import PackedSource
+from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.storage.open import local_path
+
+
+def first_rows(job: Job) -> list[list[int]]:
+    """Lengths of the documents in each row of a whole batch, in the order of the samples.
+
+    Empty when the job packs nothing, or its data are in an object store.
+
+    Raises:
+        ConfigError: There is no dataset at the path.
+        DataError: It is torn, or does not know where documents begin.
+    """
+    path, seed = job.data.path, job.run.seed
+    is_here = path == SYNTHETIC_PATH or local_path(path) is not None
+    if job.data.packing == "none" or not is_here:
+        return []
+    source = open_split(path, "train", shape_of(job.data), seed=seed)
+    assert isinstance(source, PackedSource), "rows of a packed split are packed"
+    windows = (
+        sample_window(seed, source.num_windows, sample)
+        for sample in range(job.data.global_batch_size)
+    )
+    return [[held.length for held in source.held(window)] for window in windows]

@@ -1,0 +1,107 @@
+"""Seconds of the experts of one block, for one micro-batch on one rank: routing, travel and products.
+
+The load is taken to be even. What a block has beside its experts is layer_time's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from raymega.plan.accelerators import Accelerator
+from raymega.plan.activations import ActivationShape, expert_rows, own_choices
+from raymega.plan.kernel_time import grouped_matmul_s, matmul_s, memory_s
+from raymega.plan.link_time import exchange_s, gather_s, make_span
+
+ROUTER_PASSES = 8
+"""Reads and writes of a token's scores: logits, softmax, choice, weights, statistics."""
+KERNELS_OF_ROUTING = 24
+"""Launches of a forward: router, sorts, indices, rows there and back; a backward has as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertTime:
+    """One forward, and the kernels of one backward; a backward's travel is as long as a forward's.
+
+    Attributes:
+        forward_s: Kernels.
+        backward_s: Kernels.
+        travel_s: Between ranks, that nothing hides.
+    """
+
+    forward_s: float
+    backward_s: float
+    travel_s: float
+
+
+def expert_time(
+    shape: ActivationShape, device: Accelerator, *, shared_s: float, is_8_bit: bool = False
+) -> ExpertTime:
+    """Of the experts of one block as ``shape`` cuts them.
+
+    Args:
+        shape: The layout.
+        device: What the ranks are.
+        shared_s: Kernels of the shared expert's forward, behind which tokens travel.
+        is_8_bit: Products in fp8.
+    """
+    model, parallel = shape.model, shape.parallel
+    num_held = model.moe.num_experts // parallel.ep
+    rows, width = expert_rows(shape), model.width
+    inner = model.expert_width / parallel.etp
+    up = inner * (2 if shape.family.has_gate else 1)
+    grouped_s = partial(
+        grouped_matmul_s, device, groups=num_held, is_8_bit=is_8_bit, element=shape.element
+    )
+    forward = backward = 0.0
+    for size, columns in ((width, up), (inner, width)):
+        forward += grouped_s((rows, size, columns))
+        backward += grouped_s((rows, columns, size))
+        # Gradients of the matrices: one below the other they are one product of short inner size.
+        backward += matmul_s(
+            device,
+            size * num_held,
+            rows / num_held,
+            columns,
+            is_8_bit=is_8_bit,
+            element=shape.element,
+        )
+    others = _routing_s(shape, device) + memory_s(device, rows * (up + inner) * shape.element)
+    return ExpertTime(
+        forward_s=forward + others,
+        backward_s=backward + 2 * others,
+        travel_s=max(0.0, _travel_s(shape, device) - shared_s),
+    )
+
+
+def _routing_s(shape: ActivationShape, device: Accelerator) -> float:
+    """The router's product and scores; rows put in order before they leave, where they arrive, and
+    added up when they are back."""
+    model, element = shape.model, shape.element
+    tokens = shape.tokens / shape.parallel.tp
+    router = matmul_s(device, tokens, model.width, model.moe.num_experts, element=4)
+    scores = memory_s(device, tokens * model.moe.num_experts * 4 * ROUTER_PASSES)
+    moved = 2 * own_choices(shape) + 2 * own_choices(shape) + tokens
+    if shape.parallel.ep > 1 and model.moe.num_experts > shape.parallel.ep:
+        moved += 4 * expert_rows(shape)  # by expert, and back to who sent them
+    copies = memory_s(device, moved * model.width * element)
+    return router + scores + copies + KERNELS_OF_ROUTING * device.fitted.launch_s
+
+
+def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
+    """There and back in one forward: over ep, gathered and summed over etp, and over tp at the end
+    where the stream is not cut."""
+    parallel, row_bytes = shape.parallel, shape.model.width * shape.element
+    ep = make_span(device, size=parallel.ep, stride=parallel.etp)
+    etp = make_span(device, size=parallel.etp, stride=1)
+    gathered = gather_s(device, etp, expert_rows(shape) * row_bytes)
+    if getattr(parallel, "dispatch", "all_to_all") == "all_gather":
+        whole = shape.tokens / parallel.tp * parallel.ep * parallel.etp * row_bytes
+        there = gather_s(device, ep, whole) + gather_s(device, etp, whole / parallel.ep)
+    else:
+        there = exchange_s(device, ep, own_choices(shape) * row_bytes) + gathered
+    back = 0.0
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        tp = make_span(device, size=parallel.tp, stride=1)
+        back = gather_s(device, tp, shape.tokens * row_bytes)
+    return 2 * there + back
