@@ -23,8 +23,8 @@ from raymega.plan.software import Software
 from raymega.plan.step_time import step_time
 
 COLUMNS = (
-    "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "experts", "gpu",
-    "n_gpus", "tp", "pp", "vpp", "cp", "dp", "gbs", "mbs", "precision", "recompute", "sp",
+    "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "experts", "topk",
+    "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "gbs", "mbs", "precision", "recompute", "sp",
     "tflops_per_gpu", "iter_s", "note",
 )  # fmt: skip
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -34,6 +34,14 @@ DEFAULT_VOCAB = 51200
 DROPOUT = 0.1
 """Of Megatron-LM's scripts of that time; its masks and weights are what memory has to hold."""
 GATED = ("llama", "mixtral", "qwen", "deepseek")
+SHARED_WIDTHS = {"Qwen2-57B-A14B": 20480}
+"""Of the expert that sees every token, by the model's public configuration."""
+COUNTS_WHOLE_SQUARE = ("MoE-Parallel-Folding",)
+"""Sources without a step time that count attention's FLOPs without a causal mask: Megatron-LM's count
+of then."""
+CAPACITY_FACTOR = 1.0
+"""Of the runs with experts: what is above an expert's share is dropped."""
+OUT_OF_MEMORY = "RESULT=OOM"
 
 Row = Mapping[str, str]
 
@@ -51,10 +59,11 @@ class PublishedRun:
             micro-batch, the chunks or recompute open.
         software: How the system worked.
         is_8_bit: Matrix products in fp8.
-        iter_s: Published seconds of a step; 0 when it printed none.
+        iter_s: Published seconds of a step, or what follows from the FLOP/s; 0 when it printed none.
         tflops: Published FLOP/s of a GPU in units of 1e12, by the source's own count; 0 for none.
         memory_gib: Published peak of the allocator, which counts in units of 2**30 whatever it is
             called; 0 when the source printed none.
+        is_out_of_memory: It was tried, and did not fit.
         skipped: Why the row cannot be expressed; empty when it can.
     """
 
@@ -68,6 +77,7 @@ class PublishedRun:
     iter_s: float
     tflops: float
     memory_gib: float
+    is_out_of_memory: bool = False
     skipped: str = ""
 
 
@@ -114,11 +124,23 @@ def published_run(row: Row) -> PublishedRun:
         candidates=candidates,
         software=_software(row),
         is_8_bit="fp8" in row["precision"],
-        iter_s=_number(row, "iter_s"),
+        iter_s=_number(row, "iter_s") or _derived_s(row, candidates),
         tflops=_number(row, "tflops_per_gpu"),
         memory_gib=_noted(row, "mem_gib") or _noted(row, "mem_gb"),
+        is_out_of_memory=OUT_OF_MEMORY in row["note"],
         skipped=skipped,
     )
+
+
+def _derived_s(row: Row, candidates: tuple[RunPlan, ...]) -> float:
+    """Seconds of a step of the FLOP/s that the source printed, by its own count."""
+    tflops = _number(row, "tflops_per_gpu")
+    if not tflops or not candidates or not row["source"].startswith(COUNTS_WHOLE_SQUARE):
+        return 0.0
+    job = candidates[0].job
+    per_token = flops_per_token(job.model, seq_len=2 * job.data.seq_len)
+    tokens = job.data.global_batch_size * job.data.seq_len
+    return per_token * tokens / _number(row, "n_gpus") / tflops / 1e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +189,6 @@ def _not_expressible(row: Row) -> str:
     ]
     if lacking:
         return f"the row does not state {', '.join(lacking)}"
-    if row["experts"]:
-        return "mixture of experts is not built yet"
     if "ZeRO-3" in row["model"] or "FSDP" in row["note"]:
         return "sharded parameters are not built yet"
     if not _gpu(row):
@@ -208,6 +228,7 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
             "vocab_multiple": 128 * tp,
             "max_positions": int(_number(row, "seq")),
             "is_embedding_tied": not is_gated and not is_late,
+            "moe": _experts(row),
         },
         "data": {
             "path": "synthetic",
@@ -219,6 +240,8 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
             "pp": int(_number(row, "pp", 1)),
             "cp": int(_number(row, "cp", 1)),
             "dp": _dp(row),
+            "ep": int(_number(row, "ep", 1)),
+            "etp": int(_number(row, "etp", 1)),
             "sequence_parallel": tp > 1 and (row["sp"] == "yes" or (is_late and row["sp"] != "no")),
             "sharding": "optimizer" if is_late else "none",
             "stages": "even",
@@ -233,6 +256,18 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
         "precision": {"dtype": "bfloat16"},
     }
     return Job.model_validate(values)
+
+
+def _experts(row: Row) -> dict[str, Any]:
+    if not row["experts"]:
+        return {}
+    name = row["model"].split(" [")[0]
+    return {
+        "num_experts": int(_number(row, "experts")),
+        "top_k": int(_number(row, "topk", 1)),
+        "capacity_factor": CAPACITY_FACTOR,
+        "shared_width": SHARED_WIDTHS.get(name, 0),
+    }
 
 
 def _with_dropout(plan: RunPlan, row: Row) -> RunPlan:
