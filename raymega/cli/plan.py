@@ -14,10 +14,12 @@ from raymega.cli import predict
 from raymega.cli.fallback import fallback_objects, show_fallbacks
 from raymega.cli.packed import packing_object, show_packing
 from raymega.cli.tables import table
+from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.accelerator_file import find_accelerator
 from raymega.plan.accelerators import CATALOGUE, Accelerator
 from raymega.plan.activations import activation_shape, peak_bytes, stage_activations
+from raymega.plan.auto import BY_DEVICE
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.context_cost import context_costs
 from raymega.plan.hardware import ROUND_H100
@@ -70,8 +72,17 @@ def plan(
         ),
     ] = 0,
     top: Annotated[
-        int, typer.Option(min=0, help="Show the K fastest layouts that fit; on h100 without --gpu.")
+        int,
+        typer.Option(
+            min=0, help="Show the K fastest layouts that fit; on h100 or cpu without --gpu."
+        ),
     ] = 0,
+    draw: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="Draw memory and time line; on h100 or cpu without --gpu."
+        ),
+    ] = None,
     runs: Annotated[
         Path | None, typer.Option(help="A table of published runs to compare with, no job.")
     ] = None,
@@ -83,6 +94,7 @@ def plan(
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
     Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --top 5
+    Example: raymega plan jobs/llama-70b-512gpu.yaml --gpu h100 --draw plan.html
     """
     raise_faults(ConfigError, _option_faults(job_file, runs, num_gpus=gpus, top=top))
     if runs is not None:
@@ -95,9 +107,20 @@ def plan(
     if not as_json:
         predict.show_choice(choice)
     if top:
-        _show_best(made, gpu or "h100", gpus or made.grid.world_size, top=top, as_json=as_json)
+        _show_best(
+            made, gpu or _device_of(job), gpus or made.grid.world_size, top=top, as_json=as_json
+        )
         return
     show_plan(made, as_json=as_json, device=find_accelerator(gpu) if gpu else None)
+    if draw is not None:
+        predict.write_picture(made, find_accelerator(gpu or _device_of(job)), draw)
+
+
+def _device_of(job: Job) -> str:
+    """What to predict for when nobody says: what the job names, or an H100."""
+    if job.cluster.accelerator != BY_DEVICE:
+        return job.cluster.accelerator
+    return "cpu" if job.cluster.device == "cpu" else "h100"
 
 
 def _option_faults(

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from raymega.cli.tables import table
 from raymega.config.schema import Job
+from raymega.errors import ConfigError, Fault
 from raymega.plan.accelerators import Accelerator, accelerator
 from raymega.plan.choice import Choice, seconds
 from raymega.plan.expected_error import expected_error
 from raymega.plan.flops import flops_per_token
 from raymega.plan.memory_use import memory_use
+from raymega.plan.picture import draw_plan
 from raymega.plan.published import Comparison, PublishedRun, compare, read_runs
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.search import Found, SearchResult
@@ -75,6 +77,24 @@ def show_prediction(found: Found, device: Accelerator) -> None:
         f"{verdict} into {device.memory_bytes / GIB:.0f} GiB"
     )
     print(expected_error(device))
+
+
+def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:
+    """Memory and time line as one HTML page.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        path.write_text(draw_plan(prediction(plan, device), device), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            Fault(
+                fact=f"--draw {path}: {error.strerror}",
+                rule="it is a file that can be written, in a folder that is there",
+                remedy="use for example plan.html",
+            )
+        ) from error
 
 
 def show_choice(choice: Choice | None) -> None:

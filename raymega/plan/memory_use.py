@@ -48,7 +48,12 @@ def pipeline_elements(plan: RunPlan) -> tuple[Elements, ...]:
 
 
 def memory_use(plan: RunPlan, elements: Sequence[Elements] = ()) -> MemoryUse:
-    """What the fullest rank of ``plan`` needs on a GPU.
+    """What the fullest rank of ``plan`` needs on a GPU; the arguments are pipeline_memory's."""
+    return max(pipeline_memory(plan, elements), key=lambda use: use.total_bytes)
+
+
+def pipeline_memory(plan: RunPlan, elements: Sequence[Elements] = ()) -> list[MemoryUse]:
+    """The same of every rank of the pipeline.
 
     Args:
         plan: Of which.
@@ -76,7 +81,7 @@ def memory_use(plan: RunPlan, elements: Sequence[Elements] = ()) -> MemoryUse:
                 activation_bytes=activations, reserved_bytes=RESERVED_BYTES,
             )
         )  # fmt: skip
-    return max(uses, key=lambda use: use.total_bytes)
+    return uses
 
 
 def _kept_by_stage(shape: ActivationShape, stages: Sequence[Stage]) -> list[tuple[int, int]]:

@@ -39,6 +39,7 @@ SHARED_WIDTHS = {"Qwen2-57B-A14B": 20480}
 COUNTS_WHOLE_SQUARE = ("MoE-Parallel-Folding",)
 """Sources without a step time that count attention's FLOPs without a causal mask: Megatron-LM's count
 of then."""
+PRINTS_FAILURES = ("MoE-Parallel-Folding",)
 CAPACITY_FACTOR = 1.0
 """Of the runs with experts: what is above an expert's share is dropped."""
 OUT_OF_MEMORY = "RESULT=OOM"
@@ -189,17 +190,21 @@ def _not_expressible(row: Row) -> str:
     ]
     if lacking:
         return f"the row does not state {', '.join(lacking)}"
-    if "ZeRO-3" in row["model"] or "FSDP" in row["note"]:
+    if _is_fully_sharded(row):
         return "sharded parameters are not built yet"
     if not _gpu(row):
         return f"{row['gpu']} is not in the catalogue"
     return ""
 
 
+def _is_fully_sharded(row: Row) -> bool:
+    return any(name in row["model"] + row["note"] for name in ("ZeRO-3", "FSDP"))
+
+
 def _jobs(row: Row) -> Iterator[Job]:
     """Each job that the row may have been."""
     sizes = MICRO_BATCH_SIZES if not row["mbs"] else (int(_number(row, "mbs")),)
-    recomputes = (_recompute(row),) if row["recompute"] else OPEN_RECOMPUTES
+    recomputes = (_recompute(row),) if row["recompute"] else _open_recomputes(row)
     layers, pp = int(_number(row, "layers")), int(_number(row, "pp", 1))
     chunks: tuple[int, ...] = (int(_number(row, "vpp", 1)),)
     if not row["vpp"] and layers % pp == 0 and pp > 1:
@@ -208,6 +213,11 @@ def _jobs(row: Row) -> Iterator[Job]:
     for size, recompute, v in product(sizes, recomputes, chunks):
         if size <= sequences:
             yield _job(row, micro_batch_size=size, recompute=recompute, chunks=v)
+
+
+def _open_recomputes(row: Row) -> tuple[str, ...]:
+    """A source that prints what ran out of memory did not fall back on full recompute."""
+    return ("none",) if row["source"].startswith(PRINTS_FAILURES) else OPEN_RECOMPUTES
 
 
 def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job:

@@ -17,7 +17,7 @@ from raymega.plan.link_time import gather_s, make_span, message_s
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import RAYMEGA, Software
 from raymega.plan.stages import Stage
-from raymega.plan.state_size import Elements, StateSize, rank_elements, state_of
+from raymega.plan.state_size import DTYPE_BYTES, Elements, rank_elements, state_of
 
 OPTIMIZER_BYTES = 34
 """Read and written for one parameter: gradient, master and two moments in, all but the gradient and
@@ -118,7 +118,7 @@ def step_time(
         tensor_parallel_s=micro_batches * traffic,
         messages_s=micro_batches * messages,
         bubble_s=fill * (mean + messages),
-        data_parallel_s=_data_parallel_s(plan, state, device, software, backward_s=once * 2 / 3),
+        data_parallel_s=_data_parallel_s(plan, held, device, software, backward_s=once * 2 / 3),
         optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
     )
     busy_s = micro_batches * mean + alone.data_parallel_s + alone.optimizer_s
@@ -134,6 +134,19 @@ def _sharing_s(total_s: float, busy_s: float, device: Accelerator, num_ranks: in
         return 0.0
     workers = min(num_ranks, device.devices_per_node)
     return max(0.0, busy_s * workers / device.shared_cores - total_s)
+
+
+def stage_times(plan: RunPlan, device: Accelerator) -> list[StageTime]:
+    """Of every stage in layer order."""
+    shape = activation_shape(plan.job)
+    return _stage_times(plan, shape, block_times(shape, device, RAYMEGA), device)
+
+
+def message_time(plan: RunPlan, device: Accelerator) -> float:
+    """Of one activation between neighbours of the pipeline, as far as nothing hides it."""
+    shape = activation_shape(plan.job)
+    both_ways = 2 * plan.job.schedule.chunks
+    return _messages_s(plan.job, shape, device, RAYMEGA) / both_ways
 
 
 def _stage_times(
@@ -197,14 +210,23 @@ def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software:
 
 
 def _data_parallel_s(
-    plan: RunPlan, state: StateSize, device: Accelerator, software: Software, *, backward_s: float
+    plan: RunPlan, held: Elements, device: Accelerator, software: Software, *, backward_s: float
 ) -> float:
-    """Gradients summed behind the last backward, sharded weights gathered behind the first forward."""
-    job, grid = plan.job, plan.grid
-    span = make_span(device, size=grid.dp * grid.cp, stride=grid.tp)
-    gradients = state.num_parameters * software.gradient_bytes
-    weights = state.weight_bytes if job.parallel.sharding == "optimizer" else gradients
-    parts = (gather_s(device, span, gradients), gather_s(device, span, weights))
+    """Gradients summed behind the last backward, sharded weights gathered behind the first forward.
+
+    Those of experts go over edp, all others over the replicas.
+    """
+    grid = plan.grid
+    is_sharded = plan.job.parallel.sharding == "optimizer"
+    replicas = make_span(device, size=grid.replicas, stride=grid.tp)
+    of_experts = make_span(device, size=grid.edp, stride=grid.etp * grid.ep)
+    parts = [0.0, 0.0]
+    for count, span in ((held.dense + held.wide, replicas), (held.experts, of_experts)):
+        gradients = count * software.gradient_bytes
+        weights = count * DTYPE_BYTES[plan.job.precision.dtype] if is_sharded else gradients
+        if count:
+            parts[0] += gather_s(device, span, gradients)
+            parts[1] += gather_s(device, span, weights)
     if not software.hides_gradients:
         return sum(parts)
     hidden_behind = (backward_s, backward_s / 2)

@@ -1,0 +1,229 @@
+"""A plan as one HTML page: where the bytes of each pipeline rank go, and the step's time line.
+
+It draws what memory_use, step_time and the schedule's simulation say; the page needs no server, no
+script and no other file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from xml.sax.saxutils import escape
+
+from raymega.plan.accelerators import Accelerator
+from raymega.plan.choice import describe, seconds
+from raymega.plan.expected_error import expected_error
+from raymega.plan.memory_use import pipeline_elements, pipeline_memory
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.search import Found
+from raymega.plan.state_size import state_of
+from raymega.plan.step_time import StageTime, message_time, stage_times
+from raymega.schedule.draw import draw_svg
+from raymega.schedule.instructions import Instruction, Op
+from raymega.schedule.order import Sizes
+from raymega.schedule.simulate import simulate
+from raymega.schedule.table import make_schedule
+
+GIB = 2**30
+# Okabe and Ito's palette, which people with any colour vision can tell apart.
+FILLS = {
+    "weights": "#0072b2",
+    "gradients": "#56b4e9",
+    "masters": "#009e73",
+    "moments": "#8fd3bd",
+    "activations": "#e69f00",
+    "reserved": "#bbbbbb",
+}
+PARTS = {
+    "compute": "#56b4e9", "tensor parallel": "#0072b2", "messages": "#009e73", "bubble": "#dddddd",
+    "data parallel": "#d55e00", "optimizer": "#e69f00", "sharing": "#cc79a7",
+}  # fmt: skip
+DRAWN_ROUNDS = 3
+"""Micro-batches of the time line, in pipeline depths; more would look the same."""
+MOST_PASSES = 6000
+"""Blocks of the time line, of all ranks."""
+LEFT_PX, ROW_PX, GAP_PX, WIDTH_PX, TOP_PX = 90, 24, 6, 760, 50
+STYLE = """
+body { font: 14px Helvetica, Arial, sans-serif; color: #222; margin: 24px; max-width: 1200px }
+h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 28px }
+table { border-collapse: collapse } td, th { text-align: left; padding: 2px 14px 2px 0 }
+svg { max-width: 100%; height: auto } .wide { overflow-x: auto } .wide svg { max-width: none } .note { color: #555 }
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTimes:
+    """What the simulation of a step takes for each pass: as predicted, by stage.
+
+    Attributes:
+        stages: By pipeline rank and chunk.
+        transfer: From a send to its arrival.
+        handling: Of a send or receive on its rank.
+    """
+
+    stages: Sequence[Sequence[StageTime]]
+    transfer: float
+    handling: float = 0.0
+
+    def of_task(self, rank: int, task: Instruction) -> float:
+        """Of one pass; the weight part of a backward is taken as half of it."""
+        stage = self.stages[rank][task.chunk]
+        return {
+            Op.FORWARD: stage.forward_s,
+            Op.BACKWARD: stage.backward_s,
+            Op.BACKWARD_INPUT: stage.backward_s / 2,
+            Op.BACKWARD_WEIGHT: stage.backward_s / 2,
+        }[task.op]
+
+
+def draw_plan(found: Found, device: Accelerator) -> str:
+    """The page."""
+    plan, time = found.plan, found.time
+    facts = {
+        "job": plan.job.run.name,
+        "layout": describe(found),
+        "on": f"{plan.grid.world_size} x {device.name}",
+        "a step": f"{seconds(time.total_s)}, {found.tokens_per_s:,.0f} tokens/s a device",
+        "how far to trust it": expected_error(device),
+    }
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts.items()
+    )
+    title = escape(f"{plan.job.run.name} on {plan.grid.world_size} x {device.name}, as planned")
+    return "\n".join(
+        (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f"<title>{title}</title><style>{STYLE}</style></head><body>",
+            f"<h1>{title}</h1><table>{rows}</table>",
+            "<h2>Memory of each pipeline rank</h2>",
+            memory_svg(plan, device),
+            "<h2>Where a step's time goes</h2>",
+            time_svg(found),
+            "<h2>Time line of the pipeline</h2>",
+            f'<p class="note">{escape(_timeline_note(plan))}</p>',
+            f'<div class="wide">{_timeline(plan, device)}</div>',
+            "</body></html>\n",
+        )
+    )
+
+
+def memory_svg(plan: RunPlan, device: Accelerator) -> str:
+    """A bar a pipeline rank, its parts side by side, and where the device's memory ends."""
+    bars = {f"pp {rank}": parts for rank, parts in enumerate(_memory_parts(plan))}
+    limit = device.memory_bytes / GIB
+    widest = max(limit, *(sum(parts.values()) for parts in bars.values()))
+    scale = WIDTH_PX / widest / 1.08
+    height = TOP_PX + len(bars) * (ROW_PX + GAP_PX) + 26
+    end = LEFT_PX + limit * scale
+    lines = [
+        *_legend(FILLS),
+        *_bars(bars, scale, FILLS, "GiB"),
+        f'<line x1="{end:.1f}" x2="{end:.1f}" y1="{TOP_PX - 8}" y2="{height - 22}" '
+        'stroke="#d00" stroke-width="2" stroke-dasharray="5 3"/>',
+        _text(end, height - 6, f"{device.name}: {limit:.0f} GiB", anchor="middle"),
+    ]
+    return _svg(lines, height)
+
+
+def time_svg(found: Found) -> str:
+    """One bar: the parts of the step."""
+    parts = {
+        name.removesuffix("_s").replace("_", " "): value
+        for name, value in asdict(found.time).items()
+        if value
+    }
+    scale = WIDTH_PX / found.time.total_s / 1.08
+    bars = {"step": parts}
+    fills = {name: fill for name, fill in PARTS.items() if name in parts}
+    return _svg([*_legend(fills), *_bars(bars, scale, fills, "s")], TOP_PX + ROW_PX + 12)
+
+
+def _memory_parts(plan: RunPlan) -> Iterator[dict[str, float]]:
+    """GiB by part, of each rank of the pipeline."""
+    elements = pipeline_elements(plan)
+    for held, use in zip(elements, pipeline_memory(plan, elements), strict=True):
+        state = state_of(plan.job, held, plan.grid)
+        parts = {
+            "weights": state.weight_bytes, "gradients": state.gradient_bytes,
+            "masters": state.master_bytes, "moments": state.moment_bytes,
+            "activations": use.activation_bytes + use.state_bytes - state.total_bytes,
+            "reserved": use.reserved_bytes,
+        }  # fmt: skip
+        yield {name: value / GIB for name, value in parts.items()}
+
+
+def _timeline(plan: RunPlan, device: Accelerator) -> str:
+    placement, pp = plan.placement, plan.grid.pp
+    times = stage_times(plan, device)
+    by_rank = [
+        [times[placement.stage(rank, chunk)] for chunk in range(placement.chunks)]
+        for rank in range(pp)
+    ]
+    program = make_schedule(plan.job.schedule.name, _drawn_sizes(plan))
+    played = simulate(program, PlannedTimes(stages=by_rank, transfer=message_time(plan, device)))
+    rows = {f"pp {rank}": events for rank, events in enumerate(played.events)}
+    return draw_svg(rows, title=plan.job.schedule.name, time_unit="ms", scale=1000.0)
+
+
+def _drawn_sizes(plan: RunPlan) -> Sizes:
+    """Of so many micro-batches as are drawn."""
+    batch, pp = plan.batch, plan.grid.pp
+    most = MOST_PASSES // (2 * pp * plan.placement.chunks)
+    drawn = min(batch.num_micro_batches, DRAWN_ROUNDS * pp, max(most, pp))
+    # Interleaved orders want whole rounds.
+    drawn = max(drawn - drawn % pp, min(drawn, pp))
+    size = drawn * batch.micro_batch_size * batch.dp
+    return plan.sizes(replace(batch, num_micro_batches=drawn, global_batch_size=size))
+
+
+def _timeline_note(plan: RunPlan) -> str:
+    drawn, whole = _drawn_sizes(plan).num_micro_batches, plan.batch.num_micro_batches
+    part = (
+        f"{drawn} of the step's {whole} micro-batches, and their bubble"
+        if drawn < whole
+        else (f"all {whole} micro-batches")
+    )
+    return (
+        f"{part}; a row a pipeline rank; passes as long as predicted, traffic of their layers in them. "
+        "The update and what data-parallel ranks send each other come after it."
+    )
+
+
+def _bars(
+    bars: Mapping[str, Mapping[str, float]], scale: float, fills: Mapping[str, str], unit: str
+) -> Iterator[str]:
+    for row, (label, parts) in enumerate(bars.items()):
+        y, x = TOP_PX + row * (ROW_PX + GAP_PX), float(LEFT_PX)
+        yield _text(LEFT_PX - 8, y + 16, label, anchor="end")
+        for name, value in parts.items():
+            width = value * scale
+            hint = f"{label}, {name}: {value:.3g} {unit}"
+            yield (
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW_PX}" '
+                f'fill="{fills[name]}"><title>{escape(hint)}</title></rect>'
+            )
+            if width > 44:
+                yield _text(x + width / 2, y + 16, f"{value:.3g}", anchor="middle")
+            x += width
+        yield _text(x + 6, y + 16, f"{sum(parts.values()):.3g} {unit}")
+
+
+def _legend(fills: Mapping[str, str]) -> Iterator[str]:
+    x = float(LEFT_PX)
+    for name, fill in fills.items():
+        yield f'<rect x="{x:.1f}" y="10" width="14" height="14" fill="{fill}"/>'
+        yield _text(x + 19, 22, name)
+        x += 40 + 7.0 * len(name)
+
+
+def _text(x: float, y: float, content: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def _svg(lines: Sequence[str], height: float) -> str:
+    width = LEFT_PX + WIDTH_PX + 70
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" font-size="12">'
+    )
+    return "\n".join((head, *lines, "</svg>"))
