@@ -77,10 +77,17 @@ class ParallelSection(Section):
     is_loss_a_layer: bool = Field(
         default=False, description="stages=even: head and loss count as a layer of their stage."
     )
-    sharding: Literal["none", "optimizer"] = Field(
+    sharding: Literal["none", "optimizer", "gradients", "parameters"] = Field(
         default="none",
-        description="What data-parallel ranks share out. optimizer: masters and moments; gradients "
-        "are reduce-scattered and weights all-gathered.",
+        description="What the dp * cp ranks with the same parameters share out. optimizer: masters and "
+        "moments, for one reduce-scatter and one all-gather a step. gradients: their sums too, for a "
+        "reduce-scatter a micro-batch. parameters: weights too, gathered for each forward and each "
+        "backward. Each saves memory and sends more.",
+    )
+    sharding_group: Positive | Literal["all"] = Field(
+        default="all",
+        description="Hybrid sharding: so many neighbouring ranks, such as a node's, share one copy out, "
+        "and gradients are summed over the copies once a step; divides dp * cp.",
     )
     sequence_parallel: bool = Field(
         default=False,

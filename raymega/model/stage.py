@@ -5,7 +5,7 @@ It knows which part of the model it is, not how stages talk or in which order th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -87,18 +87,19 @@ class StageModule(nn.Module):
 
     Every parameter is a ShardedParameter; together they are plan.tensors' stage_tensors.
     ``before_use`` is called with the embedding, each block and the head before their weights are
-    used: whoever fills these from other ranks waits there. ``deferral`` takes the weight gradients of
-    linear layers when a schedule puts them off.
+    used: whoever fills these from other ranks waits there; where they are gone before backward
+    (``are_weights_passing``), also with each block and the head before that uses them again.
+    ``deferral`` takes the weight gradients of linear layers when a schedule puts them off.
 
     Args:
         context: The ranks that share the tokens of a sequence; None where there are no others.
         token_table: The embedding's weight, if this is the last stage and the first one is another
             on the same rank; a tied head uses it.
-        is_fused: Compile what layers compute between matrix products.
     """
 
     blocks_together = 0
     """So many blocks in a row are kept as one input and run again in backward; 0 keeps all."""
+    are_weights_passing = False
 
     def __init__(  # noqa: PLR0913  # build is the one place that calls it
         self,
@@ -111,7 +112,6 @@ class StageModule(nn.Module):
         seed: int,
         context: Context | None = None,
         token_table: ShardedParameter | None = None,
-        is_fused: bool = False,
     ) -> None:
         super().__init__()
         self.context = context or no_context()
@@ -126,12 +126,11 @@ class StageModule(nn.Module):
             tied=TOKEN_TABLE if is_copied else "",
             is_tied_copy=stage.is_last,
             deferral=self.deferral,
-            is_fused=is_fused,
         )
         self.seed, self.tp_stream = seed, stream
         self.has_dropout = max(model.residual_dropout, model.attention_dropout) > 0
         self.drops_weights = model.attention_dropout > 0
-        self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
+        self.rope = make_positions(model, dtype=dtype, device=device)
         blocks = {str(i): make_block(factory, i, model, self.rope) for i in stage.layers}
         self.embedding = Embedding(factory) if stage.is_first else None
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
@@ -190,7 +189,29 @@ class StageModule(nn.Module):
         if self.head is None:
             return x
         self.before_use(self.head)
-        return self.head.loss_sum(x, labels, mask)
+        return self._used(self.head, self.head.loss_sum(x, labels, mask))
+
+    def units(self) -> Iterator[nn.Module]:
+        """What ``before_use`` is called with, in the order of forward."""
+        if self.embedding is not None:
+            yield self.embedding
+        yield from self.layers.values()
+        if self.head is not None:
+            yield self.head
+
+    def uses(self, *, is_backward: bool) -> Iterator[nn.Module]:
+        """The units in the order in which a forward, or a backward, calls ``before_use``."""
+        if not is_backward:
+            yield from self.units()
+            return
+        if self.head is not None:
+            yield self.head
+        blocks = list(self.layers.values())
+        together = self.blocks_together or len(blocks) or 1
+        for start in reversed(range(0, len(blocks), together)):
+            some = blocks[start : start + together]
+            yield from some if self.blocks_together else ()
+            yield from reversed(some)
 
     def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as training calls it."""
@@ -262,4 +283,13 @@ class StageModule(nn.Module):
         for block in blocks:
             self.before_use(block)
             x = block(x, places)
+            # Where blocks run again in backward, the last of them has just been used when it begins.
+            if not self.blocks_together or block is not blocks[-1]:
+                x = self._used(block, x)
         return x
+
+    def _used(self, unit: nn.Module, output: Tensor) -> Tensor:
+        """A unit has made its output; before its backward it uses its weights again."""
+        if self.are_weights_passing and output.requires_grad:
+            output.register_hook(lambda _gradient: self.before_use(unit))
+        return output

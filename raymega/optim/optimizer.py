@@ -8,7 +8,7 @@ neither is kept twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from raymega.parallel.buckets import BucketTable, Range
 from raymega.parallel.grad_buffer import GradBuffer, counted
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.weight_buffer import WeightBuffer
+from raymega.plan.levels import Level
 from raymega.plan.tensors import GlobalTensor
 
 
@@ -82,11 +83,23 @@ class Optimizer:
 
     def blocks(self) -> Iterator[Block]:
         """What a checkpoint keeps; a load fills the values and then calls :meth:`sync_weights`."""
-        is_replicated = not self._table.is_sharded
         for held in self._held:
             tensors = zip(("model", *self._update.kinds), (held.master, *held.state), strict=True)
             for kind, values in tensors:
-                yield from blocks_of(kind, held.part, values, is_replicated=is_replicated)
+                yield from self._blocks_of(kind, held.part, values)
+
+    def _blocks_of(self, kind: str, part: Range, values: torch.Tensor) -> Iterator[Block]:
+        """Of copies that several ranks own alike, as with hybrid sharding, each saves its share."""
+        bucket = part.bucket
+        is_replicated = bucket.level == Level.NONE
+        if is_replicated or bucket.sharing.across.size == 1:
+            yield from blocks_of(kind, part, values, is_replicated=is_replicated)
+            return
+        share = self._table.share(bucket)
+        for piece in (replace(part, end=share.begin), share, replace(part, begin=share.end)):
+            own = values[piece.begin - part.begin : piece.end - part.begin]
+            for block in blocks_of(kind, piece, own, is_replicated=False):
+                yield replace(block, is_primary=block.is_primary and piece is share)
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Masters that this rank counts, flat, by tensor: over all ranks each element once."""

@@ -1,4 +1,4 @@
-"""Buckets: in which portions gradients and weights travel, and which part of each a rank owns.
+"""Buckets: in which portions gradients and weights travel, over which ranks, and who owns which part.
 
 One table serves the gradients' buffer, the weights' and the optimizer, so that an element has the
 same place in all three. It holds no values and sends nothing.
@@ -6,8 +6,10 @@ same place in all three. It holds no values and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from raymega.messages import Box
 from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import Piece
+from raymega.plan.levels import Level
 
 BUCKET_BYTES = 32 * 2**20
 """Gradient bytes from which a bucket is full, if the rank has many more."""
@@ -52,24 +55,38 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """Ranks that hold the same parameters and see different tokens.
+
+    Attributes:
+        whole: All of them, over which gradients are summed: the dp * cp ranks, or edp ranks for experts.
+        inside: Neighbours that share one copy out; equal to ``whole`` unless sharding is hybrid.
+        across: The ranks that own the same part of the other copies; alone unless it is.
+    """
+
+    whole: Group
+    inside: Group
+    across: Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
     """Parameters that travel together.
 
     Attributes:
         index: Place in the table.
-        group: The ranks that hold the same parameters and see other tokens: over them gradients are
-            summed, and among them the bucket is shared out. ``size`` is a multiple of their number.
         chunk: Model chunk whose parameters these are.
         spans: The parameters, end to end, the last in the model first: as backward finishes them.
-        size: Elements, with padding at the end.
+        size: Elements, with padding at the end; a multiple of the number of ranks that hold them.
         first_use: Place in the chunk's forward order of the parameter that is used first.
         is_tied: Copies on the first and on the last stage are summed as well.
         is_partial_over_tp: Some pieces are terms of a sum over tp ranks.
-        is_expert: The parameters are experts', and ``group`` is edp.
+        is_expert: The parameters are experts'.
+        sharing: The ranks that gradients are summed over, and that share the bucket out.
+        level: What they share out of it; nothing where a rank is alone with it.
     """
 
     index: int
-    group: Group
     chunk: int
     spans: tuple[Span, ...]
     size: int
@@ -77,6 +94,8 @@ class Bucket:
     is_tied: bool
     is_partial_over_tp: bool
     is_expert: bool
+    sharing: Sharing
+    level: Level
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
         """What lies between elements ``begin`` and ``end``, padding left out."""
@@ -110,73 +129,91 @@ class BucketTable:
 
     Attributes:
         buckets: Ordinary ones first, then partial ones, then tied ones; experts' after dense ones.
-        is_sharded: A rank keeps optimizer state for its own part only.
         dtype: Of gradients, masters and moments: float32 or better.
     """
 
     buckets: tuple[Bucket, ...]
-    is_sharded: bool
     dtype: torch.dtype
 
     def share(self, bucket: Bucket) -> Range:
         """This rank's even part of a bucket: what it counts in norms, sharded or not."""
-        size, place = bucket.size // bucket.group.size, bucket.group.index
-        return Range(bucket=bucket, begin=size * place, end=size * (place + 1))
+        sharing = bucket.sharing
+        begin = bucket.size // sharing.inside.size * sharing.inside.index
+        size = bucket.size // sharing.whole.size
+        begin += size * sharing.across.index
+        return Range(bucket=bucket, begin=begin, end=begin + size)
 
     def owned(self, bucket: Bucket) -> Range:
-        """What this rank updates: its part when sharded, else all."""
-        if self.is_sharded:
-            return self.share(bucket)
-        return Range(bucket=bucket, begin=0, end=bucket.size)
+        """What this rank updates: its part of its copy when sharded, else all."""
+        if bucket.level == Level.NONE:
+            return Range(bucket=bucket, begin=0, end=bucket.size)
+        inside = bucket.sharing.inside
+        size = bucket.size // inside.size
+        return Range(bucket=bucket, begin=size * inside.index, end=size * (inside.index + 1))
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of all buckets, padding included."""
-        return sum(bucket.size for bucket in self.buckets)
+
+class _Kind(NamedTuple):
+    """What the parameters of a bucket have in common."""
+
+    is_tied: bool
+    is_partial: bool
+    is_expert: bool
+    is_small: bool
+    dtype: str
+
+
+SMALL_ROLES = ("norm", "bias", "state")
+"""Vectors, and what is not trained. From level ``gradients`` on a rank keeps their weights and sums
+whole, as it does those that are wider than the compute dtype (a router's): to share out so little for
+so many collectives would not pay."""
 
 
 def make_buckets(
     chunks: Sequence[Sequence[ShardedParameter]],
-    replicas: Group,
+    dense: Sharing,
     *,
-    edp: Group | None = None,
-    is_sharded: bool = False,
+    experts: Sharing | None = None,
+    level: Level = Level.NONE,
     bucket_bytes: int = BUCKET_BYTES,
+    units: Mapping[ShardedParameter, int] | None = None,
 ) -> BucketTable:
     """Lay the parameters of a rank's model chunks into buckets.
 
     Buckets end between parameters, when ``bucket_bytes`` of gradients are reached, and never hold
     two chunks or two kinds: of one kind are parameters that are summed alike and have one number
     format. So a tied parameter lies alone on both stages that have it, at the same place, and both
-    copies are cut alike.
+    copies are cut alike. From level ``gradients`` on a bucket is what one unit of the
+    model has, whatever its bytes, and vectors lie apart and are shared out as with ``optimizer``.
 
     Args:
         chunks: Parameters of each chunk in forward order.
-        replicas: The ranks that hold the same dense parameters.
-        edp: Those that hold the same experts, where there are any.
-        is_sharded: Each of them keeps optimizer state for its own part only.
+        dense: The ranks that hold the same dense parameters.
+        experts: Those that hold the same experts, where there are any.
+        level: What these share out.
         bucket_bytes: Gradient bytes from which a bucket is full.
+        units: In which unit of its chunk a parameter is used: a block, the embedding, the head. None
+            makes each parameter its own.
     """
     dtype = torch.float32
     for param in (param for chunk in chunks for param in chunk):
         dtype = torch.promote_types(dtype, param.dtype)
+    unit_of = units or {p: i for chunk in chunks for i, p in enumerate(chunk)}
     buckets: list[Bucket] = []
-    for kind in sorted({_kind(param) for chunk in chunks for param in chunk}):
-        group = edp if kind.is_expert else replicas
-        assert group is not None, "experts are summed over their own replicas"
+    for kind in sorted({_kind(param, level) for chunk in chunks for param in chunk}):
+        sharing = experts if kind.is_expert else dense
+        assert sharing is not None, "experts are summed over their own replicas"
+        by_unit = level >= Level.GRADIENTS and not kind.is_small
         for chunk in reversed(range(len(chunks))):
             last_first = reversed(list(enumerate(chunks[chunk])))
-            params = [(i, p) for i, p in last_first if _kind(p) == kind]
-            for members in _portions(params, max(1, bucket_bytes // dtype.itemsize)):
-                spans = _spans(param for _, param in members)
-                bucket = Bucket(
-                    index=len(buckets), group=group, chunk=chunk, spans=spans,
-                    size=-(-spans[-1].stop // group.size) * group.size, first_use=members[-1][0],
-                    is_tied=kind.is_tied, is_partial_over_tp=kind.is_partial,
-                    is_expert=kind.is_expert,
-                )  # fmt: skip
-                buckets.append(bucket)
-    return BucketTable(buckets=tuple(buckets), is_sharded=is_sharded, dtype=dtype)
+            params = [(i, p) for i, p in last_first if _kind(p, level) == kind]
+            if by_unit:
+                portions = _by_unit(params, unit_of)
+            else:
+                portions = _portions(params, max(1, bucket_bytes // dtype.itemsize))
+            for members in portions:
+                place = {"index": len(buckets), "chunk": chunk}
+                buckets.append(_make_bucket(members, kind, sharing, level, **place))
+    return BucketTable(buckets=tuple(buckets), dtype=dtype)
 
 
 def bucket_bytes_for(params: Iterable[ShardedParameter]) -> int:
@@ -192,7 +229,7 @@ def piece_boxes(extent: Extent) -> Iterator[tuple[Piece, Box, int]]:
         The piece, the box in global indices, and its first element counted from the extent's. The
         box's elements follow one another there, so a view of it has the box's shape.
     """
-    row_size = extent.param[:1].numel()
+    row_size = prod(extent.param.shape[1:])  # a weight that is not gathered has no values
     for piece in extent.param.spec.pieces:
         start = piece.local.offset[0] * row_size
         first = max(extent.first - start, 0)
@@ -239,16 +276,40 @@ def _in_row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator
         yield Box(offset=(row, *box.offset), shape=(1, *box.shape))
 
 
-class _Kind(NamedTuple):
-    is_tied: bool
-    is_partial: bool
-    is_expert: bool
-    dtype: str
+def _make_bucket(  # one an attribute
+    members: Sequence[tuple[int, ShardedParameter]],
+    kind: _Kind,
+    sharing: Sharing,
+    level: Level,
+    *,
+    index: int,
+    chunk: int,
+) -> Bucket:
+    spans, ranks = _spans(param for _, param in members), sharing.whole.size
+    if kind.is_small:
+        level = min(level, Level.OPTIMIZER)
+    return Bucket(
+        index=index, chunk=chunk, spans=spans, size=-(-spans[-1].stop // ranks) * ranks,
+        first_use=members[-1][0], is_tied=kind.is_tied, is_partial_over_tp=kind.is_partial,
+        is_expert=kind.is_expert, sharing=sharing, level=level if ranks > 1 else Level.NONE,
+    )  # fmt: skip
 
 
-def _kind(param: ShardedParameter) -> _Kind:
+def _kind(param: ShardedParameter, level: Level) -> _Kind:
     spec = param.spec
-    return _Kind(spec.is_tied, spec.is_partial_over_tp, spec.is_expert, str(param.dtype))
+    is_small = level >= Level.GRADIENTS and (spec.role in SMALL_ROLES or spec.is_wide)
+    return _Kind(
+        is_tied=spec.is_tied, is_partial=spec.is_partial_over_tp, is_expert=spec.is_expert,
+        is_small=is_small, dtype=str(param.dtype),
+    )  # fmt: skip
+
+
+def _by_unit(
+    params: Sequence[tuple[int, ShardedParameter]], unit_of: Mapping[ShardedParameter, int]
+) -> Iterator[list[tuple[int, ShardedParameter]]]:
+    """Parameters in order, those of a unit together."""
+    for _, members in groupby(params, key=lambda numbered: unit_of[numbered[1]]):
+        yield list(members)
 
 
 def _portions(

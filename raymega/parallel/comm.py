@@ -180,6 +180,20 @@ def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Pending:
     )
 
 
+def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group) -> Pending:
+    """Begin to fill ``whole`` [size * N] with all ranks' ``part`` [N], which lies elsewhere."""
+    check_tensor("all_gather", whole, group)
+    check_tensor("all_gather", part, group)
+    check_rows("all_gather", whole, group, divisor=group.size)
+    return _start(
+        "all_gather",
+        whole,
+        group,
+        lambda handle: handle._allgather_base(whole, part),
+        _wait_in_turns,
+    )
+
+
 def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
     """Begin :func:`all_to_all`; leave the tensor alone, and the result, until waited for."""
     check_tensor("all_to_all", tensor, group)

@@ -1,4 +1,4 @@
-"""GradBuffer: where gradients are summed, over micro-batches and then over ranks, once a step.
+"""GradBuffer: where gradients are summed, over micro-batches and then over ranks.
 
 Which part of a sum a rank keeps is buckets'; what the sum is divided by is train.step's; who
 updates with it is optim's.
@@ -7,6 +7,7 @@ updates with it is optim's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
 import torch
 
@@ -14,62 +15,79 @@ from raymega.errors import Fault, InternalError
 from raymega.parallel.buckets import Bucket, BucketTable, Range, piece_boxes
 from raymega.parallel.comm import start_all_reduce, start_reduce_scatter_in_place
 from raymega.parallel.comm_log import CommLog, Waitable
+from raymega.parallel.gradient_sums import GradientSum
 from raymega.parallel.groups import Group, Groups
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import Piece
+from raymega.plan.levels import Level
 from raymega.plan.tensors import GlobalTensor
+
+MOST_TRAVELLING = 1
+"""Micro-batches' buckets on their way while the next one fills: what sharded gradients take beside
+the sums that a rank owns is so many buckets and one."""
+
+
+class _Travelling(NamedTuple):
+    """One micro-batch's gradients on their way."""
+
+    bucket: Bucket
+    flat: torch.Tensor
+    reduction: Waitable
 
 
 class GradBuffer:
-    """Flat buckets in float32 or better, with a view for each parameter.
+    """Gradients in float32 or better; a hook takes each ``param.grad`` and drops it.
 
-    A hook adds each ``param.grad`` to its view and drops it; a parameter that got none keeps zeros.
-    A bucket leaves in the last backward, as soon as its last gradient is there and all buckets that
-    should be full before it have left: so the ranks launch in one order, whatever arrived when.
+    Up to level ``optimizer`` a bucket sums all micro-batches on its rank, and leaves in the last
+    backward, as soon as its last gradient is there and all buckets that should be full before it have
+    left: so the ranks launch in one order, whatever arrived when. From ``gradients`` on it leaves in
+    every backward, as soon as it is full, and this rank adds its part of the sum over the others to
+    what it owns: more it does not keep. A parameter that got no gradient counts as zero.
     """
 
     def __init__(self, table: BucketTable, groups: Groups, *, log: CommLog | None = None) -> None:
         self._table, self._groups, self._log = table, groups, log or CommLog()
-        device = table.buckets[0].spans[0].param.device
-        self._flat = torch.zeros(table.num_elements, dtype=table.dtype, device=device)
-        self._buckets = torch.split(self._flat, [bucket.size for bucket in table.buckets])
+        self._device = table.buckets[0].spans[0].param.device
         self._order = sorted(table.buckets, key=_order_of_backward)
-        self._views: dict[ShardedParameter, torch.Tensor] = {}
-        self._untouched: set[torch.Tensor] = set()
-        self._missing: dict[int, set[ShardedParameter]] = {}
+        self._kept = [bucket for bucket in self._order if bucket.level < Level.GRADIENTS]
+        self._sums = self._make_sums()
+        self._owned = [self._make_owned(bucket) for bucket in table.buckets]
+        self._filling: dict[int, GradientSum] = {}
+        self._travelling: list[_Travelling] = []
+        self._without_any: set[int] = set()
         self._last_chunks: set[int] = set()
         self._left: set[int] = set()
         self._launched: dict[int, Waitable] = {}
         self._summing: _PartialSum | None = None
         for bucket in table.buckets:
-            for span in bucket.spans:
-                view = self._buckets[bucket.index][span.start : span.stop].view(span.param.shape)
-                self._views[span.param] = view
-                if span.param.requires_grad:
-                    span.param.register_post_accumulate_grad_hook(self._adder(bucket, view))
+            add = self._adder(bucket) if bucket.index in self._sums else self._sender(bucket)
+            for param, _ in bucket.spans:
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(add)
         self._expect_all()
 
     def view(self, param: ShardedParameter) -> torch.Tensor:
-        """The sum for ``param``, of its shape; always the same memory.
+        """The sum for ``param``, of its shape; always the same memory. Not from ``gradients`` on.
 
         After :meth:`finish` only what this rank owns is the sum over all ranks.
         """
-        return self._views[param]
+        views = (pair for sums in self._sums.values() for pair in sums.views())
+        return next(view for held, view in views if held is param)
 
     def owned(self, bucket: Bucket) -> torch.Tensor:
         """The flat sum of what this rank owns of a bucket; always the same memory."""
-        return self._buckets[bucket.index][self._table.owned(bucket).place]
+        return self._owned[bucket.index]
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Sums that this rank counts, flat, by tensor: over all ranks each element once."""
         for bucket in self._table.buckets:
-            yield from counted(self._table.share(bucket), self._buckets[bucket.index], begin=0)
+            begin = self._table.owned(bucket).begin
+            yield from counted(self._table.share(bucket), self.owned(bucket), begin=begin)
 
     def zero(self) -> None:
         """Forget the last step's sums: the first gradient of a parameter takes the place of its sum."""
-        for bucket in self._table.buckets:
-            self._buckets[bucket.index][bucket.spans[-1].stop :] = 0.0
-        self._untouched = set(self._views)
+        for sums in self._sums.values():
+            sums.forget()
         self._expect_all()
 
     def launch_when_full(self, chunk: int = 0) -> None:
@@ -77,23 +95,34 @@ class GradBuffer:
         self._last_chunks.add(chunk)
 
     def launch(self, chunk: int = 0) -> None:
-        """The last backward of model chunk ``chunk`` is over: its buckets are complete."""
-        for bucket in self._order:
-            if bucket.chunk == chunk:
-                self._missing[bucket.index].clear()
-        self._launch_in_order(is_end=False)
+        """A backward of model chunk ``chunk`` is over, and nothing more comes of its micro-batch.
+
+        What it filled in part leaves too; after the chunk's last one its buckets are complete.
+        """
+        self._send_all()
+        if chunk in self._last_chunks:
+            for bucket in self._kept:
+                if bucket.chunk == chunk:
+                    self._sums[bucket.index].missing.clear()
+            self._launch_in_order(is_end=False)
 
     def finish(self) -> None:
         """Sum over all ranks; returns when this rank has the sums that it owns.
 
         Partial pieces are summed over tp first, then every bucket over its replicas (dp * cp ranks,
-        or edp ranks for experts), then tied ones over the two stages. In that order both copies of a tied parameter end with equal bits: a sum of two
-        numbers has no order, while a sum over dp may have.
+        or edp ranks for experts; with hybrid sharding first inside a copy, then across), then tied
+        ones over the two stages. In that order both copies of a tied parameter end with equal bits: a
+        sum of two numbers has no order, while a sum over dp may have.
         """
+        self._send_all()
         self._launch_in_order(is_end=True)
         self._reduce_partial()
+        while self._travelling:
+            self._land()
+        for index in self._without_any:
+            self._owned[index].zero_()
+        self._sum_copies()
         for bucket in self._order:
-            self._launched[bucket.index].wait(bucket.group.timeout_s)
             if bucket.is_tied:
                 tie = start_all_reduce(self.owned(bucket), self._groups.embedding)
                 self._log.track("sum_tied", bucket, tie).wait(self._groups.embedding.timeout_s)
@@ -103,65 +132,139 @@ class GradBuffer:
         for bucket in self._table.buckets:
             self.owned(bucket).mul_(factor)
 
-    def _expect_all(self) -> None:
-        self._missing = {
-            bucket.index: {span.param for span in bucket.spans if span.param.requires_grad}
-            for bucket in self._order
-        }
-        self._last_chunks, self._left, self._launched = set(), set(), {}
+    def _make_sums(self) -> dict[int, GradientSum]:
+        """Of the buckets that are whole here, all in one tensor."""
+        whole = [b for b in self._table.buckets if b.level < Level.GRADIENTS]
+        flat = self._zeros(sum(bucket.size for bucket in whole))
+        flats = torch.split(flat, [bucket.size for bucket in whole])
+        return {b.index: GradientSum(b, part) for b, part in zip(whole, flats, strict=True)}
 
-    def _adder(self, bucket: Bucket, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def _make_owned(self, bucket: Bucket) -> torch.Tensor:
+        part = self._table.owned(bucket)
+        if bucket.index in self._sums:
+            return self._sums[bucket.index].flat[part.place]
+        return self._zeros(part.end - part.begin)
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=self._table.dtype, device=self._device)
+
+    def _expect_all(self) -> None:
+        self._last_chunks, self._left, self._launched = set(), set(), {}
+        self._without_any = {b.index for b in self._table.buckets} - self._sums.keys()
+
+    def _adder(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
+        """What the hooks of a bucket do that sums all micro-batches here."""
+        sums = self._sums[bucket.index]
+
         def add_gradient(param: torch.Tensor) -> None:
             if param.grad is None:  # put off: backward came by without one
                 return
             if bucket.index in self._left:
                 raise _late(bucket)
-            if param in self._untouched:
-                self._untouched.remove(param)
-                view.copy_(param.grad)
-            else:
-                view.add_(param.grad)
+            sums.add(cast(ShardedParameter, param), param.grad)
             param.grad = None
             if bucket.chunk in self._last_chunks:
-                self._missing[bucket.index].discard(param)
+                sums.missing.discard(cast(ShardedParameter, param))
                 self._launch_in_order(is_end=False)
 
         return add_gradient
 
+    def _sender(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
+        """What they do for one that leaves in every backward."""
+
+        def send_gradient(param: torch.Tensor) -> None:
+            if param.grad is None:
+                return
+            sums = self._filling.get(bucket.index) or self._fill(bucket)
+            sums.add(cast(ShardedParameter, param), param.grad)
+            param.grad = None
+            sums.missing.discard(cast(ShardedParameter, param))
+            if not sums.missing:
+                self._send(bucket.index)
+
+        return send_gradient
+
+    def _fill(self, bucket: Bucket) -> GradientSum:
+        while len(self._travelling) > MOST_TRAVELLING:
+            self._land()
+        flat = torch.empty(bucket.size, dtype=self._table.dtype, device=self._device)
+        sums = self._filling[bucket.index] = GradientSum(bucket, flat)
+        sums.forget()
+        return sums
+
+    def _send(self, index: int) -> None:
+        sums = self._filling.pop(index)
+        sums.settle()
+        self._leave(sums.bucket, sums.flat)
+
+    def _send_all(self) -> None:
+        """All ranks do the same work, so the same buckets are filled in part on each."""
+        for index in list(self._filling):
+            self._send(index)
+
+    def _land(self) -> None:
+        """Wait for the oldest micro-batch's bucket under way, and add this rank's part."""
+        bucket, flat, reduction = self._travelling.pop(0)
+        reduction.wait(bucket.sharing.inside.timeout_s)
+        mine = flat[self._table.owned(bucket).place]
+        if bucket.index in self._without_any:
+            self._without_any.remove(bucket.index)
+            self.owned(bucket).copy_(mine)
+        else:
+            self.owned(bucket).add_(mine)
+
     def _launch_in_order(self, *, is_end: bool) -> None:
         """Let buckets leave up to the first that still waits for a gradient, or all."""
-        for bucket in self._order[len(self._left) :]:
-            if self._missing[bucket.index] and not is_end:
+        for bucket in self._kept[len(self._left) :]:
+            sums = self._sums[bucket.index]
+            if sums.missing and not is_end:
                 break
             self._left.add(bucket.index)
-            for span in bucket.spans:
-                if span.param in self._untouched:
-                    self._views[span.param].zero_()
-            self._leave(bucket)
+            sums.settle()
+            self._leave(bucket, sums.flat)
 
-    def _leave(self, bucket: Bucket) -> None:
+    def _leave(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """A partial bucket goes over tp now, and over its replicas when the next bucket leaves.
 
         So a rank waits for tp where all its peers do, and the replicas see one order.
         """
         self._reduce_partial()
         if bucket.is_partial_over_tp:
-            flat = self._buckets[bucket.index]
             self._summing = _PartialSum(bucket, flat, self._groups.tp, self._log)
         else:
-            self._reduce(bucket)
+            self._reduce(bucket, flat)
 
     def _reduce_partial(self) -> None:
         if self._summing is not None:
             self._summing.finish()
-            self._reduce(self._summing.bucket)
+            self._reduce(self._summing.bucket, self._summing.flat)
         self._summing = None
 
-    def _reduce(self, bucket: Bucket) -> None:
-        start = start_reduce_scatter_in_place if self._table.is_sharded else start_all_reduce
-        pending = start(self._buckets[bucket.index], bucket.group)
+    def _reduce(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        sharing = bucket.sharing
+        if bucket.level == Level.NONE:
+            pending = start_all_reduce(flat, sharing.whole)
+        else:
+            pending = start_reduce_scatter_in_place(flat, sharing.inside)
         name = "reduce_experts" if bucket.is_expert else "reduce"
-        self._launched[bucket.index] = self._log.track(name, bucket, pending)
+        reduction = self._log.track(name, bucket, pending)
+        if bucket.index in self._sums:
+            self._launched[bucket.index] = reduction
+        else:
+            self._travelling.append(_Travelling(bucket, flat, reduction))
+
+    def _sum_copies(self) -> None:
+        """Wait for what every rank of a copy has, and sum over copies what they have alike."""
+        summing: list[tuple[Group, Waitable]] = []
+        for bucket in self._order:
+            across = bucket.sharing.across
+            if bucket.index in self._launched:
+                self._launched[bucket.index].wait(bucket.sharing.whole.timeout_s)
+            if bucket.level > Level.NONE and across.size > 1:
+                pending = start_all_reduce(self.owned(bucket), across)
+                summing.append((across, self._log.track("sum_copies", bucket, pending)))
+        for across, reduction in summing:
+            reduction.wait(across.timeout_s)
 
 
 class _PartialSum:
@@ -172,7 +275,7 @@ class _PartialSum:
     """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor, tp: Group, log: CommLog) -> None:
-        self.bucket, self._tp = bucket, tp
+        self.bucket, self.flat, self._tp = bucket, flat, tp
         parts = list(_partial_parts(bucket, flat))
         sizes = [piece.tensor.num_elements for piece, _ in parts]
         whole = flat.new_zeros(sum(sizes))

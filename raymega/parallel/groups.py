@@ -80,6 +80,9 @@ class Groups:
     that share a micro-batch's tokens. ``etp``, ``ep`` and ``edp`` are the experts' view of the same
     ranks: those that cut each expert, those that share the experts out, and those that hold the same
     part of the same ones, over which its gradients are summed.
+    ``sharers`` are neighbours among the replicas that share out one copy of the state, ``copies`` the
+    ranks that own the same part of the other copies: all replicas and none, unless sharding is hybrid;
+    ``expert_sharers`` and ``expert_copies`` are the same of edp.
     ``embedding`` joins first and last stage; elsewhere it has one rank. ``nested`` are this rank's
     neighbourhoods of 2, 4, ... among its replicas, of which dynamic context parallelism takes one a
     micro-batch; empty without it.
@@ -100,6 +103,10 @@ class Groups:
     ep: Group
     edp: Group
     embedding: Group
+    sharers: Group
+    copies: Group
+    expert_sharers: Group
+    expert_copies: Group
     nested: tuple[Group, ...] = ()
 
 
@@ -158,7 +165,13 @@ def alone(rank: int) -> Group:
 
 
 def build_groups(
-    grid: Grid, rank: int, *, timeout_s: float, cp_inner: int = 1, is_nested: bool = False
+    grid: Grid,
+    rank: int,
+    *,
+    timeout_s: float,
+    cp_inner: int = 1,
+    is_nested: bool = False,
+    sharers: int = 0,
 ) -> Groups:
     """Make the groups of ``rank``, after :func:`open_world` (a world of one needs none).
 
@@ -172,6 +185,7 @@ def build_groups(
         timeout_s: Longest wait of any operation, and for the members.
         cp_inner: How many neighbours on cp exchange heads; a divisor of its degree.
         is_nested: Make the neighbourhoods of dynamic context parallelism; dp * cp is a power of two.
+        sharers: How many replicas share out one copy of the state; a divisor of theirs, 0 is all.
 
     Raises:
         CommunicationError: A member did not come in time.
@@ -192,6 +206,7 @@ def build_groups(
     sizes = [1 << n for n in range(1, replicas.size.bit_length())] if is_nested else []
     neighbours = cp.ranks[cp.index // cp_inner * cp_inner :][:cp_inner]
     alike = cp.ranks[cp.index % cp_inner :: cp_inner]
+    edp = make_again("edp", grid.expert_group("edp", rank), replicas)
     groups = Groups(
         world=make("world", tuple(range(grid.world_size))),
         tp=tp,
@@ -210,7 +225,11 @@ def build_groups(
         etp=make_again("etp", grid.expert_group("etp", rank), tp),
         # Its own: tokens on their way to experts must not wait behind sums of gradients.
         ep=make("ep", grid.expert_group("ep", rank)),
-        edp=make_again("edp", grid.expert_group("edp", rank), replicas),
+        edp=edp,
+        sharers=make_again("sharers", _sharers(replicas, sharers), replicas),
+        copies=make_again("copies", _copies(replicas, sharers), replicas),
+        expert_sharers=make_again("expert_sharers", _sharers(edp, sharers), edp),
+        expert_copies=make_again("expert_copies", _copies(edp, sharers), edp),
         embedding=make("embedding", _embedding_ranks(grid, rank)),
     )
     if groups.world.size > 1:
@@ -280,6 +299,21 @@ def _embedding_ranks(grid: Grid, rank: int) -> tuple[int, ...]:
     if last == 0 or here.pp not in (0, last):
         return (rank,)
     return (grid.rank(replace(here, pp=0)), grid.rank(replace(here, pp=last)))
+
+
+def _sharers(whole: Group, number: int) -> tuple[int, ...]:
+    """Of a group whose every ``number`` neighbours share one copy out those that are with this rank."""
+    size = _group_size(whole, number)
+    return whole.ranks[whole.index // size * size :][:size]
+
+
+def _copies(whole: Group, number: int) -> tuple[int, ...]:
+    """Of such a group the ranks that own the same part of their copies."""
+    return whole.ranks[whole.index % _group_size(whole, number) :: _group_size(whole, number)]
+
+
+def _group_size(whole: Group, number: int) -> int:
+    return number if number and whole.size % number == 0 else whole.size
 
 
 def _meeting_fault(what: str, rank: int, timeout_s: float, error: RuntimeError) -> Fault:

@@ -7,7 +7,7 @@ order (schedule does), divides no loss and reduces no gradient (train.step does)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -18,7 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from raymega.errors import Fault, InternalError
 from raymega.parallel.deferral import Deferral, OwedGradient, make_owed
 from raymega.pipeline.p2p import PointToPoint
-from raymega.schedule.instructions import FREES_ACTIVATIONS, Instruction, Op, Schedule
+from raymega.schedule.instructions import (
+    FREES_ACTIVATIONS,
+    TAKES_GRADIENT,
+    Instruction,
+    Op,
+    Schedule,
+)
 from raymega.schedule.timeline import Event
 
 MicroBatch = TypeVar("MicroBatch")
@@ -26,6 +32,7 @@ MicroBatch = TypeVar("MicroBatch")
 StageFunction = Callable[[MicroBatch, Tensor | None], Tensor]
 Key = tuple[int, int]
 """Micro-batch and chunk."""
+BACKWARDS = FREES_ACTIVATIONS | TAKES_GRADIENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +86,13 @@ class Executor(Generic[MicroBatch]):
         self._is_training = bool(backwards)
         self._last_backwards = {task.chunk: task for task in backwards}
 
+    @property
+    def passes(self) -> Iterator[tuple[int, bool]]:
+        """Chunk, and whether it is backward, of each pass through a stage's layers, in order."""
+        for task in self._schedule:
+            if task.op is Op.FORWARD or task.op in TAKES_GRADIENT:
+                yield task.chunk, task.op is not Op.FORWARD
+
     def run(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -87,7 +101,7 @@ class Executor(Generic[MicroBatch]):
         lengths: Sequence[int] = (),
         loss_gradient: float = 1.0,
         before_last_backward: Callable[[int], None] = lambda _chunk: None,
-        after_last_backward: Callable[[int], None] = lambda _chunk: None,
+        after_backward: Callable[[int], None] = lambda _chunk: None,
     ) -> StepOutput:
         """Carry out the schedule; in training, gradients add up in the parameters' ``grad``.
 
@@ -99,7 +113,7 @@ class Executor(Generic[MicroBatch]):
             loss_gradient: What backward starts from: a factor on every gradient.
             before_last_backward: Called with the number of a model chunk before the backward, or
                 weight part of one, after which its gradients are complete.
-            after_last_backward: Called with it afterwards.
+            after_backward: Called with it after every backward, or part of one.
 
         Raises:
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
@@ -121,8 +135,8 @@ class Executor(Generic[MicroBatch]):
                 if instruction is self._last_backwards.get(instruction.chunk):
                     before_last_backward(instruction.chunk)
                 self._carry_out(instruction, step)
-                if instruction is self._last_backwards.get(instruction.chunk):
-                    after_last_backward(instruction.chunk)
+                if instruction.op in BACKWARDS:
+                    after_backward(instruction.chunk)
                 if is_recording:
                     events.append(_event(instruction, start - began, self._clock() - began))
                 self._pulse()

@@ -22,6 +22,7 @@ from raymega.plan.context_rules import (
 )
 from raymega.plan.elastic_rules import min_workers_faults, spares_faults
 from raymega.plan.grid import grid_faults, world_fault
+from raymega.plan.levels import SHARDING_FIELDS, sharding_group_faults
 from raymega.plan.moe_rules import (
     cut_width_faults,
     dynamic_faults,
@@ -260,6 +261,7 @@ RULES = (
         reads=("cluster.num_workers", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.pp"),
         check=_world,
     ),
+    Rule(reads=SHARDING_FIELDS, check=sharding_group_faults),
     _must_divide("tp", "num_heads"),
     Rule(
         reads=("parallel.tp", "model.ffn_width", "model.moe", "model.num_layers"),

@@ -12,11 +12,19 @@ from typing import NamedTuple
 from raymega.schedule.instructions import COMPUTE
 
 SUMS_AND_WEIGHTS = frozenset(
-    {"reduce", "reduce_experts", "sum_partial", "sum_tied", "gather", "gather_experts"}
+    {
+        "reduce",
+        "reduce_experts",
+        "sum_partial",
+        "sum_copies",
+        "sum_tied",
+        "gather",
+        "gather_experts",
+    }
 )
-"""From launch to completion: gradients over dp, those of experts over edp, over tp and over the two
-stages of a tied table; weights over dp, those of experts over edp. ``wait_`` before the name is the
-time that the step stood still for one."""
+"""From launch to completion: gradients over dp, those of experts over edp, over tp, over the copies of
+hybrid sharding and over the two stages of a tied table; weights over dp, those of experts over edp.
+``wait_`` before the name is the time that the step stood still for one."""
 BETWEEN_CP = frozenset({"cp_pass", "cp_gather", "cp_reduce", "cp_exchange"})
 """The same between context-parallel ranks: keys, values and the gradients by them go round, are
 collected, are summed; heads are exchanged."""

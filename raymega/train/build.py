@@ -19,10 +19,9 @@ from raymega.data.packing import PackedSource
 from raymega.data.rows import Source
 from raymega.model.stage import StageModule
 from raymega.optim.optimizer import Optimizer
-from raymega.parallel.buckets import bucket_bytes_for, make_buckets
+from raymega.parallel.buckets import Sharing, bucket_bytes_for, make_buckets
 from raymega.parallel.comm_log import CommLog
 from raymega.parallel.context import Context, make_context, make_contexts
-from raymega.parallel.fusing import can_fuse
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter, check_specs
@@ -33,6 +32,7 @@ from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.activations import activation_shape, attention_weight_bytes
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
+from raymega.plan.levels import level_of
 from raymega.plan.packed_step import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
@@ -79,6 +79,15 @@ class Parts:
     comm_log: CommLog
     evaluation: Evaluation | None
 
+    def follow_weights(self, executor: Executor) -> None:
+        """Tell the weights in which order ``executor`` will use them."""
+        if self.weights.has_parts_only:
+            self.weights.follow(
+                unit
+                for chunk, is_backward in executor.passes
+                for unit in self.modules[chunk].uses(is_backward=is_backward)
+            )
+
     def lengths(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """S/sp of each micro-batch, in which only packs of dynamic context parallelism differ."""
         degree = self.modules[0].tp_stream.degree
@@ -117,18 +126,21 @@ def build_parts(
         device=device,
         timeout_s=job.elastic.collective_timeout_s,
     )
-    is_sharded = job.parallel.sharding == "optimizer"
     table = make_buckets(
         parameters,
-        groups.replicas,
-        edp=groups.edp,
-        is_sharded=is_sharded,
+        Sharing(whole=groups.replicas, inside=groups.sharers, across=groups.copies),
+        experts=Sharing(
+            whole=groups.edp, inside=groups.expert_sharers, across=groups.expert_copies
+        ),
+        level=level_of(job.parallel),
         bucket_bytes=bucket_bytes_for(p for chunk in parameters for p in chunk),
+        units=_units(modules),
     )
     gradients = GradBuffer(table, groups, log=comm_log)
     weights = WeightBuffer(table, log=comm_log)
     for module in modules:
         module.before_use = weights.wait_for
+        module.are_weights_passing = weights.has_parts_only
     return Parts(
         plan=plan,
         coords=coords,
@@ -171,7 +183,6 @@ def _build_modules(
                 seed=job.run.seed,
                 context=context,
                 token_table=first.tokens.weight if first is not None else None,
-                is_fused=job.run.kernels == "compile" and can_fuse(device),
             )
         )
         modules[-1].recompute(job.memory)
@@ -191,6 +202,16 @@ def _parameters_by_chunk(modules: Sequence[StageModule]) -> list[list[ShardedPar
         chunks.append([p for p in found if p not in taken])
         taken.update(found)
     return chunks
+
+
+def _units(modules: Sequence[StageModule]) -> dict[ShardedParameter, int]:
+    """In which unit of the rank's model chunks each parameter is first used."""
+    places: dict[ShardedParameter, int] = {}
+    for number, unit in enumerate(unit for module in modules for unit in module.units()):
+        for param in unit.parameters():
+            assert isinstance(param, ShardedParameter), "a stage has no other parameters"
+            places.setdefault(param, number)
+    return places
 
 
 def _log_attention_weights(job: Job) -> None:

@@ -28,6 +28,7 @@ from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
 from raymega.parallel.warm_up import open_communicators
 from raymega.plan.context import inner_ranks
+from raymega.plan.levels import group_size
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.start_rules import begins_fresh
 from raymega.plan.tensors import model_tensors
@@ -104,6 +105,7 @@ def _train(
         timeout_s=timeout_s,
         cp_inner=inner_ranks(plan.job.parallel),
         is_nested=plan.job.parallel.dynamic_cp,
+        sharers=group_size(plan.job.parallel),
     )
     if device.type == "cuda":
         open_communicators(groups, device)

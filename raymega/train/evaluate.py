@@ -25,6 +25,7 @@ def evaluate(parts: Parts) -> dict[str, float]:
     micro_batches = evaluation.loader.micro_batches(evaluation.batch, 0)
     executor = evaluation.executors[len(micro_batches)]
     lengths = parts.lengths(micro_batches)
+    parts.follow_weights(executor)
     loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
     is_counted = parts.has_loss and parts.coords.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches)

@@ -13,6 +13,7 @@ from math import isfinite
 
 import torch
 
+from raymega.checkpoint.start import WEIGHTS
 from raymega.data.loader import MicroBatch
 from raymega.errors import Fault, NumericsError
 from raymega.parallel.comm import all_gather
@@ -111,10 +112,9 @@ class _Search:
         self.first: _Finding | None = None
 
     def look_at_weights(self) -> None:
-        for module in self._parts.modules:
-            for name, values in module.named_parameters():
-                if not _is_finite(values.detach()):
-                    self._keep("weight", name, micro_batch=-1, order=(-1, 0, 0, 0))
+        for block in self._parts.optimizer.blocks():
+            if block.kind == WEIGHTS and not _is_finite(block.values):
+                self._keep("weight", block.tensor.name, micro_batch=-1, order=(-1, 0, 0, 0))
 
     def see(self, seen: Seen) -> None:
         """Every look counts, so that the ranks of one stage count alike."""

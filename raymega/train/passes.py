@@ -31,13 +31,15 @@ def forward_backward(
         parts.weights.record()
     parts.weights.start_gather()
     parts.gradients.zero()
-    output = parts.executors[len(micro_batches)].run(
+    executor = parts.executors[len(micro_batches)]
+    parts.follow_weights(executor)
+    output = executor.run(
         micro_batches,
         is_recording=is_recording,
         lengths=parts.lengths(micro_batches),
         loss_gradient=loss_gradient,
         before_last_backward=parts.gradients.launch_when_full,
-        after_last_backward=parts.gradients.launch,
+        after_backward=parts.gradients.launch,
     )
     parts.gradients.finish()
     return replace(output, events=parts.comm_log.take(output.events, began_s=output.began_s))

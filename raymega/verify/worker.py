@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FileStore
 from raymega.messages import Box, Requests
 from raymega.parallel.groups import build_groups, close_world, open_world
 from raymega.plan.context import inner_ranks
+from raymega.plan.levels import group_size
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import Parts, build_parts
 from raymega.train.state import TrainState
@@ -47,6 +48,7 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
         timeout_s=timeout_s,
         cp_inner=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
+        sharers=group_size(parallel),
     )
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
     _train(parts, steps, folder, rank)

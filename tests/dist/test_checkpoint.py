@@ -12,6 +12,7 @@ from raymega.config.schema import OptimizerSection
 from raymega.model.stage import StageModule
 from raymega.parallel.comm import barrier
 from raymega.parallel.stream import Stream
+from raymega.plan.levels import Level
 from raymega.plan.stages import even_stages
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from raymega.storage.open import open_store
@@ -40,7 +41,7 @@ def _optimizer(env, model, *, seed, is_sharded):
         model, stage, stream=Stream(tp=env.groups.tp), dtype=torch.float32, device=env.device, seed=seed
     )
     _, weights, optimizer = make_optimizer(
-        list(module.parameters()), SECTION, env.groups, is_sharded=is_sharded, bucket_bytes=2000
+        list(module.parameters()), SECTION, env.groups, level=Level(is_sharded), bucket_bytes=2000
     )
     fill(block for block in optimizer.blocks() if block.kind != "model")
     return module, weights, optimizer

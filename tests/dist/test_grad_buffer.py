@@ -10,12 +10,14 @@ from raymega.parallel.blocks import blocks_of
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import make_spec
 from raymega.plan.grid import Grid
+from raymega.plan.levels import Level
 from tests.support.params import make_buffer, make_param, make_tensor
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
 
 ROWS = (7, 5)
+LEVELS = (Level.NONE, Level.OPTIMIZER, Level.GRADIENTS)
 
 
 def _gradient(name, rank, dtype=torch.float64):
@@ -53,26 +55,26 @@ def _owned(buffer):
     ]
 
 
-def _reduce_tied(env, dtype, is_sharded):
+def _reduce_tied(env, dtype, level):
     """The last stage has other parameters than the first, so its buckets differ but for the tied."""
     is_copy = env.coords.pp == env.grid.pp - 1
     is_end = is_copy or env.coords.pp == 0
     tied = make_param(make_tensor("tied", ROWS), dtype=dtype, is_tied=is_end, is_tied_copy=is_copy)
     other = make_param(make_tensor("other", (3, 11 + env.coords.pp)), dtype=dtype)
     params = [other, tied] if is_copy else [tied, other]
-    buffer = make_buffer(params, env.groups, is_sharded=is_sharded, bucket_bytes=100)
+    buffer = make_buffer(params, env.groups, level=level, bucket_bytes=100)
     buffer.launch_when_full()
     ((tied * _gradient("tied", env.rank, dtype)).sum() + other.sum()).backward()
     buffer.finish()
     return _owned(buffer)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["none", "optimizer"])
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grid", [Grid(pp=2, dp=2), Grid(pp=2, dp=3), Grid(pp=3, dp=2), Grid(pp=3, dp=3)], ids=Grid.describe)
-def test_tied_copies_end_with_equal_bits_on_every_rank(grid, dtype, is_sharded):
+def test_tied_copies_end_with_equal_bits_on_every_rank(grid, dtype, level):
     """35 elements on 2 or 3 ranks: shards end within rows, and the last one has padding."""
-    results = run_grid(_reduce_tied, grid, dtype, is_sharded)
+    results = run_grid(_reduce_tied, grid, dtype, level)
     last = grid.pp - 1
     ends = [rank for rank in range(grid.world_size) if grid.coords(rank).pp in (0, last)]
     total = sum(_gradient("tied", rank, dtype).double() for rank in ends).flatten()
@@ -99,14 +101,14 @@ PARTIAL = (
 )
 
 
-def _reduce_shared(env, is_sharded):
+def _reduce_shared(env, level):
     """A fused parameter of which only k is partial, and a norm under sequence parallelism."""
     tp = {"tp": env.grid.tp, "tp_rank": env.coords.tp, "is_sequence_parallel": True}
     params = []
     for tensors in (PARTIAL[:2], PARTIAL[2:]):
         spec = make_spec(tensors, **tp)
         params.append(ShardedParameter(torch.zeros(spec.shape, dtype=torch.float64), spec))
-    buffer = make_buffer(params, env.groups, is_sharded=is_sharded)
+    buffer = make_buffer(params, env.groups, level=level)
     for param in params:
         for piece in param.spec.pieces:
             (param[piece.place] * _partial_gradient(piece, env.rank)).sum().backward()
@@ -123,9 +125,9 @@ def _partial_gradient(piece, rank):
     return torch.randn(piece.box.shape, generator=source, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["none", "optimizer"])
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize("dp", [1, 2])
-def test_sums_of_partial_pieces_are_those_of_the_whole_tensors(dp, is_sharded):
+def test_sums_of_partial_pieces_are_those_of_the_whole_tensors(dp, level):
     grid = Grid(tp=4, dp=dp)
     wanted = {f"g/{t.name}": torch.zeros(t.shape, dtype=torch.float64) for t in PARTIAL}
     for rank in range(grid.world_size):
@@ -133,7 +135,7 @@ def test_sums_of_partial_pieces_are_those_of_the_whole_tensors(dp, is_sharded):
         for piece in (*spec.pieces, *make_spec(PARTIAL[2:], tp=4, tp_rank=0).pieces):
             whole = wanted[f"g/{piece.tensor.name}"]
             whole[piece.box.within(piece.tensor.whole)] += _partial_gradient(piece, rank)
-    for blocks in run_grid(_reduce_shared, grid, is_sharded):
+    for blocks in run_grid(_reduce_shared, grid, level):
         for name, box, values in blocks:
             whole = Box(offset=(0,) * len(box.shape), shape=tuple(wanted[name].shape))
             expected = wanted[name][box.within(whole)]
@@ -150,7 +152,7 @@ def _reduce_partial(env, is_sharded):
     place = {"tp": env.grid.tp, "tp_rank": env.coords.tp, "is_sequence_parallel": True}
     specs = [make_spec((make_tensor("norm", ROWS),), **place), make_spec(fused, **place)]
     params = [ShardedParameter(torch.zeros(spec.shape).double(), spec) for spec in specs]
-    buffer = make_buffer(params, env.groups, is_sharded=is_sharded)
+    buffer = make_buffer(params, env.groups, level=Level(is_sharded))
     for param in params:
         (param * (1 + env.rank)).sum().backward()
     buffer.finish()
@@ -189,9 +191,9 @@ def _expert_specs(grid, rank):
     return [make_spec((tensor,), **place) for tensor in EXPERTS]
 
 
-def _reduce_experts(env, is_sharded):
+def _reduce_experts(env, level):
     params = [ShardedParameter(torch.zeros(s.shape).double(), s) for s in _expert_specs(env.grid, env.rank)]
-    buffer = make_buffer(params, env.groups, is_sharded=is_sharded, bucket_bytes=100)
+    buffer = make_buffer(params, env.groups, level=level, bucket_bytes=100)
     buffer.launch_when_full()
     for param in reversed(params):
         (param * _partial_gradient(param.spec.pieces[0], env.rank)).sum().backward()
@@ -204,11 +206,11 @@ def _reduce_experts(env, is_sharded):
     ]
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize(
     "grid", [Grid(tp=2, dp=2, ep=2), Grid(dp=4, etp=2, ep=2), Grid(tp=2, dp=3, ep=2, etp=3)], ids=str
 )
-def test_experts_are_summed_over_those_who_hold_the_same_part_and_counted_once(grid, is_sharded):
+def test_experts_are_summed_over_those_who_hold_the_same_part_and_counted_once(grid, level):
     """Dense weights over dp, experts over edp, which folds onto tp as well; nothing is scaled."""
     wanted = {t.name: torch.zeros(t.shape, dtype=torch.float64) for t in EXPERTS}
     for rank in range(grid.world_size):
@@ -217,7 +219,7 @@ def test_experts_are_summed_over_those_who_hold_the_same_part_and_counted_once(g
             if piece.tensor.is_expert or grid.coords(rank).tp == 0:
                 block = wanted[piece.tensor.name][piece.box.within(piece.tensor.whole)]
                 block += _partial_gradient(piece, rank)
-    results = run_grid(_reduce_experts, grid, is_sharded)
+    results = run_grid(_reduce_experts, grid, level)
     for rank, (_, blocks) in enumerate(results):
         for name, box, values in blocks:
             if name != "dense" or grid.coords(rank).tp == 0:

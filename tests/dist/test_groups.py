@@ -27,6 +27,7 @@ AXES = {
     "pp_backward": "pp",
     "model": ("tp", "pp"),
     "micro": ("tp", "cp"),
+    "sharers": ("cp", "dp"),
 }
 EXPERT_AXES = ("etp", "ep", "edp")
 
@@ -35,7 +36,11 @@ def _wanted(grid, rank):
     """Members of every group whose members follow from the grid alone."""
     return {name: sorted(grid.group(axes, rank)) for name, axes in AXES.items()} | {
         axis: sorted(grid.expert_group(axis, rank)) for axis in EXPERT_AXES
-    }
+    } | {
+        "copies": [rank],
+        "expert_sharers": sorted(grid.expert_group("edp", rank)),
+        "expert_copies": [rank],
+    }  # fmt: skip
 
 
 def _members(env):
@@ -71,6 +76,16 @@ def test_groups_hold_the_ranks_of_the_grid_in_ascending_order(grid):
         assert members.pop("embedding") == (ends if is_end else [rank])
         assert members.pop("cp_inner") == [rank]
         assert members == _wanted(grid, rank)
+
+
+def test_hybrid_sharding_has_neighbours_inside_and_their_likes_across():
+    grid = Grid(tp=2, dp=4)
+    for rank, members in enumerate(run_grid(_members, grid, sharers=2)):
+        place, first = divmod(rank, 2)
+        pair = [first, first + 2] if place < 2 else [first + 4, first + 6]
+        assert members["sharers"] == pair
+        assert members["copies"] == sorted({rank, (rank + 4) % 8})
+        assert members["expert_sharers"] == [rank - rank % 2, rank - rank % 2 + 1]
 
 
 LARGE = [Grid(tp=8, pp=16, dp=128), Grid(tp=4, cp=4, pp=8, dp=8), Grid(tp=4, pp=8, dp=16), Grid(tp=2, pp=3, dp=5),

@@ -3,13 +3,14 @@
 import torch
 
 from raymega.optim.optimizer import Optimizer
-from raymega.parallel.buckets import BUCKET_BYTES, make_buckets
+from raymega.parallel.buckets import BUCKET_BYTES, Sharing, make_buckets
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import build_groups
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.sharding import make_spec
 from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.plan.grid import Grid
+from raymega.plan.levels import Level
 from raymega.plan.tensors import GlobalTensor
 
 ALONE = build_groups(Grid(), 0, timeout_s=1.0)
@@ -30,18 +31,26 @@ def make_param(tensor, *, tp=1, tp_rank=0, dtype=torch.float64, seed=7, **ties):
     return param
 
 
-def make_buffer(params, groups=ALONE, *, is_sharded=False, bucket_bytes=BUCKET_BYTES):
+def sharing_of(groups):
+    """How the replicas of a rank share their state out."""
+    return Sharing(whole=groups.replicas, inside=groups.sharers, across=groups.copies)
+
+
+def make_table(chunks, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES):
+    """The buckets of a rank with these model chunks, each parameter a unit of its own."""
+    experts = Sharing(whole=groups.edp, inside=groups.expert_sharers, across=groups.expert_copies)
+    return make_buckets(
+        chunks, sharing_of(groups), experts=experts, level=level, bucket_bytes=bucket_bytes
+    )
+
+
+def make_buffer(params, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES):
     """A gradient buffer of one model chunk."""
-    table = make_buckets(
-        [params], groups.replicas, edp=groups.edp, is_sharded=is_sharded, bucket_bytes=bucket_bytes
-    )
-    return GradBuffer(table, groups)
+    return GradBuffer(make_table([params], groups, level=level, bucket_bytes=bucket_bytes), groups)
 
 
-def make_optimizer(params, section, groups=ALONE, *, is_sharded=False, bucket_bytes=BUCKET_BYTES):
+def make_optimizer(params, section, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES):
     """Gradients, weights and the optimizer of one model chunk."""
-    table = make_buckets(
-        [params], groups.replicas, edp=groups.edp, is_sharded=is_sharded, bucket_bytes=bucket_bytes
-    )
+    table = make_table([params], groups, level=level, bucket_bytes=bucket_bytes)
     gradients, weights = GradBuffer(table, groups), WeightBuffer(table)
     return gradients, weights, Optimizer(table, gradients, weights, section)

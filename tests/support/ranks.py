@@ -77,9 +77,10 @@ def run_grid(
     timeout: float = 60,
     cp_inner: int = 1,
     is_nested: bool = False,
+    sharers: int = 0,
 ) -> list:
     """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
-    shape = grid, cp_inner, is_nested, timeout
+    shape = grid, cp_inner, is_nested, sharers, timeout
     return run_ranks(_in_grid, grid.world_size, fn, shape, args, timeout=timeout)
 
 
@@ -113,10 +114,10 @@ def _in_grid(
     rank: int,
     _world_size: int,
     fn: Callable[..., Any],
-    shape: tuple[Grid, int, bool, float],
+    shape: tuple[Grid, int, bool, int, float],
     args: tuple,
 ) -> Any:
-    grid, cp_inner, is_nested, timeout = shape
+    grid, cp_inner, is_nested, sharers, timeout = shape
     env = RankEnv(
         rank=rank,
         grid=grid,
@@ -127,6 +128,7 @@ def _in_grid(
             timeout_s=_collective_timeout_s(timeout),
             cp_inner=cp_inner,
             is_nested=is_nested,
+            sharers=sharers,
         ),
         device=torch.device("cpu"),
     )

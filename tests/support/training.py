@@ -4,6 +4,7 @@ import numpy as np
 
 from raymega.messages import Requests
 from raymega.plan.context import inner_ranks
+from raymega.plan.levels import group_size
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
@@ -27,6 +28,7 @@ def train(overrides, *, steps=STEPS):
         steps,
         cp_inner=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
+        sharers=group_size(parallel),
     )
     whole = {}
     for _, blocks in results:

@@ -12,11 +12,12 @@ from raymega.config.schema import ModelSection
 from raymega.errors import StorageError
 from raymega.messages import Box
 from raymega.parallel.blocks import blocks_of
-from raymega.parallel.buckets import make_buckets
-from raymega.parallel.groups import Group
+from raymega.parallel.buckets import Sharing, make_buckets
+from raymega.parallel.groups import Group, alone
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import ShardSpec, make_spec
 from raymega.plan.grid import Grid
+from raymega.plan.levels import Level
 from raymega.plan.stages import even_stages
 from raymega.plan.tensors import GlobalTensor, stage_tensors
 from raymega.storage.memory import MemoryStore
@@ -117,7 +118,8 @@ def make_blocks(model, grid, rank, *, dtype=torch.float32, is_filled=True, is_sh
     dp = Group(
         name="dp", ranks=grid.group("dp", rank), index=grid.coords(rank).dp, timeout_s=1.0, handle=None
     )  # fmt: skip
-    table = make_buckets([params], dp, is_sharded=is_sharded, bucket_bytes=2000)
+    sharing = Sharing(whole=dp, inside=dp, across=alone(rank))
+    table = make_buckets([params], sharing, level=Level(is_sharded), bucket_bytes=2000)
     blocks = []
     for kind in KINDS:
         for part in map(table.owned, table.buckets):

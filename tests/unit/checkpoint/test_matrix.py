@@ -15,6 +15,7 @@ from raymega.checkpoint.reader import load
 from raymega.config.schema import Job
 from raymega.optim.updates import UPDATES
 from raymega.parallel import groups
+from raymega.plan.levels import group_size
 from raymega.plan.run_plan import make_plan
 from raymega.plan.tensors import model_tensors
 from raymega.storage.memory import MemoryStore
@@ -99,7 +100,9 @@ def ranks_of(kind, side):
     values["precision"]["dtype"] = dtype
     plan = make_plan(Job.model_validate(values))
     for rank in range(plan.grid.world_size):
-        own = groups.build_groups(plan.grid, rank, timeout_s=1.0)
+        own = groups.build_groups(
+            plan.grid, rank, timeout_s=1.0, sharers=group_size(plan.job.parallel)
+        )
         yield rank, build_parts(plan, rank=rank, groups=own, device=CPU)
 
 

@@ -7,15 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.parallel.blocks import blocks_of
-from raymega.parallel.buckets import boxes_of_range, make_buckets
-from raymega.parallel.groups import Group
+from raymega.parallel.buckets import Sharing, boxes_of_range, make_buckets
+from raymega.parallel.groups import Group, alone
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import make_spec
+from raymega.plan.levels import Level
 from tests.support.params import make_param, make_tensor
 
 
 def _dp(size, index=0):
-    return Group(name="dp", ranks=tuple(range(size)), index=index, timeout_s=1.0, handle=None)
+    """So many ranks that share out one copy."""
+    group = Group(name="dp", ranks=tuple(range(size)), index=index, timeout_s=1.0, handle=None)
+    return Sharing(whole=group, inside=group, across=alone(index))
 
 
 def _params():
@@ -68,7 +71,7 @@ def test_shares_of_all_ranks_hold_each_element_once(dp, bucket_bytes):
 
 def test_rank_owns_its_share_only_when_sharded():
     for is_sharded, owned in ((False, (0, 24)), (True, (8, 16))):
-        table = make_buckets([_params()], _dp(3, 1), is_sharded=is_sharded)
+        table = make_buckets([_params()], _dp(3, 1), level=Level(is_sharded))
         part, share = table.owned(table.buckets[0]), table.share(table.buckets[0])
         assert (part.begin, part.end) == owned and (share.begin, share.end) == (8, 16)
 
@@ -99,7 +102,7 @@ def test_blocks_of_all_ranks_are_the_global_tensors(dp):
         pieces = [whole[p.tensor.name][p.box.within(p.tensor.whole)] for p in spec.pieces]
         for index in range(dp):
             param = ShardedParameter(torch.cat(pieces), spec)
-            table = make_buckets([[param]], _dp(dp, index), is_sharded=True)
+            table = make_buckets([[param]], _dp(dp, index), level=Level.OPTIMIZER)
             part = table.owned(table.buckets[0])
             flat = torch.cat((param.detach().flatten(), torch.full((dp,), torch.nan)))
             values = flat[part.begin : part.end]

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from raymega.errors import InternalError
-from raymega.parallel.buckets import make_buckets
 from raymega.parallel.comm import Pending
 from raymega.parallel.grad_buffer import GradBuffer
-from tests.support.params import ALONE, make_buffer, make_param, make_tensor
+from tests.support.params import ALONE, make_buffer, make_param, make_table, make_tensor
 
 
 def _params(dtype=torch.float64):
@@ -149,7 +148,7 @@ def test_gradient_that_comes_after_its_bucket_has_left_is_refused():
 
 def test_only_the_buckets_of_the_chunk_in_its_last_backward_leave(sent):
     first, second = _params()[:2], _params()[2:]
-    buffer = GradBuffer(make_buckets([first, second], ALONE.dp), ALONE)
+    buffer = GradBuffer(make_table([first, second]), ALONE)
     buffer.launch_when_full(1)
     _chain([*first, *second]).backward()
     assert sent == [6]

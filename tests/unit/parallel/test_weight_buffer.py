@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from raymega.errors import InternalError
-from raymega.parallel.buckets import make_buckets
 from raymega.parallel.weight_buffer import WeightBuffer
-from tests.support.params import ALONE, make_param, make_tensor
+from raymega.plan.levels import Level
+from tests.support.params import ALONE, make_param, make_table, make_tensor
+
+PAIR = replace(ALONE.dp, ranks=(0, 1))
+TWO = replace(ALONE, replicas=PAIR, sharers=PAIR)
 
 
 def _params():
@@ -19,7 +22,7 @@ def _params():
 def test_parameters_become_views_and_keep_values_and_identity():
     params = _params()
     before = [param.detach().clone() for param in params]
-    table = make_buckets([params], ALONE.dp)
+    table = make_table([params])
     buffer = WeightBuffer(table)
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
     buffer.owned(table.buckets[0]).fill_(3.0)
@@ -29,8 +32,7 @@ def test_parameters_become_views_and_keep_values_and_identity():
 def test_old_weights_are_refused_until_a_gather_was_started():
     module = nn.Module()
     module.weight = _params()[0]
-    dp = replace(ALONE.dp, ranks=(0, 1))
-    buffer = WeightBuffer(make_buckets([[module.weight]], dp, is_sharded=True))
+    buffer = WeightBuffer(make_table([[module.weight]], TWO, level=Level.OPTIMIZER))
     buffer.wait_for(module)
     buffer.mark_updated()
     with pytest.raises(InternalError, match="call start_gather"):
@@ -40,7 +42,6 @@ def test_old_weights_are_refused_until_a_gather_was_started():
 def test_without_sharding_nothing_is_ever_old():
     module = nn.Module()
     module.weight = _params()[0]
-    dp = replace(ALONE.dp, ranks=(0, 1))
-    buffer = WeightBuffer(make_buckets([[module.weight]], dp))
+    buffer = WeightBuffer(make_table([[module.weight]], TWO))
     buffer.mark_updated()
     buffer.wait_for(module)

@@ -1,0 +1,76 @@
+"""Levels of sharding: what the ranks that hold the same parameters share out, each level the ones before too.
+
+Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020. What a
+level costs in bytes and seconds is sharding_cost's.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from math import gcd
+
+from raymega.config.moe import MoeSection
+from raymega.config.parallel import ParallelSection
+from raymega.errors import Fault
+
+
+class Level(IntEnum):
+    """Values of parallel.sharding, in order."""
+
+    NONE = 0
+    OPTIMIZER = 1
+    """Masters and moments: ZeRO-1."""
+    GRADIENTS = 2
+    """Their sums as well: ZeRO-2."""
+    PARAMETERS = 3
+    """And the weights, which are gathered before each use: ZeRO-3."""
+
+
+def level_of(parallel: ParallelSection) -> Level:
+    """What the job asks for."""
+    return Level[parallel.sharding.upper()]
+
+
+def group_size(parallel: ParallelSection) -> int:
+    """How many neighbouring replicas share one copy out; there are replicas / group_size copies."""
+    replicas = parallel.dp * parallel.cp
+    return replicas if parallel.sharding_group == "all" else parallel.sharding_group
+
+
+SHARDING_FIELDS = (
+    *(f"parallel.{name}" for name in ("sharding", "sharding_group", "dp", "cp", "tp", "ep", "etp")),
+    "model.moe",
+)
+"""What :func:`sharding_group_faults` reads."""
+
+
+def sharding_group_faults(  # noqa: PLR0913  # one a field
+    sharding: str, group: int | str, dp: int, cp: int, tp: int, ep: int, etp: int, moe: MoeSection
+) -> list[Fault]:
+    """Groups are equal, larger than one rank, and there for a reason; experts' as dense ones."""
+    if group == "all":
+        return []
+    size = int(group)
+    if sharding == "none":
+        return [
+            Fault(
+                fact=f"parallel.sharding_group={size}",
+                rule="parallel.sharding=none shares nothing out",
+                remedy="set parallel.sharding=optimizer, gradients or parameters, or "
+                "parallel.sharding_group=all",
+            )
+        ]
+    replicas = {"parallel.dp * parallel.cp": dp * cp}
+    if moe.num_experts:
+        replicas["the replicas of experts, tp * cp * dp / (etp * ep)"] = tp * cp * dp // (etp * ep)
+    ranks = gcd(*replicas.values())
+    legal = [str(d) for d in range(2, ranks + 1) if ranks % d == 0]
+    return [
+        Fault(
+            fact=f"parallel.sharding_group={size}",
+            rule=f"it must be more than 1 and divide {what} = {number} (remainder {number % size})",
+            remedy=f"use {', '.join([*legal, 'all'])}",
+        )
+        for what, number in replicas.items()
+        if size == 1 or number % size
+    ]
