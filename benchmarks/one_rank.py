@@ -18,12 +18,18 @@ CPU = torch.device("cpu")
 
 
 def make_one_rank_plan(
-    model: dict[str, Any], *, seq_len: int, batch: int, micro_batch: int, dtype: str
+    model: dict[str, Any],
+    *,
+    seq_len: int,
+    batch: int,
+    micro_batch: int,
+    dtype: str,
+    kernels: str = "eager",
 ) -> RunPlan:
     """A job on built-in tokens, as a user would write it."""
     job = parse_mapping(
         {
-            "run": {"name": "benchmark", "steps": 10**6, "eval_samples": 0},
+            "run": {"name": "benchmark", "steps": 10**6, "eval_samples": 0, "kernels": kernels},
             "model": {"max_positions": seq_len, **model},
             "data": {"path": "synthetic", "seq_len": seq_len, "global_batch_size": batch},
             "schedule": {"micro_batch_size": micro_batch},

@@ -91,7 +91,7 @@ def our_model(family: str) -> dict[str, object]:
 def compare(family: str, dtype: str, mode: str, options: argparse.Namespace) -> dict[str, object]:
     plan = make_one_rank_plan(
         our_model(family), seq_len=SEQ_LEN, batch=options.batch, micro_batch=options.micro_batch,
-        dtype=dtype,
+        dtype=dtype, kernels="compile" if options.compile else "eager",
     )  # fmt: skip
     ours = OneRank(plan)
     model = make_gpt2() if family == "gpt2" else make_llama()
@@ -113,7 +113,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--compile", action="store_true", help="torch.compile for their side")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="their model through torch.compile, ours with run.kernels=compile",
+    )
     parser.add_argument("--only", default="", help="pairings whose name begins so: gpt2-float32")
     options = parser.parse_args()
     options.rounds = options.rounds or (7 if options.quick else 25)

@@ -44,6 +44,12 @@ class RunSection(Section):
         default=False,
         description="Refuse kernels whose result varies between equal runs. Matters on GPUs.",
     )
+    kernels: Literal["eager", "compile"] = Field(
+        default="eager",
+        description="How a layer computes what lies between its matrix products. compile: in fused "
+        "kernels that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ "
+        "compiler; without one a log line says so and nothing is fused.",
+    )
 
 
 class ModelSection(Section):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raymega.config.schema import ModelSection
 from raymega.model.dropped_attention import dropped_attention
 from raymega.model.norms import HeadNorms
+from raymega.model.rope import HeadParts, Rope
 from raymega.parallel.context import Places, make_places, no_context, whole_rows
 from raymega.parallel.context_attention import attend
 from raymega.parallel.dropout import place_key
@@ -46,7 +47,6 @@ class Attention(nn.Module):
         self.positions = positions
         self.qkv = ColumnParallelLinear(factory, f"{name}.q", f"{name}.k", f"{name}.v")
         self.out = RowParallelLinear(factory, f"{name}.out")
-        self.is_rotary = not isinstance(positions, nn.Identity)
         self.dropout = model.attention_dropout
         first = factory.tp.index * self.num_heads
         heads = range(first, first + self.num_heads)
@@ -66,22 +66,27 @@ class Attention(nn.Module):
 
     def _attend(self, qkv: Tensor, places: Places) -> Tensor:
         """qkv: [S/cp, B, (H + 2 G)/tp * K] -> [S/cp, B, H/tp * K]."""
+        q_SBHK, k_SBGK, v_SBGK = self._heads(qkv, places)
+        is_dropped = places.keys is not None and places.keys.rows is not None
+        drop = partial(self._drop, places=places) if is_dropped else None
+        return attend(q_SBHK, k_SBGK, v_SBGK, places, on_whole_rows=drop).flatten(2)
+
+    def _heads(self, qkv: Tensor, places: Places) -> HeadParts:
+        """Queries [S/cp, B, H/tp, K], keys and values [S/cp, B, G/tp, K], normalised and turned."""
         H, G = self.num_heads, self.num_kv_heads
-        qk_SBhK, v_SBGK = qkv.unflatten(-1, (H + 2 * G, -1)).split((H + G, G), dim=2)
+        qkv_SBhK = qkv.unflatten(-1, (H + 2 * G, -1))
+        if self.norms is None and isinstance(self.positions, Rope):
+            return self.positions.split(qkv_SBhK, places.turns, sizes=(H, G))
+        qk_SBhK, v_SBGK = qkv_SBhK.split((H + G, G), dim=2)
         if self.norms is not None:
             if not places.is_whole:
                 # Attention keeps copies then, and the norms what they read: alone, or v is kept twice.
                 qk_SBhK, v_SBGK = qk_SBhK.contiguous(), v_SBGK.contiguous()
             qk_SBhK = self.norms(qk_SBhK, num_heads=H)
-        elif self.is_rotary:
-            # Alone, or v would keep q and k too as they were before they were turned.
-            v_SBGK = v_SBGK.contiguous()
-        if self.is_rotary:
+        if isinstance(self.positions, Rope):
             qk_SBhK = self.positions(qk_SBhK, places.turns)
         q_SBHK, k_SBGK = qk_SBhK.split((H, G), dim=2)
-        is_dropped = places.keys is not None and places.keys.rows is not None
-        drop = partial(self._drop, places=places) if is_dropped else None
-        return attend(q_SBHK, k_SBGK, v_SBGK, places, on_whole_rows=drop).flatten(2)
+        return q_SBHK, k_SBGK, v_SBGK
 
     def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, places: Places) -> Tensor:
         """Over whole rows with dropout on the weights. q: [S, B, h, K], some heads of this tp rank."""

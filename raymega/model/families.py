@@ -46,10 +46,12 @@ def make_norm(factory: ParameterFactory, name: str, model: ModelSection) -> nn.M
     return FAMILIES[model.family].norm(factory, name, model.norm_eps)
 
 
-def make_positions(model: ModelSection, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def make_positions(
+    model: ModelSection, *, dtype: torch.dtype, device: torch.device, is_fused: bool = False
+) -> nn.Module:
     """What positions do to queries and keys, [S, B, heads, K]; the identity without RoPE."""
     if FAMILIES[model.family].is_rotary:
-        return Rope(model, dtype=dtype, device=device)
+        return Rope(model, dtype=dtype, device=device, is_fused=is_fused)
     return nn.Identity()
 
 

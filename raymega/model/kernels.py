@@ -5,6 +5,7 @@ They own their derivatives and know nothing of layers or layouts.
 
 from __future__ import annotations
 
+from math import pi, sqrt
 from typing import Any
 
 import torch
@@ -13,8 +14,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
+from raymega.parallel.fusing import fused
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+GELU_FACTOR, GELU_CUBE = sqrt(2 / pi), 0.044715
+"""Of the tanh form's u(x) = factor (x + cube x^3), by Hendrycks and Gimpel 2016."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_fused: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; x: [..., N], weight: x's last dims."""
     # Torch has one kernel for this on GPUs only. Elsewhere it is a chain of operations that keeps
     # 10 bytes an element of bf16, where x alone would do.
@@ -22,12 +28,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() == 1:
             return torch_rms_norm(x, weight.shape, weight, eps)
         return torch_rms_norm(x, weight.shape[-1:], None, eps) * weight
-    return _RmsNorm.apply(x, weight, eps)
+    return _RmsNorm.apply(x, weight, eps, is_fused)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, is_fused: bool = False) -> Tensor:
     """silu(gate) * up. gate_up: [..., 2 N], gate first -> [..., N]."""
-    return _Swiglu.apply(gate_up)
+    return _Swiglu.apply(gate_up, is_fused)
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU of x + bias in its tanh form, fused. x: [..., N], bias: [N] -> [..., N]."""
+    return _BiasGelu.apply(x, bias)
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -39,49 +50,118 @@ class _RmsNorm(torch.autograd.Function):
     """Keeps x and 1 / rms(x), one number a row; computed in max(fp32, dtype)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, is_fused: bool) -> Tensor:  # noqa: FBT001
+        make = fused(_rms_norm, is_on=is_fused)
+        y, inverse = make(x.detach(), weight.detach(), eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
+        ctx.is_fused = is_fused
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x / rms(x): dx = (g w - n mean(g w n)) / rms(x), dw = sum of g n over rows."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        normal = x.to(inverse.dtype) * inverse
-        grad = grad.to(inverse.dtype)
-        product = grad * normal
-        grad_weight = product.flatten(0, -weight.dim() - 1).sum(0)
-        along = product.mul_(weight).mean(-1, keepdim=True)
-        grad_x = (grad * weight).addcmul_(normal, along, value=-1).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        make = fused(_rms_norm_gradients, is_on=ctx.is_fused)
+        return *make(grad, x.detach(), weight.detach(), inverse), None, None
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm, and 1 / rms(x) [..., 1] in max(fp32, dtype)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse).mul_(weight).to(x.dtype), inverse
+
+
+def _rms_norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """With n = x / rms(x): dx = (g w - n mean(g w n)) / rms(x), dw = sum of g n over rows."""
+    normal = x.to(inverse.dtype) * inverse
+    grad = grad.to(inverse.dtype)
+    product = grad * normal
+    grad_weight = product.flatten(0, -weight.dim() - 1).sum(0)
+    along = product.mul_(weight).mean(-1, keepdim=True)
+    grad_x = (grad * weight).addcmul_(normal, along, value=-1).mul_(inverse)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
 class _Swiglu(torch.autograd.Function):
     """Keeps gate and up; silu(gate), as large as either, is made again from gate."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, is_fused: bool) -> Tensor:  # noqa: FBT001
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        ctx.is_fused = is_fused
+        return fused(_swiglu, is_on=is_fused)(gate_up.detach())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        torch.mul(silu(gate), grad, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_gate_up
+        if ctx.is_fused:
+            return fused(_swiglu_gradient, is_on=True)(grad, gate_up.detach()), None
+        return _swiglu_gradient_in_steps(grad, gate_up), None
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+def _swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """With s = sigmoid(gate): d up = g gate s, d gate = g up s (1 + gate (1 - s))."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    share = gate.sigmoid()
+    grad_gate = grad * up * share * (1 + gate * (1 - share))
+    return torch.cat((grad_gate, grad * gate * share), -1)
+
+
+def _swiglu_gradient_in_steps(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The same by the fewest of torch's own kernels, each of which writes where its result belongs."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    grad_gate_up = torch.empty_like(gate_up)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+    torch.mul(silu(gate), grad, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return grad_gate_up
+
+
+class _BiasGelu(torch.autograd.Function):
+    """Keeps x, without the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return fused(_gelu, is_on=True)(x.detach(), bias.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, bias = ctx.saved_tensors
+        return fused(_gelu_gradients, is_on=True)(grad, x.detach(), bias.detach())
+
+
+def _gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """0.5 x (1 + tanh(u)) is x sigmoid(2 u), which takes one exponential."""
+    wide = (x + bias).to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * _gelu_share(wide)).to(x.dtype)
+
+
+def _gelu_gradients(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """With s = sigmoid(2 u(x)): dx = g (s + x s (1 - s) 2 u'(x))."""
+    wide = (x + bias).to(torch.promote_types(x.dtype, torch.float32))
+    share = _gelu_share(wide)
+    slope = 2 * GELU_FACTOR * (1 + 3 * GELU_CUBE * wide.square())
+    grad_x = (grad * (share + wide * share * (1 - share) * slope)).to(x.dtype)
+    return grad_x, grad_x.flatten(0, -2).sum(0, dtype=wide.dtype).to(bias.dtype)
+
+
+def _gelu_share(wide: Tensor) -> Tensor:
+    return (2 * GELU_FACTOR * wide * (1 + GELU_CUBE * wide.square())).sigmoid()
 
 
 class _SiluProduct(torch.autograd.Function):
-    """The same for tensors of their own."""
+    """Keeps gate and up, tensors of their own, like _Swiglu."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from raymega.model.kernels import swiglu
+from raymega.model.kernels import bias_gelu, swiglu
 from raymega.parallel.recompute import consume, produce
 from raymega.parallel.tensor import ColumnParallelLinear, ParameterFactory, RowParallelLinear
 
@@ -20,7 +22,8 @@ class GeluMlp(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(factory, f"{name}.up")
+        self.is_fused = factory.is_fused
+        self.up = ColumnParallelLinear(factory, f"{name}.up", adds_bias=not factory.is_fused)
         self.down = RowParallelLinear(factory, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,12 +31,16 @@ class GeluMlp(nn.Module):
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S, B, F/tp], before the nonlinearity."""
+        """x: [S/sp, B, D] -> [S, B, F/tp], before the nonlinearity and, when fused, the bias."""
         return consume(self.up, x)
 
     def finish(self, up: Tensor) -> Tensor:
         """[S, B, F/tp] -> [S/sp, B, D]."""
-        return consume(self.down, produce(gelu_tanh, up) if self.is_remade else gelu_tanh(up))
+        bias = self.up.bias if self.is_fused else None
+        inside = gelu_tanh if bias is None else partial(bias_gelu, bias=bias)
+        if not self.is_remade:
+            return self.down(inside(up))
+        return consume(self.down, produce(inside, up, params=() if bias is None else (bias,)))
 
 
 class SwigluMlp(nn.Module):
@@ -46,6 +53,7 @@ class SwigluMlp(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
+        self.inside = partial(swiglu, is_fused=factory.is_fused)
         self.gate_up = ColumnParallelLinear(factory, f"{name}.gate", f"{name}.up")
         self.down = RowParallelLinear(factory, f"{name}.down")
 
@@ -59,7 +67,8 @@ class SwigluMlp(nn.Module):
 
     def finish(self, gate_up: Tensor) -> Tensor:
         """[S, B, 2 F/tp] -> [S/sp, B, D]."""
-        return consume(self.down, produce(swiglu, gate_up) if self.is_remade else swiglu(gate_up))
+        inside = self.inside
+        return consume(self.down, produce(inside, gate_up) if self.is_remade else inside(gate_up))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -33,12 +33,12 @@ class RmsNorm(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.is_fused = eps, factory.is_fused
         self.weight = factory.make(f"{name}.weight")
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, is_fused=self.is_fused)
 
 
 class HeadNorms(nn.Module):
@@ -46,7 +46,7 @@ class HeadNorms(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.is_fused = eps, factory.is_fused
         self.q_weight = factory.make(f"{name}.q_norm.weight")
         self.k_weight = factory.make(f"{name}.k_norm.weight")
 
@@ -56,4 +56,4 @@ class HeadNorms(nn.Module):
             self.q_weight.expand(num_heads, -1),
             self.k_weight.expand(qk.shape[2] - num_heads, -1),
         )
-        return rms_norm(qk, torch.cat(weights), self.eps)
+        return rms_norm(qk, torch.cat(weights), self.eps, is_fused=self.is_fused)

@@ -95,6 +95,7 @@ class StageModule(nn.Module):
         context: The ranks that share the tokens of a sequence; None where there are no others.
         token_table: The embedding's weight, if this is the last stage and the first one is another
             on the same rank; a tied head uses it.
+        is_fused: Compile what layers compute between matrix products.
     """
 
     blocks_together = 0
@@ -112,6 +113,7 @@ class StageModule(nn.Module):
         seed: int,
         context: Context | None = None,
         token_table: ShardedParameter | None = None,
+        is_fused: bool = False,
     ) -> None:
         super().__init__()
         self.context = context or no_context()
@@ -126,11 +128,12 @@ class StageModule(nn.Module):
             tied=TOKEN_TABLE if is_copied else "",
             is_tied_copy=stage.is_last,
             deferral=self.deferral,
+            is_fused=is_fused,
         )
         self.seed, self.tp_stream = seed, stream
         self.has_dropout = max(model.residual_dropout, model.attention_dropout) > 0
         self.drops_weights = model.attention_dropout > 0
-        self.rope = make_positions(model, dtype=dtype, device=device)
+        self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
         blocks = {str(i): make_block(factory, i, model, self.rope) for i in stage.layers}
         self.embedding = Embedding(factory) if stage.is_first else None
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)

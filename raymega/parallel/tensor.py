@@ -38,6 +38,7 @@ class ParameterFactory:
         is_tied_copy: This stage's copy of it is the one that does not count.
         experts: Which part of expert tensors this rank holds.
         deferral: Where linear layers leave weight gradients that are put off.
+        is_fused: Layers let parallel.fusing compile what they compute between matrix products.
     """
 
     table: Mapping[str, GlobalTensor]
@@ -49,6 +50,7 @@ class ParameterFactory:
     is_tied_copy: bool = False
     experts: ExpertPlace = WHOLE_EXPERTS
     deferral: Deferral = field(default_factory=Deferral)
+    is_fused: bool = False
 
     @property
     def tp(self) -> Group:
@@ -82,18 +84,21 @@ class ParameterFactory:
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features cut: each rank makes its own, from all positions.
 
-    Several names fuse their linears into one GEMM; the outputs lie side by side.
+    Several names fuse their linears into one GEMM; the outputs lie side by side. Without
+    ``adds_bias`` the bias is left to whoever takes the output.
     """
 
-    def __init__(self, factory: ParameterFactory, *names: str) -> None:
+    def __init__(self, factory: ParameterFactory, *names: str, adds_bias: bool = True) -> None:
         super().__init__()
+        self.adds_bias = adds_bias
         self.stream, self.deferral = factory.stream, factory.deferral
         self.weight = factory.make(*(f"{name}.weight" for name in names))
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, in] -> [S, B, out/tp]."""
-        return column_linear(x, self.weight, self.bias, self.stream, self.deferral)
+        bias = self.bias if self.adds_bias else None
+        return column_linear(x, self.weight, bias, self.stream, self.deferral)
 
 
 class RowParallelLinear(nn.Module):

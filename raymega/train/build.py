@@ -22,6 +22,7 @@ from raymega.optim.optimizer import Optimizer
 from raymega.parallel.buckets import Sharing, bucket_bytes_for, make_buckets
 from raymega.parallel.comm_log import CommLog
 from raymega.parallel.context import Context, make_context, make_contexts
+from raymega.parallel.fusing import can_fuse
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter, check_specs
@@ -183,6 +184,7 @@ def _build_modules(
                 seed=job.run.seed,
                 context=context,
                 token_table=first.tokens.weight if first is not None else None,
+                is_fused=job.run.kernels == "compile" and can_fuse(device),
             )
         )
         modules[-1].recompute(job.memory)

@@ -25,9 +25,9 @@ SHAPES = 20
 """Choices of degrees that each pick looks at,"""
 DRESSES = 3
 """and choices of options that are tried on each."""
-WEIGHTS = {"axis": 100, "pair": 5, "uneven": 30, "schedule": 5}
-"""An axis that was not met yet outweighs any number of options that were not; two axes together, and
-a schedule, some of them. All else weighs 1."""
+WEIGHTS = {"axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "kernels": 12}
+"""An axis that was not met yet outweighs any number of options that were not; two axes together,
+a schedule and compiled kernels, which few layouts may have, some of them. All else weighs 1."""
 
 
 def draw_layouts(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, get_args
 
-from raymega.config.schema import Job, MemorySection, ParallelSection, ScheduleSection
+from raymega.config.schema import Job, MemorySection, ParallelSection, RunSection, ScheduleSection
 from raymega.plan.grid import AXES
 from raymega.plan.placement import EVEN_ONLY, KINDS, LAYER
 from raymega.plan.rules import job_faults
@@ -23,6 +23,8 @@ DEGREES = ("tp", "cp", "pp", "dp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 SIMPLEST_SCHEDULE = "gpipe"
 SIMPLEST_STAGES = "even"
+FEW_RANKS = 2
+"""Layouts of at most so many ranks try compiled kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,7 @@ class Layout:
     recompute: str = "none"
     recompute_parts: tuple[str, ...] = ("attention",)
     recompute_every: int = 1
+    kernels: str = "eager"
 
     @property
     def world_size(self) -> int:
@@ -247,6 +250,13 @@ OPTIONS = (
         path="memory.recompute_every",
         values=(1, 2),
         matters=lambda layout: layout.recompute == "full",
+    ),
+    Option(
+        name="kernels",
+        path="run.kernels",
+        values=_allowed(RunSection, "kernels"),
+        # Every rank compiles for itself, for seconds, and nothing of it depends on how many there are.
+        matters=lambda layout: layout.world_size <= FEW_RANKS,
     ),
 )
 

@@ -1,0 +1,101 @@
+"""Fused kernels compute what the layers do without them: losses, gradients, what is kept, what waits."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from raymega.config.schema import MemorySection
+from raymega.model.saved_bytes import SavedBytes
+from raymega.model.stage import StageModule
+from raymega.parallel import fusing
+from raymega.parallel.deferral import make_owed
+from raymega.plan.stages import even_stages
+from tests.support.reference import draw_batch, make_model
+from tests.unit.model.parts import CPU, make_stream
+
+ROUNDING = 1e-12
+needs_compiler = pytest.mark.skipif(
+    not fusing.can_fuse(CPU), reason="torch.compile finds no C++ compiler on this machine"
+)
+
+
+def _stage(model, *, is_fused):
+    return StageModule(
+        model,
+        even_stages(num_layers=model.num_layers, num_stages=1)[0],
+        stream=make_stream(),
+        dtype=torch.float64,
+        device=CPU,
+        seed=1,
+        is_fused=is_fused,
+    )
+
+
+def _work(stage, batch, *, is_put_off=False):
+    """Loss and gradients by name, of one micro-batch."""
+    loss = stage(*batch, None)
+    with stage.deferral.collecting() if is_put_off else nullcontext([]) as owed:
+        loss.backward()
+    assert bool(owed) == is_put_off
+    make_owed(owed)
+    found = {name: param.grad for name, param in stage.named_parameters()}
+    stage.zero_grad()
+    return {"loss": loss.detach(), **found}
+
+
+def _assert_equal(found, wanted):
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=ROUNDING, atol=ROUNDING, msg=name)
+
+
+MEMORY = (
+    MemorySection(),
+    MemorySection(recompute="selective", recompute_parts=("attention", "activation", "norm")),
+    MemorySection(recompute="full"),
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_fused_layers_equal_those_that_are_not(family):
+    torch._dynamo.reset()
+    model = make_model(family)
+    fused, plain = (_stage(model, is_fused=is_fused) for is_fused in (True, False))
+    batch = draw_batch(model)
+    wanted = _work(plain, batch)
+    for memory in MEMORY:
+        fused.recompute(memory)
+        _assert_equal(_work(fused, batch), wanted)
+    _assert_equal(_work(fused, batch, is_put_off=True), wanted)
+    longer = draw_batch(model, batch=2, seq=11)
+    _assert_equal(_work(fused, longer), _work(plain, longer))
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_fused_layers_keep_no_more_for_backward(family):
+    model = make_model(family)
+    kept = []
+    for is_fused in (True, False):
+        stage, batch = _stage(model, is_fused=is_fused), draw_batch(model)
+        with SavedBytes(known=(*stage.parameters(), *stage.buffers(), *batch)) as saved:
+            stage(*batch, None)
+        kept.append(saved.total)
+    assert kept[0] <= kept[1]
+
+
+def test_without_a_compiler_layers_are_not_fused_and_the_log_says_so_once(monkeypatch, caplog):
+    def refuse(_function):
+        raise RuntimeError("no working C++ compiler\nmore")
+
+    monkeypatch.setattr(fusing, "_compiled", refuse)
+    fusing._obstacle.cache_clear()
+    try:
+        assert not fusing.can_fuse(CPU) and not fusing.can_fuse(CPU)
+    finally:
+        fusing._obstacle.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels are not compiled but run one by one: no working C++ compiler"
+    ]
