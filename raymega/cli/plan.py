@@ -10,6 +10,7 @@ import typer
 
 from raymega import api
 from raymega.cli import predict
+from raymega.cli.measured import show_calibration
 from raymega.cli.plan_text import show_plan
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, raise_faults
@@ -21,7 +22,7 @@ from raymega.plan.search import search
 
 _NO_JOB = Fault(
     fact="raymega plan without a job file",
-    rule="it plans a job, or compares published runs with --runs RUNS.csv",
+    rule="it plans a job, or compares published runs with --runs RUNS.csv, or a run with --calibrate RUN",
     remedy="give a job file; jobs/verify.yaml is one that runs as it is",
 )
 _NO_SEARCH = Fault(
@@ -30,9 +31,9 @@ _NO_SEARCH = Fault(
     remedy="add --top 5 for layouts on so many GPUs, or set the degrees by --grid",
 )
 _TWO_SUBJECTS = Fault(
-    fact="raymega plan with both a job file and --runs",
-    rule="it plans a job, or compares published runs with predictions",
-    remedy="give one of the two",
+    fact="raymega plan with both a job file and --runs or --calibrate",
+    rule="it plans a job, or compares runs with predictions",
+    remedy="give one of them",
 )
 
 
@@ -69,6 +70,13 @@ def plan(
     runs: Annotated[
         Path | None, typer.Option(help="A table of published runs to compare with, no job.")
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="The folder of a run that took steps: how wrong was it, and what fits?",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object; with --runs one a line.")
     ] = False,
@@ -77,11 +85,15 @@ def plan(
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
     Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --top 5
+    Example: raymega plan --calibrate my-out/runs/my-run --gpu h100
     Example: raymega plan jobs/llama-70b-512gpu.yaml --gpu h100 --draw plan.html
     """
-    raise_faults(ConfigError, _option_faults(job_file, runs, num_gpus=gpus, top=top))
+    raise_faults(ConfigError, _option_faults(job_file, runs or calibrate, num_gpus=gpus, top=top))
     if runs is not None:
         predict.show_runs(runs, as_json=as_json)
+        return
+    if calibrate is not None:
+        show_calibration(calibrate, gpu, as_json=as_json)
         return
     assert job_file is not None
     degrees = [f"parallel.{pair.strip()}" for pair in grid.split(",") if pair]

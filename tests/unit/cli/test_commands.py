@@ -91,7 +91,7 @@ def test_plan_tells_what_each_phase_of_a_ramp_costs():
 def test_plan_counts_the_activations_of_the_dearest_step(monkeypatch):
     """A schedule may hold more with fewer micro-batches; here one that does."""
     monkeypatch.setattr(
-        "raymega.cli.plan._activation_bytes_of",
+        "raymega.cli.plan_text._activation_bytes_of",
         lambda _plan, batch: (100 * batch.num_micro_batches, 1000 // batch.num_micro_batches),
     )
     plan = json.loads(_run("plan", VERIFY, "--set", RAMP, "--grid", "pp=2", "--json"))
