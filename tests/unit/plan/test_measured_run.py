@@ -84,5 +84,5 @@ def test_the_command_prints_an_accelerator_that_plan_takes(run, tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="(?i)no such file"):
+    with pytest.raises(ConfigError, match=r"(?i)no such file"):
         read_layouts(tmp_path)
