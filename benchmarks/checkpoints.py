@@ -97,7 +97,7 @@ class State:
         return [
             Block(
                 kind=name.partition("/")[0], tensor=_tensor(name.partition("/")[2], shape), box=box,
-                values=self.tensors[name], is_primary=True, is_replicated=False,
+                values=self.tensors[name], is_primary=True,
             )
             for name, (shape, box) in self.boxes.items()
         ]  # fmt: skip
@@ -140,11 +140,7 @@ class Rank:
         self.target, self.places = self.state.like()
         self.shards: list = []
         self.writer = CheckpointWriter(
-            LocalStore(self.root / "ours"),
-            rank=rank,
-            attempt=1,
-            num_replicas=1,
-            report=self.shards.append,
+            LocalStore(self.root / "ours"), rank=rank, attempt=1, report=self.shards.append
         )
         # What async_save makes anew for each save; kept, it reuses its memory as ours does.
         self.stager = DefaultStager(StagingOptions(*[False] * 4))
@@ -177,7 +173,7 @@ class Rank:
         self.shards.clear()
         with self.timed("save: ours"):
             with self.timed("stall: ours"):
-                self.writer.save(number, self.state.blocks(), {"step": number}, replica=0)
+                self.writer.save(number, self.state.blocks(), {"step": number})
             self.writer.wait()
             reports = [None] * self.setting.ranks if self.rank == 0 else None
             dist.gather_object(self.shards[-1], reports)

@@ -98,9 +98,7 @@ class Trainer:
         own, partner = addresses[rank], addresses[1 - rank]
         replicas = Replicas(token=TOKEN, write_to=(own, partner), num_copies=2, tidies=(own,))
         self.snapshots = SnapshotWriter(plan, rank=rank, attempt=1, replicas=replicas)
-        writer = CheckpointWriter(
-            MemoryStore(), rank=rank, attempt=1, num_replicas=RANKS, report=print
-        )
+        writer = CheckpointWriter(MemoryStore(), rank=rank, attempt=1, report=print)
         self.saving = Saving(
             self.parts, channel=Outbox(), writer=writer, snapshots=self.snapshots, rank=rank
         )  # fmt: skip

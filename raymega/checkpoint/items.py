@@ -17,7 +17,8 @@ def holding_of(block: Block) -> Holding:
         global_shape=block.tensor.shape,
         box=block.box,
         is_primary=block.is_primary,
-        is_replicated=block.is_replicated,
+        num_replicas=block.num_replicas,
+        replica=block.replica,
     )
 
 

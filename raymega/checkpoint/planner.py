@@ -1,17 +1,21 @@
 """Who writes which elements: a pure function that every rank evaluates for itself.
 
-Values that all data-parallel replicas hold are shared out among them; values that one holds alone it
-writes itself. No messages are exchanged: replicas whose common holdings are equal, in equal order,
-find the same division, and each its own part of it.
+Values that several replicas hold are shared out among them; values that one holds alone it writes
+itself. No messages are exchanged: replicas whose common holdings are equal, in equal order, find the
+same division, and each its own part of it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from operator import add
 
 from raymega.checkpoint.dtypes import element_type
 from raymega.messages import Box
+from raymega.plan.boxes import boxes_of_range
 
 MAX_BOX_BYTES = 64 * 2**20
 """A box is read and verified as a whole, so this bounds a reader's memory and its excess bytes."""
@@ -27,7 +31,9 @@ class Holding:
         global_shape: Shape of the whole tensor.
         box: Which block of it.
         is_primary: Of all tp ranks and stages that hold the block, this one saves it.
-        is_replicated: All data-parallel replicas hold it, and not this one alone.
+        num_replicas: So many ranks hold it and are primary: dp * cp ranks a dense weight, edp ranks
+            an expert, one what is sharded.
+        replica: This rank's place among them.
     """
 
     tensor: str
@@ -35,7 +41,8 @@ class Holding:
     global_shape: tuple[int, ...]
     box: Box
     is_primary: bool
-    is_replicated: bool
+    num_replicas: int = 1
+    replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,31 +70,28 @@ class Share:
 
 
 def share_boxes(
-    holdings: Sequence[Holding],
-    *,
-    num_replicas: int,
-    replica: int,
-    max_box_bytes: int = MAX_BOX_BYTES,
+    holdings: Sequence[Holding], *, max_box_bytes: int = MAX_BOX_BYTES
 ) -> tuple[Share, ...]:
-    """The blocks that ``replica`` writes, of what it holds and is primary for.
+    """The blocks that a rank writes, of what it holds and is primary for.
 
-    What it holds alone it writes whole. What all replicas hold, laid end to end, is cut into
-    ``num_replicas`` stretches of equal bytes; a row (an index of dim 0) belongs to the stretch in
-    which it begins. So no replica has more than one row too many, and at most num_replicas - 1
-    holdings are cut at all. Boxes have at most ``max_box_bytes``, which cannot be more than
-    MAX_BOX_BYTES, or one row if that is more.
+    What it holds alone it writes whole. What it holds with the same others, laid end to end, is cut
+    into as many stretches of equal bytes as there are of them; a row (all indices but the last dim's)
+    belongs to the stretch in which it begins. So no replica has more than one row too many of it, and
+    at most num_replicas - 1 holdings are cut at all. Boxes have at most ``max_box_bytes``, which
+    cannot be more than MAX_BOX_BYTES, or one row if that is more.
     """
-    primary = [(i, holding) for i, holding in enumerate(holdings) if holding.is_primary]
-    replicated = [_whole(i, holding) for i, holding in primary if holding.is_replicated]
-    total = sum(share.num_bytes for share in replicated)
-    begin, end = (total * index // num_replicas for index in (replica, replica + 1))
+    together: dict[tuple[int, int], list[Share]] = defaultdict(list)
+    for index, holding in enumerate(holdings):
+        if holding.is_primary:
+            together[-holding.num_replicas, holding.replica].append(_whole(index, holding))
     max_box_bytes = min(max_box_bytes, MAX_BOX_BYTES)
     shares: list[Share] = []
-    for share in replicated:
-        shares += _rows_between(share, begin, end, max_box_bytes)
-        begin, end = begin - share.num_bytes, end - share.num_bytes
-    for share in (_whole(i, holding) for i, holding in primary if not holding.is_replicated):
-        shares += _rows_between(share, 0, share.num_bytes, max_box_bytes)
+    for (negative, replica), wholes in sorted(together.items()):
+        total = sum(share.num_bytes for share in wholes)
+        begin, end = (total * place // -negative for place in (replica, replica + 1))
+        for share in wholes:
+            shares += _rows_between(share, begin, end, max_box_bytes)
+            begin, end = begin - share.num_bytes, end - share.num_bytes
     return tuple(shares)
 
 
@@ -117,15 +121,24 @@ def _whole(index: int, holding: Holding) -> Share:
 
 
 def _rows_between(share: Share, begin: int, end: int, max_bytes: int) -> Iterator[Share]:
-    """Rows that begin in bytes [begin, end) of ``share``, in blocks of bounded size."""
-    num_rows = share.box.shape[0]
+    """Rows that begin in bytes [begin, end) of ``share``, in blocks of bounded size.
+
+    Of an expert tensor a row is one feature of one expert: a whole expert may be more than a box.
+    """
+    outer, inner = _rows_of(share.box.shape)
+    num_rows = prod(outer)
     row_bytes = share.num_bytes // num_rows
     first, last = (min(max(-(-byte // row_bytes), 0), num_rows) for byte in (begin, end))
     step = max(1, max_bytes // row_bytes)
+    if step > outer[-1]:
+        step -= step % outer[-1]  # whole experts
     for row in range(first, last, step):
-        yield replace(share, box=_rows(share.box, row, min(step, last - row)))
+        for box in boxes_of_range(outer, row, min(row + step, last)):
+            offset, shape = (*box.offset, *(0 for _ in inner)), (*box.shape, *inner)
+            place = tuple(map(add, share.box.offset, offset))
+            yield replace(share, box=Box(offset=place, shape=shape))
 
 
-def _rows(block: Box, first: int, count: int) -> Box:
-    offset = (block.offset[0] + first, *block.offset[1:])
-    return Box(offset=offset, shape=(count, *block.shape[1:]))
+def _rows_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims by which rows are counted, and those of a row; elements of a vector are rows."""
+    return (shape[:-1], shape[-1:]) if len(shape) > 1 else (shape, ())

@@ -69,8 +69,8 @@ class SnapshotWriter:
         self._copies = Copies(stores)
         self._tidied = [stores[address] for address in replicas.tidies]
         self._writer = CheckpointWriter(
-            self._copies, rank=rank, attempt=attempt, num_replicas=plan.grid.replicas,
-            report=self._finish, patience=PATIENCE, limits=Limits(report_every_s=inf),
+            self._copies, rank=rank, attempt=attempt, report=self._finish,
+            patience=PATIENCE, limits=Limits(report_every_s=inf),
         )  # fmt: skip
         self._newest = _Newest(step=0)
         self._whole_step = 0
@@ -107,14 +107,11 @@ class SnapshotWriter:
         is_held_up = self._is_wanted and not self._is_free
         return is_held_up and self._plan.job.elastic.snapshot_when_late == "wait"
 
-    def save(self, step: int, blocks: Sequence[Block], state: State, *, replica: int) -> None:
-        """Copy this replica's share and start its way to the keepers.
-
-        When the tensors may change is CheckpointWriter.save's to say.
-        """
+    def save(self, step: int, blocks: Sequence[Block], state: State) -> None:
+        """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change."""
         self._is_wanted, self._is_free, self._waited_s = False, False, 0.0
         self._newest = _Newest(step=step, is_writing=True)
-        self._writer.save(step, blocks, state, replica=replica)
+        self._writer.save(step, blocks, state)
 
     def fence(self) -> None:
         """Call before the tensors change: on a GPU the change then comes behind the copy."""

@@ -117,7 +117,6 @@ class CheckpointWriter:
         *,
         rank: int,
         attempt: int,
-        num_replicas: int,
         report: Callable[[ShardSaved | SaveAdvanced], None],
         patience: Patience = Patience(),
         limits: Limits = Limits(),
@@ -125,14 +124,12 @@ class CheckpointWriter:
     ) -> None:
         """Make the writer of global rank ``rank`` in worker group ``attempt``.
 
-        ``num_replicas`` ranks (dp * cp) hold the same values and share the work. ``report`` gets one
-        ShardSaved a save, from the background thread unless the save is given up at once, and before
-        it how far it is; it may not raise.
+        ``report`` gets one ShardSaved a save, from the background thread unless the save is given up
+        at once, and before it how far it is; it may not raise.
         ``near`` is offered each file before the store is, and may not raise either.
         """
         self._store = store
         self._rank, self._attempt = rank, attempt
-        self._num_replicas = num_replicas
         self._report = report
         self._patience, self._limits, self._near = patience, limits, near
         self._pace = Pace(limits.bytes_per_s)
@@ -149,8 +146,8 @@ class CheckpointWriter:
         """Host memory that is kept for saves."""
         return self._host.num_bytes
 
-    def save(self, step: int, blocks: Sequence[Block], state: State, *, replica: int) -> float:
-        """Copy this replica's share of ``blocks``, start its write, return the seconds it took.
+    def save(self, step: int, blocks: Sequence[Block], state: State) -> float:
+        """Copy this rank's share of ``blocks``, start its write, return the seconds it took.
 
         It waits for the save before. Tensors of the CPU may change when it returns, those of a GPU
         behind :meth:`fence`.
@@ -159,7 +156,7 @@ class CheckpointWriter:
         if not self.wait():
             error = f"the save before is still being written after {self._patience.timeout_s:g} s"
             return self._give_up(save, error)
-        portions = self._divide(blocks, step, replica)
+        portions = self._divide(blocks, step)
         save.num_bytes = sum(file.layout.num_bytes for files in portions for file in files)
         largest = max(
             (files[-1].base + files[-1].layout.num_bytes for files in portions), default=0
@@ -193,14 +190,12 @@ class CheckpointWriter:
             self._thread.join(self._patience.timeout_s)
         return not self.is_busy
 
-    def _divide(self, blocks: Sequence[Block], step: int, replica: int) -> list[list[_File]]:
-        """The replica's share in files, and files in portions that the buffer holds at once."""
+    def _divide(self, blocks: Sequence[Block], step: int) -> list[list[_File]]:
+        """The rank's share in files, and files in portions that the buffer holds at once."""
         buffer_bytes = self._limits.buffer_bytes
         limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
         shares = share_boxes(
             [holding_of(block) for block in blocks],
-            num_replicas=self._num_replicas,
-            replica=replica,
             max_box_bytes=min([MAX_BOX_BYTES, *limits]),
         )
         sizes = [share.num_bytes for share in shares]

@@ -18,6 +18,9 @@ from raymega.parallel.comm import all_reduce
 from raymega.parallel.groups import Group
 from raymega.parallel.token_marks import TokenMarks
 
+NUM_SUMS = 5
+"""Of :meth:`Tally.sums`, those that are not by expert."""
+
 
 class Tally(NamedTuple):
     """One micro-batch's routing of this rank's counted tokens: sums, and the least margin.
@@ -62,7 +65,7 @@ class Load:
     @staticmethod
     def of(sums: Tensor) -> Load:
         """From :meth:`Tally.sums` that were added up."""
-        counts, rest = sums[:-5], sums[-5:].tolist()
+        counts, rest = sums[:-NUM_SUMS], sums[-NUM_SUMS:].tolist()
         return Load(
             counts=counts, tokens=rest[0], kept=rest[1], entropy=rest[2], balance=rest[3], z=rest[4]
         )
@@ -98,7 +101,7 @@ class Record:
         sums, margin = self._sums, self._margin
         self._sums = self._margin = None
         if sums is None or margin is None:
-            sums = torch.zeros(self.num_experts + 5, dtype=torch.float64, device=device)
+            sums = torch.zeros(self.num_experts + NUM_SUMS, dtype=torch.float64, device=device)
             margin = torch.tensor(torch.inf, device=device)
         return sums, margin.to(torch.float64)
 

@@ -57,7 +57,8 @@ class Block(nn.Module):
         keys = None if places is None else places.keys
         y = self.attention(self._normal(self.attention_norm, x), places)
         x = x + self.attention_dropout(y, keys)
-        return x + self.mlp_dropout(self.mlp(self._normal(self.mlp_norm, x)), keys)
+        y = self.mlp(self._normal(self.mlp_norm, x), places)
+        return x + self.mlp_dropout(y, keys)
 
     def _normal(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.is_norm_remade:

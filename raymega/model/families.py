@@ -18,8 +18,10 @@ from raymega.model.attention import Attention
 from raymega.model.block import Block, Part
 from raymega.model.dropout import ResidualDropout
 from raymega.model.mlp import GeluMlp, SwigluMlp
+from raymega.model.moe import MoeLayer
 from raymega.model.norms import LayerNorm, RmsNorm
 from raymega.model.rope import Rope
+from raymega.parallel.dispatch import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor import ParameterFactory
 
 
@@ -28,7 +30,7 @@ class Family:
     """Parts by which a family is built."""
 
     norm: Callable[[ParameterFactory, str, float], nn.Module]
-    mlp: Callable[[ParameterFactory, str], Part]
+    mlp: type[GeluMlp] | type[SwigluMlp]
     is_rotary: bool
 
 
@@ -56,10 +58,13 @@ def make_positions(
 
 
 def make_block(
-    factory: ParameterFactory, layer: int, model: ModelSection, positions: nn.Module
+    factory: ParameterFactory,
+    layer: int,
+    model: ModelSection,
+    positions: nn.Module,
+    experts: ExpertGroups | None = None,
 ) -> Block:
-    """Transformer block number ``layer``."""
-    assert not model.moe.holds_experts(layer), "blocks with experts are not assembled yet"
+    """Transformer block number ``layer``; ``experts`` are the ranks that share experts out, if any."""
     name = f"layers.{layer}"
     drop = partial(ResidualDropout, factory.seed, rate=model.residual_dropout)
     return Block(
@@ -67,6 +72,17 @@ def make_block(
         attention=Attention(factory, f"{name}.attention", model, positions),
         attention_dropout=drop(f"{name}.attention"),
         mlp_norm=make_norm(factory, f"{name}.mlp_norm", model),
-        mlp=FAMILIES[model.family].mlp(factory, f"{name}.mlp"),
+        mlp=_make_mlp(factory, layer, model, experts),
         mlp_dropout=drop(f"{name}.mlp"),
     )
+
+
+def _make_mlp(
+    factory: ParameterFactory, layer: int, model: ModelSection, experts: ExpertGroups | None
+) -> Part:
+    """The feed-forward layer, or the layer of experts in its place."""
+    mlp = FAMILIES[model.family].mlp
+    if model.moe.holds_experts(layer):
+        ranks = experts or no_expert_groups(factory.stream)
+        return MoeLayer(factory, f"layers.{layer}.moe", model.moe, ranks, mlp)
+    return mlp(factory, f"layers.{layer}.mlp")

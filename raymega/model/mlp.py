@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from raymega.model.kernels import bias_gelu, swiglu
+from raymega.parallel.context import Places
 from raymega.parallel.recompute import consume, produce
 from raymega.parallel.tensor import ColumnParallelLinear, ParameterFactory, RowParallelLinear
 
@@ -26,8 +27,8 @@ class GeluMlp(nn.Module):
         self.up = ColumnParallelLinear(factory, f"{name}.up", adds_bias=not factory.is_fused)
         self.down = RowParallelLinear(factory, f"{name}.down")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+    def forward(self, x: Tensor, _places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:
@@ -57,8 +58,8 @@ class SwigluMlp(nn.Module):
         self.gate_up = ColumnParallelLinear(factory, f"{name}.gate", f"{name}.up")
         self.down = RowParallelLinear(factory, f"{name}.down")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+    def forward(self, x: Tensor, _places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:

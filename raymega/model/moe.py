@@ -6,7 +6,6 @@ travel to their experts and back, the shared expert is at work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from raymega.config.moe import MoeSection
-from raymega.model.balance import Load, nudge_bias
 from raymega.model.experts import Experts, SharedExpert
 from raymega.model.mlp import GeluMlp, SwigluMlp
 from raymega.model.router import Router
-from raymega.parallel.comm import all_gather, all_reduce
+from raymega.parallel.comm import all_gather
 from raymega.parallel.context import Places
 from raymega.parallel.dispatch import ExpertGroups, start_trip
 from raymega.parallel.groups import Group
@@ -86,33 +84,6 @@ class MoeLayer(nn.Module):
         if self.groups.stream.is_sequence_parallel or tp.size == 1:
             return y
         return _AllParts.apply(y, tp)
-
-
-def moe_layers(modules: Sequence[nn.Module]) -> list[MoeLayer]:
-    """Those inside ``modules``, in the order of layers."""
-    return [part for module in modules for part in module.modules() if isinstance(part, MoeLayer)]
-
-
-def take_loads(layers: Sequence[MoeLayer], ranks: Group, device: torch.device) -> list[Load]:
-    """What a step's routing was in each of this rank's layers, all tokens of ``ranks`` together.
-
-    Forgets it. ``ranks`` are all that hold these layers, whatever tokens they see; one all-reduce.
-    """
-    if not layers:
-        return []
-    sums = torch.stack([layer.router.record.take(device)[0] for layer in layers])
-    return [Load.of(row) for row in all_reduce(sums, ranks)]
-
-
-@torch.no_grad()
-def update_routers(layers: Sequence[MoeLayer], loads: Sequence[Load]) -> None:
-    """After a step that updated the weights: biases move, and the step's counts are kept."""
-    for layer, load in zip(layers, loads, strict=True):
-        router, moe = layer.router, layer.router.moe
-        if router.bias is not None and moe.bias_rate:
-            nudge_bias(router.bias, load.counts, moe.bias_rate)
-        if router.counts is not None:
-            router.counts.copy_(load.counts)
 
 
 class _OwnPart(torch.autograd.Function):

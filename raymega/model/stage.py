@@ -26,10 +26,12 @@ from raymega.parallel.context import (
     Rows,
     held_positions,
     make_places,
+    mark_tokens,
     no_context,
     whole_rows,
 )
 from raymega.parallel.deferral import Deferral
+from raymega.parallel.dispatch import ExpertGroups, no_expert_groups
 from raymega.parallel.dropout import TokenKeys, row_keys
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
@@ -93,6 +95,7 @@ class StageModule(nn.Module):
 
     Args:
         context: The ranks that share the tokens of a sequence; None where there are no others.
+        experts: The ranks that blocks with experts work with; None where there are no others.
         token_table: The embedding's weight, if this is the last stage and the first one is another
             on the same rank; a tied head uses it.
         is_fused: Compile what layers compute between matrix products.
@@ -112,11 +115,13 @@ class StageModule(nn.Module):
         device: torch.device,
         seed: int,
         context: Context | None = None,
+        experts: ExpertGroups | None = None,
         token_table: ShardedParameter | None = None,
         is_fused: bool = False,
     ) -> None:
         super().__init__()
         self.context = context or no_context()
+        experts = experts or no_expert_groups(stream)
         is_copied = model.is_embedding_tied and not stage.are_ends_together
         self.deferral = Deferral()
         factory = ParameterFactory(
@@ -127,14 +132,16 @@ class StageModule(nn.Module):
             seed=seed,
             tied=TOKEN_TABLE if is_copied else "",
             is_tied_copy=stage.is_last,
+            experts=experts.place,
             deferral=self.deferral,
             is_fused=is_fused,
         )
         self.seed, self.tp_stream = seed, stream
-        self.has_dropout = max(model.residual_dropout, model.attention_dropout) > 0
+        drawn = model.residual_dropout, model.attention_dropout, model.moe.jitter
+        self.has_random, self.has_experts = max(drawn) > 0, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
-        blocks = {str(i): make_block(factory, i, model, self.rope) for i in stage.layers}
+        blocks = {str(i): make_block(factory, i, model, self.rope, experts) for i in stage.layers}
         self.embedding = Embedding(factory) if stage.is_first else None
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
         self.layers = nn.ModuleDict(blocks)
@@ -178,17 +185,18 @@ class StageModule(nn.Module):
         Args:
             tokens: [B, S/cp] int64; read by the first stage.
             labels: [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
-            mask: [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage.
+            mask: [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage, and where
+                there are experts.
             hidden: [S/(cp*sp), B, D] from the stage before, None on the first.
-            samples: [B] int64, global sample indices that dropout goes by, or [B, S/cp] for one a
-                token; None drops nothing.
+            samples: [B] int64, global sample indices that dropout and jitter go by, or [B, S/cp] for
+                one a token; None drops nothing.
             rows: What the rows are made of; None is one document each, whole on this rank.
 
         Returns:
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
             scalar in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
-        x = self._stream(tokens, hidden, samples, rows)
+        x = self._stream(tokens, mask, hidden, samples, rows)
         if self.head is None:
             return x
         self.before_use(self.head)
@@ -235,14 +243,19 @@ class StageModule(nn.Module):
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         """This rank's columns of the logits, [S, B, V/tp], no padding; only on the last stage."""
         assert self.head is not None, "only the last stage makes logits"
-        x = self._stream(tokens, hidden, None, None)
+        x = self._stream(tokens, torch.ones_like(tokens), hidden, None, None)
         self.before_use(self.head)
         return self.head(x)
 
     def _stream(
-        self, tokens: Tensor, hidden: Tensor | None, samples: Tensor | None, rows: Rows | None
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        hidden: Tensor | None,
+        samples: Tensor | None,
+        rows: Rows | None,
     ) -> Tensor:
-        places = self._places(rows or whole_rows(tokens.shape[1], tokens.device), samples)
+        places = self._places(rows or whole_rows(tokens.shape[1], tokens.device), mask, samples)
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
@@ -250,15 +263,18 @@ class StageModule(nn.Module):
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, places)
 
-    def _places(self, rows: Rows, samples: Tensor | None) -> Places:
+    def _places(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> Places:
         """Everything that all layers need to know of the tokens' places."""
-        places = make_places(rows, rows.context or self.context)
-        keys = turns = None
+        context = rows.context or self.context
+        places = make_places(rows, context)
+        keys = turns = marks = None
         if isinstance(self.rope, Rope):
             turns = self.rope.turns(places.positions)
-        if samples is not None and self.has_dropout:
+        if samples is not None and self.has_random:
             keys = self._keys(rows, samples)
-        return replace(places, keys=keys, turns=turns)
+        if self.has_experts:
+            marks = mark_tokens(rows, mask, context, self.tp_stream)
+        return replace(places, keys=keys, turns=turns, marks=marks)
 
     def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
         """By sample and place in it."""

@@ -7,15 +7,15 @@ neither is kept twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from raymega.config.schema import OptimizerSection
 from raymega.optim.param_groups import group_by_rates
 from raymega.optim.updates import UPDATES, Slot
-from raymega.parallel.blocks import Block, blocks_of
+from raymega.parallel.blocks import Block, StateTensor, blocks_of
 from raymega.parallel.buckets import BucketTable, Range
 from raymega.parallel.grad_buffer import GradBuffer, counted
 from raymega.parallel.parameter import ShardedParameter
@@ -52,8 +52,12 @@ class Optimizer:
         gradients: GradBuffer,
         weights: WeightBuffer,
         section: OptimizerSection,
+        *,
+        states: Sequence[StateTensor] = (),
     ) -> None:
+        """``states`` are kept beside the masters and not updated here."""
         self._table, self._weights, self._section = table, weights, section
+        self._states = states
         self._update = UPDATES[section.name]
         self._held = [
             _hold(table.owned(bucket), weights.owned(bucket), gradients.owned(bucket), len(self._update.kinds))
@@ -83,23 +87,13 @@ class Optimizer:
 
     def blocks(self) -> Iterator[Block]:
         """What a checkpoint keeps; a load fills the values and then calls :meth:`sync_weights`."""
+        for state in self._states:
+            yield from state.blocks()
         for held in self._held:
+            is_replicated = held.part.bucket.level == Level.NONE
             tensors = zip(("model", *self._update.kinds), (held.master, *held.state), strict=True)
             for kind, values in tensors:
-                yield from self._blocks_of(kind, held.part, values)
-
-    def _blocks_of(self, kind: str, part: Range, values: torch.Tensor) -> Iterator[Block]:
-        """Of copies that several ranks own alike, as with hybrid sharding, each saves its share."""
-        bucket = part.bucket
-        is_replicated = bucket.level == Level.NONE
-        if is_replicated or bucket.sharing.across.size == 1:
-            yield from blocks_of(kind, part, values, is_replicated=is_replicated)
-            return
-        share = self._table.share(bucket)
-        for piece in (replace(part, end=share.begin), share, replace(part, begin=share.end)):
-            own = values[piece.begin - part.begin : piece.end - part.begin]
-            for block in blocks_of(kind, piece, own, is_replicated=False):
-                yield replace(block, is_primary=block.is_primary and piece is share)
+                yield from blocks_of(kind, held.part, values, is_replicated=is_replicated)
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Masters that this rank counts, flat, by tensor: over all ranks each element once."""

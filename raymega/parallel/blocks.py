@@ -12,6 +12,8 @@ import torch
 
 from raymega.messages import Box
 from raymega.parallel.buckets import Range, piece_boxes
+from raymega.parallel.groups import Group
+from raymega.parallel.parameter import ShardedParameter
 from raymega.plan.tensors import GlobalTensor
 
 
@@ -25,7 +27,9 @@ class Block:
         box: Which block of it.
         values: A view of the rank's memory, [*box.shape].
         is_primary: Of all tp ranks and stages that hold the block, this one counts.
-        is_replicated: All data-parallel ranks hold the same values, and not each its own.
+        num_replicas: So many ranks hold the same values, this one among them: all replicas, or of
+            what is sharded none but this.
+        replica: Its place among them.
     """
 
     kind: str
@@ -33,7 +37,8 @@ class Block:
     box: Box
     values: torch.Tensor
     is_primary: bool
-    is_replicated: bool
+    num_replicas: int = 1
+    replica: int = 0
 
     @property
     def name(self) -> str:
@@ -50,8 +55,11 @@ def blocks_of(
         kind: Of all of them.
         part: Elements of a bucket.
         values: Their values, flat.
-        is_replicated: All data-parallel ranks hold the same.
+        is_replicated: All ranks of the bucket hold the same; else those that own the same part of
+            other copies, of which there are several with hybrid sharding.
     """
+    sharing = part.bucket.sharing
+    group = sharing.whole if is_replicated else sharing.across
     for extent in part.extents():
         held = values[extent.within(part.begin)]
         for piece, box, at in piece_boxes(extent):
@@ -61,5 +69,32 @@ def blocks_of(
                 box=box,
                 values=held[at : at + box.num_elements].view(box.shape),
                 is_primary=piece.is_primary,
-                is_replicated=is_replicated,
+                num_replicas=group.size,
+                replica=group.index,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTensor:
+    """A tensor that a run keeps beside its weights: no gradient, one format, equal on all replicas.
+
+    Attributes:
+        param: Its values, which whoever owns it changes in place.
+        group: The ranks that hold the same.
+    """
+
+    param: ShardedParameter
+    group: Group
+
+    def blocks(self) -> Iterator[Block]:
+        """What a checkpoint keeps, beside the weights of the model."""
+        for piece in self.param.spec.pieces:
+            yield Block(
+                kind="model",
+                tensor=piece.tensor,
+                box=piece.box,
+                values=self.param.detach()[piece.place],
+                is_primary=piece.is_primary,
+                num_replicas=self.group.size,
+                replica=self.group.index,
             )

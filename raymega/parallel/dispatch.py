@@ -27,7 +27,7 @@ from raymega.parallel.expert_transfers import (
     launch_sum,
     sum_parts,
 )
-from raymega.parallel.groups import Group
+from raymega.parallel.groups import Group, alone
 from raymega.parallel.permutation import (
     Arrangement,
     arrange,
@@ -38,6 +38,7 @@ from raymega.parallel.permutation import (
     weigh_rows,
 )
 from raymega.parallel.stream import Stream
+from raymega.plan.grid import ExpertPlace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,19 @@ class ExpertGroups:
     micro: Group
     stream: Stream
     is_gathered: bool = False
+
+    @property
+    def place(self) -> ExpertPlace:
+        """Which part of every expert tensor this rank holds."""
+        return ExpertPlace(
+            ep=self.ep.size, ep_rank=self.ep.index, etp=self.etp.size, etp_rank=self.etp.index
+        )
+
+
+def no_expert_groups(stream: Stream) -> ExpertGroups:
+    """Those of a rank that holds all experts whole, and of each sequence all that tp does not cut."""
+    nobody = alone(stream.tp.ranks[stream.tp.index])
+    return ExpertGroups(ep=nobody, etp=nobody, micro=stream.tp, stream=stream)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

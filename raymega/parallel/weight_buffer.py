@@ -143,7 +143,8 @@ class WeightBuffer:
     def _buckets_of(self, module: nn.Module) -> tuple[int, ...]:
         if module not in self._used_by:
             params = (p for p in module.parameters() if isinstance(p, ShardedParameter))
-            self._used_by[module] = tuple(dict.fromkeys(self._bucket_of[p] for p in params))
+            held = (self._bucket_of[p] for p in params if p in self._bucket_of)
+            self._used_by[module] = tuple(dict.fromkeys(held))
         return self._used_by[module]
 
     def _following(self, module: nn.Module, used: tuple[int, ...]) -> tuple[int, ...]:

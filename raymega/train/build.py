@@ -17,11 +17,14 @@ from raymega.data.loader import Loader, MicroBatch
 from raymega.data.open import open_split, shape_of
 from raymega.data.packing import PackedSource
 from raymega.data.rows import Source
+from raymega.model.routers import Routers, find_routers
 from raymega.model.stage import StageModule
 from raymega.optim.optimizer import Optimizer
+from raymega.parallel.blocks import StateTensor
 from raymega.parallel.buckets import Sharing, bucket_bytes_for, make_buckets
 from raymega.parallel.comm_log import CommLog
 from raymega.parallel.context import Context, make_context, make_contexts
+from raymega.parallel.dispatch import ExpertGroups
 from raymega.parallel.fusing import can_fuse
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
@@ -77,6 +80,7 @@ class Parts:
     gradients: GradBuffer
     weights: WeightBuffer
     optimizer: Optimizer
+    routers: Routers
     comm_log: CommLog
     evaluation: Evaluation | None
 
@@ -111,9 +115,16 @@ def build_parts(
     stream = Stream(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     comm_log = CommLog()
     context = make_context(groups, job.parallel, comm_log)
-    modules = _build_modules(plan, stages, stream=stream, context=context, device=device)
-    parameters = _parameters_by_chunk(modules)
-    check_specs([parameter for chunk in parameters for parameter in chunk])
+    experts = ExpertGroups(
+        ep=groups.ep,
+        etp=groups.etp,
+        micro=groups.micro,
+        stream=stream,
+        is_gathered=job.parallel.dispatch == "all_gather",
+    )
+    modules = _build_modules(plan, stages, context=context, experts=experts, device=device)
+    parameters, states = _parameters_by_chunk(modules)
+    check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])
     _log_attention_weights(job)
     p2p = PointToPoint(
         groups,
@@ -153,7 +164,14 @@ def build_parts(
         executors=_build_executors(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
         gradients=gradients,
         weights=weights,
-        optimizer=Optimizer(table, gradients, weights, job.optimizer),
+        optimizer=Optimizer(
+            table,
+            gradients,
+            weights,
+            job.optimizer,
+            states=[StateTensor(param=state, group=groups.replicas) for state in states],
+        ),
+        routers=find_routers(job.model, modules, device),
         comm_log=comm_log,
         evaluation=_build_evaluation(
             plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, pulse=pulse
@@ -165,8 +183,8 @@ def _build_modules(
     plan: RunPlan,
     stages: Sequence[Stage],
     *,
-    stream: Stream,
     context: Context,
+    experts: ExpertGroups,
     device: torch.device,
 ) -> list[StageModule]:
     """The rank's model chunks; a last stage shares a tied table with a first one beside it."""
@@ -178,11 +196,12 @@ def _build_modules(
             StageModule(
                 job.model,
                 stage,
-                stream=stream,
+                stream=experts.stream,
                 dtype=DTYPES[job.precision.dtype],
                 device=device,
                 seed=job.run.seed,
                 context=context,
+                experts=experts,
                 token_table=first.tokens.weight if first is not None else None,
                 is_fused=job.run.kernels == "compile" and can_fuse(device),
             )
@@ -191,19 +210,21 @@ def _build_modules(
     return modules
 
 
-def _parameters_by_chunk(modules: Sequence[StageModule]) -> list[list[ShardedParameter]]:
-    """Parameters of each chunk in forward order.
+def _parameters_by_chunk(
+    modules: Sequence[StageModule],
+) -> tuple[list[list[ShardedParameter]], list[ShardedParameter]]:
+    """Parameters of each chunk in forward order, and tensors of state, which no gradient reaches.
 
     One that two chunks share belongs to the first: a micro-batch's backward comes there last, so
     when the first chunk's gradients are complete, the other's are too.
     """
     chunks: list[list[ShardedParameter]] = []
-    taken: set[ShardedParameter] = set()
+    taken: dict[ShardedParameter, None] = {}
     for module in modules:
         found = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
-        chunks.append([p for p in found if p not in taken])
-        taken.update(found)
-    return chunks
+        chunks.append([p for p in found if p not in taken and p.spec.is_trained])
+        taken |= dict.fromkeys(found)
+    return chunks, [param for param in taken if not param.spec.is_trained]
 
 
 def _units(modules: Sequence[StageModule]) -> dict[ShardedParameter, int]:

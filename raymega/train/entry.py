@@ -119,7 +119,6 @@ def _train(
         open_store(start.run_uri),
         rank=start.rank,
         attempt=start.attempt,
-        num_replicas=plan.grid.replicas,
         report=channel.report,
         limits=_limits(plan),
         near=_near_tier(plan.job),
@@ -218,8 +217,12 @@ def start_from(
 
 def _all_names(job: Job) -> set[str]:
     """Names of everything that the ranks of a run hold together."""
-    kinds = (WEIGHTS, *UPDATES[job.optimizer.name].kinds)
-    return {f"{kind}/{tensor.name}" for kind in kinds for tensor in model_tensors(job.model)}
+    moments = UPDATES[job.optimizer.name].kinds
+    return {
+        f"{kind}/{tensor.name}"
+        for tensor in model_tensors(job.model)
+        for kind in (WEIGHTS, *(moments if tensor.is_trained else ()))
+    }
 
 
 class _Phases:

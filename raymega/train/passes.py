@@ -31,6 +31,7 @@ def forward_backward(
         parts.weights.record()
     parts.weights.start_gather()
     parts.gradients.zero()
+    parts.routers.start_step(loss_gradient=loss_gradient)
     executor = parts.executors[len(micro_batches)]
     parts.follow_weights(executor)
     output = executor.run(

@@ -73,9 +73,8 @@ class Saving:
             else:
                 self._save_checkpoint(state)
         if self._snapshots and self._snapshots.is_due and not is_last:
-            replica = self._parts.groups.replicas.index
             blocks = list(self._parts.optimizer.blocks())
-            self._snapshots.save(state.step, blocks, state.scalars(), replica=replica)
+            self._snapshots.save(state.step, blocks, state.scalars())
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written."""
@@ -84,8 +83,7 @@ class Saving:
     def _save_checkpoint(self, state: TrainState) -> None:
         refuse_non_finite_state(self._parts, state.step)
         blocks = list(self._parts.optimizer.blocks())
-        replica = self._parts.groups.replicas.index
-        self._writer.save(state.step, blocks, state.scalars(), replica=replica)
+        self._writer.save(state.step, blocks, state.scalars())
 
     def _report_skip(self, step: int) -> None:
         """All ranks know that the save is left out; one says so."""

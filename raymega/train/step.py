@@ -6,7 +6,7 @@ learns the same totals from one small all-reduce, so every rank takes the same d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -15,6 +15,7 @@ import torch
 from raymega.data.loader import MicroBatch
 from raymega.errors import DataError, Fault
 from raymega.messages import Requests
+from raymega.model.balance import Load
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
@@ -34,7 +35,7 @@ class StepOutcome:
     ``state`` is where the run stands after it. ``loss`` is in nats per token, ``grad_norm`` the
     global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
     ``save`` are true when the driver asked any rank for it. ``summed`` is what the ranks gave to be
-    summed.
+    summed, ``loads`` by layer what the routing of all tokens was.
     """
 
     state: TrainState
@@ -47,6 +48,7 @@ class StepOutcome:
     stop: bool
     save: bool
     summed: tuple[float, ...]
+    loads: Mapping[int, Load]
     events: tuple[Event, ...]
 
 
@@ -97,6 +99,7 @@ def train_step(
         before_update()
         parts.gradients.scale(factor / totals.tokens / scale)
         parts.optimizer.step(lr=lr, step=state.updates + 1)
+        parts.routers.update(totals.loads)
         parts.weights.start_gather()  # goes on beside reports, saves and the next step's data
     after = state.advance(
         samples=batch.global_batch_size,
@@ -107,7 +110,7 @@ def train_step(
     return StepOutcome(
         state=after, loss=loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
         tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save,
-        summed=totals.summed, events=output.events,
+        summed=totals.summed, loads=totals.loads, events=output.events,
     )  # fmt: skip
 
 
@@ -142,6 +145,7 @@ class _Totals:
     stop: bool
     save: bool
     summed: tuple[float, ...]
+    loads: Mapping[int, Load]
 
 
 def _totals_of(
@@ -150,7 +154,9 @@ def _totals_of(
     micro_batches: list[MicroBatch],
     others: Sequence[float],
 ) -> _Totals:
-    """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it."""
+    """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it, each
+    token's routing by who routed it.
+    """
     here = parts.coords
     counts_loss = parts.has_loss and here.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches) if counts_loss else 0.0
@@ -161,12 +167,16 @@ def _totals_of(
         float(norm_sq),
         *others,
     ]
-    total = sum_over_world(parts, mine)
+    routing = parts.routers.take_sums()
+    scalars = torch.tensor(mine, dtype=torch.float64, device=parts.device)
+    everything = all_reduce(torch.cat((scalars, routing.flatten())), parts.groups.world)
+    total = everything[: len(mine)].tolist()
     return _Totals(
         loss_sum=total[0],
         tokens=total[1],
         norm_sq=total[2],
         stop=total[3] > 0,
         save=total[4] > 0,
-        summed=total[5:],
+        summed=tuple(total[5:]),
+        loads=parts.routers.loads(everything[len(mine) :].view_as(routing)),
     )

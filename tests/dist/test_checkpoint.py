@@ -50,11 +50,11 @@ def _optimizer(env, model, *, seed, is_sharded):
 def _save(env, model, uri, is_sharded):
     shards = []
     writer = CheckpointWriter(
-        open_store(uri), rank=env.rank, attempt=1, num_replicas=env.grid.dp, report=shards.append
+        open_store(uri), rank=env.rank, attempt=1, report=shards.append
     )
     _, _, optimizer = _optimizer(env, MODELS[model], seed=SEED, is_sharded=is_sharded)
     barrier(env.groups.world)
-    writer.save(100, list(optimizer.blocks()), STATE, replica=env.coords.dp)
+    writer.save(100, list(optimizer.blocks()), STATE)
     assert writer.wait()
     held = sum(block.values.nbytes for block in optimizer.blocks())
     return shards[0], writer.host_bytes, held // (1 if is_sharded else env.grid.dp)
@@ -124,8 +124,8 @@ def _save_and_die(_rank, _world_size, path):
     blocks = make_blocks(MODELS["gpt2-tied"], make_grid("tp1"), 0)
     for step, store in ((100, LocalStore(path)), (200, _DyingStore(path))):
         shards = []
-        writer = CheckpointWriter(store, rank=0, attempt=1, num_replicas=1, report=shards.append)
-        writer.save(step, blocks, {**STATE, "step": step}, replica=0)
+        writer = CheckpointWriter(store, rank=0, attempt=1, report=shards.append)
+        writer.save(step, blocks, {**STATE, "step": step})
         assert writer.wait()
         commit(store, assemble_shards(shards, make_grid("tp1")))
 

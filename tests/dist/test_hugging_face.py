@@ -51,7 +51,7 @@ def _tokens():
 def _blocks(module):
     return [
         Block(
-            kind="model", tensor=piece.tensor, box=piece.box, is_primary=True, is_replicated=False,
+            kind="model", tensor=piece.tensor, box=piece.box, is_primary=True,
             values=param.data[piece.place],
         )
         for param in module.parameters()

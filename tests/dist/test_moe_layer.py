@@ -11,8 +11,10 @@ import torch
 
 from raymega.config.moe import MoeSection
 from raymega.model.mlp import GeluMlp, SwigluMlp
-from raymega.model.moe import MoeLayer, moe_layers, take_loads, update_routers
+from raymega.model.moe import MoeLayer
+from raymega.model.routers import Routers
 from raymega.model.router import jitter
+from raymega.parallel.comm import all_reduce
 from raymega.parallel.context import Context, Rows, held_positions, make_places, mark_tokens
 from raymega.parallel.deferral import make_owed
 from raymega.parallel.dispatch import ExpertGroups
@@ -118,10 +120,12 @@ def _run_kind(env, sp, kind, is_gathered, is_deferred):
         make_owed(owed)
     else:
         y.backward(2 * stream.own(grad))
-    everybody = groups.world
-    loads = take_loads(moe_layers([layer]), everybody, env.device)
     gradients = factory.gradients(layer)
-    update_routers([layer], loads)
+    routers = Routers(
+        layers=[0], held={0: layer.router}, num_experts=layer.router.moe.num_experts, device=env.device
+    )
+    loads = routers.loads(all_reduce(routers.take_sums(), groups.world))
+    routers.update(loads)
     own = stream.own(at)
     return {
         "own": own, "y": y.detach(), "grad": leaf.grad, "gradients": gradients, "load": loads[0],

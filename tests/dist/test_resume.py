@@ -40,11 +40,10 @@ def _train(env, plan_json, uri, restore, last):
         curve.append((outcome.loss, outcome.grad_norm))
     shards = []
     writer = CheckpointWriter(
-        store, rank=env.rank, attempt=1, num_replicas=env.groups.replicas.size, report=shards.append
+        store, rank=env.rank, attempt=1, report=shards.append
     )
     writer.save(
-        state.step, list(parts.optimizer.blocks()), state.scalars(), replica=env.groups.replicas.index
-    )
+        state.step, list(parts.optimizer.blocks()), state.scalars())
     assert writer.wait()
     return curve, shards[-1]
 

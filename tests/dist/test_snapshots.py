@@ -60,7 +60,7 @@ def _train(env, plan_json, replicas, source):
         parts.optimizer.sync_weights()
         state = state_from(manifest.state, plan.job.precision)
     writer = CheckpointWriter(
-        MemoryStore(), rank=env.rank, attempt=1, num_replicas=plan.grid.dp, report=channel.report
+        MemoryStore(), rank=env.rank, attempt=1, report=channel.report
     )
     snapshots = SnapshotWriter(plan, rank=env.rank, attempt=1, replicas=replicas[env.rank])
     saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank)

@@ -5,6 +5,7 @@ from pathlib import Path
 from raymega.config.load import parse_job
 from raymega.plan.run_plan import RunPlan, make_plan
 
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 VERIFY = Path(__file__).parents[2] / "jobs" / "verify.yaml"
 
 
@@ -14,9 +15,12 @@ def make_test_plan(*overrides: str) -> RunPlan:
 
 
 def layout_overrides(layout: str) -> list[str]:
-    """``tp2-pp2-dp1-sp`` as overrides; axes that are not named are 1, sp is sequence parallel."""
-    degrees = {part[:2]: part[2:] for part in layout.split("-")}
+    """``tp2-pp2-etp2-sp`` as overrides; axes that are not named are 1, sp is sequence parallel."""
+    degrees = {
+        part.rstrip("0123456789"): part.strip("abcdefghijklmnopqrstuvwxyz")
+        for part in layout.split("-")
+    }
     return [
-        *(f"parallel.{axis}={degrees.get(axis, '1')}" for axis in ("tp", "cp", "pp", "dp")),
+        *(f"parallel.{axis}={degrees.get(axis, '1')}" for axis in AXES),
         f"parallel.sequence_parallel={'true' if 'sp' in degrees else 'false'}",
     ]

@@ -29,10 +29,10 @@ def write_step(store, step, *, attempt=1, limits=FILES, near=NO_NEAR_TIER):
     """The report of a save."""
     shards = []
     writer = CheckpointWriter(
-        store, rank=0, attempt=attempt, num_replicas=1, report=shards.append, limits=limits,
+        store, rank=0, attempt=attempt, report=shards.append, limits=limits,
         patience=NO_WAIT, near=near,
     )  # fmt: skip
-    writer.save(step, blocks_of_step(step), {**STATE, "step": step}, replica=0)
+    writer.save(step, blocks_of_step(step), {**STATE, "step": step})
     assert writer.wait()
     return shards[-1]
 

@@ -163,8 +163,6 @@ def save_shards(
             store,
             make_blocks(model, grid, rank, dtype=dtype, is_sharded=is_sharded),
             rank=rank,
-            num_replicas=grid.dp,
-            replica=grid.coords(rank).dp,
             step=step,
             attempt=attempt,
             limits=limits,
@@ -173,16 +171,14 @@ def save_shards(
     ]
 
 
-def save_rank(
-    store, blocks, *, rank, num_replicas, replica, step=100, attempt=1, limits=DEFAULT_LIMITS
-):
+def save_rank(store, blocks, *, rank, step=100, attempt=1, limits=DEFAULT_LIMITS):
     """One rank's report of a save."""
     shards = []
     writer = CheckpointWriter(
-        store, rank=rank, attempt=attempt, num_replicas=num_replicas, report=shards.append, patience=NO_WAIT,
+        store, rank=rank, attempt=attempt, report=shards.append, patience=NO_WAIT,
         limits=limits,
     )  # fmt: skip
-    writer.save(step, blocks, {**STATE, "step": step}, replica=replica)
+    writer.save(step, blocks, {**STATE, "step": step})
     assert writer.wait()
     return shards[-1]
 

@@ -21,13 +21,11 @@ def _save(layout, change=lambda block: None, *, dtype=torch.float64):
     """A checkpoint whose blocks ``change`` has been at."""
     store, grid, shards = MemoryStore(), make_grid(layout), []
     for rank in range(grid.world_size):
-        writer = CheckpointWriter(
-            store, rank=rank, attempt=1, num_replicas=grid.dp, report=shards.append
-        )
+        writer = CheckpointWriter(store, rank=rank, attempt=1, report=shards.append)
         blocks = make_blocks(MODEL, grid, rank, dtype=dtype)
         for block in blocks:
             change(block)
-        writer.save(100, blocks, STATE, replica=grid.coords(rank).dp)
+        writer.save(100, blocks, STATE)
         assert writer.wait()
     manifest = assemble(
         shards, world_size=grid.world_size, attempt=1, created="now", job={}, grid={}

@@ -46,7 +46,6 @@ def test_file_tells_its_step_and_mixes_element_types(tmp_path):
             box=tensor.whole,
             values=torch.tensor([[1], [2], [3]], dtype=dtype),
             is_primary=True,
-            is_replicated=True,
         )
         for dtype in dtypes
     ]
@@ -64,10 +63,8 @@ def test_file_tells_its_step_and_mixes_element_types(tmp_path):
 
 
 def _save(store, shards, blocks):
-    writer = CheckpointWriter(
-        store, rank=0, attempt=3, num_replicas=1, report=shards.append, patience=NO_WAIT
-    )
-    writer.save(7, blocks, {}, replica=0)
+    writer = CheckpointWriter(store, rank=0, attempt=3, report=shards.append, patience=NO_WAIT)
+    writer.save(7, blocks, {})
     assert writer.wait()
 
 

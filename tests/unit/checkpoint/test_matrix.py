@@ -109,13 +109,11 @@ def ranks_of(kind, side):
 def save(store, kind, side):
     shards, grid = [], None
     for rank, parts in ranks_of(kind, side):
-        grid, replicas = parts.plan.grid, parts.groups.replicas
+        grid = parts.plan.grid
         blocks = list(parts.optimizer.blocks())
         for block in blocks:
             block.values.copy_(known_values(block))
-        shards.append(
-            save_rank(store, blocks, rank=rank, num_replicas=replicas.size, replica=replicas.index)
-        )
+        shards.append(save_rank(store, blocks, rank=rank))
     return assemble_shards(shards, grid)
 
 

@@ -18,7 +18,7 @@ from tests.unit.checkpoint.support import MODELS, rank_specs
 ORDERS = ("tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp", "dp-tp-pp-cp-ep")
 
 
-def _holdings(specs, dtypes=("float32",)):
+def _holdings(specs, dtypes=("float32",), *, num_replicas=1, replica=0):
     return [
         Holding(
             tensor=f"{kind}/{piece.tensor.name}",
@@ -26,7 +26,8 @@ def _holdings(specs, dtypes=("float32",)):
             global_shape=piece.tensor.shape,
             box=piece.box,
             is_primary=piece.is_primary,
-            is_replicated=True,
+            num_replicas=num_replicas,
+            replica=replica,
         )
         for kind in ("model", "adam.exp_avg")
         for i, spec in enumerate(specs)
@@ -61,9 +62,8 @@ def test_every_element_of_every_tensor_is_written_once(model, tp, pp, dp, order,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "MAX_BOX_BYTES", max_box_bytes)
         for rank in range(grid.world_size):
-            holdings = _holdings(rank_specs(model, grid, rank))
-            replica = grid.coords(rank).dp
-            for share in share_boxes(holdings, num_replicas=dp, replica=replica):
+            specs, replica = rank_specs(model, grid, rank), grid.coords(rank).dp
+            for share in share_boxes(_holdings(specs, num_replicas=dp, replica=replica)):
                 assert share.global_shape == counts[share.tensor].shape
                 counts[share.tensor][_slices(share.box)] += 1
     assert all((count == 1).all() for count in counts.values())
@@ -76,10 +76,12 @@ def test_every_element_of_every_tensor_is_written_once(model, tp, pp, dp, order,
 )
 def test_replicas_get_equal_bytes_to_within_a_row(sizes, num_replicas):
     specs = [make_spec((_tensor(f"t{i}", *s),), tp=1, tp_rank=0) for i, s in enumerate(sizes)]
-    holdings = _holdings(specs, ("float32", "float64", "bfloat16"))
     loads, num_boxes = [], 0
     for replica in range(num_replicas):
-        shares = share_boxes(holdings, num_replicas=num_replicas, replica=replica)
+        holdings = _holdings(
+            specs, ("float32", "float64", "bfloat16"), num_replicas=num_replicas, replica=replica
+        )
+        shares = share_boxes(holdings)
         loads.append(sum(share.num_bytes for share in shares))
         num_boxes += len(shares)
     widest_row = 9 * 8
@@ -90,7 +92,7 @@ def test_replicas_get_equal_bytes_to_within_a_row(sizes, num_replicas):
 def test_box_is_bounded_and_rows_stay_whole(monkeypatch):
     monkeypatch.setattr(planner, "MAX_BOX_BYTES", 100)
     specs = [make_spec((_tensor("t", 10, 6), _tensor("wide", 2, 6)), tp=1, tp_rank=0)]
-    shares = share_boxes(_holdings(specs)[:2], num_replicas=1, replica=0)
+    shares = share_boxes(_holdings(specs)[:2])
     assert [(s.tensor, s.box.offset, s.box.shape) for s in shares] == [
         ("model/t", (0, 0), (4, 6)),
         ("model/t", (4, 0), (4, 6)),
@@ -102,16 +104,49 @@ def test_box_is_bounded_and_rows_stay_whole(monkeypatch):
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_block_that_one_replica_holds_alone_is_written_whole_by_it(replica):
-    held = _holdings([make_spec((_tensor("t", 10, 6),), tp=1, tp_rank=0)])[0]
+    specs = [make_spec((_tensor("t", 10, 6),), tp=1, tp_rank=0)]
+    held = _holdings(specs, num_replicas=2, replica=replica)[0]
     rows = Box(offset=(5 * replica, 0), shape=(5, 6))
-    alone = replace(held, tensor="model/alone", box=rows, is_replicated=False)
-    shares = share_boxes([alone, held], num_replicas=2, replica=replica)
+    alone = replace(held, tensor="model/alone", box=rows, num_replicas=1, replica=0)
+    shares = share_boxes([alone, held])
     assert [(s.tensor, s.box) for s in shares] == [("model/t", rows), ("model/alone", rows)]
 
 
 def test_copy_that_does_not_count_is_not_saved():
     spec = make_spec((_tensor("t", 4, 2),), tp=2, tp_rank=1)
-    assert share_boxes(_holdings([spec]), num_replicas=1, replica=0) == ()
+    assert share_boxes(_holdings([spec])) == ()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3)),
+    num_replicas=st.integers(1, 5),
+    max_rows=st.integers(1, 12),
+)
+def test_experts_are_cut_within_an_expert_where_one_is_more_than_a_box(
+    shape, num_replicas, max_rows
+):
+    """A row of an expert tensor is one feature; every element is written once, in bounded boxes."""
+    count, num_bytes = np.zeros(shape, dtype=int), max_rows * shape[2] * 4
+    spec = make_spec((replace(_tensor("e", *shape), etp_dim=1),), tp=1, tp_rank=0)
+    for replica in range(num_replicas):
+        held = _holdings([spec], num_replicas=num_replicas, replica=replica)[:1]
+        for share in share_boxes(held, max_box_bytes=num_bytes):
+            count[_slices(share.box)] += 1
+            assert share.num_bytes <= num_bytes
+    assert (count == 1).all()
+
+
+def test_dense_weights_and_experts_are_shared_by_their_own_replicas():
+    """As on attention dp4 with experts ep2: four ranks share a norm, two of them each expert."""
+    norm, expert = (make_spec((_tensor(n, 8, 2),), tp=1, tp_rank=0) for n in ("norm", "expert"))
+    held = _holdings([norm], num_replicas=4, replica=3)[:1]
+    held += _holdings([expert], num_replicas=2, replica=1)[:1]
+    shares = share_boxes(held)
+    assert [(s.tensor, s.box.offset, s.box.shape) for s in shares] == [
+        ("model/norm", (6, 0), (2, 2)),
+        ("model/expert", (4, 0), (4, 2)),
+    ]
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), limit=st.integers(1, 60))

@@ -186,7 +186,7 @@ class Ranks:
         if due[0]:
             for rank, writer in enumerate(self.writers):
                 blocks = make_blocks(MODEL, self.grid, rank)
-                writer.save(self.step, blocks, {**STATE, "step": self.step}, replica=0)
+                writer.save(self.step, blocks, {**STATE, "step": self.step})
         for writer in self.writers:
             if waits:
                 writer.wait()

@@ -14,6 +14,7 @@ from raymega.checkpoint.reader import load
 from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, ShardSaved
+from raymega.plan.grid import Grid
 from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
@@ -42,16 +43,14 @@ class SlowStore(MemoryStore):
         super().put(key, chunks, overwrite=overwrite)
 
 
-def _writer(store, shards, *, patience=NO_WAIT, dp=1):
-    return CheckpointWriter(
-        store, rank=0, attempt=1, num_replicas=dp, report=shards.append, patience=patience
-    )
+def _writer(store, shards, *, patience=NO_WAIT):
+    return CheckpointWriter(store, rank=0, attempt=1, report=shards.append, patience=patience)
 
 
 def test_report_says_what_was_written():
     store, shards = MemoryStore(), []
     writer = _writer(store, shards)
-    stall_s = writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, replica=0)
+    stall_s = writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait()
     (shard,) = shards
     assert (shard.rank, shard.step, shard.state, shard.error) == (0, 100, STATE, "")
@@ -64,7 +63,7 @@ def test_report_says_what_was_written():
 def test_tensors_may_change_as_soon_as_save_returns():
     store, shards = SlowStore(), []
     writer, blocks = _writer(store, shards), make_blocks(MODEL, ALONE, 0)
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert store.is_writing.wait(20) and shards == []
     for block in blocks:
         block.values.zero_()
@@ -78,10 +77,10 @@ def test_tensors_may_change_as_soon_as_save_returns():
 
 def test_host_buffer_is_as_large_as_the_share_and_used_again():
     shards = []
-    writer, blocks = _writer(MemoryStore(), shards, dp=2), make_blocks(MODEL, ALONE, 0)
+    writer, blocks = _writer(MemoryStore(), shards), make_blocks(MODEL, Grid(dp=2), 0)
     addresses = []
     for step in (1, 2):
-        writer.save(step, blocks, STATE, replica=0)
+        writer.save(step, blocks, STATE)
         assert writer.wait()
         addresses.append(writer._host._buffer.data_ptr())
     assert writer.host_bytes == shards[0].num_bytes
@@ -93,14 +92,14 @@ def test_parameter_that_needs_a_gradient_is_saved():
     shards, blocks = [], make_blocks(MODEL, ALONE, 0)
     blocks[0].values.requires_grad_()
     writer = _writer(MemoryStore(), shards)
-    writer.save(1, blocks, STATE, replica=0)
+    writer.save(1, blocks, STATE)
     assert writer.wait() and shards[0].error == ""
 
 
 def test_replica_without_a_share_writes_no_file_but_reports():
     store, shards = MemoryStore(), []
-    writer = CheckpointWriter(store, rank=0, attempt=1, num_replicas=1, report=shards.append)
-    writer.save(1, [], STATE, replica=0)
+    writer = CheckpointWriter(store, rank=0, attempt=1, report=shards.append)
+    writer.save(1, [], STATE)
     assert writer.wait()
     assert shards[0].boxes == () and shards[0].error == "" and list(store.list("")) == []
 
@@ -109,7 +108,7 @@ def test_write_is_tried_three_times():
     store, shards = FailingStore(), []
     store.failures["put"] = 2
     writer = _writer(store, shards)
-    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, replica=0)
+    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait()
     assert shards[0].error == "" and len(list(store.list(""))) == 1
 
@@ -119,7 +118,7 @@ def test_failed_write_is_reported_and_the_next_save_works():
     writer, blocks = _writer(store, shards), make_blocks(MODEL, ALONE, 0)
     store.failures["put"] = 3
     for step in (100, 200):
-        writer.save(step, blocks, STATE, replica=0)
+        writer.save(step, blocks, STATE)
         assert writer.wait()
     assert shards[0].error == "StorageError: put refused" and shards[0].boxes == ()
     assert shards[1].error == "" and shards[1].boxes
@@ -130,7 +129,7 @@ def test_pauses_between_tries_grow(monkeypatch):
     monkeypatch.setattr("raymega.checkpoint.writer.time.sleep", pauses.append)
     store.failures["put"] = 3
     writer = _writer(store, [], patience=Patience())
-    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, replica=0)
+    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait() and pauses == [1.0, 4.0]
 
 
@@ -138,7 +137,7 @@ def test_mistake_in_the_background_becomes_a_report_too(monkeypatch):
     shards = []
     writer = _writer(MemoryStore(), shards)
     monkeypatch.setattr("raymega.checkpoint.writer.saved_boxes", lambda *_: 1 / 0)
-    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, replica=0)
+    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait() and shards[0].error == "ZeroDivisionError: division by zero"
 
 
@@ -146,9 +145,9 @@ def test_save_is_given_up_when_the_one_before_hangs():
     store, shards = SlowStore(), []
     writer = _writer(store, shards, patience=Patience(timeout_s=0.01, retry_delays_s=(0.0, 0.0)))
     blocks = make_blocks(MODEL, ALONE, 0)
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert not writer.wait()
-    writer.save(200, blocks, STATE, replica=0)
+    writer.save(200, blocks, STATE)
     (given_up,) = shards
     assert given_up.step == 200 and "still being written after 0.01 s" in given_up.error
     store.may_write.set()
@@ -165,13 +164,13 @@ def test_lack_of_host_memory_is_reported(monkeypatch):
 
     blocks = make_blocks(MODEL, ALONE, 0)
     monkeypatch.setattr(torch, "empty", refuse)
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert "no host memory" in shards[0].error
 
 
 def _limited(store, shards, **limits):
     return CheckpointWriter(
-        store, rank=0, attempt=1, num_replicas=1, report=shards.append, patience=NO_WAIT,
+        store, rank=0, attempt=1, report=shards.append, patience=NO_WAIT,
         limits=Limits(**limits),
     )  # fmt: skip
 
@@ -183,7 +182,7 @@ def _saved(shards):
 def test_share_is_cut_into_files_of_the_wanted_size_and_loads_back():
     store, shards = MemoryStore(), []
     writer, blocks = _limited(store, shards, file_bytes=4096), make_blocks(MODEL, ALONE, 0)
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert writer.wait()
     manifest = assemble_shards(shards, ALONE)
     sizes = {key: store.size(key) for key in store.list("")}
@@ -211,7 +210,7 @@ def test_files_of_a_share_are_written_side_by_side():
     shards, blocks = [], make_blocks(MODEL, ALONE, 0)
     half = sum(block.values.nbytes for block in blocks) * 6 // 10
     writer = _limited(Meeting(), shards, file_bytes=half)
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert writer.wait()
     assert shards[0].error == "" and len({box.file for box in shards[0].boxes}) == 2
 
@@ -224,7 +223,7 @@ def test_buffer_stays_below_its_cap_and_everything_is_saved(buffer_bytes):
         make_blocks(MODEL, ALONE, 0),
     )
     for step in (100, 200):
-        writer.save(step, blocks, {**STATE, "step": step}, replica=0)
+        writer.save(step, blocks, {**STATE, "step": step})
         assert writer.wait()
     assert 0 < writer.host_bytes <= buffer_bytes
     for shard in shards:
@@ -246,7 +245,7 @@ def test_only_the_last_piece_of_a_share_beyond_the_buffer_is_written_in_the_back
         take(parts)
 
     writer._host.take = watch
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert len(seen) >= total // 5000 and seen[-1] >= total - 5000
     assert writer.wait() and shards[0].error == ""
 
@@ -254,12 +253,12 @@ def test_only_the_last_piece_of_a_share_beyond_the_buffer_is_written_in_the_back
 def test_row_beyond_the_buffer_and_a_failure_before_the_last_piece_are_reported():
     store, shards = FailingStore(), []
     blocks = make_blocks(MODEL, ALONE, 0)
-    _limited(store, shards, buffer_bytes=16).save(100, blocks, STATE, replica=0)
+    _limited(store, shards, buffer_bytes=16).save(100, blocks, STATE)
     assert "a row of 96 bytes is more than checkpoint.buffer_bytes=16" in shards[0].error
     store.failures["put"] = 3
     writer = _limited(store, shards, buffer_bytes=5000)
-    writer.save(200, blocks, STATE, replica=0)
-    writer.save(300, blocks, STATE, replica=0)
+    writer.save(200, blocks, STATE)
+    writer.save(300, blocks, STATE)
     assert writer.wait()
     assert shards[1].error == "StorageError: put refused" and shards[1].boxes == ()
     assert shards[2].error == "" and assemble_shards([shards[2]], ALONE)
@@ -270,7 +269,7 @@ def test_bytes_go_out_no_faster_than_the_job_allows():
     total = sum(block.values.nbytes for block in blocks)
     writer = _limited(MemoryStore(), shards, bytes_per_s=2 * total)
     began = time.monotonic()
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert time.monotonic() - began < 0.4, "training does not wait for it"
     assert writer.wait() and shards[0].write_s >= 0.5
 
@@ -288,7 +287,7 @@ def test_progress_of_a_save_is_reported_and_a_retry_counts_anew():
 
     shards, blocks = [], make_blocks(MODEL, ALONE, 0)
     writer = _limited(Torn(), shards, report_every_s=0.0)
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     assert writer.wait()
     (saved,) = _saved(shards)
     told = [each for each in shards if isinstance(each, SaveAdvanced)]
@@ -303,7 +302,7 @@ def test_writer_is_busy_until_the_report():
     store, shards = SlowStore(), []
     writer = _writer(store, shards)
     assert not writer.is_busy
-    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, replica=0)
+    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert store.is_writing.wait(20) and writer.is_busy
     store.may_write.set()
     assert writer.wait() and not writer.is_busy and len(shards) == 1
@@ -342,7 +341,7 @@ def test_tensors_on_a_gpu_are_saved_through_pinned_memory_and_loaded_back():
     wanted = make_blocks(MODEL, ALONE, 0)
     blocks = [replace(block, values=block.values.cuda()) for block in wanted]
     writer = _writer(store, shards)
-    writer.save(100, blocks, STATE, replica=0)
+    writer.save(100, blocks, STATE)
     for block in blocks:
         block.values.zero_()
     assert writer.wait() and writer._host._buffer.is_pinned()

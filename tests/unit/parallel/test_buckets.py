@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.parallel.blocks import blocks_of
-from raymega.parallel.buckets import Sharing, boxes_of_range, make_buckets
+from raymega.parallel.buckets import Sharing, make_buckets
 from raymega.parallel.groups import Group, alone
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import make_spec
+from raymega.plan.boxes import boxes_of_range
 from raymega.plan.levels import Level
 from tests.support.params import make_param, make_tensor
 

@@ -19,11 +19,11 @@ def test_writer_writes_as_many_bytes_as_planned(layout, buffer_bytes):
     for rank in range(grid.world_size):
         cost, shards = save_cost(plan, rank), []
         writer = CheckpointWriter(
-            MemoryStore(), rank=rank, attempt=1, num_replicas=grid.dp, report=shards.append,
+            MemoryStore(), rank=rank, attempt=1, report=shards.append,
             limits=Limits(file_bytes=20_000, buffer_bytes=buffer_bytes),
         )  # fmt: skip
         blocks = make_blocks(model, grid, rank)
-        writer.save(1, blocks, STATE, replica=grid.coords(rank).dp)
+        writer.save(1, blocks, STATE)
         assert writer.wait() and shards[-1].error == ""
         row = 4 * model.ffn_width * 3
         norms = 3 * 4 * model.width * (2 * model.num_layers + 1) if grid.tp > 1 else 0

@@ -1,0 +1,49 @@
+"""Whole runs with experts: any pair of mappings of attention and experts trains the same run."""
+
+from functools import cache
+
+import pytest
+
+from tests.support.jobs import layout_overrides
+from tests.support.training import assert_same_run, train
+
+pytestmark = pytest.mark.dist
+
+SMALL = (
+    "model.num_layers=2", "data.global_batch_size=8", "schedule.micro_batch_size=2",
+    "model.moe.num_experts=8", "model.moe.width=24",
+)  # fmt: skip
+BALANCED = ("model.moe.balance=micro_batch", "model.moe.balance_coefficient=0.1", "model.moe.z_coefficient=0.01")
+MODELS = {
+    "plain": SMALL,
+    "balanced": (*SMALL, *BALANCED, "model.moe.capacity_factor=1.0"),
+    "deepseek": (
+        *SMALL, "model.num_layers=3", "model.moe.first_dense_layers=1", "model.moe.shared_width=16",
+        "model.moe.has_shared_gate=true", "model.moe.score=sigmoid", "model.moe.has_bias=true",
+        "model.moe.bias_rate=0.01", "model.moe.balance=global", "model.moe.balance_coefficient=0.1",
+        "model.moe.jitter=0.1",
+    ),
+}  # fmt: skip
+STEPS = 3
+
+
+@cache
+def _reference(model):
+    return train([*MODELS[model], *layout_overrides("tp1")], steps=STEPS)
+
+
+FOLDED = [
+    ("plain", "tp2-ep2"),
+    ("plain", "dp2-ep2"),
+    ("balanced", "tp4-cp2-ep8"),
+    ("deepseek", "tp2-cp2-pp2-ep2-sp"),
+    ("balanced", "dp4-etp2-ep2"),
+    ("deepseek", "tp2-dp2-pp2-ep4"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), FOLDED)
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_folded_layout_trains_the_same_run(model, layout, sharding):
+    overrides = [*MODELS[model], *layout_overrides(layout), f"parallel.sharding={sharding}"]
+    assert_same_run(overrides, _reference(model))
