@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from raymega.model.kernels import silu_product
 from raymega.model.mlp import GeluMlp, SwigluMlp, gelu_tanh
-from raymega.parallel.grouped import grouped_linear
+from raymega.parallel.grouped import group_sizes, grouped_linear
 from raymega.parallel.recompute import consume, produce
 from raymega.parallel.tensor import ParameterFactory
 
@@ -31,13 +31,14 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
-        up = grouped_linear(rows, self.up, counts, self.deferral)
+        sizes, deferral = group_sizes(rows, counts), self.deferral
+        up = grouped_linear(rows, self.up, sizes, deferral)
         if self.gate is None:
             inner = produce(gelu_tanh, up) if self.is_remade else gelu_tanh(up)
         else:
-            gate = grouped_linear(rows, self.gate, counts, self.deferral)
+            gate = grouped_linear(rows, self.gate, sizes, deferral)
             inner = produce(silu_product, gate, up) if self.is_remade else silu_product(gate, up)
-        return consume(lambda x: grouped_linear(x, self.down, counts, self.deferral), inner)
+        return consume(lambda x: grouped_linear(x, self.down, sizes, deferral), inner)
 
 
 class SharedExpert(nn.Module):

@@ -1,12 +1,13 @@
 """Grouped linear: rows that lie together by expert, each expert's times its own weight.
 
-torch's grouped matrix product is one kernel on a GPU and one loop in C++ on a CPU. It has no float64,
-in which the proofs run: there the groups are filled up to the largest and multiplied as a batch.
+torch's grouped matrix product is one kernel on a GPU, and on a CPU one product after another in C++.
+Where all groups are equally large on a CPU, they are one batch, which costs less than the calls; and in
+float64, in which the proofs run and which torch's product lacks, they are filled up to be one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,72 +19,89 @@ from raymega.parallel.deferral import Deferral
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, deferral: Deferral) -> Tensor:
+class GroupSizes(NamedTuple):
+    """How the rows lie, read once for all products with them.
+
+    ``counts`` [E] int64 are rows of each expert, ``ends`` [E] int32 where its rows end; ``largest`` is
+    what groups are filled up to as a batch, -1 where torch's grouped product takes them as they are.
+    """
+
+    counts: Tensor
+    ends: Tensor
+    largest: int
+
+
+def group_sizes(rows: Tensor, counts: Tensor) -> GroupSizes:
+    """Sizes of the groups of ``rows`` [R, N]; on a GPU the host waits for nothing but in float64."""
+    has_product = rows.dtype in GROUPED_DTYPES
+    largest = -1
+    if not has_product or rows.device.type == "cpu":
+        largest = int(counts.max())
+        if has_product and counts.shape[0] * largest != rows.shape[0]:
+            largest = -1
+    return GroupSizes(counts, counts.cumsum(0, dtype=torch.int32), largest)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: Deferral) -> Tensor:
     """y = x W^T, expert by expert.
 
     Args:
         rows: [R, in], sorted by expert.
         weight: [E, out, in].
-        counts: [E] int64, rows of each expert; R in all.
+        sizes: Of the experts' rows.
         deferral: Takes the weight's gradient when it is put off.
 
     Returns:
         [R, out].
     """
-    return _GroupedLinear.apply(rows, weight, counts, deferral)
+    return _GroupedLinear.apply(rows, weight, sizes, deferral)
 
 
-def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     """rows: [R, in], weight: [E, in, out] of any strides -> [R, out]; autograd is not told."""
-    if _has_kernel(rows):
-        return grouped_mm(rows, weight, offs=_ends(counts))
-    batch, places = _as_batch(rows, counts)
-    return torch.bmm(batch, weight).flatten(0, 1).index_select(0, places)
+    if sizes.largest < 0:
+        return grouped_mm(rows, weight, offs=sizes.ends)
+    batch, places = _as_batch(rows, sizes)
+    filled = torch.bmm(batch, weight).flatten(0, 1)
+    return filled if places is None else filled.index_select(0, places)
 
 
-def grouped_outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+def grouped_outer(grad: Tensor, rows: Tensor, sizes: GroupSizes) -> Tensor:
     """Each expert's sum of outer products: [R, out] and [R, in] -> [E, out, in]."""
-    if _has_kernel(rows):
-        return grouped_mm(grad.T, rows, offs=_ends(counts))
-    return torch.bmm(_as_batch(grad, counts)[0].mT, _as_batch(rows, counts)[0])
+    if sizes.largest < 0:
+        return grouped_mm(grad.T, rows, offs=sizes.ends)
+    return torch.bmm(_as_batch(grad, sizes)[0].mT, _as_batch(rows, sizes)[0])
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, deferral: Deferral
+        ctx: Any, rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: Deferral
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, counts)
-        ctx.param, ctx.deferral = weight, deferral
-        return grouped_product(rows, weight.mT, counts)
+        ctx.save_for_backward(rows, weight)
+        ctx.param, ctx.sizes, ctx.deferral = weight, sizes, deferral
+        return grouped_product(rows, weight.mT, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        rows, weight, counts = ctx.saved_tensors
-        grad = grad.contiguous()
+        (rows, weight), sizes, grad = ctx.saved_tensors, ctx.sizes, grad.contiguous()
         grad_weight = ctx.deferral.settle_or_owe(
-            ctx.param, lambda: grouped_outer(grad, rows, counts)
+            ctx.param, lambda: grouped_outer(grad, rows, sizes)
         )
-        return grouped_product(grad, weight, counts), grad_weight, None, None
+        return grouped_product(grad, weight, sizes), grad_weight, None, None
 
 
-def _has_kernel(rows: Tensor) -> bool:
-    """What torch's kernel takes; on a GPU rows must begin at multiples of 16 bytes."""
-    return rows.dtype in GROUPED_DTYPES
-
-
-def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0, dtype=torch.int32)
-
-
-def _as_batch(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """[E, largest count, N], zero where there are no rows; and where each row lies in it."""
-    largest = int(counts.max())
-    experts = torch.arange(counts.shape[0], device=counts.device)
+def _as_batch(rows: Tensor, sizes: GroupSizes) -> tuple[Tensor, Tensor | None]:
+    """[E, largest, N], zero where there are no rows; and where each row lies in it, if not in order."""
+    counts, largest = sizes.counts, sizes.largest
+    num_experts, width = counts.shape[0], rows.shape[1]
+    if num_experts * largest == rows.shape[0]:
+        return rows.view(num_experts, largest, width), None
+    experts = torch.arange(num_experts, device=counts.device)
     of_rows = experts.repeat_interleave(counts, output_size=rows.shape[0])
     starts = counts.cumsum(0) - counts
     places = torch.arange(rows.shape[0], device=rows.device) - starts[of_rows] + of_rows * largest
-    batch = rows.new_zeros(counts.shape[0] * largest, rows.shape[1])
+    batch = rows.new_zeros(num_experts * largest, width)
     batch.index_copy_(0, places, rows)
-    return batch.view(counts.shape[0], largest, rows.shape[1]), places
+    return batch.view(num_experts, largest, width), places

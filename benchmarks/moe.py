@@ -1,0 +1,288 @@
+"""Layers of experts: grouped against looped, against transformers, and the ways of dispatch on 8 ranks.
+
+    python benchmarks/moe.py [--only grouped|transformers|ranks] [--rounds N] [--quick] [--draw FILE]
+
+Forward and backward in float32, one thread a process. Both sides of a pair run in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from benchmarks.measure import Sample, interleave, median, report, set_threads
+from raymega.config.moe import MoeSection
+from raymega.model.experts import Experts
+from raymega.model.moe import MoeLayer
+from raymega.parallel.comm import barrier
+from raymega.parallel.dispatch import ExpertGroups
+from raymega.parallel.groups import alone
+from raymega.parallel.stream import Stream
+from raymega.plan.grid import Grid
+from tests.support.moe_reference import Factory, draw_weights
+from tests.support.ranks import RankEnv, run_grid
+
+TOKENS_OF_EXPERT = (1, 4, 16, 64, 256)
+WIDTHS = (64, 256, 1024)
+NUM_EXPERTS = {64: 64, 256: 32, 1024: 8}
+
+
+def grouped_against_looped(*, rounds: int, quick: bool) -> list[dict[str, Any]]:
+    """Experts on rows that lie by expert: the grouped products, and a loop over the experts."""
+    rows = []
+    for width in WIDTHS[: 2 if quick else None]:
+        for tokens in TOKENS_OF_EXPERT[: 3 if quick else None]:
+            experts, x, counts = _make_experts(width, tokens)
+            looped = _Looped(experts)
+            _same_results(experts, looped, x, counts)
+            pairs = interleave(
+                lambda: _step(lambda: experts(x, counts), experts),  # noqa: B023
+                lambda: _step(lambda: looped(x, counts), looped),  # noqa: B023
+                rounds=rounds if tokens * width < 1 << 16 else max(7, rounds // 3),
+            )
+            name = f"{NUM_EXPERTS[width]} experts of width {width}, {tokens} tokens each"
+            rows.append(report(name, pairs, width=width, tokens=tokens))
+    return rows
+
+
+def _make_experts(width: int, tokens: int) -> tuple[Experts, Tensor, Tensor]:
+    moe = MoeSection(num_experts=NUM_EXPERTS[width])
+    weights = draw_weights(moe, width=width, ffn_width=width)
+    weights = {name: values * width**-0.5 for name, values in weights.items()}
+    factory = Factory(weights, Stream(tp=alone(0)), dtype=torch.float32)
+    x = torch.randn(moe.num_experts * tokens, width, requires_grad=True)
+    counts = torch.full((moe.num_experts,), tokens)
+    return Experts(factory, "moe.experts"), x, counts  # type: ignore[arg-type]  # a factory's stand-in
+
+
+class _Looped(torch.nn.Module):
+    """What a list of modules does: expert after expert, each on its rows with weights of its own."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        own = (experts.gate, experts.up, experts.down)
+        self.parts = torch.nn.ModuleList(
+            torch.nn.ParameterList(weight[number].detach().clone() for weight in own)  # type: ignore[index]  # it has a gate
+            for number in range(experts.up.shape[0])
+        )
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x: [R, D] by expert."""
+        outputs = []
+        for (gate, up, down), rows in zip(self.parts, x.split(counts.tolist()), strict=True):
+            outputs.append(linear(silu(linear(rows, gate)) * linear(rows, up), down))
+        return torch.cat(outputs)
+
+
+def _same_results(experts: Experts, looped: _Looped, x: Tensor, counts: Tensor) -> None:
+    assert torch.allclose(experts(x, counts), looped(x, counts), rtol=1e-3, atol=1e-4)
+
+
+def _step(forward: Callable[[], Tensor], module: torch.nn.Module) -> None:
+    forward().sum().backward()
+    module.zero_grad()
+
+
+def against_transformers(*, rounds: int, quick: bool) -> None:
+    """A whole layer and Mixtral's block with each way that transformers has for the experts."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    shapes = ((64, 16, 256), (256, 16, 512), (512, 8, 256))[: 1 if quick else None]
+    for width, num_experts, tokens in shapes:
+        moe = MoeSection(num_experts=num_experts)
+        weights = draw_weights(moe, width=width, ffn_width=2 * width)
+        weights = {name: values * width**-0.5 for name, values in weights.items()}
+        layer = _alone_layer(moe, weights)
+        x = torch.randn(tokens, 1, width, requires_grad=True)
+        for way in ("grouped_mm", "batched_mm", "eager"):
+            config = MixtralConfig(
+                hidden_size=width, intermediate_size=2 * width, num_local_experts=num_experts,
+                num_experts_per_tok=2, num_hidden_layers=1,
+            )  # fmt: skip
+            config._experts_implementation = way
+            block = MixtralSparseMoeBlock(config)
+            _fill(block, weights)
+            their_x = x.transpose(0, 1)
+            assert torch.allclose(
+                _output(block(their_x)), layer(x).transpose(0, 1), rtol=1e-3, atol=1e-4
+            )
+            pairs = interleave(
+                lambda: _step(lambda: layer(x), layer),  # noqa: B023
+                lambda: _step(lambda: _output(block(their_x)), block),  # noqa: B023
+                rounds=rounds,
+            )
+            report(f"{num_experts} experts, width {width}, {tokens} tokens: {way}", pairs)
+
+
+def _output(found: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return found if isinstance(found, Tensor) else found[0]
+
+
+@torch.no_grad()
+def _fill(block: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+    gate_up = torch.cat((weights["experts.gate.weight"], weights["experts.up.weight"]), 1)
+    block.gate.weight.copy_(weights["router.weight"])  # type: ignore[union-attr, operator]
+    block.experts.gate_up_proj.copy_(gate_up)  # type: ignore[union-attr, operator]
+    block.experts.down_proj.copy_(weights["experts.down.weight"])  # type: ignore[union-attr, operator]
+
+
+def _alone_layer(moe: MoeSection, weights: dict[str, Tensor]) -> MoeLayer:
+    stream, nobody = Stream(tp=alone(0)), alone(0)
+    groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, stream=stream)
+    factory = Factory(weights, stream, dtype=torch.float32)
+    return MoeLayer(factory, "moe", moe, groups)  # type: ignore[arg-type]  # a factory's stand-in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to run the same layer on 8 ranks."""
+
+    is_gathered: bool
+    moe: dict[str, Any]
+
+
+VARIANTS = {
+    "all_to_all, dropless": Variant(is_gathered=False, moe={}),
+    "all_gather, dropless": Variant(is_gathered=True, moe={}),
+    "all_to_all, capacity 1": Variant(is_gathered=False, moe={"capacity_factor": 1.0}),
+    "all_gather, capacity 1": Variant(is_gathered=True, moe={"capacity_factor": 1.0}),
+    "all_to_all, padded to capacity 1": Variant(
+        is_gathered=False, moe={"capacity_factor": 1.0, "is_padded_to_capacity": True}
+    ),
+}
+MAPPINGS = {
+    "experts as attention: tp2 dp4, etp2 ep4": Grid(tp=2, dp=4, etp=2, ep=4),
+    "folded: tp2 dp4, etp1 ep8": Grid(tp=2, dp=4, ep=8),
+    "folded: tp2 dp4, etp1 ep2 edp4": Grid(tp=2, dp=4, ep=2),
+    "whole experts everywhere: tp2 dp4, etp1 ep1": Grid(tp=2, dp=4),
+}
+RANK_MOE = {"num_experts": 16, "top_k": 2}
+RANK_WIDTH, RANK_FFN, RANK_TOKENS = 256, 512, 512
+
+
+def on_ranks(*, rounds: int, quick: bool) -> None:
+    """Tokens a second of 8 ranks by mapping, dispatch and drops; every variant in each round."""
+    names = list(VARIANTS)
+    for mapping, grid in MAPPINGS.items():
+        ranks = run_grid(_time_variants, grid, 3 if quick else rounds, timeout=600)
+        for name in names:
+            walls = [max(r[name][i].wall_s for r in ranks) for i in range(len(ranks[0][name]))]
+            cpus = [sum(r[name][i].cpu_s for r in ranks) for i in range(len(ranks[0][name]))]
+            tokens = RANK_TOKENS * grid.dp
+            row = {
+                "mapping": mapping, "variant": name, "load": os.getloadavg()[0],
+                "tokens_per_s": tokens / median(walls).value,
+                "tokens_per_cpu_s": tokens / median(cpus).value, "rounds": len(walls),
+            }  # fmt: skip
+            print(json.dumps(row), flush=True)
+
+
+def _time_variants(env: RankEnv, rounds: int) -> dict[str, list[Sample]]:
+    calls = {name: _rank_step(env, variant) for name, variant in VARIANTS.items()}
+    samples: dict[str, list[Sample]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            barrier(env.groups.world)
+            wall, cpu = time.perf_counter(), time.process_time()
+            call()
+            sample = Sample(
+                wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu
+            )
+            if number:
+                samples[name].append(sample)
+    return samples
+
+
+def _rank_step(env: RankEnv, variant: Variant) -> Callable[[], None]:
+    groups, here = env.groups, env.grid.expert_coords(env.rank)
+    moe = MoeSection(**{**RANK_MOE, **variant.moe})
+    weights = draw_weights(moe, width=RANK_WIDTH, ffn_width=RANK_FFN)
+    stream = Stream(tp=groups.tp, is_sequence_parallel=True)
+    factory = Factory(
+        weights, stream, ep=(groups.ep.size, here.ep), etp=(groups.etp.size, here.etp),
+        dtype=torch.float32,
+    )  # fmt: skip
+    ranks = ExpertGroups(
+        ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream,
+        is_gathered=variant.is_gathered,
+    )  # fmt: skip
+    layer = MoeLayer(factory, "moe", moe, ranks)  # type: ignore[arg-type]  # a factory's stand-in
+    x = torch.randn(RANK_TOKENS // groups.tp.size, 1, RANK_WIDTH, requires_grad=True)
+    places = _places(env, x)
+    return lambda: _step(lambda: layer(x, places), layer)
+
+
+def _places(env: RankEnv, x: Tensor) -> Any:
+    from dataclasses import replace
+
+    from raymega.parallel.context import Rows, make_places, mark_tokens, no_context
+
+    rows = Rows(torch.arange(RANK_TOKENS)[None], ((RANK_TOKENS,),))
+    context, stream = no_context(env.rank), Stream(tp=env.groups.tp, is_sequence_parallel=True)
+    marks = mark_tokens(rows, torch.ones(1, RANK_TOKENS), context, stream)
+    return replace(make_places(rows, context), marks=marks)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed of grouped over looped by tokens of an expert, a line a width."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    matplotlib.rcParams["svg.hashsalt"] = "raymega"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for width in sorted({row["width"] for row in rows}):
+        own = [row for row in rows if row["width"] == width]
+        xs = [row["tokens"] for row in own]
+        ratios = [row["cpu_s"]["ratio"] for row in own]
+        errors = [
+            [row["cpu_s"]["ratio"] - row["cpu_s"]["low"] for row in own],
+            [row["cpu_s"]["high"] - row["cpu_s"]["ratio"] for row in own],
+        ]
+        label = f"{NUM_EXPERTS[width]} experts of width {width}"
+        axes.errorbar(xs, ratios, yerr=errors, marker="o", capsize=3, label=label)
+    axes.axhline(1.0, color="#8a8f98", linewidth=1.0)
+    axes.set_xscale("log", base=4)
+    axes.set_xticks(TOKENS_OF_EXPERT, [str(tokens) for tokens in TOKENS_OF_EXPERT])
+    axes.set_xlabel("tokens of an expert")
+    axes.set_ylabel("CPU time of a loop over grouped")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("grouped", "transformers", "ranks"))
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--draw", type=Path)
+    args = parser.parse_args()
+    set_threads(1)
+    torch.manual_seed(0)
+    if args.only in (None, "grouped"):
+        rows = grouped_against_looped(rounds=args.rounds, quick=args.quick)
+        if args.draw is not None:
+            draw(rows, args.draw)
+    if args.only in (None, "transformers"):
+        against_transformers(rounds=args.rounds, quick=args.quick)
+    if args.only in (None, "ranks"):
+        on_ranks(rounds=args.rounds, quick=args.quick)
+
+
+if __name__ == "__main__":
+    main()
