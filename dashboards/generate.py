@@ -23,7 +23,11 @@ UNITS = {"s": "s", "bytes": "bytes"}
 ATTEMPT_LEGEND = "{{run}}, attempt {{attempt}}"
 WINDOW = "$__rate_interval"
 TIMELINE = "tracking.timeline_every"
-PART_SETTINGS = {"group": "tracking.norms_every", "layer": "tracking.activations_every"}
+PART_SETTINGS = {
+    ("train", "group"): "tracking.norms_every",
+    ("train", "layer"): "tracking.activations_every",
+    ("moe", "layer"): "model.moe.num_experts",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +111,8 @@ def part_curve(title: str, name: str, *, is_log: bool = False) -> Panel:
         expr=f"max by (run, {metric.part}) ({select(name)})",
         legend=f"{{{{run}}}} {{{{{metric.part}}}}}",
     )
-    help_line = f"{metric.help} Needs {PART_SETTINGS[metric.part]}."
+    setting = PART_SETTINGS[name.partition("/")[0], metric.part]
+    help_line = f"{metric.help} Needs {setting}."
     return Panel(title=title, help=help_line, lines=(line,), is_log=is_log)
 
 
@@ -210,6 +215,17 @@ ROWS = (
             curve("Wait for packs", "data/schedule_wait_s"),
             curve("Sent between context-parallel ranks", "comm/cp_sent_bytes"),
             curve("Share of it behind work", "comm/cp_hidden_share", unit="percentunit"),
+        ),
+    ),
+    Row(
+        title="Experts",
+        panels=(
+            part_curve("Busiest expert over an even load", "moe/max_load", is_log=True),
+            part_curve("Idlest expert over an even load", "moe/min_load"),
+            part_curve("Share of starved experts", "moe/starved_share"),
+            part_curve("Share of choices dropped", "moe/drop_rate"),
+            part_curve("Entropy of routers", "moe/router_entropy"),
+            part_curve("Losses of routers", "moe/router_loss"),
         ),
     ),
     Row(

@@ -210,6 +210,15 @@ class TimelineRecorded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsLoaded:
+    """Where the tokens of a step went: by layer, how many chose each expert; all ranks together."""
+
+    rank: int
+    step: int
+    tokens: dict[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMeasured:
     """Memory of one rank after ``step``, by the names of tracking.names; all ranks send the same
     steps."""
@@ -273,6 +282,7 @@ Report = (
     | SaveSkipped
     | TimelineRecorded
     | MemoryMeasured
+    | ExpertsLoaded
     | WorkerFinished
     | WorkerFailed
     | WorkerDied

@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
-        sizes, deferral = group_sizes(rows, counts), self.deferral
+        sizes, deferral = group_sizes(rows, counts, inner=self.up.shape[1]), self.deferral
         up = grouped_linear(rows, self.up, sizes, deferral)
         if self.gate is None:
             inner = produce(gelu_tanh, up) if self.is_remade else gelu_tanh(up)

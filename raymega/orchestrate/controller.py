@@ -14,6 +14,7 @@ from raymega.errors import CapacityError, CheckpointError, RaymegaError
 from raymega.messages import (
     Entered,
     Evaluated,
+    ExpertsLoaded,
     MemoryMeasured,
     NodesChecked,
     Report,
@@ -288,7 +289,7 @@ class Controller:
                 self._take_step(report)
             case Evaluated():
                 self._sink.emit(events.evaluation_finished(self.state, report))
-            case TimelineRecorded() | MemoryMeasured():
+            case TimelineRecorded() | MemoryMeasured() | ExpertsLoaded():
                 for event in self._work.ranks.take(report, attempt=self.state.attempt):
                     self._sink.emit(event)
             case NodesChecked():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Generic, TypeVar
 
-from raymega.messages import MemoryMeasured, TimelineRecorded
+from raymega.messages import ExpertsLoaded, MemoryMeasured, TimelineRecorded
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.recording import Recording
-from raymega.tracking.sink import MemoryReady, TimelineReady, WorkEvent
+from raymega.tracking.sink import ExpertsSeen, MemoryReady, TimelineReady, WorkEvent
 
 T = TypeVar("T")
 
@@ -38,10 +38,12 @@ class RankReports:
         self._memory: Gather[dict[str, float]] = Gather(plan.grid.world_size)
 
     def take(
-        self, report: TimelineRecorded | MemoryMeasured, *, attempt: int
-    ) -> list[TimelineReady | MemoryReady]:
+        self, report: TimelineRecorded | MemoryMeasured | ExpertsLoaded, *, attempt: int
+    ) -> list[TimelineReady | MemoryReady | ExpertsSeen]:
         """The event of all ranks when this was the last one missing."""
         rank, step = report.rank, report.step
+        if isinstance(report, ExpertsLoaded):  # of all ranks already
+            return [ExpertsSeen(attempt=attempt, step=step, tokens=report.tokens)]
         if isinstance(report, TimelineRecorded):
             rows = self._timelines.add(rank=rank, step=step, value=report.events)
             return [_timeline(self._plan, rows, attempt=attempt, step=step)] if rows else []

@@ -2,7 +2,8 @@
 
 torch's grouped matrix product is one kernel on a GPU, and on a CPU one product after another in C++.
 Where all groups are equally large on a CPU, they are one batch, which costs less than the calls; and in
-float64, in which the proofs run and which torch's product lacks, they are filled up to be one.
+float64, in which the proofs run and which it does not know, they are filled up to be one, as are
+rows that do not begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.functional import grouped_mm
 from raymega.parallel.deferral import Deferral
 
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROW_ALIGNMENT_BYTES = 16
 
 
 class GroupSizes(NamedTuple):
@@ -31,9 +33,15 @@ class GroupSizes(NamedTuple):
     largest: int
 
 
-def group_sizes(rows: Tensor, counts: Tensor) -> GroupSizes:
-    """Sizes of the groups of ``rows`` [R, N]; on a GPU the host waits for nothing but in float64."""
-    has_product = rows.dtype in GROUPED_DTYPES
+def group_sizes(rows: Tensor, counts: Tensor, *, inner: int) -> GroupSizes:
+    """Sizes of the groups of ``rows`` [R, N], which go through products with [E, inner, N].
+
+    On a GPU the host waits for nothing where torch's grouped product can be used.
+    """
+    widths = (rows.shape[1], inner)
+    has_product = rows.dtype in GROUPED_DTYPES and not any(
+        width * rows.element_size() % ROW_ALIGNMENT_BYTES for width in widths
+    )
     largest = -1
     if not has_product or rows.device.type == "cpu":
         largest = int(counts.max())

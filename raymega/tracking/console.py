@@ -10,12 +10,14 @@ from typing import TextIO
 
 from rich.console import Console
 
+from raymega.tracking.expert_load import collapse_warnings, is_collapsed
 from raymega.tracking.metrics import metrics_of
 from raymega.tracking.sink import (
     ArtefactWritten,
     AttemptStarted,
     CheckpointCommitted,
     EvaluationFinished,
+    ExpertsSeen,
     FailureSeen,
     MemoryReady,
     NodesPassed,
@@ -56,6 +58,7 @@ class ConsoleSink:
         self._name = ""
         self._total_steps = 0
         self._is_first_step = True
+        self._collapsed: set[int] = set()
 
     def emit(self, event: RunEvent) -> None:
         """Print the event when it is worth a line; blocks only while the stream does."""
@@ -75,6 +78,8 @@ class ConsoleSink:
                 self._print(_trouble(event), style="red")
             case MemoryReady():
                 pass  # a number for curves
+            case ExpertsSeen():
+                self._print_collapse(event)
             case Recovered():
                 self._print(_recovered(event), style="green")
             case _:
@@ -88,6 +93,15 @@ class ConsoleSink:
         if is_due or self._is_first_step:
             self._print(_step_line(event, self._total_steps))
         self._is_first_step = False
+
+    def _print_collapse(self, event: ExpertsSeen) -> None:
+        """Once for a layer, until its routing has recovered."""
+        found = collapse_warnings(event.tokens, event.step)
+        layers = {layer for layer, counts in event.tokens.items() if is_collapsed(counts)}
+        for layer, line in zip(sorted(layers), found, strict=True):
+            if layer not in self._collapsed:
+                self._print(line, style="red")
+        self._collapsed = layers
 
     def _print(self, line: str, style: str = "") -> None:
         self._console.print(line, style=style, soft_wrap=True)

@@ -20,6 +20,7 @@ from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
     EvaluationFinished,
+    ExpertsSeen,
     FailureSeen,
     MemoryReady,
     NodesPassed,
@@ -81,6 +82,10 @@ class JsonLinesSink:
                 rows = {str(rank): _by_short_name(row) for rank, row in event.ranks.items()}
                 place = {"step": event.step, "attempt": event.attempt}
                 return {"event": "memory"} | place | {"ranks": rows}
+            case ExpertsSeen():
+                tokens = {str(layer): [*counts] for layer, counts in event.tokens.items()}
+                place = {"step": event.step, "attempt": event.attempt}
+                return {"event": "experts"} | place | {"tokens": tokens}
             case _:
                 return {"event": _name(event)} | _fields(event)
 
@@ -106,6 +111,7 @@ _NAMES: Mapping[type, str] = {
     Recovered: "recovered",
     TimelineReady: "timeline",
     MemoryReady: "memory",
+    ExpertsSeen: "experts",
     ArtefactWritten: "artefact",
     RunFinished: "finished",
 }

@@ -98,6 +98,14 @@ METRICS = (
     _part_gauge("train/output_grad_mean", "layer", "1", "Mean of the loss's gradient by it."),
     _part_gauge("train/output_grad_std", "layer", "1", "Standard deviation of that gradient."),
     _part_gauge("train/output_grad_max_abs", "layer", "1", "Largest magnitude in that gradient."),
+    _part_gauge("moe/max_load", "layer", "1", "Load of the busiest expert over an even load."),
+    _part_gauge("moe/min_load", "layer", "1", "Load of the idlest expert over an even load."),
+    _part_gauge(
+        "moe/starved_share", "layer", "1", "Share of experts with less than 0.1 of an even load."
+    ),
+    _part_gauge("moe/drop_rate", "layer", "1", "Share of choices dropped for want of capacity."),
+    _part_gauge("moe/router_entropy", "layer", "nats", "Mean entropy of a token's scores."),
+    _part_gauge("moe/router_loss", "layer", "1", "Balancing loss and z-loss, mean of tokens."),
     _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),
     _gauge("eval/perplexity", "1", "exp of eval/loss."),
     _gauge("checkpoint/stall_s", "s", "Time that training stood still for the save."),

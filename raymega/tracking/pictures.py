@@ -1,4 +1,4 @@
-"""PicturesSink: the run's pictures, drawn once at its end: loss curve, pipeline time line, trace.
+"""PicturesSink: the run's pictures, drawn once at its end: loss curve, experts, time line, trace.
 
 It owns when and where; how they look is tracking.plots' and schedule.draw's.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from raymega.schedule.draw import draw_svg
 from raymega.schedule.trace import merge_trace
+from raymega.tracking.expert_heat import draw_heat, load_expert_loads
 from raymega.tracking.plots import draw_curve, load_curve
 from raymega.tracking.sink import (
     ArtefactWritten,
@@ -75,6 +76,11 @@ class PicturesSink:
             path = self._folder / "loss.png"
             draw_curve(curve, path, title=f"run {self._name}", references=self._references)
             self._tell(path, "Loss curve")
+        loads = load_expert_loads(self._metrics) if self._metrics.exists() else {}
+        if loads:
+            path = self._folder / "experts.svg"
+            draw_heat(loads, path, title=f"run {self._name}, load of experts")
+            self._tell(path, "Load of experts")
 
     def _draw_timeline(self, event: TimelineReady) -> None:
         rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}

@@ -38,7 +38,7 @@ class LossCurve:
 def load_curve(path: Path) -> LossCurve:
     """Read the lines of metrics.jsonl; a last line that a killed driver tore is passed over."""
     curve = LossCurve()
-    for record in _records(path):
+    for record in read_records(path):
         step = record.get("step", 0)
         if record["event"] == "attempt":
             _restart(curve, step)
@@ -76,7 +76,8 @@ def draw_curve(
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
-def _records(path: Path) -> Iterable[dict[str, Any]]:  # Any: lines of JSON
+def read_records(path: Path) -> Iterable[dict[str, Any]]:  # Any: lines of JSON
+    """The lines of metrics.jsonl that are whole."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(line)

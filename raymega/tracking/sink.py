@@ -226,6 +226,15 @@ class MemoryReady:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsSeen:
+    """Where the tokens of ``step`` went: by layer, how many chose each expert."""
+
+    attempt: int
+    step: int
+    tokens: Mapping[int, Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArtefactWritten:
     """A small local file about the run exists: a picture, a trace, the job as YAML."""
 
@@ -269,6 +278,7 @@ RunEvent = (
     | Recovered
     | TimelineReady
     | MemoryReady
+    | ExpertsSeen
     | ArtefactWritten
     | RunFinished
 )

@@ -49,6 +49,7 @@ class Factory:
     dtype: torch.dtype = torch.float64
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 7
+    is_fused: bool = False
     deferral: Deferral = field(default_factory=Deferral)
     places: dict = field(default_factory=dict)
 

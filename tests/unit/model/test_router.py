@@ -1,0 +1,169 @@
+"""Choices of experts: ties, groups, sinkhorn, capacity, and what masked tokens may not touch."""
+
+import pytest
+import torch
+
+from raymega.config.moe import MoeSection
+from raymega.model.balance import count_load, nudge_bias
+from raymega.model.capacity import keep_within_capacity
+from raymega.model.moe import MoeLayer
+from raymega.model.router import choose, jitter, sinkhorn
+from raymega.parallel.dispatch import ExpertGroups
+from raymega.parallel.groups import alone
+from raymega.parallel.stream import Stream
+from raymega.parallel.token_marks import TokenMarks
+from tests.support import moe_reference as plain
+
+NOBODY = alone(0)
+
+
+def _marks(num_tokens, *, uncounted=()):
+    is_counted = torch.ones(num_tokens, dtype=torch.bool)
+    is_counted[list(uncounted)] = False
+    return TokenMarks(
+        numbers=torch.arange(num_tokens), is_counted=is_counted, row_length=num_tokens
+    )
+
+
+def _layer(moe, dtype=torch.float64, *, rounded_to=torch.float64):
+    weights = plain.draw_weights(moe, width=12, ffn_width=8)
+    weights = {name: values.to(rounded_to).double() for name, values in weights.items()}
+    stream = Stream(tp=NOBODY)
+    groups = ExpertGroups(ep=NOBODY, etp=NOBODY, micro=NOBODY, stream=stream)
+    return MoeLayer(plain.Factory(weights, stream, dtype=dtype), "moe", moe, groups)
+
+
+def test_of_equal_scores_the_lower_expert_is_chosen():
+    scores = torch.tensor([[0.2, 0.5, 0.5, 0.2, 0.5], [0.1, 0.1, 0.1, 0.1, 0.1]])
+    chosen, gaps = choose(scores, MoeSection(num_experts=5, top_k=2))
+    assert chosen.tolist() == [[1, 2], [0, 1]]
+    assert gaps.tolist() == [0.0, 0.0]
+
+
+def test_margin_is_the_gap_to_the_first_that_was_not_chosen():
+    _, gaps = choose(torch.tensor([[0.9, 0.1, 0.6, 0.5]]), MoeSection(num_experts=4, top_k=2))
+    assert gaps.item() == pytest.approx(0.1)
+    _, gaps = choose(torch.tensor([[0.9, 0.1]]), MoeSection(num_experts=2, top_k=2))
+    assert gaps.item() == float("inf")
+
+
+@pytest.mark.parametrize(("score", "wanted"), [("max", [0, 2]), ("top2", [2, 3])])
+def test_experts_come_from_the_best_groups(score, wanted):
+    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.1, 0.2]])
+    moe = MoeSection(num_experts=6, top_k=2, num_groups=3, top_groups=1, group_score=score)
+    chosen, gaps = choose(scores, moe)
+    assert sorted(chosen[0].tolist()) == (wanted if score == "top2" else [0, 1])
+    assert gaps.item() == pytest.approx(0.3 if score == "max" else 0.2)
+
+
+def test_of_equal_groups_the_lower_is_chosen_though_scores_are_negative():
+    moe = MoeSection(num_experts=4, top_k=2, num_groups=2, top_groups=1)
+    assert choose(torch.full((1, 4), -1.0), moe)[0].tolist() == [[0, 1]]
+
+
+def test_sinkhorn_evens_out_the_load_that_logits_would_pile_up():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(512, 8, generator=generator).double()
+    logits[:, 0] += 3
+    is_counted = torch.ones(512, dtype=torch.bool)
+    offset = sinkhorn(logits, is_counted, NOBODY, rounds=30)
+    columns = (logits + offset).softmax(1).sum(0)
+    assert torch.allclose(columns, torch.full_like(columns, 64.0), rtol=1e-6)
+    load = (logits + offset).argmax(1).bincount(minlength=8)
+    assert load.max() < 100 < logits.argmax(1).bincount().max()
+
+
+def test_sinkhorn_reads_counted_tokens_only():
+    logits = torch.randn(16, 4).double()
+    marks = _marks(16, uncounted=range(10, 16))
+    others = logits.clone()
+    others[10:] = 50 * torch.randn(6, 4)
+    first, second = (sinkhorn(x, marks.is_counted, NOBODY, rounds=8) for x in (logits, others))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("drop_by", "kept"), [("probability", [1, 3]), ("position", [0, 1])])
+def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
+    chosen = torch.zeros(5, 1, dtype=torch.int64)
+    weights = torch.tensor([[0.1], [0.9], [0.2], [0.9], [0.99]])
+    moe = MoeSection(num_experts=2, top_k=1, capacity_factor=1.0, drop_by=drop_by)
+    marks = _marks(5, uncounted=[4])
+    experts = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    assert [t for t in range(5) if experts[t] == 0] == kept
+    assert set(experts.flatten().tolist()) == {0, 2}
+
+
+def test_of_equal_weights_the_earlier_token_stays_wherever_it_lies():
+    chosen, weights = torch.zeros(4, 1, dtype=torch.int64), torch.full((4, 1), 0.5)
+    marks = TokenMarks(
+        numbers=torch.tensor([7, 1, 5, 0]), is_counted=torch.ones(4, dtype=torch.bool), row_length=8
+    )
+    moe = MoeSection(num_experts=1, top_k=1, capacity_factor=1.0)
+    experts = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    assert experts.flatten().tolist() == [1, 0, 1, 0]
+
+
+def test_uncounted_tokens_are_in_no_load_and_no_margin():
+    chosen = torch.tensor([[0, 1], [0, 2], [0, 3]])
+    counts, tokens = count_load(chosen, _marks(3, uncounted=[1]), 4)
+    assert counts.tolist() == [2, 1, 0, 1] and tokens == 2
+    moe = MoeSection(num_experts=4)
+    layer = _layer(moe)
+    x = torch.randn(3, 12).double().requires_grad_()
+    with torch.no_grad():
+        x[1] = 0.0  # all experts are equal to it
+    for uncounted, is_zero in (((), True), ((1,), False)):
+        own, _ = layer.router(x, _marks(3, uncounted=uncounted))
+        own.sum().backward()
+        _, margin = layer.router.record.take(x.device)
+        assert (margin.item() == 0) == is_zero
+
+
+def test_a_tally_counts_once_though_forward_runs_again():
+    layer = _layer(MoeSection(num_experts=4))
+    x = torch.randn(6, 2, 12).double().requires_grad_()
+    with torch.no_grad():
+        layer(x)
+    layer(x)
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    y.sum().backward()
+    sums, _ = layer.router.record.take(x.device)
+    assert sums[:4].sum() == 2 * 12 and sums[4] == 12
+    assert layer.router.record.take(x.device)[0].sum() == 0
+
+
+def test_bias_moves_by_the_sign_of_the_error_alone():
+    bias = torch.zeros(4)
+    nudge_bias(bias, torch.tensor([10.0, 0.0, 5.0, 5.0]), 0.25)
+    assert bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
+
+
+def test_jitter_is_a_function_of_the_token_and_spread_evenly():
+    keys = torch.randint(-(1 << 62), 1 << 62, (400,))
+    noise = jitter(keys, 50, 0.2, torch.float64)
+    assert noise.min() >= 0.8 and noise.max() <= 1.2
+    assert noise.mean().item() == pytest.approx(1.0, abs=3e-3)
+    assert noise.std().item() == pytest.approx(0.2 / 3**0.5, rel=0.02)
+    assert torch.equal(jitter(keys[7:9], 50, 0.2, torch.float64), noise[7:9])
+
+
+def test_evaluation_neither_jitters_nor_evens_out():
+    moe = MoeSection(num_experts=4, balance="sinkhorn")
+    layer = _layer(moe).eval()
+    x, marks = torch.randn(6, 12).double(), _marks(6)
+    _, routing = layer.router(x, marks)
+    logits = x @ layer.router.weight.T
+    assert torch.equal(routing.experts, logits.topk(2).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_formats_come_close_and_route_in_wide_ones(dtype):
+    moe = MoeSection(num_experts=4, balance="micro_batch", balance_coefficient=0.1)
+    x = torch.randn(32, 1, 12)
+    wide, narrow = _layer(moe, rounded_to=dtype), _layer(moe, dtype)
+    leaf = x.to(dtype).requires_grad_()
+    y, wanted = narrow(leaf), wide(x.to(dtype).double())
+    y.sum().backward()
+    assert y.dtype == dtype and leaf.grad.dtype == dtype
+    same = (y.double() - wanted).abs().mean() / wanted.abs().mean()
+    assert same < (1e-5 if dtype == torch.float32 else 2e-2)
