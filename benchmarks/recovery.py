@@ -3,7 +3,7 @@
 Workers are real processes on a real Ray of several nodes on this machine, and faults are SIGKILLs. Detection is
 from the kill to the driver's notice; the other parts are those that the driver reports for each recovery.
 
-    python benchmarks/recovery.py [--quick] [--ranks 2 4 8 16] [--kills 3] [--nodes 2]
+    python benchmarks/recovery.py [--quick] [--ranks 2 4 8 16] [--kills 3] [--no-node]
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ HEALTH = {  # a dead node is known after 1.5 s instead of 14
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
+NODES = 2
 CALM_STEPS = 5
 """Least steps between a recovery and the next kill."""
 
@@ -101,6 +102,59 @@ class Killer:
         """Nothing to flush."""
 
 
+@dataclass
+class NodeKiller:
+    """A sink that takes a node away and gives one back."""
+
+    cluster: Cluster
+    slots: int
+    stop: object = None
+    nodes: dict[int, str] = field(default_factory=dict)
+    attempt: int = 0
+    calm: int = 0
+    since_s: dict[str, float] = field(default_factory=dict)
+
+    def emit(self, event: RunEvent) -> None:
+        match event:
+            case AttemptStarted():
+                self.attempt, self.calm = self.attempt + 1, 0
+            case WorkersStarted():
+                self.nodes = dict(event.nodes)
+            case FailureSeen():
+                self.since_s.setdefault("detected", time.monotonic())
+            case StepFinished():
+                self._step()
+
+    def _step(self) -> None:
+        self.calm += 1
+        if self.calm == 1:
+            self.since_s[f"attempt {self.attempt}"] = time.monotonic()
+        if self.calm != CALM_STEPS:
+            return
+        if self.attempt == 1:
+            node = next(n for n in self.cluster.list_all_nodes() if n.node_id == self.nodes[0])
+            self.since_s["killed"] = time.monotonic()
+            self.cluster.remove_node(node, allow_graceful=False)
+        elif self.attempt == 2:
+            self.cluster.add_node(num_cpus=self.slots)
+            self.since_s["returned"] = time.monotonic()
+        else:
+            self.stop()
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing to flush."""
+
+    def show(self, ranks: int) -> None:
+        """From the kill and from the return to the first step on the other grid."""
+        at = self.since_s
+        print(
+            f"{ranks} ranks, a node lost: noticed after {at['detected'] - at['killed']:.2f} s, first step on "
+            f"{ranks // 2} ranks {at['attempt 2'] - at['detected']:.2f} s later; on {ranks} again "
+            f"{at['attempt 3'] - at['returned']:.2f} s after a node came back",
+            flush=True,
+        )
+
+
 def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str]) -> RunPlan:
     """tp2 and pp2 as far as there are ranks, dp for the rest; a snapshot after every step."""
     tp, pp = min(2, ranks), 2 if ranks >= 4 else 1
@@ -115,7 +169,7 @@ def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str
     return make_plan(parse_job(JOB, settings).job())
 
 
-def run(plan: RunPlan, folder: str, killer: Killer) -> None:
+def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller) -> None:
     """One driver, until the killer has had its kills."""
     clock = SystemClock()
     with ThreadPoolExecutor(1) as executor:
@@ -147,27 +201,37 @@ def show(name: str, rows: list[dict[str, float]]) -> None:
     )
 
 
+def lose_spare_room(cluster: Cluster) -> None:
+    """Two nodes of four slots each are left."""
+    old = [node for node in cluster.list_all_nodes() if not node.head]
+    for _ in range(2):
+        cluster.add_node(num_cpus=4)
+    for node in old:
+        cluster.remove_node(node, allow_graceful=True)
+    cluster.wait_for_nodes()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--no-node", action="store_true", help="leave out the loss of a node")
     parser.add_argument("--quick", action="store_true", help="2 ranks, one kill each")
     parser.add_argument("--set", action="append", default=[], help="a field of the job")
     parser.add_argument("--spares", type=int, nargs="+", default=[1, 0])
     options = parser.parse_args()
     ranks, kills = ([2], 1) if options.quick else (options.ranks, options.kills)
     logging.basicConfig(level=logging.ERROR)
-    slots = (max(ranks) + 2 + options.nodes - 1) // options.nodes
+    slots = (max(ranks) + 2 + NODES - 1) // NODES
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH}
     )
     try:
-        for _ in range(options.nodes):
+        for _ in range(NODES):
             cluster.add_node(num_cpus=slots + slots % 2)
         cluster.wait_for_nodes()
         open_session(cluster.address)
-        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.nodes} Ray nodes")
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {NODES} Ray nodes")
         with tempfile.TemporaryDirectory() as folder:
             for number in ranks:
                 for spares in options.spares:
@@ -179,6 +243,12 @@ def main() -> None:
                     killer = Killer(kills=kills, spares=plan.job.elastic.spares)
                     run(plan, folder, killer)
                     show(name, killer.recovered)
+            if not options.no_node:
+                plan = plan_for(8, spares=0, name="node", folder=folder, extra=options.set)
+                node_killer = NodeKiller(cluster=cluster, slots=4)
+                lose_spare_room(cluster)
+                run(plan, folder, node_killer)
+                node_killer.show(8)
         close_session()
     finally:
         cluster.shutdown()
