@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from raymega.orchestrate.placement import Place, choose_ranks
-from raymega.plan.accelerators import Accelerator
+from raymega.plan.accelerators import CATALOGUE, Accelerator
 from raymega.plan.fallback import smaller_plan
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import RunPlan
@@ -59,10 +59,9 @@ def growth(
 class Grids:
     """The plan that a run has now, the one that it should have, and how fast each was."""
 
-    def __init__(self, plan: RunPlan, *, device: Accelerator | None = None) -> None:
-        """``plan`` is the job's own; ``device`` is what its workers have, where that is known."""
+    def __init__(self, plan: RunPlan) -> None:
+        """``plan`` is the job's own."""
         self.full = self.now = plan
-        self._device = device
         self._step_s: dict[str, list[float]] = {}
         self.change_s = FIRST_CHANGE_S
 
@@ -86,7 +85,7 @@ class Grids:
             self.full.job,
             most=len(places),
             least=least,
-            device=self._device,
+            device=_device(places),
             fits=lambda grid: self._fit(grid, places),
         )
 
@@ -117,3 +116,11 @@ class Grids:
         is_free = self.full.job.parallel.is_tp_across_nodes_allowed
         ranks = [-1] * len(places)
         return choose_ranks(places, ranks, grid, is_tp_across_nodes_allowed=is_free) is not None
+
+
+def _device(places: Sequence[Place]) -> Accelerator | None:
+    """What the workers have, the one with least memory; None when a node does not say it."""
+    kinds = {place.accelerator.lower() for place in places}
+    if not kinds <= CATALOGUE.keys():
+        return None
+    return min((CATALOGUE[kind] for kind in kinds), key=lambda d: d.memory_bytes, default=None)

@@ -16,6 +16,7 @@ from raymega.plan.grid import Grid
 
 DOMAIN_LABEL = "ray.io/gpu-domain"
 """Ray's label of the nodes that fast links join."""
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,7 @@ class Place:
         pid: Process id on that node.
         gpus: Indices of its GPUs on the node; empty on CPUs.
         domain: Of nodes that fast links join, such as an NVLink rack; empty where nobody says so.
+        accelerator: What kind of GPU the node says that it has; empty where it says nothing.
     """
 
     node_id: str
@@ -35,6 +37,7 @@ class Place:
     pid: int
     gpus: tuple[str, ...] = ()
     domain: str = ""
+    accelerator: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

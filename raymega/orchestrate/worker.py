@@ -30,7 +30,7 @@ from raymega.messages import (
     WorkerFailed,
 )
 from raymega.orchestrate.outbox import Outbox
-from raymega.orchestrate.placement import DOMAIN_LABEL, Place
+from raymega.orchestrate.placement import ACCELERATOR_LABEL, DOMAIN_LABEL, Place
 from raymega.orchestrate.preflight import Answer, Question, answer_question
 
 log = logging.getLogger(__name__)
@@ -69,13 +69,14 @@ class Worker:
     def place(self) -> Place:
         """Where this process lives."""
         context = ray.get_runtime_context()
+        labels = context.get_node_labels() or {}  # said to be lists, and are texts
         return Place(
             node_id=context.get_node_id(),
             address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             pid=os.getpid(),
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
-            # Said to be lists, and are texts.
-            domain=str((context.get_node_labels() or {}).get(DOMAIN_LABEL, "")),
+            domain=str(labels.get(DOMAIN_LABEL, "")),
+            accelerator=str(labels.get(ACCELERATOR_LABEL, "")),
         )
 
     def run_uri(self) -> str:

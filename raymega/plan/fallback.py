@@ -87,20 +87,26 @@ def fallbacks(job: Job, *, device: Accelerator | None = None, limit: int) -> lis
 
 
 def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Iterator[RunPlan]:
-    """Plans of the same cut with fewer replicas, the largest first."""
+    """Plans of the same cut with fewer replicas, the largest first.
+
+    Experts lie on the ranks of several replicas; where these become too few, a rank gets more experts.
+    """
     parallel = job.parallel
     replica = parallel.tp * parallel.cp * parallel.pp
+    eps = [ep for ep in range(parallel.ep, 0, -1) if parallel.ep % ep == 0]
     for dp in range(min(parallel.dp - 1, most // replica), 0, -1):
-        plan = _plan_or_none(
-            job.model_copy(
-                update={
-                    "parallel": parallel.model_copy(update={"dp": dp}),
-                    "cluster": job.cluster.model_copy(update={"num_workers": "grid"}),
-                }
-            )
-        )
-        if plan is not None and _has_room(plan, device):
+        plans = (_plan_or_none(_changed(job, dp=dp, ep=ep)) for ep in eps)
+        plan = next((plan for plan in plans if plan and _has_room(plan, device)), None)
+        if plan is not None:
             yield plan
+
+
+def _changed(job: Job, **degrees: int) -> Job:
+    changes = {
+        "parallel": job.parallel.model_copy(update=degrees),
+        "cluster": job.cluster.model_copy(update={"num_workers": "grid"}),
+    }
+    return job.model_copy(update=changes)
 
 
 def _plan_or_none(job: Job) -> RunPlan | None:

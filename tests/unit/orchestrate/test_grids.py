@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from raymega.orchestrate.grids import FIRST_CHANGE_S, Grids, growth
 from raymega.orchestrate.placement import Place
+from raymega.plan.accelerators import CATALOGUE
+from raymega.plan.memory_use import memory_use, pipeline_elements
 from tests.support.jobs import make_test_plan
 
 FULL = (
@@ -19,6 +23,10 @@ def places(*counts):
         for node, count in enumerate(counts)
         for pid in range(count)
     ]
+
+
+def memory_of(plan):
+    return memory_use(plan, pipeline_elements(plan)).total_bytes
 
 
 def make(*overrides):
@@ -76,3 +84,14 @@ def test_growth_can_be_forbidden():
 def test_growth_counts_no_gain_beyond_the_horizon():
     weighed = growth(steps_left=10**9, step_s=2.0, full_step_s=1.0, change_s=30.0, horizon_s=50.0)
     assert weighed.gain_s == 25.0 and not weighed.is_worth_it
+
+
+def test_shrink_passes_over_what_does_not_fit_into_the_devices_memory():
+    large = ("model.num_layers=96", "model.width=12288", "model.ffn_width=49152", "model.num_heads=96",
+             "model.num_kv_heads=8", "parallel.tp=8", "parallel.pp=4", "precision.dtype=bfloat16",
+             "parallel.sharding=optimizer")  # fmt: skip
+    grids = Grids(make_test_plan(*large, "parallel.dp=2"))
+    where = places(*[8] * 7)
+    gpus = [replace(place, accelerator="H100") for place in where]
+    assert memory_of(grids.shrink(where)) > CATALOGUE["h100"].memory_bytes
+    assert memory_of(grids.shrink(gpus)) <= CATALOGUE["h100"].memory_bytes

@@ -5,6 +5,7 @@ import pytest
 from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.fallback import fallbacks, smaller_plan
 from tests.support.jobs import make_test_plan
+from tests.unit.plan.test_expert_time import plan as expert_plan
 
 JOB = make_test_plan(
     "parallel.tp=2", "parallel.pp=2", "parallel.dp=4", "data.global_batch_size=24"
@@ -51,6 +52,12 @@ def test_fallbacks_cover_every_number_of_workers_once():
     for before, after in pairwise(found):
         assert after.most == before.least - 1
     assert found[-1].least == 1
+
+
+def test_a_rank_gets_more_experts_where_fewer_ranks_share_them():
+    job = expert_plan(dp=8, ep=8).job
+    assert [(smaller_plan(job, most=most).grid.dp, smaller_plan(job, most=most).grid.ep)
+            for most in (7, 4, 2)] == [(7, 1), (4, 4), (2, 2)]  # fmt: skip
 
 
 def test_fallbacks_keep_to_min_workers():
