@@ -72,18 +72,33 @@ class Optimizer:
         ]
         self._groups = group_by_rates(self._slots, lambda slot: slot.param.spec.role, section)
 
-    def step(self, *, lr: float, step: int) -> None:
-        """Make the update number ``step``, counted from 1, with the gradients in the buffer."""
+    def step(self, *, lr: float, step: int, gradient_factor: float = 1.0) -> None:
+        """Make the update number ``step``, counted from 1, with ``gradient_factor`` times the gradients.
+
+        The buffer has the product afterwards.
+        """
         self._weights.wait_for_all()
         self._num_steps.fill_(step - 1)
+        divisor = self._divisor(gradient_factor)
         for rates, slots in self._groups.items():
             self._update.apply(
                 slots,
                 self._section,
                 lr=lr * rates.lr_scale,
                 weight_decay=rates.weight_decay,
+                divisor=divisor,
             )
         self.sync_weights()
+
+    def _divisor(self, factor: float) -> torch.Tensor | None:
+        """What the update divides gradients by on its way; wider ones than that has are scaled here."""
+        if factor == 1.0:
+            return None
+        if self._table.dtype == torch.float32:
+            return torch.tensor(1 / factor, device=self._num_steps.device)
+        for held in self._held:
+            held.gradient.mul_(factor)
+        return None
 
     def blocks(self) -> Iterator[Block]:
         """What a checkpoint keeps; a load fills the values and then calls :meth:`sync_weights`."""

@@ -24,7 +24,7 @@ class Slot:
     Attributes:
         param: The parameter.
         master: Its values in float32 or better.
-        gradient: Summed, scaled and clipped; same dtype.
+        gradient: Summed over ranks; same dtype.
         state: One tensor for each of the update's kinds; same dtype, zero at the start.
         num_steps: Scalar, updates made before this one; a float.
     """
@@ -40,9 +40,18 @@ class Apply(Protocol):
     """Moves the masters of ``slots`` in place."""
 
     def __call__(
-        self, slots: Sequence[Slot], section: OptimizerSection, *, lr: float, weight_decay: float
+        self,
+        slots: Sequence[Slot],
+        section: OptimizerSection,
+        *,
+        lr: float,
+        weight_decay: float,
+        divisor: torch.Tensor | None = None,
     ) -> None:
-        """Called once a step for all slots that have this rate and decay."""
+        """Called once a step for all slots that have this rate and decay.
+
+        Gradients are divided by ``divisor``, a float32 scalar, in place and in the same pass.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +68,12 @@ class Update:
 
 
 def apply_adamw(
-    slots: Sequence[Slot], section: OptimizerSection, *, lr: float, weight_decay: float
+    slots: Sequence[Slot],
+    section: OptimizerSection,
+    *,
+    lr: float,
+    weight_decay: float,
+    divisor: torch.Tensor | None = None,
 ) -> None:
     """Loshchilov and Hutter's decoupled weight decay, by torch's fused function."""
     # The function, not torch.optim.AdamW: making one imports torch._dynamo, which takes 2 s.
@@ -71,6 +85,7 @@ def apply_adamw(
         [],
         [slot.num_steps for slot in slots],
         fused=True,
+        grad_scale=divisor,
         amsgrad=False,
         beta1=section.beta1,
         beta2=section.beta2,
@@ -82,7 +97,12 @@ def apply_adamw(
 
 
 def apply_sgd(
-    slots: Sequence[Slot], section: OptimizerSection, *, lr: float, weight_decay: float
+    slots: Sequence[Slot],
+    section: OptimizerSection,
+    *,
+    lr: float,
+    weight_decay: float,
+    divisor: torch.Tensor | None = None,
 ) -> None:
     """Momentum and, unlike AdamW, the decay as part of the gradient, by torch's fused function.
 
@@ -93,6 +113,7 @@ def apply_sgd(
         [slot.gradient for slot in slots],
         [slot.state[0] for slot in slots],
         fused=True,
+        grad_scale=divisor,
         weight_decay=weight_decay,
         momentum=section.momentum,
         lr=lr,

@@ -127,11 +127,6 @@ class GradBuffer:
                 tie = start_all_reduce(self.owned(bucket), self._groups.embedding)
                 self._log.track("sum_tied", bucket, tie).wait(self._groups.embedding.timeout_s)
 
-    def scale(self, factor: float) -> None:
-        """Multiply every sum that this rank owns by ``factor``."""
-        for bucket in self._table.buckets:
-            self.owned(bucket).mul_(factor)
-
     def _make_sums(self) -> dict[int, GradientSum]:
         """Of the buckets that are whole here, all in one tensor."""
         whole = [b for b in self._table.buckets if b.level < Level.GRADIENTS]

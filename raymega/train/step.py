@@ -97,8 +97,8 @@ def train_step(
         )  # fmt: skip
         factor = clip_factor(grad_norm, job.optimizer.clip_norm)
         before_update()
-        parts.gradients.scale(factor / totals.tokens / scale)
-        parts.optimizer.step(lr=lr, step=state.updates + 1)
+        factor = factor / totals.tokens / scale
+        parts.optimizer.step(lr=lr, step=state.updates + 1, gradient_factor=factor)
         parts.routers.update(totals.loads)
         parts.weights.start_gather()  # goes on beside reports, saves and the next step's data
     after = state.advance(

@@ -91,8 +91,8 @@ def _train(env, level):
         _poison(buffer)
         mine = local_norm_sq(buffer.shares(), env.device)
         norms.append(sqrt(all_reduce(mine, env.groups.world).item()))
-        buffer.scale(clip_factor(norms[-1], SECTION.clip_norm))
-        optimizer.step(lr=SECTION.lr, step=step + 1)
+        factor = clip_factor(norms[-1], SECTION.clip_norm)
+        optimizer.step(lr=SECTION.lr, step=step + 1, gradient_factor=factor)
         weights.start_gather()
         weights.wait_for_all()
     return norms, [(p.spec.pieces[0], p.detach().clone()) for p in params]

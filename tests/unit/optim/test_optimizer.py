@@ -74,6 +74,25 @@ def test_weight_decay_falls_on_tensors_that_have_it_only():
         np.testing.assert_allclose(param.detach(), start * factor, rtol=1e-15)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float64, 1e-15), (torch.float32, 1e-6)], ids=["f64", "f32"]
+)
+def test_a_factor_on_the_gradients_is_the_same_as_gradients_that_have_it(name, dtype, rounding):
+    found = []
+    for on_the_way, before in ((0.37, 1.0), (1.0, 0.37)):
+        params = _params(dtype)
+        section = SECTION.model_copy(update={"name": name})
+        buffer, _, optimizer = make_optimizer(params, section)
+        for step in range(3):
+            for param, gradient in zip(params, _gradients(step), strict=True):
+                buffer.view(param).copy_(before * gradient)
+            optimizer.step(lr=1e-2, step=step + 1, gradient_factor=on_the_way)
+        found.append([t.detach() for p in params for t in (p, buffer.view(p))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_precise_parameter_is_its_own_master(dtype):
     trainer = _Trainer(dtype)

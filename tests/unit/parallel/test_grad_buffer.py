@@ -154,11 +154,3 @@ def test_only_the_buckets_of_the_chunk_in_its_last_backward_leave(sent):
     assert sent == [6]
     buffer.finish()
     assert sent == [6, 10]
-
-
-def test_scale_multiplies_every_gradient():
-    params = _params()
-    buffer = make_buffer(params)
-    sum(param.sum() for param in params).backward()
-    buffer.scale(0.25)
-    assert all(torch.equal(buffer.view(p), torch.full_like(p, 0.25)) for p in params)
