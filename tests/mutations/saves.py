@@ -1,0 +1,114 @@
+"""Planted mistakes in how checkpoints are saved, and the save and load that must not take them for whole.
+
+Run as a script it gets folders that hold a copy of the package, and prints what each of them does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveMutation:
+    """A row: ``old`` in the package's ``file`` becomes ``new``; ``caught`` is what then says so."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    caught: str
+
+
+SAVE_MUTATIONS = (
+    SaveMutation(
+        name="a byte of every box is flipped on its way to the store",
+        file="checkpoint/writer.py",
+        old="            yield piece\n",
+        new="            yield bytes([piece[0] ^ 1]) + bytes(piece[1:])\n",
+        caught="load: CheckpointError",
+    ),
+    SaveMutation(
+        name="every replica writes all that they share",
+        file="checkpoint/planner.py",
+        old="begin, end = (total * index // num_replicas for index in (replica, replica + 1))",
+        new="begin, end = 0, total",
+        caught="save: CheckpointError",
+    ),
+    SaveMutation(
+        name="the row in which a replica's stretch begins is written by nobody",
+        file="checkpoint/planner.py",
+        old="for byte in (begin, end))",
+        new="for byte in (begin + row_bytes * (begin > 0), end))",
+        caught="save: CheckpointError",
+    ),
+    SaveMutation(
+        name="tensor-parallel ranks all write what they share",
+        file="checkpoint/planner.py",
+        old="if holding.is_primary]",
+        new="]",
+        caught="save: CheckpointError",
+    ),
+    SaveMutation(
+        name="the first tensor is left out",
+        file="checkpoint/planner.py",
+        old="if holding.is_primary]",
+        new="if holding.is_primary and holding.tensor != holdings[0].tensor]",
+        caught="load: CheckpointError",
+    ),
+    SaveMutation(
+        name="boxes are copied to where the one before lies",
+        file="checkpoint/host_copy.py",
+        old="        for start, values in parts:\n",
+        new="        for start, values in ((max(0, s - 8), v) for s, v in parts):\n",
+        caught="values differ",
+    ),
+    SaveMutation(
+        name="the manifest says that a box begins where its file does",
+        file="checkpoint/data_file.py",
+        old="start=len(layout.header) + start",
+        new="start=start",
+        caught="load: CheckpointError",
+    ),
+)
+
+
+def outcome() -> str:
+    """What becomes of a checkpoint of known values that one grid saves and another one loads."""
+    from raymega.checkpoint.manifest import commit
+    from raymega.checkpoint.reader import load
+    from raymega.errors import RaymegaError
+    from raymega.storage.memory import MemoryStore
+    from tests.unit.checkpoint import support
+
+    model, store, grid = support.MODELS["gpt2-tied"], MemoryStore(), support.make_grid("tp2-dp2")
+    try:
+        shards = support.save_shards(store, model, grid)
+        manifest = support.assemble_shards(shards, grid)
+        commit(store, manifest)
+    except RaymegaError as error:
+        return f"save: {type(error).__name__}"
+    alone = support.make_grid("tp1")
+    blocks = support.make_blocks(model, alone, 0, is_filled=False)
+    try:
+        load(store, manifest, blocks)
+    except RaymegaError as error:
+        return f"load: {type(error).__name__}"
+    return (
+        "whole" if support.same(blocks, support.make_blocks(model, alone, 0)) else "values differ"
+    )
+
+
+def main(folders: list[str]) -> None:
+    """One line a folder; torch is loaded once."""
+    for folder in folders:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
+            del sys.modules[name]
+        sys.path.insert(0, folder)
+        print(json.dumps(outcome()), flush=True)
+        sys.path.remove(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
