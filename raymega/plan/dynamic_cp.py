@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import accumulate
+from heapq import heapify, heappop, heappush
 from math import inf, lcm
 
 from raymega.errors import Fault, PlanError
@@ -174,7 +173,8 @@ def _attempt(
         wanted = sizes[document]
         if not shelves.put(document, lengths[document], wanted=wanted, least=least[document]):
             return None
-    return _in_rounds(_widened(shelves, lengths, limits, cost), limits, cost)
+    bins = _widened(shelves.bins, shelves.free, lengths, limits, cost)
+    return _in_rounds(bins, limits, cost)
 
 
 def _alone_seconds(length: int, size: int, limits: Limits, cost: PackCost) -> float:
@@ -211,10 +211,11 @@ class _Shelves:
         """
         own = self._cheapest(length, [wanted])
         if wanted == 1 or own is None or own[0] > self._target:
-            opened = self._open(wanted)
-            while opened and wanted == 1 and self._open(1):
+            while self._open(wanted) and wanted == 1:
                 pass
-            own = self._cheapest(length, [wanted] if opened and wanted > 1 else self._sizes(wanted))
+            own = self._cheapest(length, [wanted])
+            if own is None:
+                own = self._cheapest(length, self._sizes(wanted))
         if own is None and least < wanted:
             own = self._cheapest(length, self._sizes(least))
             if own is None and self._open(least):
@@ -267,10 +268,10 @@ class _Shelves:
 
 
 def _widened(
-    shelves: _Shelves, lengths: Sequence[int], limits: Limits, cost: PackCost
+    made: Sequence[_Bin], free: int, lengths: Sequence[int], limits: Limits, cost: PackCost
 ) -> list[_Bin]:
     """Give slots that nobody needs to the packs that cost most, as far as that helps."""
-    bins, free = list(shelves.bins), shelves.free
+    bins = list(made)
     while free:
         by_load = sorted(range(len(bins)), key=lambda i: (-bins[i].seconds(limits, cost), i))
         most = next((i for i in by_load if bins[i].size <= min(free, limits.num_ranks // 2)), None)
@@ -288,26 +289,40 @@ def _widened(
 
 
 def _in_rounds(bins: list[_Bin], limits: Limits, cost: PackCost) -> tuple[Round, ...]:
-    """Lay bins side by side, large ones first: then each begins at a multiple of its size."""
-    packs = sorted(
-        ((b, b.seconds(limits, cost)) for b in bins),
-        key=lambda one: (-one[0].size, -one[1], one[0].documents),
+    """Lay bins side by side, large ones first: then each begins at a multiple of its size.
+
+    Which bin of a size takes which of that size's places evens out the ranks' work: the longest goes to
+    the ranks that have least so far.
+    """
+    num_ranks = limits.num_ranks
+    packs: list[list[Pack]] = [[] for _ in range(sum(made.size for made in bins) // num_ranks)]
+    load, start = [0.0] * num_ranks, 0
+    for size in sorted({made.size for made in bins}, reverse=True):
+        mine = [(made.seconds(limits, cost), made) for made in bins if made.size == size]
+        mine.sort(key=lambda one: (-one[0], one[1].documents))
+        rounds: dict[int, list[int]] = {}  # first rank to the rounds in which it has a place
+        for at in range(start, start + size * len(mine), size):
+            rounds.setdefault(at % num_ranks, []).append(at // num_ranks)
+        start += size * len(mine)
+        least = [(max(load[first : first + size]), first) for first in rounds]
+        heapify(least)
+        for seconds, made in mine:
+            so_far, first = heappop(least)
+            packs[rounds[first].pop(0)].append(_pack_of(made, first, seconds, limits))
+            load[first : first + size] = [so_far + seconds] * size
+            if rounds[first]:
+                heappush(least, (so_far + seconds, first))
+    return tuple(tuple(sorted(one, key=lambda pack: pack.first_rank)) for one in packs)
+
+
+def _pack_of(made: _Bin, first_rank: int, seconds: float, limits: Limits) -> Pack:
+    return Pack(
+        first_rank=first_rank,
+        size=made.size,
+        documents=tuple(made.documents),
+        tokens=limits.tokens_a_rank(max(1, made.tokens), made.size),
+        seconds=seconds,
     )
-    starts = accumulate((made.size for made, _ in packs), initial=0)
-    rounds: list[list[Pack]] = []
-    for start, (made, seconds) in zip(starts, packs, strict=False):
-        if start % limits.num_ranks == 0:
-            rounds.append([])
-        rounds[-1].append(
-            Pack(
-                first_rank=start % limits.num_ranks,
-                size=made.size,
-                documents=tuple(made.documents),
-                tokens=limits.tokens_a_rank(max(1, made.tokens), made.size),
-                seconds=seconds,
-            )
-        )
-    return tuple(map(tuple, rounds))
 
 
 def _check(lengths: Sequence[int], limits: Limits) -> None:
