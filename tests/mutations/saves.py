@@ -32,7 +32,7 @@ SAVE_MUTATIONS = (
     SaveMutation(
         name="every replica writes all that they share",
         file="checkpoint/planner.py",
-        old="begin, end = (total * index // num_replicas for index in (replica, replica + 1))",
+        old="begin, end = (total * place // -negative for place in (replica, replica + 1))",
         new="begin, end = 0, total",
         caught="save: CheckpointError",
     ),
@@ -46,15 +46,15 @@ SAVE_MUTATIONS = (
     SaveMutation(
         name="tensor-parallel ranks all write what they share",
         file="checkpoint/planner.py",
-        old="if holding.is_primary]",
-        new="]",
+        old="        if holding.is_primary:\n",
+        new="        if True:\n",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="the first tensor is left out",
         file="checkpoint/planner.py",
-        old="if holding.is_primary]",
-        new="if holding.is_primary and holding.tensor != holdings[0].tensor]",
+        old="        if holding.is_primary:\n",
+        new="        if holding.is_primary and holding.tensor != holdings[0].tensor:\n",
         caught="load: CheckpointError",
     ),
     SaveMutation(
