@@ -15,6 +15,7 @@ from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
 from raymega.config.fields import Decay, Fraction, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.mla import MlaSection as MlaSection
 from raymega.config.moe import MoeSection as MoeSection
 from raymega.config.parallel import ParallelSection as ParallelSection
 from raymega.config.parallel import ScheduleSection as ScheduleSection
@@ -85,15 +86,32 @@ class ModelSection(Section):
     )
     norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
     rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
-    rope_scaling: Literal["none", "llama3"] = Field(
+    rope_scaling: Literal["none", "llama3", "yarn"] = Field(
         default="none",
         description="llama3: waves longer than rope_original_positions / rope_low_freq_factor are "
-        "stretched by rope_factor, up to ... / rope_high_freq_factor kept, between them in part.",
+        "stretched by rope_factor, up to ... / rope_high_freq_factor kept, between them in part. "
+        "yarn: the same between two whole features, and scores grow with log(rope_factor).",
     )
-    rope_factor: PositiveFloat = Field(default=8.0, description="llama3 scaling only.")
-    rope_low_freq_factor: PositiveFloat = Field(default=1.0, description="llama3 scaling only.")
-    rope_high_freq_factor: PositiveFloat = Field(default=4.0, description="llama3 scaling only.")
-    rope_original_positions: Positive = Field(default=8192, description="Before llama3 scaling.")
+    rope_factor: PositiveFloat = Field(default=8.0, description="llama3 and yarn scaling only.")
+    rope_low_freq_factor: PositiveFloat = Field(
+        default=1.0, description="llama3 and yarn scaling only; yarn calls it beta_slow."
+    )
+    rope_high_freq_factor: PositiveFloat = Field(
+        default=4.0, description="llama3 and yarn scaling only; yarn calls it beta_fast, often 32."
+    )
+    rope_original_positions: Positive = Field(
+        default=8192, description="Longest sequence before llama3 or yarn scaling."
+    )
+    rope_mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="yarn only, m: turned features are multiplied by 1 + m log(rope_factor) / 10, "
+        "over the same with rope_mscale_all_features.",
+    )
+    rope_mscale_all_features: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0,
+        description="yarn with model.mla only, m: scores of whole heads are multiplied by the square "
+        "of 1 + m log(rope_factor) / 10.",
+    )
     vocab_multiple: Positive = Field(
         default=128,
         description="The table's rows are padded to a multiple of this, whatever the layout is. "
@@ -121,6 +139,19 @@ class ModelSection(Section):
         default=MoeSection(), description="Mixture of experts; without it every block is dense."
     )
 
+    mla: MlaSection = Field(
+        default=MlaSection(),
+        description="Multi-head latent attention; without it heads are made of the stream.",
+    )
+    mtp_depth: NonNegative = Field(
+        default=0,
+        description="Multi-token prediction (DeepSeek-V3): blocks after the last one, each of which "
+        "predicts one token further ahead, with the model's own embedding and head. Training only.",
+    )
+    mtp_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.3, description="Weight in the training loss of the mean of their losses."
+    )
+
     @property
     def kv_heads(self) -> int:
         """G as a number."""
@@ -139,9 +170,26 @@ class ModelSection(Section):
     @property
     def head_width(self) -> int:
         """K, features of one head."""
+        if self.mla.kv_rank:
+            return self.mla.nope_features + self.mla.rope_features
         if self.head_features == "width / num_heads":
             return self.width // self.num_heads
         return self.head_features
+
+    @property
+    def value_width(self) -> int:
+        """Features of one value head."""
+        return self.mla.value_features if self.mla.kv_rank else self.head_width
+
+    @property
+    def turned_width(self) -> int:
+        """Features of a query or key head that RoPE turns."""
+        return self.mla.rope_features if self.mla.kv_rank else self.head_width
+
+    @property
+    def needs_token_table_last(self) -> bool:
+        """The last stage reads the token embedding's weight too."""
+        return self.is_embedding_tied or self.mtp_depth > 0
 
 
 class OptimizerSection(Section):

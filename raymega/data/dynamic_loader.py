@@ -17,7 +17,7 @@ from raymega.data.ahead import Ahead
 from raymega.data.loader import MicroBatch
 from raymega.data.order import sample_window
 from raymega.data.packing import Held, PackedSource
-from raymega.data.rows import positions_of
+from raymega.data.rows import later_of, positions_of
 from raymega.parallel.context import Context, held_positions
 from raymega.plan.batch import BatchPlan
 from raymega.plan.dynamic_cp import (
@@ -66,14 +66,17 @@ class DynamicLoader:
         device: torch.device | str,
         is_guessing: bool = False,
         timeout_s: float = 600.0,
+        depth: int = 0,
     ) -> None:
         """``rank`` counts over dp * cp; ``contexts`` are by the number of their ranks.
 
-        ``is_guessing`` makes schedules ahead; one is waited for at most ``timeout_s``.
+        ``is_guessing`` makes schedules ahead; one is waited for at most ``timeout_s``. ``depth``: see
+        MicroBatch.later.
         """
         self.source, self._rank, self._contexts = source, rank, contexts
         self._limits, self._cost, self._seed, self._device = limits, cost, seed, device
         self._steps = Ahead(self._schedule, is_guessing=is_guessing, timeout_s=timeout_s)
+        self._depth = depth
         self._balance: dict[str, float] = {}
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
@@ -113,9 +116,10 @@ class DynamicLoader:
         samples = np.repeat([*(one.sample for one in mine), *[-1] * padding], row.documents)
         starts = np.repeat([*(held.start for held in pieces), *[0] * padding], row.documents)
         at = held_positions((row.documents,), context)
+        labels, masks = later_of(row, self._depth)
 
         def take(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array)[at].to(self._device)
+            return torch.from_numpy(array)[..., at].to(self._device)
 
         return MicroBatch(
             tokens=take(row.tokens),
@@ -127,6 +131,7 @@ class DynamicLoader:
             documents=(row.documents,),
             context=context,
             places=take(starts + positions),
+            later=(take(labels), take(masks).float()) if self._depth else None,
         )
 
 

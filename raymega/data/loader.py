@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from raymega.data.order import sample_window
-from raymega.data.rows import Row, Source, empty_row, positions_of
+from raymega.data.rows import Row, Source, empty_row, later_of, positions_of
 from raymega.parallel.context import Context, held_positions, no_context
 from raymega.plan.batch import BatchPlan
 
@@ -33,6 +33,8 @@ class MicroBatch:
         context: The ranks that share this micro-batch out where not all have the same; then samples
             are [B, S/cp] and ``places`` [B, S/cp] int64 those of the tokens in them.
         places: See there.
+        later: Labels and mask of as many tokens further ahead as the model predicts, [depth, B, S/cp]
+            each; None where it predicts the next one alone.
     """
 
     tokens: torch.Tensor
@@ -43,6 +45,7 @@ class MicroBatch:
     documents: tuple[tuple[int, ...], ...]
     context: Context | None = None
     places: torch.Tensor | None = None
+    later: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Loader:
@@ -59,9 +62,10 @@ class Loader:
         seed: int,
         device: torch.device | str,
         context: Context | None = None,
+        depth: int = 0,
     ) -> None:
-        """``seed`` orders the data; all ranks of a run share it."""
-        self.source, self._dp_rank = source, dp_rank
+        """``seed`` orders the data; all ranks of a run share it. ``depth``: see MicroBatch.later."""
+        self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._seed, self._device, self._context = seed, device, context or no_context()
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
@@ -82,6 +86,12 @@ class Loader:
         def take(arrays: Sequence[np.ndarray], at: torch.Tensor = mine) -> torch.Tensor:
             return torch.from_numpy(np.stack(arrays)).gather(1, at).to(self._device)
 
+        def take_later() -> tuple[torch.Tensor, torch.Tensor]:
+            labels, masks = zip(*(later_of(row, self._depth) for row in rows), strict=True)
+            by_depth = [[row[k] for row in labels] for k in range(self._depth)]
+            counts = [[row[k] for row in masks] for k in range(self._depth)]
+            return torch.stack([*map(take, by_depth)]), torch.stack([*map(take, counts)]).float()
+
         return MicroBatch(
             tokens=take([row.tokens for row in rows]),
             # Moved on by one in the whole row: the last token of a chunk has one too.
@@ -90,6 +100,7 @@ class Loader:
             samples=torch.tensor(samples, device=self._device),
             positions=take([positions_of(lengths) for lengths in documents], held),
             documents=documents,
+            later=take_later() if self._depth else None,
         )
 
     def _row(self, sample: int) -> Row:

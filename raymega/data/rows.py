@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -63,6 +65,21 @@ def whole_row(window: npt.NDArray[np.int64]) -> Row:
 def positions_of(documents: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """[S]: the place of each token of a row in its document."""
     return np.concatenate([np.arange(length, dtype=np.int64) for length in documents])
+
+
+def later_of(row: Row, depth: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Labels and masks further ahead, [depth, S] each: at place k - 1 those of k tokens more.
+
+    One counts where every label from the token's own on counts and stands in the token's document.
+    """
+    is_end = np.zeros(len(row.tokens), dtype=np.bool_)
+    is_end[np.cumsum(row.documents) - 1] = True
+    labels, masks = [row.labels], [row.mask]
+    for _ in range(depth):
+        labels.append(np.roll(labels[-1], -1))
+        masks.append(row.mask & ~is_end & np.roll(masks[-1], -1))
+    shape = (depth, len(row.tokens))
+    return np.reshape(labels[1:], shape), np.reshape(masks[1:], shape)
 
 
 def empty_row(seq_len: int) -> Row:

@@ -17,12 +17,14 @@ from raymega.config.schema import ModelSection
 from raymega.model.attention import Attention
 from raymega.model.block import Block, Part
 from raymega.model.dropout import ResidualDropout
+from raymega.model.latent_attention import LatentAttention
 from raymega.model.mlp import GeluMlp, SwigluMlp
 from raymega.model.moe import MoeLayer
 from raymega.model.norms import LayerNorm, RmsNorm
 from raymega.model.rope import Rope
 from raymega.parallel.dispatch import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor import ParameterFactory
+from raymega.plan.tensors import block_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +66,16 @@ def make_block(
     positions: nn.Module,
     experts: ExpertGroups | None = None,
 ) -> Block:
-    """Transformer block number ``layer``; ``experts`` are the ranks that share experts out, if any."""
-    name = f"layers.{layer}"
+    """Transformer block number ``layer``; those after the last one predict further ahead.
+
+    ``experts`` are the ranks that share experts out, if any.
+    """
+    name = block_name(model, layer)
+    attention = LatentAttention if model.mla.kv_rank else Attention
     drop = partial(ResidualDropout, factory.seed, rate=model.residual_dropout)
     return Block(
         attention_norm=make_norm(factory, f"{name}.attention_norm", model),
-        attention=Attention(factory, f"{name}.attention", model, positions),
+        attention=attention(factory, f"{name}.attention", model, positions),
         attention_dropout=drop(f"{name}.attention"),
         mlp_norm=make_norm(factory, f"{name}.mlp_norm", model),
         mlp=_make_mlp(factory, layer, model, experts),
@@ -81,8 +87,8 @@ def _make_mlp(
     factory: ParameterFactory, layer: int, model: ModelSection, experts: ExpertGroups | None
 ) -> Part:
     """The feed-forward layer, or the layer of experts in its place."""
-    mlp = FAMILIES[model.family].mlp
+    mlp, name = FAMILIES[model.family].mlp, block_name(model, layer)
     if model.moe.holds_experts(layer):
         ranks = experts or no_expert_groups(factory.stream)
-        return MoeLayer(factory, f"layers.{layer}.moe", model.moe, ranks, mlp)
-    return mlp(factory, f"layers.{layer}.mlp")
+        return MoeLayer(factory, f"{name}.moe", model.moe, ranks, mlp)
+    return mlp(factory, f"{name}.mlp")

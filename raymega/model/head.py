@@ -23,7 +23,8 @@ class Head(nn.Module):
     """Final norm and the projection to the vocabulary, whose rows are cut over tp.
 
     The weight is handed in because it may be the token embedding's. In evaluation (``eval()``) the
-    loss is plain cross entropy, without label smoothing and z-loss.
+    loss is plain cross entropy, without label smoothing and z-loss. ``further`` is what the stage
+    predicts further ahead with.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Head(nn.Module):
         self.training_terms = replace(
             self.plain_terms, label_smoothing=model.label_smoothing, z_loss=model.z_loss
         )
+        self.further: nn.Module | None = None
         self.norm = norm
         self.weight = weight
         self.stream = factory.stream
@@ -45,7 +47,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> logits [S, B, V/tp] of this rank's tokens, padding left out."""
-        logits = self._padded_logits(x)
+        logits = self._padded_logits(self.norm(x))
         tp, vocab_size = self.stream.tp, self.plain_terms.vocab_size
         return logits[..., : num_real_columns(logits.shape[-1], tp, vocab_size)]
 
@@ -60,11 +62,14 @@ class Head(nn.Module):
         Returns:
             A scalar in max(fp32, dtype), equal on all tensor-parallel ranks.
         """
+        return self.loss_sum_after_norm(self.norm(x), labels, mask)
+
+    def loss_sum_after_norm(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        """:meth:`loss_sum` of what has its last norm behind it."""
         terms = self.training_terms if self.training else self.plain_terms
-        losses = vocab_parallel_cross_entropy(
-            self._padded_logits(x), labels.t(), self.stream.tp, terms
-        )
+        logits = self._padded_logits(x)
+        losses = vocab_parallel_cross_entropy(logits, labels.t(), self.stream.tp, terms)
         return (losses * mask.t().to(losses.dtype)).sum()
 
     def _padded_logits(self, x: Tensor) -> Tensor:
-        return column_linear(self.norm(x), self.weight, None, self.stream, self.deferral)
+        return column_linear(x, self.weight, None, self.stream, self.deferral)

@@ -1,13 +1,13 @@
-"""Rotary position embedding (RoPE), in the rotate-half convention of Llama.
+"""Rotary position embedding (RoPE), by halves as in Llama or by neighbours as in DeepSeek.
 
-Feature i of a head is paired with feature i + K/2; pair i at position s turns by the angle
-s / base^(2i/K), or slower where the wave lengths are scaled. It owns the table of angles, one for
-all layers of a stage.
+Feature i of K turned ones is paired with feature i + K/2, or 2i with 2i + 1; pair i at position s
+turns by the angle s / base^(2i/K), or slower where the wave lengths are scaled. It owns the table of
+angles, one for all layers of a stage.
 """
 
 from __future__ import annotations
 
-from math import pi
+from math import ceil, floor, log, pi
 from typing import Any
 
 import torch
@@ -42,8 +42,10 @@ class Rope(nn.Module):
         positions = torch.arange(model.max_positions, dtype=torch.float64, device=device)
         angles = positions[:, None] * _frequencies(model).to(device)
         wide = torch.promote_types(dtype, torch.float32)
-        self.register_buffer("cos", angles.cos().to(wide)[:, None, None], persistent=False)
-        self.register_buffer("sin", angles.sin().to(wide)[:, None, None], persistent=False)
+        scale = _yarn_scale(model, model.rope_mscale) / score_scale(model) ** 0.5
+        for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
+            self.register_buffer(name, (table * scale).to(wide)[:, None, None], persistent=False)
+        self.is_by_neighbours = model.mla.kv_rank > 0
 
     def turns(self, positions: Tensor) -> Turns:
         """Cosines and sines for tokens at ``positions`` [S, B] or [S, 1]; for all layers of a stage."""
@@ -51,6 +53,9 @@ class Rope(nn.Module):
 
     def forward(self, x: Tensor, turns: Turns | None = None) -> Tensor:
         """x: [S, B, heads, K] -> the same, at ``turns`` or 0 to S - 1; computed in max(fp32, dtype)."""
+        if self.is_by_neighbours:
+            # Queries and keys in another order of features have the same products.
+            x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
         return _Turn.apply(x, turns or self._first(x.shape[0]), self.is_fused)
 
     def split(self, qkv: Tensor, turns: Turns | None, *, sizes: tuple[int, int]) -> HeadParts:
@@ -158,14 +163,44 @@ def _turn_in_steps(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = Non
     return out if y is out else out.copy_(y)
 
 
+def score_scale(model: ModelSection) -> float:
+    """By what YaRN multiplies the scores of whole heads, beside 1 / sqrt(K)."""
+    return _yarn_scale(model, model.rope_mscale_all_features) ** 2
+
+
+def _yarn_scale(model: ModelSection, mscale: float) -> float:
+    """Peng et al. 2023, equation 22, with DeepSeek's weight ``mscale``."""
+    if model.rope_scaling != "yarn" or model.rope_factor <= 1:
+        return 1.0
+    return 1.0 + 0.1 * mscale * log(model.rope_factor)
+
+
 def _frequencies(model: ModelSection) -> Tensor:
     """Angle per position of each pair of features, [K/2], float64."""
-    pairs = torch.arange(0, model.head_width, 2, dtype=torch.float64)
-    plain = model.rope_base ** (-pairs / model.head_width)
+    width = model.turned_width
+    plain = model.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     if model.rope_scaling == "none":
         return plain
-    # Llama 3.1: how often a pair turns within the original length decides between plain and slow.
-    turns = model.rope_original_positions * plain / (2 * pi)
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)
+    if model.rope_scaling == "yarn":
+        share = _kept_by_yarn(model, low, high)
+    else:
+        # Llama 3.1: how often a pair turns within the original length decides: plain, slow, between.
+        turns = model.rope_original_positions * plain / (2 * pi)
+        share = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (share + (1 - share) / model.rope_factor)
+
+
+def _kept_by_yarn(model: ModelSection, low: float, high: float) -> Tensor:
+    """Share of the plain frequency of each pair: 1 before the first pair that turns less than
+    ``high`` times within the original length, 0 after the last one that turns ``low`` times."""
+    width = model.turned_width
+
+    def pair(turns: float) -> float:
+        wave = model.rope_original_positions / (turns * 2 * pi)
+        return width * log(wave) / (2 * log(model.rope_base))
+
+    first, last = max(floor(pair(high)), 0), min(ceil(pair(low)), width - 1)
+    places = torch.arange(width // 2, dtype=torch.float64)
+    # No step function where both are the same pair, as in the authors' code.
+    return 1 - ((places - first) / max(last - first, 0.001)).clamp(0, 1)

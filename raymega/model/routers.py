@@ -81,5 +81,5 @@ def find_routers(
         for name, part in module.named_modules()
         if isinstance(part, Block) and isinstance(part.mlp, MoeLayer)
     }
-    layers = [i for i in range(model.num_layers) if model.moe.holds_experts(i)]
+    layers = [i for i in range(model.num_layers + model.mtp_depth) if model.moe.holds_experts(i)]
     return Routers(layers=layers, held=held, num_experts=model.moe.num_experts, device=device)

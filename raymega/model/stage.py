@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from raymega.model.dropout import ResidualDropout
 from raymega.model.embedding import Embedding
 from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.head import Head
+from raymega.model.mtp import Later, MultiTokenPrediction, with_gradient
 from raymega.model.rope import Rope
 from raymega.parallel.context import (
     Context,
@@ -77,6 +79,10 @@ class Tokens(Protocol):
     def places(self) -> Tensor | None:
         """[B, S/cp] int64, of the tokens in their samples; None where documents tell."""
 
+    @property
+    def later(self) -> Later | None:
+        """Labels and mask further ahead, [depth, B, S/cp] each; None where none are predicted."""
+
 
 def _rows_of(micro_batch: Tokens) -> Rows:
     return Rows(
@@ -122,7 +128,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.context = context or no_context()
         experts = experts or no_expert_groups(stream)
-        is_copied = model.is_embedding_tied and not stage.are_ends_together
+        is_copied = model.needs_token_table_last and not stage.are_ends_together
         self.deferral = Deferral()
         factory = ParameterFactory(
             table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
@@ -145,21 +151,42 @@ class StageModule(nn.Module):
         self.embedding = Embedding(factory) if stage.is_first else None
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
         self.layers = nn.ModuleDict(blocks)
-        self.head = self._make_head(factory, model, token_table) if stage.is_last else None
+        self.head: Head | None = None
+        if stage.is_last:
+            self._make_last(factory, model, experts, token_table)
+        self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
 
-    def _make_head(
-        self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
-    ) -> Head:
+    def _make_last(
+        self,
+        factory: ParameterFactory,
+        model: ModelSection,
+        experts: ExpertGroups,
+        table: ShardedParameter | None,
+    ) -> None:
+        """Head, and what predicts further ahead; they share the token table where they need it."""
+        if model.needs_token_table_last:
+            table = self._token_table(factory, table)
         norm = make_norm(factory, "final_norm", model)
-        return Head(norm, self._head_weight(factory, model, table), model, factory)
+        own = None if model.is_embedding_tied else factory.make("head.weight")
+        weight = own if own is not None else table
+        assert weight is not None, "a tied head has a table"
+        self.head = Head(norm, weight, model, factory)
+        if model.mtp_depth:
+            assert table is not None, "it reads the table"
+            self.head.further = MultiTokenPrediction(factory, model, self.rope, experts, table)
 
-    def _head_weight(
-        self, factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
+    @property
+    def mtp(self) -> MultiTokenPrediction | None:
+        """What predicts further ahead: a part of the head, with which its weights come and go."""
+        further = None if self.head is None else self.head.further
+        assert further is None or isinstance(further, MultiTokenPrediction), "the head has no other"
+        return further
+
+    def _token_table(
+        self, factory: ParameterFactory, table: ShardedParameter | None
     ) -> ShardedParameter:
-        """The head's own, the embedding's when it is on this rank, or a copy of the embedding's."""
-        if not model.is_embedding_tied:
-            return factory.make("head.weight")
+        """The embedding's when it is on this rank, or a copy of it."""
         if self.embedding is not None:
             return self.embedding.tokens.weight
         return table if table is not None else factory.make(TOKEN_TABLE)
@@ -167,11 +194,14 @@ class StageModule(nn.Module):
     def recompute(self, memory: MemorySection) -> None:
         """Choose what is made again in backward; nothing until this is called."""
         self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
-        for block in self.layers.values():
-            assert isinstance(block, Block), "layers are blocks"
+        for block in self._blocks():
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
 
-    def forward(
+    def _blocks(self) -> list[Block]:
+        """Those of the model and those that predict further ahead."""
+        return [module for module in self.modules() if isinstance(module, Block)]
+
+    def forward(  # noqa: PLR0913  # one micro-batch, part by part
         self,
         tokens: Tensor,
         labels: Tensor,
@@ -179,6 +209,7 @@ class StageModule(nn.Module):
         hidden: Tensor | None,
         samples: Tensor | None = None,
         rows: Rows | None = None,
+        later: Later | None = None,
     ) -> Tensor:
         """Work on one micro-batch.
 
@@ -191,16 +222,25 @@ class StageModule(nn.Module):
             samples: [B] int64, global sample indices that dropout and jitter go by, or [B, S/cp] for
                 one a token; None drops nothing.
             rows: What the rows are made of; None is one document each, whole on this rank.
+            later: Labels and mask further ahead, for multi-token prediction; None predicts none.
 
         Returns:
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
             scalar in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
-        x = self._stream(tokens, mask, hidden, samples, rows)
+        places = self._places(rows or whole_rows(tokens.shape[1], tokens.device), mask, samples)
+        x = self._stream(tokens, hidden, places)
         if self.head is None:
             return x
         self.before_use(self.head)
-        return self._used(self.head, self.head.loss_sum(x, labels, mask))
+        if self.mtp is None or later is None:
+            return self._used(self.head, self.head.loss_sum(x, labels, mask))
+        x = self.head.norm(x)
+        loss = self.head.loss_sum_after_norm(x, labels, mask)
+        run = partial(self._run_further, places=places)
+        further = self.mtp.loss_sum(x, self.head, (labels, mask), later, run)
+        self.mtp_loss_sum = self.mtp_loss_sum + further.detach()
+        return self._used(self.head, with_gradient(loss, further, self.mtp.weight))
 
     def units(self) -> Iterator[nn.Module]:
         """What ``before_use`` is called with, in the order of forward."""
@@ -228,7 +268,7 @@ class StageModule(nn.Module):
         """:meth:`forward` as training calls it."""
         rows = _rows_of(micro_batch)
         parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
-        return self(*parts, hidden, micro_batch.samples, rows)
+        return self(*parts, hidden, micro_batch.samples, rows, micro_batch.later)
 
     def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
@@ -243,25 +283,23 @@ class StageModule(nn.Module):
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         """This rank's columns of the logits, [S, B, V/tp], no padding; only on the last stage."""
         assert self.head is not None, "only the last stage makes logits"
-        x = self._stream(tokens, torch.ones_like(tokens), hidden, None, None)
+        rows = whole_rows(tokens.shape[1], tokens.device)
+        x = self._stream(tokens, hidden, self._places(rows, torch.ones_like(tokens), None))
         self.before_use(self.head)
         return self.head(x)
 
-    def _stream(
-        self,
-        tokens: Tensor,
-        mask: Tensor,
-        hidden: Tensor | None,
-        samples: Tensor | None,
-        rows: Rows | None,
-    ) -> Tensor:
-        places = self._places(rows or whole_rows(tokens.shape[1], tokens.device), mask, samples)
+    def _stream(self, tokens: Tensor, hidden: Tensor | None, places: Places) -> Tensor:
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
             x = self.embedding_dropout(self.embedding(tokens, places.positions), places.keys)
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, places)
+
+    def take_mtp_loss_sum(self) -> float:
+        """Sum of the losses further ahead of all depths since it was asked last; none is weighed."""
+        taken, self.mtp_loss_sum = float(self.mtp_loss_sum), 0.0
+        return taken
 
     def _places(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> Places:
         """Everything that all layers need to know of the tokens' places."""
@@ -306,6 +344,12 @@ class StageModule(nn.Module):
             if not self.blocks_together or block is not blocks[-1]:
                 x = self._used(block, x)
         return x
+
+    def _run_further(self, block: nn.Module, x: Tensor, *, places: Places) -> Tensor:
+        """A block that predicts further ahead; its weights are the head's to wait for."""
+        if not self.blocks_together or not torch.is_grad_enabled():
+            return block(x, places)
+        return checkpoint(block, x, places, use_reentrant=False, preserve_rng_state=False)
 
     def _used(self, unit: nn.Module, output: Tensor) -> Tensor:
         """A unit has made its output; before its backward it uses its weights again."""

@@ -48,7 +48,7 @@ def tensor_groups(tensors: Iterable[GlobalTensor]) -> tuple[str, ...]:
 
 
 def tensor_group(name: str) -> str:
-    """The kind of tensor: ``attention.q`` of ``layers.3.attention.q.weight``, ``final_norm``, ..."""
+    """The kind of tensor: ``attention.q`` of ``layers.3.attention.q.weight``, ``final_norm``, ``mtp``."""
     parts = name.split(".")[:-1]
     return ".".join(parts[2:] if parts[0] == "layers" else parts[:1])
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from raymega.parallel.attention_blocks import Block, kernel_for, merge
 from raymega.parallel.comm_log import CommLog, Waitable
@@ -41,14 +41,21 @@ def attend(
     Args:
         q: [S/cp, B, H, K].
         k: [S/cp, B, G, K]; H / G neighbouring query heads read one key head.
-        v: [S/cp, B, G, K].
+        v: [S/cp, B, G, V], V at most K.
         places: Where these tokens lie.
         is_causal: A token sees those before it and itself; otherwise all of its document.
         on_whole_rows: Attends in place of torch's kernels, where no outer ranks are needed.
 
     Returns:
-        [S/cp, B, H, K].
+        [S/cp, B, H, V].
     """
+    width = v.shape[-1]
+    if width < q.shape[-1]:
+        # Fused kernels and the ring want values as wide as keys. Zeros stay zeros, which are cut off.
+        v = pad(v, (0, q.shape[-1] - width))
+        return attend(
+            q, k, v, places, is_causal=is_causal, on_whole_rows=on_whole_rows
+        )[..., :width]  # fmt: skip
     context = places.context
     inside = on_whole_rows or partial(_across, places=places, is_causal=is_causal)
     if context.inner.size == 1:

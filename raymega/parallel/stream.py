@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from raymega.parallel.collectives import reduce_from_tp, scatter_to_positions
+from raymega.parallel.collectives import (
+    copy_to_tp,
+    gather_positions,
+    reduce_from_tp,
+    scatter_to_positions,
+)
 from raymega.parallel.comm import (
     Pending,
     nothing_pending,
@@ -42,6 +47,13 @@ class Stream:
     def own(self, whole: Tensor) -> Tensor:
         """This rank's positions: [S, ...] -> [S/sp, ...], a view."""
         return whole.chunk(self.degree)[self.tp.index] if self.degree > 1 else whole
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Go from the stream into work that is cut over tp: [S/sp, ...] -> [S, ...] on every rank.
+
+        Backward sums the gradients of all ranks, which are terms.
+        """
+        return gather_positions(x, self.tp) if self.is_sequence_parallel else copy_to_tp(x, self.tp)
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Begin to bring all positions together: [S/sp, B, D] -> [S, B, D]; autograd is not told.

@@ -116,6 +116,23 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class WholeLinear(nn.Module):
+    """y = x W^T on the stream itself, nothing cut: every rank has the whole weight.
+
+    With sequence parallelism its gradient is the rank's own positions' term of a sum. Several names
+    fuse their linears into one GEMM.
+    """
+
+    def __init__(self, factory: ParameterFactory, *names: str) -> None:
+        super().__init__()
+        self.deferral = factory.deferral
+        self.weight = factory.make(*(f"{name}.weight" for name in names))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, in] -> [S/sp, B, out]."""
+        return _Linear.apply(x.contiguous(), self.weight, self.deferral)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Rows of the token table cut: each rank looks up its own tokens and adds zero for others."""
 
@@ -126,12 +143,15 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: [S, B] int64 -> [S/sp, B, D]."""
-        tp = self.stream.tp
-        if tp.size == 1:
-            return embedding(tokens, self.weight)
-        rows, is_elsewhere = local_rows(tokens, self.weight.shape[0], tp)
-        y = embedding(rows, self.weight).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
-        return self.stream.sum(y)
+        return vocab_embedding(tokens, self.weight, self.stream)
+
+
+def vocab_embedding(tokens: Tensor, weight: Tensor, stream: Stream) -> Tensor:
+    """Look up rows of a table cut over tp. tokens: [S, B] int64, weight: [V/tp, D] -> [S/sp, B, D]."""
+    if stream.tp.size == 1:
+        return embedding(tokens, weight)
+    rows, is_elsewhere = local_rows(tokens, weight.shape[0], stream.tp)
+    return stream.sum(embedding(rows, weight).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
 
 
 def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:

@@ -64,10 +64,17 @@ class ActivationShape:
         """The residual stream once: sbh times 2 in bf16."""
         return self.stream_tokens * self.model.width * self.element
 
+    def further(self, stage: Stage) -> range:
+        """Numbers of its blocks that predict further ahead, after the model's last one."""
+        first = self.model.num_layers
+        return range(first, first + (self.model.mtp_depth if stage.is_last else 0))
+
     def blocks_with_experts(self, stage: Stage) -> int:
         """How many of its blocks have experts where the others have a feed-forward layer."""
         moe = self.model.moe
-        return sum(map(moe.holds_experts, stage.layers)) if moe.num_experts else 0
+        if not moe.num_experts:
+            return 0
+        return sum(map(moe.holds_experts, (*stage.layers, *self.further(stage))))
 
     def remakes(self, part: str) -> bool:
         """Backward makes this part of every layer again."""
@@ -121,16 +128,17 @@ def activation_shape(job: Job) -> ActivationShape:
 
 def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
     """What a rank of ``stage`` keeps."""
+    further = len(shape.further(stage))
     ends = (embedding_bytes(shape) if stage.is_first else 0) + (
-        head_bytes(shape) if stage.is_last else 0
+        head_bytes(shape) + further * further_bytes(shape) if stage.is_last else 0
     )
     with_experts = shape.blocks_with_experts(stage)
     dense, experts = layer_bytes(shape), layer_bytes(shape, has_experts=True)
-    blocks = (stage.num_layers - with_experts) * dense + with_experts * experts
+    blocks = (stage.num_layers + further - with_experts) * dense + with_experts * experts
     if shape.memory.recompute != "full":
         return StageActivations(micro_batch_bytes=blocks + ends, rerun_bytes=0)
-    together = min(shape.memory.recompute_every, stage.num_layers)
-    inputs = ceil(stage.num_layers / together) if together else 0
+    together = min(shape.memory.recompute_every, max(stage.num_layers, min(further, 1)))
+    inputs = ceil(stage.num_layers / together) + further if together else 0
     return StageActivations(
         micro_batch_bytes=inputs * shape.stream_bytes + ends,
         rerun_bytes=together * max(dense, experts if with_experts else 0),
@@ -165,6 +173,13 @@ def head_bytes(shape: ActivationShape) -> int:
     return 2 * shape.stream_bytes + _statistics_bytes(shape) + logits + loss
 
 
+def further_bytes(shape: ActivationShape) -> int:
+    """One depth of multi-token prediction, its block apart: the token's row, what joins it, a head."""
+    row, is_elsewhere = 8, 1 if shape.parallel.tp > 1 else 0
+    joined = 3 * shape.stream_bytes + 2 * _statistics_bytes(shape)
+    return joined + shape.tokens * (row + is_elsewhere) + head_bytes(shape)
+
+
 def _norm_bytes(shape: ActivationShape) -> int:
     """A norm's input and statistics, and its output, which is the next layer's input."""
     output = 0 if shape.remakes("norm") else shape.stream_bytes
@@ -180,6 +195,8 @@ def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int
 
 def _attention_bytes(shape: ActivationShape) -> int:
     """q, k and v; the weights or, fused, a number a row; the output, which is the next input."""
+    if shape.model.mla.kv_rank:
+        return _latent_attention_bytes(shape)
     model, tp = shape.model, shape.parallel.tp
     heads, kv_heads = model.num_heads // tp, max(1, model.kv_heads // tp)
     qkv = shape.tokens * (heads + 2 * kv_heads) * model.head_width * shape.element
@@ -197,6 +214,25 @@ def _attention_bytes(shape: ActivationShape) -> int:
     fused = shape.tokens * heads * shape.wide
     weights = attention_weight_bytes(shape) if model.attention_dropout else fused
     return qkv + output + weights + _residual_mask_bytes(shape)
+
+
+def _latent_attention_bytes(shape: ActivationShape) -> int:
+    """Latents before and after their norms; q, k and v as wide as k, the output so and as wide as v."""
+    mla, parallel, element = shape.model.mla, shape.parallel, shape.element
+    ranks = mla.q_rank + mla.kv_rank
+    latents = (2 * ranks + mla.rope_features) * element + (2 if mla.q_rank else 1) * shape.wide
+    kept = shape.stream_tokens * latents + _residual_mask_bytes(shape)
+    rows = shape.tokens * shape.model.num_heads // parallel.tp
+    width, values = shape.model.head_width, mla.value_features
+    if shape.remakes("attention"):
+        made = rows * (width + mla.nope_features + values)
+        gathered = shape.tokens - shape.stream_tokens and shape.tokens * mla.rope_features
+        return kept + (made + gathered) * element
+    is_dropped = shape.model.attention_dropout > 0
+    is_exchanged = parallel.cp > 1 and inner_ranks(parallel) > 1
+    before = 0 if is_dropped or (values == width and not is_exchanged) else width
+    weights = attention_weight_bytes(shape) if is_dropped else rows * shape.wide
+    return kept + rows * (3 * width + before + values) * element + weights
 
 
 def _mlp_bytes(shape: ActivationShape) -> int:

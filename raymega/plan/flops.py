@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raymega.config.schema import ModelSection
-from raymega.plan.tensors import GlobalTensor, layer_tensors
+from raymega.plan.tensors import GlobalTensor, embedding_tensors, layer_tensors, mtp_tensors
 from raymega.schedule.simulate import Durations
 
 FORWARD_AND_BACKWARD = 3
@@ -21,14 +21,17 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
 
     A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not; looking
     up an embedding costs nothing, norms and biases are not counted. Attention's two products cost
-    2 * 2 * (S / 2) * H * K a token and layer: a causal token sees half of the sequence on average.
+    2 * (S / 2) * H * (K + V) a token and layer: a causal token sees half of the sequence on average.
+    A token further ahead costs a block, the matrix before it and the head once more.
     Counting the whole S x S square, as Narayanan et al. 2021 and PaLM do, doubles that part; with
     the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's tables.
     """
-    attention = 2 * seq_len * model.num_heads * model.head_width
+    attention = _attention_flops(model, seq_len)
     head = model.vocab_size * model.width
     layers = (layer_tensors(model, layer) for layer in range(model.num_layers))
     forward = sum(2 * active_weights(layer, model) + attention for layer in layers) + 2 * head
+    forward += 2 * active_weights(mtp_tensors(model), model)
+    forward += model.mtp_depth * (attention + 2 * head)
     return float(FORWARD_AND_BACKWARD * forward)
 
 
@@ -46,5 +49,18 @@ def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
     is twice its forward.
     """
     weights = active_weights(layer_tensors(model, model.num_layers - 1), model)
-    matrices, attention = 2 * weights, 2 * seq_len * model.num_heads * model.head_width
+    matrices, attention = 2 * weights, _attention_flops(model, seq_len)
     return Durations(forward=1.0, backward=2.0, weight=matrices / (matrices + attention))
+
+
+def loss_cost(model: ModelSection) -> float:
+    """Multiplications of what follows the last layer for each one of that layer, scores left out."""
+    layer = active_weights(layer_tensors(model, model.num_layers - 1), model)
+    further = active_weights(mtp_tensors(model), model)
+    head = embedding_tensors(model)[0].num_elements
+    return ((1 + model.mtp_depth) * head + further) / layer
+
+
+def _attention_flops(model: ModelSection, seq_len: float) -> float:
+    """Forward, a token and layer."""
+    return seq_len * model.num_heads * (model.head_width + model.value_width)

@@ -127,6 +127,14 @@ def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float
     return forward, backward + memory_s(device, logits * gradient)
 
 
+def join_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
+    """Joining a token further ahead to the stream, before its block: forward and backward."""
+    width, tokens, element = shape.model.width, shape.stream_tokens, shape.element
+    forward = matmul_s(device, tokens, 2 * width, width, element=element)
+    backward = matmul_s(device, tokens, width, 2 * width, element=element)
+    return forward, backward + matmul_s(device, 2 * width, tokens, width, element=element)
+
+
 def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
     """Looking rows up and adding to them: forward and backward."""
     stream = memory_s(device, 2 * shape.stream_bytes)
@@ -135,10 +143,10 @@ def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, 
 
 def _attention_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
     """Rows, inner and columns of the matrix products around attention's forward."""
-    model, tp, tokens = shape.model, shape.parallel.tp, shape.tokens
-    width, features = model.width, model.num_heads * model.head_width
-    kv = 2 * max(1, model.kv_heads // tp) * model.head_width
-    return [(tokens, width, features / tp + kv), (tokens, features / tp, width)]
+    model = shape.model
+    into = _latent_products(shape) if model.mla.kv_rank else _head_products(shape)
+    features = model.num_heads * model.value_width / shape.parallel.tp
+    return [*into, (shape.tokens, features, model.width)]
 
 
 def _inner_products(shape: ActivationShape, inner_width: int) -> list[tuple[float, float, float]]:
@@ -146,6 +154,24 @@ def _inner_products(shape: ActivationShape, inner_width: int) -> list[tuple[floa
     tokens, width, cut = shape.tokens, shape.model.width, inner_width / shape.parallel.tp
     up = cut * (2 if shape.family.has_gate else 1)
     return [(tokens, width, up), (tokens, cut, width)] if inner_width else []
+
+
+def _head_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
+    """From the stream to queries, keys and values."""
+    model, tp = shape.model, shape.parallel.tp
+    heads = model.num_heads / tp + 2 * max(1, model.kv_heads // tp)
+    return [(shape.tokens, model.width, heads * model.head_width)]
+
+
+def _latent_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
+    """The same by way of latents, which every rank makes of what it holds of the stream."""
+    model, mla, heads = shape.model, shape.model.mla, shape.model.num_heads / shape.parallel.tp
+    down = mla.q_rank + mla.kv_rank + mla.rope_features
+    return [
+        (shape.stream_tokens, model.width, down),
+        (shape.tokens, mla.q_rank or model.width, heads * model.head_width),
+        (shape.tokens, mla.kv_rank, heads * (mla.nope_features + mla.value_features)),
+    ]
 
 
 def _attention(

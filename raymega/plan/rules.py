@@ -22,6 +22,7 @@ from raymega.plan.context_rules import (
 )
 from raymega.plan.elastic_rules import min_workers_faults, spares_faults
 from raymega.plan.grid import grid_faults, world_fault
+from raymega.plan.head_rules import HEAD_CHECKS
 from raymega.plan.levels import SHARDING_FIELDS, sharding_group_faults
 from raymega.plan.moe_rules import (
     cut_width_faults,
@@ -122,52 +123,6 @@ def _table_rows(tp: int, vocab_size: int, multiple: int) -> list[Fault]:
             f"padded to a multiple of model.vocab_multiple={multiple} (remainder {rows % tp})",
             remedy=f"set model.vocab_multiple={lcm(multiple, tp)} in a new run, or use a tp that "
             f"divides {multiple}",
-        )
-    ]
-
-
-def _head_width(width: int, heads: int, features: int | str, family: str) -> list[Fault]:
-    is_derived = features == "width / num_heads"
-    if is_derived and width % heads:
-        lower = width - width % heads
-        return [
-            Fault(
-                fact=f"model.width={width}",
-                rule=f"it must be a multiple of model.num_heads={heads} (remainder {width % heads})",
-                remedy=f"use {lower} or {lower + heads}, or set model.head_features",
-            )
-        ]
-    size = width // heads if is_derived else int(features)
-    if family != "gpt2" and size % 2:
-        what = "model.width / model.num_heads = " if is_derived else "model.head_features="
-        return [
-            Fault(
-                fact=f"{what}{size}",
-                rule=f"RoPE turns pairs of features, so a {family} head's width must be even",
-                remedy="change width or num_heads" if is_derived else f"use {size + 1}",
-            )
-        ]
-    return []
-
-
-def _rope_scaling(scaling: str, family: str, low: float, high: float) -> list[Fault]:
-    if scaling == "none":
-        return []
-    if family == "gpt2":
-        return [
-            Fault(
-                fact=f"model.rope_scaling={scaling}",
-                rule="model.family=gpt2 has learned positions and no RoPE to scale",
-                remedy="set model.rope_scaling=none, or take another family",
-            )
-        ]
-    if low < high:
-        return []
-    return [
-        Fault(
-            fact=f"model.rope_low_freq_factor={low:g}",
-            rule=f"it must be less than model.rope_high_freq_factor={high:g}",
-            remedy="use 1 and 4, as Llama 3.1 does",
         )
     ]
 
@@ -288,19 +243,6 @@ RULES = (
         reads=("model.attention_dropout", "parallel.cp", "parallel.cp_method"),
         check=weight_dropout_faults,
     ),
-    Rule(
-        reads=("model.width", "model.num_heads", "model.head_features", "model.family"),
-        check=_head_width,
-    ),
-    Rule(
-        reads=(
-            "model.rope_scaling",
-            "model.family",
-            "model.rope_low_freq_factor",
-            "model.rope_high_freq_factor",
-        ),
-        check=_rope_scaling,
-    ),
     Rule(reads=("parallel.pp", "model.num_layers", "parallel.stages"), check=_layers),
     Rule(reads=("data.seq_len", "model.max_positions"), check=_positions),
     Rule(
@@ -358,7 +300,7 @@ RULES = (
         check=lr_schedule_faults,
     ),
     Rule(reads=("data.packing", "data.seq_len", "data.document_multiple"), check=packing_faults),
-    *(Rule(reads=reads, check=check) for reads, check in DOCUMENT_CHECKS),
+    *(Rule(reads=reads, check=check) for reads, check in DOCUMENT_CHECKS + HEAD_CHECKS),
     Rule(reads=("data.packing", "model.attention_dropout"), check=packed_dropout_faults),
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),

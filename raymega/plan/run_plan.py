@@ -12,12 +12,11 @@ from pydantic import TypeAdapter
 from raymega.config.schema import Job
 from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
-from raymega.plan.flops import pass_times
+from raymega.plan.flops import loss_cost, pass_times
 from raymega.plan.grid import Grid, make_grid
 from raymega.plan.placement import layer_counts
 from raymega.plan.rules import job_faults
 from raymega.plan.stages import Stage, make_stages
-from raymega.plan.tensors import loss_cost
 from raymega.schedule.order import Sizes, make_sizes
 from raymega.schedule.placement import Placement
 from raymega.schedule.table import make_placement

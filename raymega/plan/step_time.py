@@ -12,7 +12,7 @@ from raymega.config.schema import Job
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape, activation_shape
 from raymega.plan.kernel_time import memory_s
-from raymega.plan.layer_time import BlockTimes, block_times, embedding_time, head_time
+from raymega.plan.layer_time import BlockTimes, block_times, embedding_time, head_time, join_time
 from raymega.plan.link_time import gather_s, make_span, message_s
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import RAYMEGA, Software
@@ -177,19 +177,24 @@ def stage_time(
 ) -> StageTime:
     """Its blocks and, at the ends, embedding and head."""
     passes = 3 if shape.memory.recompute == "full" else 2
-    with_experts = shape.blocks_with_experts(stage)
+    with_experts, further = shape.blocks_with_experts(stage), len(shape.further(stage))
     forward = backward = traffic = 0.0
     for number, block in (
-        (stage.num_layers - with_experts, blocks.dense),
+        (stage.num_layers + further - with_experts, blocks.dense),
         (with_experts, blocks.experts),
     ):
         once, once_backward = block.pass_s(shape.memory.recompute)
         forward, backward = forward + number * once, backward + number * once_backward
         traffic += number * passes * block.traffic_s
-    for is_here, part in ((stage.is_first, embedding_time), (stage.is_last, head_time)):
-        if is_here:
+    ends = (
+        (int(stage.is_first), embedding_time),
+        (int(stage.is_last) + further, head_time),
+        (further, join_time),
+    )
+    for number, part in ends:
+        if number:
             more, more_backward = part(shape, device)
-            forward, backward = forward + more, backward + more_backward
+            forward, backward = forward + number * more, backward + number * more_backward
     return StageTime(forward_s=forward, backward_s=backward, tensor_parallel_s=traffic)
 
 

@@ -217,6 +217,29 @@ def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
     return table + _row_linear(f"{at}.out", q_width, model, "attention.out")
 
 
+def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
+    """Latents are made on the stream, whole on every rank; heads of them are cut."""
+    mla, std, table = model.mla, model.init_std, []
+    q_width = model.num_heads * model.head_width
+    kv_width = model.num_heads * (mla.nope_features + mla.value_features)
+    kv_latent = mla.kv_rank + mla.rope_features
+    if mla.q_rank:
+        table += [
+            _weight(f"{at}.q_down", (mla.q_rank, model.width), tp_dim=-1, std=std),
+            _scale(f"{at}.q_latent_norm", mla.q_rank),
+            _weight(f"{at}.q_up", (q_width, mla.q_rank), tp_dim=0, std=std),
+        ]
+    else:
+        table.append(_weight(f"{at}.q", (q_width, model.width), tp_dim=0, std=std))
+    table += [
+        _weight(f"{at}.kv_down", (kv_latent, model.width), tp_dim=-1, std=std),
+        _scale(f"{at}.kv_latent_norm", mla.kv_rank),
+        _weight(f"{at}.kv_up", (kv_width, mla.kv_rank), tp_dim=0, std=std),
+    ]
+    values = model.num_heads * mla.value_features
+    return table + _row_linear(f"{at}.out", values, model, "attention.out")
+
+
 def _row_linear(at: str, inner: int, model: ModelSection, kind: str) -> list[GlobalTensor]:
     """A linear that writes to the residual stream."""
     table = [_weight(at, (model.width, inner), tp_dim=1, std=_out_std(model))]
@@ -277,11 +300,18 @@ def _router_state(name: str, num_experts: int) -> GlobalTensor:
     )  # fmt: skip
 
 
+def block_name(model: ModelSection, layer: int) -> str:
+    """How names of block ``layer``'s tensors begin; blocks after the last one predict further ahead."""
+    further = layer - model.num_layers
+    return f"layers.{layer}" if further < 0 else f"mtp.{further}"
+
+
 def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     """Tensors of one transformer block."""
-    at = f"layers.{layer}"
+    at = block_name(model, layer)
+    make_attention = _latent_attention_tensors if model.mla.kv_rank else _attention_tensors
     norms = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
-    attention = _attention_tensors(f"{at}.attention", model)
+    attention = make_attention(f"{at}.attention", model)
     if model.moe.holds_experts(layer):
         return norms + attention + _moe_tensors(f"{at}.moe", model)
     return norms + attention + _mlp_tensors(f"{at}.mlp", model)
@@ -295,12 +325,25 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
     return table
 
 
+def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Of each token further ahead: what joins the token to the stream, a block, and its last norm."""
+    table = []
+    for depth in range(model.mtp_depth):
+        layer = model.num_layers + depth
+        at = block_name(model, layer)
+        shape = (model.width, 2 * model.width)
+        table += _norm(f"{at}.token_norm", model) + _norm(f"{at}.hidden_norm", model)
+        table.append(_weight(f"{at}.join", shape, tp_dim=-1, std=model.init_std))
+        table += layer_tensors(model, layer) + _norm(f"{at}.final_norm", model)
+    return table
+
+
 def model_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Every global tensor once, in layer order."""
     table = embedding_tensors(model)
     for layer in range(model.num_layers):
         table += layer_tensors(model, layer)
-    return table + head_tensors(model)
+    return table + head_tensors(model) + mtp_tensors(model)
 
 
 def stage_tensors(model: ModelSection, stage: Stage) -> list[GlobalTensor]:
@@ -309,13 +352,7 @@ def stage_tensors(model: ModelSection, stage: Stage) -> list[GlobalTensor]:
     for layer in stage.layers:
         table += layer_tensors(model, layer)
     if stage.is_last:
-        table += head_tensors(model)
-        if model.is_embedding_tied and not stage.are_ends_together:
+        table += head_tensors(model) + mtp_tensors(model)
+        if model.needs_token_table_last and not stage.are_ends_together:
             table.append(embedding_tensors(model)[0])
     return table
-
-
-def loss_cost(model: ModelSection) -> float:
-    """Multiplications of the head for each one of a layer; attention's scores are left out."""
-    layer = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
-    return embedding_tensors(model)[0].num_elements / layer

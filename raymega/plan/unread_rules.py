@@ -34,7 +34,11 @@ def _is(path: str, value: str) -> Partner:
     return Partner(reads=(path,), holds=lambda found: bool(found == value), words=f"{path}={value}")
 
 
-LLAMA3 = _is("model.rope_scaling", "llama3")
+SCALED_ROPE = Partner(
+    reads=("model.rope_scaling",),
+    holds=lambda scaling: scaling != "none",
+    words="model.rope_scaling=llama3 or yarn",
+)
 FLOAT16 = _is("precision.dtype", "float16")
 ADAMW = _is("optimizer.name", "adamw")
 SNAPSHOTS = Partner(
@@ -59,10 +63,14 @@ PARTNERS: Mapping[str, Partner] = {
     "elastic.snapshot_when_late": SNAPSHOTS,
     "memory.recompute_every": _is("memory.recompute", "full"),
     "memory.recompute_parts": _is("memory.recompute", "selective"),
-    "model.rope_factor": LLAMA3,
-    "model.rope_high_freq_factor": LLAMA3,
-    "model.rope_low_freq_factor": LLAMA3,
-    "model.rope_original_positions": LLAMA3,
+    "model.mtp_weight": Partner(
+        reads=("model.mtp_depth",), holds=lambda depth: depth > 0, words="model.mtp_depth above 0"
+    ),
+    "model.rope_factor": SCALED_ROPE,
+    "model.rope_high_freq_factor": SCALED_ROPE,
+    "model.rope_low_freq_factor": SCALED_ROPE,
+    "model.rope_mscale": _is("model.rope_scaling", "yarn"),
+    "model.rope_original_positions": SCALED_ROPE,
     "optimizer.beta1": ADAMW,
     "optimizer.beta2": ADAMW,
     "optimizer.eps": ADAMW,

@@ -66,6 +66,7 @@ def _counter(name: str, unit: str, help_line: str) -> Metric:
 
 METRICS = (
     _gauge("train/loss", "nats", "Mean cross entropy of the step's unmasked tokens."),
+    _gauge("train/mtp_loss", "nats", "The same of tokens further ahead, mean of depths; MTP only."),
     _gauge("train/grad_norm", "1", "L2 norm of the whole gradient, before clipping."),
     _gauge("train/lr", "1", "Learning rate of the step."),
     _gauge("train/global_batch_size", "sequences", "Sequences of the step, all ranks."),

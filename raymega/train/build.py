@@ -256,6 +256,7 @@ def _build_loader(
     plan: RunPlan, split: str, *, rank: int, groups: Groups, log: CommLog, device: torch.device
 ) -> Loader | DynamicLoader:
     job, source = plan.job, _open_source(plan, split)
+    depth = job.model.mtp_depth if split == "train" else 0
     if not job.parallel.dynamic_cp:
         return Loader(
             source,
@@ -263,6 +264,7 @@ def _build_loader(
             seed=job.run.seed,
             device=device,
             context=make_context(groups, job.parallel, log),
+            depth=depth,
         )
     assert isinstance(source, PackedSource), "dynamic_cp needs packing"
     parallel = job.parallel
@@ -276,6 +278,7 @@ def _build_loader(
         device=device,
         is_guessing=split == "train",
         timeout_s=job.elastic.collective_timeout_s,
+        depth=depth,
     )
 
 

@@ -120,6 +120,8 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         "train/tokens": float(state.tokens),
         "train/samples": float(state.samples),
     }
+    if outcome.mtp_loss is not None:
+        metrics["train/mtp_loss"] = outcome.mtp_loss
     if state.loss_scale is not None:
         metrics["train/loss_scale"] = state.loss_scale.factor
         metrics["train/skipped_steps"] = float(state.skipped_steps)

@@ -32,6 +32,8 @@ def forward_backward(
     parts.weights.start_gather()
     parts.gradients.zero()
     parts.routers.start_step(loss_gradient=loss_gradient)
+    for module in parts.modules:
+        module.mtp_loss_sum = 0.0
     executor = parts.executors[len(micro_batches)]
     parts.follow_weights(executor)
     output = executor.run(

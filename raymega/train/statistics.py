@@ -46,11 +46,14 @@ class Activations:
 
     def see(self, seen: Seen) -> None:
         """Add x: [S/sp, B, D] but for slots of the batch's tail that hold no sample."""
+        where, _, layer = seen.name.rpartition(".")
+        if where != "layers":
+            return  # it predicts further ahead
         is_sample = seen.samples >= 0
         x = seen.tensor if bool(is_sample.all()) else seen.tensor[:, is_sample]
         if x.numel() == 0:
             return
-        place = (int(seen.name.rpartition(".")[2]), int(seen.kind == "gradient"))
+        place = (int(layer), int(seen.kind == "gradient"))
         norm = torch.linalg.vector_norm(x, dtype=torch.float64)
         self._sums[place] += torch.stack(
             (torch.full_like(norm, x.numel()), x.sum(dtype=torch.float64), norm.square())

@@ -32,7 +32,8 @@ from raymega.train.state import TrainState
 class StepOutcome:
     """What a step did; equal on all ranks but for ``events``.
 
-    ``state`` is where the run stands after it. ``loss`` is in nats per token, ``grad_norm`` the
+    ``state`` is where the run stands after it. ``loss`` is in nats per token, ``mtp_loss`` that of
+    tokens further ahead, mean of depths, by the same count; None without them. ``grad_norm`` is the
     global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
     ``save`` are true when the driver asked any rank for it. ``summed`` is what the ranks gave to be
     summed, ``loads`` by layer what the routing of all tokens was.
@@ -40,6 +41,7 @@ class StepOutcome:
 
     state: TrainState
     loss: float
+    mtp_loss: float | None
     grad_norm: float
     lr: float
     samples: int
@@ -88,6 +90,8 @@ def train_step(
     if not totals.tokens:
         raise DataError(no_labels(f"step {state.step + 1}"))
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
+    depth = job.model.mtp_depth
+    mtp_loss = totals.mtp_loss_sum / totals.tokens / depth if depth else None
     is_overflow = state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm)
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
     if not is_overflow:
@@ -108,7 +112,7 @@ def train_step(
         loss_scale=next_loss_scale(state.loss_scale, job.precision, is_overflow=is_overflow),
     )
     return StepOutcome(
-        state=after, loss=loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
+        state=after, loss=loss, mtp_loss=mtp_loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
         tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save,
         summed=totals.summed, loads=totals.loads, events=output.events,
     )  # fmt: skip
@@ -140,6 +144,7 @@ def loss_gradient(plan: RunPlan, state: TrainState) -> float:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Totals:
     loss_sum: float
+    mtp_loss_sum: float
     tokens: float
     norm_sq: float
     stop: bool
@@ -163,6 +168,7 @@ def _totals_of(
     norm_sq = local_norm_sq(parts.gradients.shares(), parts.device)
     mine = [
         float(loss_sum) if counts_loss else 0.0,
+        sum(module.take_mtp_loss_sum() for module in parts.modules) if counts_loss else 0.0,
         tokens,
         float(norm_sq),
         *others,
@@ -173,10 +179,11 @@ def _totals_of(
     total = everything[: len(mine)].tolist()
     return _Totals(
         loss_sum=total[0],
-        tokens=total[1],
-        norm_sq=total[2],
-        stop=total[3] > 0,
-        save=total[4] > 0,
-        summed=tuple(total[5:]),
+        mtp_loss_sum=total[1],
+        tokens=total[2],
+        norm_sq=total[3],
+        stop=total[4] > 0,
+        save=total[5] > 0,
+        summed=tuple(total[6:]),
         loads=parts.routers.loads(everything[len(mine) :].view_as(routing)),
     )

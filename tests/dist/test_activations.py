@@ -25,6 +25,7 @@ _, MIDDLE, _ = make_stages((LAYERS, LAYERS, LAYERS))
 (WHOLE,) = make_stages((LAYERS,))
 STAGES = (MIDDLE, WHOLE)
 SIZES = {"width": 64, "num_heads": 4, "ffn_width": 256, "max_positions": S, "num_layers": 6}
+MLA = {"kv_rank": 32, "q_rank": 24, "nope_features": 16, "rope_features": 8, "value_features": 12}
 DROPPED = {"residual_dropout": 0.1, "attention_dropout": 0.1}
 CORE = MemorySection(recompute="selective", recompute_parts=("attention",))
 ALL = MemorySection(recompute="selective", recompute_parts=("attention", "activation", "norm"))
@@ -38,6 +39,11 @@ MODELS = {
     "llama": reference.make_model("llama", **SIZES, num_kv_heads=2),
     "llama-dropped": reference.make_model("llama", **SIZES, num_kv_heads=2, **DROPPED),
     "qwen3": reference.make_model("qwen3", **SIZES, num_kv_heads=2),
+    "mla": reference.make_model("llama", **SIZES, num_kv_heads="num_heads", mla=MLA),
+    "mla-square": reference.make_model(
+        "llama", **SIZES, num_kv_heads="num_heads", mla={**MLA, "q_rank": 0, "value_features": 24}
+    ),
+    "mtp": reference.make_model("llama", **SIZES, num_kv_heads=2, mtp_depth=2),
     "qwen2-mha": reference.make_model("qwen2", **SIZES, num_kv_heads="num_heads"),
 }
 
@@ -54,7 +60,8 @@ def _measure(env, model, memory, stage, is_cut):
         hidden = torch.randn(S // stream.degree, B, model.width).bfloat16().requires_grad_()
     known = [*module.parameters(), *module.buffers(), tokens, mask]
     with SavedBytes(known) as kept:
-        module(tokens, tokens, mask, hidden, samples)
+        later = torch.stack([tokens] * 2), torch.stack([mask] * 2)
+        module(tokens, tokens, mask, hidden, samples, later=later)
     return kept.total
 
 
@@ -149,7 +156,7 @@ def _measure_cp(env, model, method, inner, memory):
 @pytest.mark.parametrize(
     "memory", [MemorySection(), CORE, ALL, FULL], ids=["none", "core", "all", "full"]
 )
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mla"])
 @pytest.mark.parametrize(
     ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
 )

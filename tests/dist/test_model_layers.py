@@ -38,6 +38,16 @@ MODELS = {
     "qwen3-kv2": reference.make_model("qwen3", num_kv_heads=2),
     "gpt2-kv1": reference.make_model("gpt2", num_kv_heads=1),
 }
+MLA = {"kv_rank": 20, "q_rank": 12, "nope_features": 6, "rope_features": 4, "value_features": 7}
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 8,
+        "rope_high_freq_factor": 4.0, "rope_base": 100.0, "rope_mscale_all_features": 0.7}  # fmt: skip
+MODELS |= {
+    "mla": reference.make_model("llama", num_kv_heads="num_heads", mla=MLA),
+    "mla-yarn": reference.make_model(
+        "llama", num_kv_heads="num_heads", mla={**MLA, "q_rank": 0, "value_features": 10}, **YARN
+    ),
+    "llama-yarn": reference.make_model("llama", **{**YARN, "rope_mscale_all_features": 0.0}),
+}
 S, B = 8, 3
 
 
@@ -118,7 +128,8 @@ def _run_stages_of(env, sp, model, num_stages):
         for piece in param.spec.pieces
     ]
     counted = [(p.tensor.name, p.box, grad) for p, tied, grad in pieces if tied or p.is_primary]
-    return loss.detach(), counted, [(p.tensor.name, p.box, grad) for p, _, grad in pieces]
+    further = torch.tensor(modules[-1].take_mtp_loss_sum(), dtype=torch.float64)
+    return (loss.detach(), further), counted, [(p.tensor.name, p.box, grad) for p, _, grad in pieces]
 
 
 @_layouts("tp1", "tp2", "tp4-sp")
@@ -150,6 +161,18 @@ def test_whole_stages_with_smoothing_z_loss_and_padding(tp, sp):
     _check_stages(tp, sp, models, 2)
 
 
+@_layouts("tp1", "tp2", "tp4-sp")
+@pytest.mark.parametrize("pp", [1, 2], ids=lambda pp: f"pp{pp}")
+def test_whole_stages_with_latents_and_further_tokens(pp, tp, sp):
+    """The last stage has a copy of the token table, whether the head is tied to it or not."""
+    latent = {"num_kv_heads": "num_heads", "mla": MLA}
+    models = [
+        reference.make_model("llama", **latent, is_embedding_tied=is_tied, mtp_depth=2)
+        for is_tied in (True, False)
+    ]
+    _check_stages(tp, sp, [*models, reference.make_model("gpt2", mtp_depth=1)], pp)
+
+
 def _check_stages(tp, sp, models, pp):
     ranks = run_grid(_run_stages, Grid(tp=tp), sp, models, pp)
     for model, *results in zip(models, *ranks, strict=True):
@@ -159,12 +182,13 @@ def _check_stages(tp, sp, models, pp):
 def _check_model(model, results):
     weights = reference.draw_weights(model_tensors(model))
     wanted = reference.gradients(model, weights, reference.draw_batch(model, seq=S))
-    loss_wanted = wanted.pop("loss")
+    wanted_losses = wanted.pop("loss"), wanted.pop("mtp_loss", 0.0)
     whole = reference.assemble(weights, [block for _, counted, _ in results for block in counted])
     for name, grad in wanted.items():
         assert reference.difference(whole[name], grad) < FLOAT64_LAYER, name
-    for loss, _, _ in results:
-        assert reference.difference(loss, loss_wanted) < FLOAT64_LAYER
+    for losses, _, _ in results:
+        for loss, loss_wanted in zip(losses, wanted_losses, strict=True):
+            assert reference.difference(loss, loss_wanted) < FLOAT64_LAYER
     _check_equal_bits([held for *_, held in results])
 
 

@@ -59,23 +59,62 @@ def loss_sum(model, weights, tokens, labels, mask):
 
 
 def gradients(model, weights, batch) -> dict:
-    """Gradient of the loss sum by every whole weight, and the loss itself as ``loss``."""
+    """Gradient of the loss sum by every whole weight, and the loss itself as ``loss``.
+
+    With multi-token prediction the gradient is of more than the loss, and ``mtp_loss`` is the rest.
+    """
     leaves = {name: values.clone().requires_grad_() for name, values in weights.items()}
     loss = loss_sum(model, leaves, *batch)
+    if model.mtp_depth:
+        further = further_loss_sum(model, leaves, *batch)
+        (loss + model.mtp_weight / model.mtp_depth * further).backward()
+        grads = {name: leaf.grad for name, leaf in leaves.items()}
+        return {"loss": loss.detach(), "mtp_loss": further.detach(), **grads}
     loss.backward()
     return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
+def further_loss_sum(model, weights, tokens, labels, mask):
+    """Sum over depths of the losses further ahead, token by token along the rows."""
+    total, x = 0.0, norm(model, weights, "final_norm", hidden(model, weights, tokens))
+    seen = mask.bool()
+    for depth in range(model.mtp_depth):
+        at, seq = f"mtp.{depth}", tokens.shape[1]
+        read = torch.where(seen, labels, 0)
+        token = norm(model, weights, f"{at}.token_norm", weights["embedding.tokens.weight"][read])
+        both = torch.cat((token, norm(model, weights, f"{at}.hidden_norm", x)), -1)
+        x = block(model, weights, at, linear(weights, f"{at}.join", both))
+        x = norm(model, weights, f"{at}.final_norm", x)
+        after, still = torch.zeros_like(labels), torch.zeros_like(seen)
+        for row in range(len(labels)):
+            for place in range(seq - 1):
+                after[row, place] = labels[row, place + 1]
+                still[row, place] = mask[row, place].bool() & seen[row, place + 1]
+        labels, seen = after, still
+        scores = (x @ head_weight(model, weights).T)[seen]
+        total = total + functional.cross_entropy(scores, labels[seen], reduction="sum")
+    return total
+
+
 def logits(model, weights, tokens):
     """tokens: [B, S] -> [B, S, V]."""
+    x = norm(model, weights, "final_norm", hidden(model, weights, tokens))
+    return x @ head_weight(model, weights).T
+
+
+def head_weight(model, weights):
+    head = "embedding.tokens.weight" if model.is_embedding_tied else "head.weight"
+    return weights[head][: model.vocab_size]
+
+
+def hidden(model, weights, tokens):
+    """tokens: [B, S] -> [B, S, D] before the last norm."""
     x = weights["embedding.tokens.weight"][tokens]
     if model.family == "gpt2":
         x = x + weights["embedding.positions.weight"][: tokens.shape[1]]
     for layer in range(model.num_layers):
         x = block(model, weights, f"layers.{layer}", x)
-    x = norm(model, weights, "final_norm", x)
-    head = "embedding.tokens.weight" if model.is_embedding_tied else "head.weight"
-    return x @ weights[head][: model.vocab_size].T
+    return x
 
 
 def block(model, weights, at, x):
@@ -100,6 +139,8 @@ def linear(weights, at, x):
 
 def attention(model, weights, at, x):
     """Each query head by itself: softmax over earlier positions of its kv head."""
+    if model.mla.kv_rank:
+        return latent_attention(model, weights, at, x)
     seq, width = x.shape[1], model.head_width
     q, k, v = (linear(weights, f"{at}.{n}", x).unflatten(-1, (-1, width)) for n in "qkv")
     if model.family == "qwen3":
@@ -115,21 +156,77 @@ def attention(model, weights, at, x):
     return linear(weights, f"{at}.out", torch.cat(heads, -1))
 
 
+def latent_attention(model, weights, at, x):
+    """DeepSeek-V2's formulas 37 to 47, head by head; the turned part of keys is one for all heads."""
+    mla, seq = model.mla, x.shape[1]
+    down = linear(weights, f"{at}.kv_down", x)
+    latent = norm(model, weights, f"{at}.kv_latent_norm", down[..., : mla.kv_rank])
+    k_turned = rotate(model, down[..., None, mla.kv_rank :])[:, :, 0]
+    kv = linear(weights, f"{at}.kv_up", latent).unflatten(-1, (model.num_heads, -1))
+    if mla.q_rank:
+        q_latent = norm(
+            model, weights, f"{at}.q_latent_norm", linear(weights, f"{at}.q_down", x)
+        )  # fmt: skip
+        q = linear(weights, f"{at}.q_up", q_latent)
+    else:
+        q = linear(weights, f"{at}.q", x)
+    q = q.unflatten(-1, (model.num_heads, -1))
+    q_turned = rotate(model, q[..., mla.nope_features :])
+    scale = 1 / math.sqrt(mla.nope_features + mla.rope_features)
+    if model.rope_scaling == "yarn":
+        scale *= (0.1 * model.rope_mscale_all_features * math.log(model.rope_factor) + 1) ** 2
+    later, heads = torch.ones(seq, seq).triu(1).bool(), []
+    for head in range(model.num_heads):
+        k_plain, v = kv[:, :, head].split((mla.nope_features, mla.value_features), -1)
+        scores = q[:, :, head, : mla.nope_features] @ k_plain.transpose(1, 2)
+        scores = (scores + q_turned[:, :, head] @ k_turned.transpose(1, 2)) * scale
+        heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ v)
+    return linear(weights, f"{at}.out", torch.cat(heads, -1))
+
+
 def rotate(model, x):
-    """RoPE of x: [B, S, heads, K] as a product of complex numbers x[i] + x[i + K/2] j."""
-    half = model.head_width // 2
+    """RoPE of x: [B, S, heads, K] as a product of complex numbers x[i] + x[i + K/2] j, or with latent
+    attention x[2 i] + x[2 i + 1] j."""
+    width = x.shape[-1]
+    half = width // 2
     positions = torch.arange(x.shape[1], dtype=torch.float64)
-    speed = [_speed(model, model.rope_base ** (-2 * i / model.head_width)) for i in range(half)]
+    speed = [_speed(model, model.rope_base ** (-2 * i / width), i, width) for i in range(half)]
     angles = positions[:, None] * torch.tensor(speed, dtype=torch.float64)
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    turn = torch.polar(torch.full_like(angles, _stretch(model)), angles)[:, None]
+    if model.mla.kv_rank:
+        y = torch.complex(x[..., 0::2], x[..., 1::2]) * turn
+        return torch.view_as_real(y).flatten(-2)
     y = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat((y.real, y.imag), -1)
 
 
-def _speed(model, plain):
-    """Llama 3's rule, case by case: short waves stay, long ones are stretched, others in part."""
+def _stretch(model):
+    """YaRN's factor on turned features."""
+    if model.rope_scaling != "yarn":
+        return 1.0
+    above, below = (
+        0.1 * m * math.log(model.rope_factor) + 1
+        for m in (model.rope_mscale, model.rope_mscale_all_features)
+    )
+    return above / below
+
+
+def _speed(model, plain, pair, width):
+    """Llama 3's rule, case by case: short waves stay, long ones are stretched, others in part.
+
+    YaRN's is the same along the numbers of the pairs.
+    """
     if model.rope_scaling == "none":
         return plain
+    if model.rope_scaling == "yarn":
+        first, last = (
+            width * math.log(model.rope_original_positions / (2 * math.pi * turns))
+            / (2 * math.log(model.rope_base))
+            for turns in (model.rope_high_freq_factor, model.rope_low_freq_factor)
+        )  # fmt: skip
+        first, last = max(0, math.floor(first)), min(width - 1, math.ceil(last))
+        stretched = min(1.0, max(0.0, (pair - first) / (last - first)))
+        return plain * (1 - stretched) + plain / model.rope_factor * stretched
     wave, original = 2 * math.pi / plain, model.rope_original_positions
     if wave < original / model.rope_high_freq_factor:
         return plain

@@ -60,7 +60,7 @@ def _train_rank(env, plan_json, steps):
     for _ in range(steps):
         outcome = train_step(parts, state, Requests(), is_recording=False)
         state = outcome.state
-        curve.append((outcome.loss, outcome.grad_norm))
+        curve.append((outcome.loss, outcome.grad_norm, outcome.mtp_loss or 0.0))
     blocks = [
         (block.name, block.tensor.shape, block.box, block.values.numpy().copy())
         for block in parts.optimizer.blocks()

@@ -9,7 +9,13 @@ from raymega.api import load_job
 from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.keys import ROOT
 from raymega.checkpoint.start import start_faults, starting_manifest
-from raymega.config.schema import CheckpointSection, FunctionField, ModelSection, MoeSection
+from raymega.config.schema import (
+    CheckpointSection,
+    FunctionField,
+    MlaSection,
+    ModelSection,
+    MoeSection,
+)
 from raymega.convert.hf_import import hf_import
 from raymega.errors import ConfigError
 from raymega.storage.open import open_store
@@ -73,13 +79,16 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
     shapes = {"num_layers", "width", "num_heads", "num_kv_heads", "head_features", "ffn_width",
               "vocab_size", "vocab_multiple", "is_embedding_tied", "max_positions",
               "moe.num_experts", "moe.width", "moe.every", "moe.first_dense_layers",
+              "mtp_depth", *(f"mla.{field}" for field in MlaSection.model_fields),
               "moe.shared_width", "moe.has_shared_gate", "moe.has_bias"}  # fmt: skip
     training = {"init_std", "residual_dropout", "attention_dropout", "label_smoothing", "z_loss",
+                "mtp_weight",
                 "moe.jitter", "moe.router_dtype", "moe.balance", "moe.balance_coefficient",
                 "moe.sinkhorn_rounds", "moe.bias_rate", "moe.z_coefficient",
                 "moe.is_padded_to_capacity"}  # fmt: skip
-    fields = set(ModelSection.model_fields) - {"moe"}
-    fields |= {f"moe.{field}" for field in MoeSection.model_fields}
+    fields = set(ModelSection.model_fields) - {"moe", "mla"}
+    for name, section in (("moe", MoeSection), ("mla", MlaSection)):
+        fields |= {f"{name}.{field}" for field in section.model_fields}
     others = fields - shapes - training
     assert others == set(get_args(FunctionField))
 

@@ -1,7 +1,9 @@
 """Parts of the model without communication: factories and stages for one rank of any layout."""
 
+import numpy as np
 import torch
 
+from raymega.data.rows import Row, later_of
 from raymega.model.stage import StageModule
 from raymega.parallel.groups import Group
 from raymega.parallel.stream import Stream
@@ -44,6 +46,17 @@ def make_stage_modules(model, *, num_stages=1, stream=None, dtype=torch.float64,
 def run_stages(modules, batch):
     """The loss sum of one micro-batch, stage after stage in this process."""
     hidden = None
+    depth = len(modules[-1].mtp.depths) if modules[-1].mtp else 0
     for module in modules:
-        hidden = module(*batch, hidden)
+        hidden = module(*batch, hidden, later=draw_later(batch, depth) if depth else None)
     return hidden
+
+
+def draw_later(batch, depth):
+    """Labels and mask further ahead, [depth, B, S] each, of rows that are one document each."""
+    rows = [
+        Row(tokens=t, labels=n, mask=m.astype(bool), documents=(len(t),))
+        for t, n, m in zip(*(part.numpy() for part in batch), strict=True)
+    ]
+    labels, masks = zip(*(later_of(row, depth) for row in rows), strict=True)
+    return tuple(torch.from_numpy(np.stack(part, axis=1)) for part in (labels, masks))

@@ -48,6 +48,7 @@ def attempt_started(attempt, step=0, reason="first start"):
 def step_finished(step, attempt=1, loss=0.0):
     metrics = {
         "train/loss": loss or 10.0 / step,
+        "train/mtp_loss": 3.0,
         "train/grad_norm": 0.5,
         "train/lr": 3e-4,
         "train/global_batch_size": 8.0,

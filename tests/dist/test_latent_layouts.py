@@ -1,0 +1,58 @@
+"""Whole runs with latent attention and further tokens: the same run as one rank, beside every axis."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from raymega.data.rows import Row, later_of
+from tests.support.jobs import layout_overrides
+from tests.support.training import assert_same_run, train
+
+pytestmark = pytest.mark.dist
+
+LATENT = (
+    "model.num_kv_heads=num_heads",
+    "model.mla={kv_rank: 12, q_rank: 10, nope_features: 6, rope_features: 4, value_features: 5}",
+    "model.mtp_depth=2",
+)
+YARN = ("model.rope_scaling=yarn", "model.rope_mscale_all_features=1.0", "model.is_embedding_tied=false")
+PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
+SHARDED = ("parallel.sharding=optimizer",)
+PLAIN, WHOLE, DROPPED = LATENT, (*LATENT, *YARN, *PACKED), (*LATENT, "model.residual_dropout=0.1")
+CASES = [
+    (PLAIN, "tp2-pp2-dp2-sp", SHARDED),
+    (PLAIN, "cp2-pp2-dp2", ("parallel.sharding=parameters", "memory.recompute=full")),
+    (WHOLE, "tp2-dp2", ("parallel.sharding=parameters",)),
+    (PLAIN, "cp2-pp2", ("schedule.name=zb_v", "schedule.chunks=2", "memory.recompute=selective")),
+    (PLAIN, "tp2-cp4-sp", ("parallel.cp_method=all_to_all",)),
+    (WHOLE, "tp2-cp2-pp2", ("memory.recompute=full", *SHARDED)),
+    (WHOLE, "cp4-pp2", ("parallel.cp_method=hybrid", "schedule.name=zb_h1")),
+    (WHOLE, "cp2-dp2", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
+    (DROPPED, "cp2-pp2", ("parallel.cp_method=all_gather", "schedule.chunks=2")),
+]  # fmt: skip
+
+
+@cache
+def _reference(model):
+    return train([*model, *layout_overrides("tp1")], steps=2)
+
+
+@pytest.mark.parametrize("model, layout, options", CASES)
+def test_layout_trains_the_same_run(model, layout, options):
+    assert_same_run([*model, *layout_overrides(layout), *options], _reference(model))
+
+
+def test_labels_further_ahead_stay_in_their_document():
+    row = Row(
+        tokens=np.arange(7),
+        labels=np.arange(1, 8),
+        mask=np.array([True, True, False, True, True, True, True]),
+        documents=(4, 3),
+    )
+    labels, masks = later_of(row, 2)
+    assert labels[0][masks[0]].tolist() == [2, 6, 7] and labels[1][masks[1]].tolist() == [7]
+    assert masks.tolist() == [
+        [True, False, False, False, True, True, False],
+        [False, False, False, False, True, False, False],
+    ]
