@@ -5,75 +5,14 @@ What it does not know it refuses: a setting that changes the network must not be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from raymega.config.schema import ModelSection
+from raymega.convert.hf_architectures import ARCHITECTURES, Architecture, Config, architecture_of
+from raymega.convert.hf_experts import expert_config, expert_faults, expert_values
 from raymega.errors import ConfigError, Fault, raise_faults
-
-Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    """What transformers calls a family, and the settings by which it could differ from ours.
-
-    Attributes:
-        name: Of the class with a language-model head.
-        defaults: Values that a config.json may leave out.
-        wanted: Settings that ours is equal to at these values only; None stands for "left out".
-    """
-
-    name: str
-    defaults: Config
-    wanted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-
-
-_SAME = {"hidden_act": ("silu",), "mlp_bias": (None, False), "quantization_config": (None,)}
-_LLAMA_DEFAULTS = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}
-_QWEN_DEFAULTS = {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768}
-_NO_WINDOW = {"use_sliding_window": (None, False)}
-ARCHITECTURES = {
-    "gpt2": Architecture(
-        name="GPT2LMHeadModel",
-        defaults={
-            "activation_function": "gelu_new",
-            "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.02,
-        },
-        wanted={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (None, True),
-            "scale_attn_by_inverse_layer_idx": (None, False),
-            "add_cross_attention": (None, False),
-            "quantization_config": (None,),
-        },
-    ),
-    "llama": Architecture(
-        name="LlamaForCausalLM",
-        defaults=_LLAMA_DEFAULTS,
-        wanted={**_SAME, "attention_bias": (None, False)},
-    ),
-    "qwen2": Architecture(
-        name="Qwen2ForCausalLM", defaults=_QWEN_DEFAULTS, wanted={**_SAME, **_NO_WINDOW}
-    ),
-    "qwen3": Architecture(
-        name="Qwen3ForCausalLM",
-        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
-        wanted={**_SAME, **_NO_WINDOW, "attention_bias": (None, False)},
-    ),
-}
 
 
 def model_from(config: Config) -> ModelSection:
@@ -82,15 +21,15 @@ def model_from(config: Config) -> ModelSection:
     Raises:
         ConfigError: With everything about it that ours cannot express.
     """
-    family = config.get("model_type")
-    if family not in ARCHITECTURES:
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
         raise ConfigError(_unknown(config))
-    architecture = ARCHITECTURES[family]
+    architecture = ARCHITECTURES[kind]
     whole = {**architecture.defaults, **{k: v for k, v in config.items() if v is not None}}
     raise_faults(ConfigError, _difference_faults(whole, architecture))
     try:
-        values = _gpt2_values(whole) if family == "gpt2" else _llama_values(whole)
-        return ModelSection.model_validate({"family": family, **values})
+        values = _gpt2_values(whole) if kind == "gpt2" else _llama_values(whole)
+        return ModelSection.model_validate({"family": architecture.family, **values})
     except KeyError as error:
         raise ConfigError(_incomplete(f"has no {error.args[0]}")) from error
     except ValidationError as error:
@@ -111,20 +50,76 @@ def config_from(model: ModelSection, *, dtype: str, carried: Config) -> dict[str
         dtype: Format of its weights.
         carried: The config.json that it came with, or nothing: special tokens and settings that
             are not ours are kept.
+
+    Raises:
+        ConfigError: There is no config.json that says all of it.
     """
+    config = _config_of(model, dtype=dtype, carried=carried)
+    raise_faults(ConfigError, _unsaid(model, config))
+    return config
+
+
+def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str, Any]:
+    kind = architecture_of(model)
+    if kind not in ARCHITECTURES:
+        raise ConfigError(_unknown({"model_type": kind}))
     write = _gpt2_config if model.family == "gpt2" else _llama_config
     replaced = {"rope_theta", "rope_scaling", "torch_dtype"}
     kept = {key: value for key, value in carried.items() if key not in replaced}
     return {
         **kept,
-        "architectures": [ARCHITECTURES[model.family].name],
-        "model_type": model.family,
+        "architectures": [ARCHITECTURES[kind].name],
+        "model_type": kind,
         "dtype": dtype,
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.is_embedding_tied,
         "initializer_range": model.init_std,
         **write(model),
     }
+
+
+TRAINING = ("residual_dropout", "attention_dropout", "label_smoothing", "z_loss", "vocab_multiple",
+            "mtp_depth", "mtp_weight", "init_std")  # fmt: skip
+TRAINING_EXPERTS = ("jitter", "router_dtype", "balance", "balance_coefficient", "sinkhorn_rounds",
+                    "bias_rate", "z_coefficient", "capacity_factor", "drop_by",
+                    "is_padded_to_capacity")  # fmt: skip
+"""Fields that a config.json need not say: they are a matter of training alone, or of tensors."""
+
+
+def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
+    """What a reader of ``config`` would not know of ``model``."""
+    ours, theirs = _function_of(model), _function_of(model_from(config))
+    return [
+        Fault(
+            fact=f"model.{field}={value!r}",
+            rule=f"{config['architectures'][0]} has no such thing: read back, it would be "
+            f"{theirs[field]!r}",
+            remedy="export it with dcp-export, which keeps raymega's names",
+        )
+        for field, value in ours.items()
+        if theirs[field] != value
+    ]
+
+
+def _function_of(model: ModelSection) -> dict[str, Any]:
+    """What decides what the model computes, by dotted path; numbers in place of words."""
+    plain = model.model_dump(exclude={*TRAINING, "moe", "mla"})
+    plain |= {"num_kv_heads": model.kv_heads, "head_features": model.head_width}
+    experts = model.moe.model_dump(exclude={*TRAINING_EXPERTS})
+    experts["width"] = model.expert_width
+    if not model.moe.num_experts:
+        experts = {"num_experts": 0}
+    if model.moe.num_groups == 1:  # then a group's score chooses nothing
+        experts.pop("group_score", None)
+    if model.rope_scaling == "none":
+        plain = {name: value for name, value in plain.items() if not _is_of_scaling(name)}
+    parts = {"moe": experts, "mla": model.mla.model_dump()}
+    inner = {f"{part}.{name}": v for part, fields in parts.items() for name, v in fields.items()}
+    return plain | inner
+
+
+def _is_of_scaling(field: str) -> bool:
+    return field.startswith("rope_") and field not in ("rope_base", "rope_scaling")
 
 
 def _gpt2_values(config: Config) -> dict[str, Any]:
@@ -156,9 +151,10 @@ def _gpt2_config(model: ModelSection) -> dict[str, Any]:
 
 def _llama_values(config: Config) -> dict[str, Any]:
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_width = config.get("head_dim", width // heads)
-    is_plain = head_width * heads == width
+    has_latents = "kv_lora_rank" in config
+    kv_heads = heads if has_latents else config.get("num_key_value_heads", heads)
+    head_width = width // heads if has_latents else config.get("head_dim", width // heads)
+    is_plain = head_width * heads == width or has_latents
     return {
         "num_layers": config["num_hidden_layers"],
         "width": width,
@@ -172,6 +168,33 @@ def _llama_values(config: Config) -> dict[str, Any]:
         "init_std": float(config["initializer_range"]),
         "norm_eps": float(config["rms_norm_eps"]),
         **_rope_values(_rope_of(config)),
+        **expert_values(config),
+        **(_latent_values(config) if has_latents else {}),
+    }
+
+
+def _latent_values(config: Config) -> dict[str, Any]:
+    return {
+        "mla": {
+            "kv_rank": config["kv_lora_rank"],
+            "q_rank": config.get("q_lora_rank", 0),
+            "nope_features": config["qk_nope_head_dim"],
+            "rope_features": config["qk_rope_head_dim"],
+            "value_features": config["v_head_dim"],
+        }
+    }
+
+
+def _latent_config(model: ModelSection) -> dict[str, Any]:
+    mla = model.mla
+    return {
+        "kv_lora_rank": mla.kv_rank,
+        "q_lora_rank": mla.q_rank or None,
+        "qk_nope_head_dim": mla.nope_features,
+        "qk_rope_head_dim": mla.rope_features,
+        "v_head_dim": mla.value_features,
+        "head_dim": mla.rope_features,
+        "num_nextn_predict_layers": model.mtp_depth,
     }
 
 
@@ -187,6 +210,8 @@ def _llama_config(model: ModelSection) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
         **_rope_config(model),
+        **expert_config(model),
+        **(_latent_config(model) if model.mla.kv_rank else {}),
     }
 
 
@@ -209,6 +234,17 @@ def _rope_values(rope: Config) -> dict[str, Any]:
             "rope_high_freq_factor": float(rope["high_freq_factor"]),
             "rope_original_positions": int(rope["original_max_position_embeddings"]),
         }
+    if rope["rope_type"] == "yarn":
+        has_both = rope.get("mscale") and rope.get("mscale_all_dim")
+        values |= {
+            "rope_scaling": "yarn",
+            "rope_factor": float(rope["factor"]),
+            "rope_low_freq_factor": float(rope.get("beta_slow") or 1),
+            "rope_high_freq_factor": float(rope.get("beta_fast") or 32),
+            "rope_original_positions": int(rope["original_max_position_embeddings"]),
+            "rope_mscale": float(rope["mscale"]) if has_both else 1.0,
+            "rope_mscale_all_features": float(rope.get("mscale_all_dim") or 0),
+        }
     return values
 
 
@@ -217,6 +253,16 @@ def _rope_config(model: ModelSection) -> dict[str, Any]:
     if model.rope_scaling == "none":
         rope: dict[str, Any] = {"rope_type": "default"}
         scaling = None
+    elif model.rope_scaling == "yarn":
+        rope = scaling = {
+            "rope_type": "yarn",
+            "factor": model.rope_factor,
+            "beta_slow": model.rope_low_freq_factor,
+            "beta_fast": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_positions,
+            "mscale": model.rope_mscale,
+            "mscale_all_dim": model.rope_mscale_all_features,
+        }
     else:
         rope = {
             "rope_type": "llama3",
@@ -247,11 +293,29 @@ def _difference_faults(config: Config, architecture: Architecture) -> list[Fault
     if architecture.name == "GPT2LMHeadModel":
         return faults
     rope = _rope_of(config)
-    if rope["rope_type"] not in ("default", "llama3"):
-        faults.append(_unlike(f"rope_type={rope['rope_type']!r}", "RoPE is 'default' or 'llama3'"))
+    if rope["rope_type"] not in ("default", "llama3", "yarn"):
+        rule = "RoPE is 'default', 'llama3' or 'yarn'"
+        faults.append(_unlike(f"rope_type={rope['rope_type']!r}", rule))
+    if rope["rope_type"] == "yarn":
+        faults += _yarn_faults(rope, has_latents="kv_lora_rank" in config)
+    faults += expert_faults(config, _unlike)
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         faults.append(_unlike("partial_rotary_factor", "RoPE turns whole heads"))
     return faults
+
+
+def _yarn_faults(rope: Config, *, has_latents: bool) -> list[Fault]:
+    """Forms of YaRN that ours has no switch for."""
+    scales_all = bool(rope.get("mscale_all_dim"))
+    forms = {
+        "an attention_factor": rope.get("attention_factor") is not None,
+        "no truncation": rope.get("truncate") is False,
+        "no factor": rope.get("factor") is None,
+        "mscale_all_dim without mscale": scales_all and not rope.get("mscale"),
+        "mscale_all_dim without latent attention": scales_all and not has_latents,
+    }
+    rule = "yarn is as its paper or DeepSeek has it"
+    return [_unlike(f"yarn with {form}", rule) for form, is_there in forms.items() if is_there]
 
 
 def _names(values: tuple[object, ...]) -> str:

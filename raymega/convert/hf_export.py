@@ -130,10 +130,13 @@ def _values(
     theirs: Sequence[HfTensor],
     target: str,
 ) -> Iterator[Array]:
+    held, stack = "", np.empty(0)
     for tensor in theirs:
-        parts = [read_tensor(store, manifest, saved[part.name]) for part in tensor.parts]
-        stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        rows = stack[: tensor.num_rows]
+        if tensor.parts[0].name != held:  # experts of one tensor follow one another
+            held, stack = tensor.parts[0].name, np.empty(0)
+            parts = [read_tensor(store, manifest, saved[part.name]) for part in tensor.parts]
+            stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        rows = stack[tensor.expert] if tensor.expert >= 0 else stack[: tensor.num_rows]
         values = recast(rows, saved[tensor.parts[0].name][0].dtype, target)
         if target == "float16" and not np.isfinite(values).all():
             raise CheckpointError(_too_large(tensor))

@@ -7,7 +7,7 @@ something fails later. It holds one tensor in memory, as it was and as it become
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import yaml
 from raymega.config.schema import ModelSection
 from raymega.convert.carried import CONFIG, PREFIX, files_to_carry
 from raymega.convert.hf_config import model_from
-from raymega.convert.hf_names import BUFFER, HEAD, HfTensor, hf_tensors
+from raymega.convert.hf_names import BUFFER, HEAD, HfTensor, hf_tensors, num_further, original_of
 from raymega.convert.native import occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
 from raymega.convert.weight_files import WeightEntry, open_weights
@@ -71,6 +71,8 @@ def hf_import(
     if vocab_multiple is not None:
         model = model.model_copy(update={"vocab_multiple": vocab_multiple})
     entries = _known(open_weights(folder), model)
+    model = model.model_copy(update={"mtp_depth": num_further(entries, model.num_layers)})
+    entries = _without_copies(entries, model)
     raise_faults(ConfigError, _weight_faults(entries, model))
     raise_faults(ConfigError, store_faults(uri, field="--out"))
     store = open_store(uri)
@@ -132,6 +134,34 @@ def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str,
         for name, entry in entries.items()
         if not BUFFER.fullmatch(f".{name}")
     }
+
+
+def _without_copies(
+    entries: Mapping[str, WeightEntry], model: ModelSection
+) -> dict[str, WeightEntry]:
+    """Blocks that predict further ahead may come with the table and the head, which are the model's.
+
+    Raises:
+        ConfigError: Such a copy is not equal.
+    """
+    kept, faults = dict(entries), []
+    for name in entries:
+        original = original_of(name, model)
+        if original is None:
+            continue
+        copy, whole = kept.pop(name), entries.get(original)
+        if whole is None or not np.array_equal(copy.read(), whole.read()):
+            faults.append(_other_copy(name, original))
+    raise_faults(ConfigError, faults)
+    return kept
+
+
+def _other_copy(name: str, original: str) -> Fault:
+    return Fault(
+        fact=f"{name} differs from {original}",
+        rule="tokens further ahead are read and predicted by the model's own table and head",
+        remedy="leave the blocks behind the last one out of the folder",
+    )
 
 
 def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> list[Fault]:
@@ -199,24 +229,27 @@ def _common_dtype(entries: Mapping[str, WeightEntry]) -> str:
     return "bfloat16" if formats == {"bfloat16"} else "float32"
 
 
-def _places(model: ModelSection) -> dict[str, tuple[HfTensor, int]]:
-    """Name of each of our tensors to theirs that holds it, and the first row there."""
-    places = {}
+def _places(model: ModelSection) -> dict[str, list[tuple[HfTensor, int]]]:
+    """Name of each of our tensors to theirs that hold it, and the first row there; several experts."""
+    places: dict[str, list[tuple[HfTensor, int]]] = {}
     for theirs in hf_tensors(model):
         row = 0
         for part in theirs.parts:
-            places[part.name] = (theirs, row)
+            places.setdefault(part.name, []).append((theirs, row))
             row += part.shape[0]
     return places
 
 
 def _values(
     entries: Mapping[str, WeightEntry],
-    places: Mapping[str, tuple[HfTensor, int]],
+    places: Mapping[str, Sequence[tuple[HfTensor, int]]],
     dtype: str,
     tensor: GlobalTensor,
 ) -> Array:
-    theirs, row = places[tensor.name]
+    if places[tensor.name][0][0].expert >= 0:
+        of_experts = [entries[theirs.name] for theirs, _ in places[tensor.name]]
+        return np.stack([recast(entry.read(), entry.dtype, dtype) for entry in of_experts])
+    ((theirs, row),) = places[tensor.name]
     entry = entries[theirs.name]
     stack = entry.read()
     if theirs.is_transposed:

@@ -55,13 +55,13 @@ def test_config_gives_back_the_model(family, rope):
     ("change", "fact"),
     [
         (
-            {"model_type": "mixtral"},
-            "model_type='mixtral'; the architectures that can be converted",
+            {"model_type": "bert"},
+            "model_type='bert'; the architectures that can be converted",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is built"),
         ({"attention_bias": True}, "attention_bias=True; only nothing or False is built"),
         ({"quantization_config": {}}, "quantization_config={}"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn with no factor"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

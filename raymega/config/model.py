@@ -1,0 +1,150 @@
+"""The section of the job file that says what the network is: a family's layers and their widths."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raymega.config.fields import Decay, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.mla import MlaSection
+from raymega.config.moe import MoeSection
+
+
+class ModelSection(Section):
+    """The network: a family's layers and its widths."""
+
+    family: Literal["gpt2", "llama", "qwen2", "qwen3"] = Field(
+        description="gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, "
+        "no biases. qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads."
+    )
+    num_layers: Positive = Field(description="Transformer blocks.")
+    width: Positive = Field(description="D, features of the residual stream.")
+    num_heads: Positive = Field(description="H, query heads.")
+    num_kv_heads: Positive | Literal["num_heads"] = Field(
+        default="num_heads",
+        description="G, key and value heads; fewer than num_heads is grouped-query attention.",
+    )
+    head_features: Positive | Literal["width / num_heads"] = Field(
+        default="width / num_heads", description="K, features of one head."
+    )
+    ffn_width: Positive = Field(description="F, features inside the feed-forward layer.")
+    vocab_size: Positive = Field(description="V, tokens of the model; at least the tokenizer's.")
+    max_positions: Positive = Field(
+        default=2048,
+        description="Longest sequence; rows of gpt2's position table. Not below data.seq_len.",
+    )
+    is_embedding_tied: bool = Field(
+        default=True, description="The head uses the token embedding's weight."
+    )
+    init_std: PositiveFloat = Field(
+        default=0.02,
+        description="Standard deviation of initial weights; divided by sqrt(2 * num_layers) for "
+        "the two projections that write to the residual stream.",
+    )
+    norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
+    rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
+    rope_scaling: Literal["none", "llama3", "yarn"] = Field(
+        default="none",
+        description="llama3: waves longer than rope_original_positions / rope_low_freq_factor are "
+        "stretched by rope_factor, up to ... / rope_high_freq_factor kept, between them in part. "
+        "yarn: the same between two whole features, and scores grow with log(rope_factor).",
+    )
+    rope_factor: PositiveFloat = Field(default=8.0, description="llama3 and yarn scaling only.")
+    rope_low_freq_factor: PositiveFloat = Field(
+        default=1.0, description="llama3 and yarn scaling only; yarn calls it beta_slow."
+    )
+    rope_high_freq_factor: PositiveFloat = Field(
+        default=4.0, description="llama3 and yarn scaling only; yarn calls it beta_fast, often 32."
+    )
+    rope_original_positions: Positive = Field(
+        default=8192, description="Longest sequence before llama3 or yarn scaling."
+    )
+    rope_mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="yarn only, m: turned features are multiplied by 1 + m log(rope_factor) / 10, "
+        "over the same with rope_mscale_all_features.",
+    )
+    rope_mscale_all_features: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0,
+        description="yarn with model.mla only, m: scores of whole heads are multiplied by the square "
+        "of 1 + m log(rope_factor) / 10.",
+    )
+    vocab_multiple: Positive = Field(
+        default=128,
+        description="The table's rows are padded to a multiple of this, whatever the layout is. "
+        "Padded rows stay zero and get no probability; parallel.tp must divide the padded number.",
+    )
+    residual_dropout: Decay = Field(
+        default=0.0,
+        description="Share of features dropped after the embedding and before each residual sum.",
+    )
+    attention_dropout: Decay = Field(
+        default=0.0,
+        description="Share of attention weights dropped. Above 0 attention keeps its S x S weights "
+        "in memory, without the fused kernel.",
+    )
+    label_smoothing: Decay = Field(
+        default=0.0,
+        description="Share of a label's probability that is spread evenly over the vocabulary; "
+        "training loss only.",
+    )
+    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0,
+        description="Weight of log(sum of exp(logits))^2 in each token's loss; training loss only.",
+    )
+    moe: MoeSection = Field(
+        default=MoeSection(), description="Mixture of experts; without it every block is dense."
+    )
+
+    mla: MlaSection = Field(
+        default=MlaSection(),
+        description="Multi-head latent attention; without it heads are made of the stream.",
+    )
+    mtp_depth: NonNegative = Field(
+        default=0,
+        description="Multi-token prediction (DeepSeek-V3): blocks after the last one, each of which "
+        "predicts one token further ahead, with the model's own embedding and head. Training only.",
+    )
+    mtp_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.3, description="Weight in the training loss of the mean of their losses."
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        """G as a number."""
+        return self.num_heads if self.num_kv_heads == "num_heads" else self.num_kv_heads
+
+    @property
+    def expert_width(self) -> int:
+        """F of one expert as a number."""
+        return self.ffn_width if self.moe.width == "ffn_width" else self.moe.width
+
+    @property
+    def table_rows(self) -> int:
+        """V padded: rows of the token table and of the head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def head_width(self) -> int:
+        """K, features of one head."""
+        if self.mla.kv_rank:
+            return self.mla.nope_features + self.mla.rope_features
+        if self.head_features == "width / num_heads":
+            return self.width // self.num_heads
+        return self.head_features
+
+    @property
+    def value_width(self) -> int:
+        """Features of one value head."""
+        return self.mla.value_features if self.mla.kv_rank else self.head_width
+
+    @property
+    def turned_width(self) -> int:
+        """Features of a query or key head that RoPE turns."""
+        return self.mla.rope_features if self.mla.kv_rank else self.head_width
+
+    @property
+    def needs_token_table_last(self) -> bool:
+        """The last stage reads the token embedding's weight too."""
+        return self.is_embedding_tied or self.mtp_depth > 0
