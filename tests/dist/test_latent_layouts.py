@@ -18,8 +18,15 @@ LATENT = (
 )
 YARN = ("model.rope_scaling=yarn", "model.rope_mscale_all_features=1.0", "model.is_embedding_tied=false")
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
+EXPERTS = (
+    "model.moe={num_experts: 8, top_k: 2, width: 24, first_dense_layers: 1, shared_width: 16, "
+    "score: sigmoid, num_groups: 4, top_groups: 2, group_score: top2, has_bias: true, "
+    "bias_rate: 0.01, scaling: 1.5}",
+    "model.mtp_depth=1",
+)
 SHARDED = ("parallel.sharding=optimizer",)
 PLAIN, WHOLE, DROPPED = LATENT, (*LATENT, *YARN, *PACKED), (*LATENT, "model.residual_dropout=0.1")
+DEEPSEEK = (*LATENT, *EXPERTS)
 CASES = [
     (PLAIN, "tp2-pp2-dp2-sp", SHARDED),
     (PLAIN, "cp2-pp2-dp2", ("parallel.sharding=parameters", "memory.recompute=full")),
@@ -29,6 +36,8 @@ CASES = [
     (WHOLE, "tp2-cp2-pp2", ("memory.recompute=full", *SHARDED)),
     (WHOLE, "cp4-pp2", ("parallel.cp_method=hybrid", "schedule.name=zb_h1")),
     (WHOLE, "cp2-dp2", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
+    (DEEPSEEK, "tp2-pp2-dp2-sp", ("parallel.ep=4", *SHARDED)),
+    (DEEPSEEK, "cp2-pp2", ("parallel.ep=2", "memory.recompute=full")),
     (DROPPED, "cp2-pp2", ("parallel.cp_method=all_gather", "schedule.chunks=2")),
 ]  # fmt: skip
 
