@@ -21,6 +21,7 @@ from raymega.messages import (
 from raymega.parallel.comm import barrier
 from raymega.train.build import Parts
 from raymega.train.evaluate import evaluate
+from raymega.train.expert_load import expert_metrics, expert_report
 from raymega.train.meters import Speedometer, memory_metrics, reset_peak_memory
 from raymega.train.saving import Saving
 from raymega.train.state import TrainState
@@ -61,12 +62,15 @@ def run_loop(
         if isinstance(parts.loader, DynamicLoader):
             metrics |= parts.loader.metrics()
         metrics |= packing | _statistics(parts, state, outcome, activations)
+        metrics |= expert_metrics(outcome.loads)
         state = outcome.state
         metrics |= saving.observe(outcome)
         _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             memory = memory_metrics(parts.device)
             channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=memory))
+            if rank == 0 and outcome.loads:
+                channel.report(expert_report(outcome.loads, rank=rank, step=state.step))
         stopped = outcome.stop
 
         is_last = stopped or state.step == job.run.steps
