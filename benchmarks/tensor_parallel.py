@@ -221,9 +221,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the small shape and few rounds")
     parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--only", default="", help="one shape: d256-b4")
     options = parser.parse_args()
     for shape in ("d64",) if options.quick else SHAPES:
-        compare(shape, options.rounds or (15 if options.quick else 61))
+        if options.only in ("", shape):
+            compare(shape, options.rounds or (15 if options.quick else 61))
 
 
 if __name__ == "__main__":
