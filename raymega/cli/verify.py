@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -111,6 +112,11 @@ def _shrunk_text(shrunk: Shrunk) -> str:
 def _show_report(report: Report) -> None:
     print(table(HEADERS, [_row(outcome) for outcome in report.outcomes]))
     print()
+    if isfinite(report.router_margin):
+        print(
+            f"smallest router margin {report.router_margin:.1e}: rounding changes no choice of an "
+            "expert while it is far smaller"
+        )
     if report.is_same:
         worst = _worst(report)
         print(
@@ -193,6 +199,7 @@ def _verdict_object(report: Report) -> dict[str, object]:
         "layouts": len(report.outcomes),
         "steps": report.options.steps,
         "limit": report.options.limit,
+        "router_margin": report.router_margin if isfinite(report.router_margin) else None,
         "largest": _deviation_object(_worst(report)) if has_any else None,
         "smallest_failing": _outcome_object(report.smallest) if report.smallest else None,
         "changes": [str(change) for change in report.shrunk.changes],

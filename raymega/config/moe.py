@@ -115,6 +115,11 @@ class MoeSection(Section):
     )
 
     @property
+    def goes_by_micro_batch(self) -> bool:
+        """A run with micro-batches of another size is another run."""
+        return self.capacity_factor > 0 or self.balance in ("micro_batch", "sinkhorn")
+
+    @property
     def has_aux_loss(self) -> bool:
         """A balancing loss is added."""
         return self.balance in AUX_LEVELS and self.balance_coefficient > 0

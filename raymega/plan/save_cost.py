@@ -40,13 +40,15 @@ def save_cost(plan: RunPlan, rank: int) -> SaveCost:
 
 
 def share_bytes(plan: RunPlan, rank: int) -> int:
-    """Masters and moments, without a tied copy, divided by the replicas, sharded or not."""
+    """Masters and moments, without a tied copy, divided by their replicas, sharded or not."""
     job, grid = plan.job, plan.grid
-    num_elements = sum(
-        tensor.box(tp=grid.tp, tp_rank=grid.coords(rank).tp).num_elements
-        for stage in plan.stages_of(rank)
-        for tensor in stage_tensors(job.model, stage)
-        if stage.is_first or tensor.role != "embedding"
-    )
+    tp_rank, experts = grid.coords(rank).tp, grid.expert_place(rank)
+    held = {False: 0, True: 0}
+    for stage in plan.stages_of(rank):
+        for tensor in stage_tensors(job.model, stage):
+            if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
+                box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=experts)
+                held[tensor.is_expert] += box.num_elements
+    num_elements = -(-held[False] // grid.replicas) + -(-held[True] // grid.edp)
     element_bytes = max(4, DTYPE_BYTES[job.precision.dtype]) * (1 + NUM_MOMENTS[job.optimizer.name])
-    return -(-num_elements // grid.replicas) * element_bytes
+    return num_elements * element_bytes

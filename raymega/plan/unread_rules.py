@@ -51,6 +51,11 @@ CONTEXT = Partner(
     holds=lambda cp, is_dynamic: cp > 1 or is_dynamic,
     words="parallel.cp above 1",
 )
+EXPERTS_APART = Partner(
+    reads=("parallel.ep", "parallel.etp"),
+    holds=lambda ep, etp: ep * etp > 1,
+    words="parallel.ep or parallel.etp above 1",
+)
 HYBRID = Partner(
     reads=("parallel.cp", "parallel.cp_method"),
     holds=lambda cp, method: cp > 1 and method == "hybrid",
@@ -77,6 +82,7 @@ PARTNERS: Mapping[str, Partner] = {
     "optimizer.momentum": _is("optimizer.name", "sgd"),
     "parallel.cp_inner": HYBRID,
     "parallel.cp_method": CONTEXT,
+    "parallel.dispatch": EXPERTS_APART,
     "precision.loss_scale": FLOAT16,
     "precision.loss_scale_hysteresis": FLOAT16,
     "precision.loss_scale_window": FLOAT16,

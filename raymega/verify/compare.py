@@ -43,10 +43,13 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
-    """What one rank brings back."""
+    """What one rank brings back; ``router_margin`` is by how much its closest choice of an expert was
+    won, infinite where none was made.
+    """
 
     curve: tuple[StepValues, ...]
     blocks: Iterable[Block]
+    router_margin: float = inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,7 @@ class Reference:
     curve: tuple[StepValues, ...]
     tensors: Mapping[tuple[int, str], Array]
     state_sizes: Mapping[str, float]
+    router_margin: float = inf
 
     def scale(self, step: int, name: str) -> float:
         """What a deviation of the tensor after ``step`` is divided by."""
@@ -100,7 +104,10 @@ def make_reference(result: RankResult) -> Reference:
         kind, slash, _ = name.partition("/")
         if slash:
             sizes[kind] = max(sizes[kind], float(np.abs(values).max()))
-    return Reference(curve=result.curve, tensors=tensors, state_sizes=dict(sizes))
+    return Reference(
+        curve=result.curve, tensors=tensors, state_sizes=dict(sizes),
+        router_margin=result.router_margin,
+    )  # fmt: skip
 
 
 def compare(results: Sequence[RankResult], reference: Reference, *, limit: float) -> Comparison:

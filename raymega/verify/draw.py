@@ -16,6 +16,7 @@ from raymega.verify.layout import (
     SIMPLEST_STAGES,
     Layout,
     Option,
+    fixed_size,
     is_legal,
     legal_shapes,
 )
@@ -25,9 +26,11 @@ SHAPES = 20
 """Choices of degrees that each pick looks at,"""
 DRESSES = 3
 """and choices of options that are tried on each."""
-WEIGHTS = {"axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "kernels": 12}
+WEIGHTS = {
+    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "kernels": 12, "ep": 20, "etp": 20,
+}  # fmt: skip
 """An axis that was not met yet outweighs any number of options that were not; two axes together,
-a schedule and compiled kernels, which few layouts may have, some of them. All else weighs 1."""
+a schedule, a cut of experts and compiled kernels, which few layouts may have, some of them. All else weighs 1."""
 
 
 def draw_layouts(
@@ -85,7 +88,7 @@ def _met(option: Option, layout: Layout) -> tuple[object, ...]:
 def _dress(job: Job, shape: Layout, random: Random) -> Layout:
     """The shape with random options; those that are not legal together are left out."""
     sizes = [size for size in MICRO_BATCH_SIZES if size <= job.data.global_batch_size]
-    size = random.choice([*sizes, job.schedule.micro_batch_size])
+    size = fixed_size(job) or random.choice([*sizes, job.schedule.micro_batch_size])
     dressed = replace(shape, micro_batch_size=size)
     for option in OPTIONS:
         value = random.choice([*option.values, *option.others(job, dressed)])

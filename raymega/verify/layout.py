@@ -40,6 +40,9 @@ class Layout:
     stages: str = SIMPLEST_STAGES
     schedule: str = SIMPLEST_SCHEDULE
     order: str = DEFAULT_ORDER
+    ep: int = 1
+    etp: int = 1
+    dispatch: str = "all_to_all"
     sharding: str = "none"
     sharding_group: int | str = "all"
     sequence_parallel: bool = False
@@ -63,6 +66,11 @@ class Layout:
     def value(self, option: Option) -> Any:
         """What the layout has for ``option``."""
         return getattr(self, option.name)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline rank, over which experts are shared out."""
+        return self.tp * self.cp * self.dp
 
     @property
     def num_stages(self) -> int:
@@ -148,6 +156,14 @@ def _allowed(section: type[Any], field: str) -> tuple[Any, ...]:
     return get_args(section.model_fields[field].annotation)
 
 
+def _expert_degrees(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Into how many parts experts may be cut on a layout."""
+    if not job.model.moe.num_experts:
+        return ()
+    ranks = layout.stage_size
+    return tuple(degree for degree in range(2, ranks + 1) if ranks % degree == 0)
+
+
 def _stage_texts(job: Job, layout: Layout) -> tuple[str, ...]:
     """Uneven placements: all layers but one a stage on the first; ends and middles without any."""
     layers, stages = job.model.num_layers, layout.num_stages
@@ -191,6 +207,26 @@ OPTIONS = (
             DEFAULT_ORDER,
             *("-".join(axes) for axes in permutations(AXES) if "-".join(axes) != DEFAULT_ORDER),
         ),
+    ),
+    Option(
+        name="ep",
+        path="parallel.ep",
+        values=(1,),
+        others=_expert_degrees,
+        matters=lambda layout: layout.stage_size > 1,
+    ),
+    Option(
+        name="etp",
+        path="parallel.etp",
+        values=(1,),
+        others=_expert_degrees,
+        matters=lambda layout: layout.stage_size > 1,
+    ),
+    Option(
+        name="dispatch",
+        path="parallel.dispatch",
+        values=_allowed(ParallelSection, "dispatch"),
+        matters=lambda layout: layout.ep * layout.etp > 1,
     ),
     Option(
         name="sharding",
@@ -270,8 +306,16 @@ def layout_of(job: Job) -> Layout:
 
 
 def reference_layout(job: Job) -> Layout:
-    """One rank that takes the whole batch at once: nothing is cut, sent or accumulated."""
-    return Layout(micro_batch_size=job.data.global_batch_size)
+    """One rank that takes the whole batch at once: nothing is cut, sent or accumulated.
+
+    Where routing goes by the tokens of a micro-batch, the batch is in micro-batches as the job says.
+    """
+    return Layout(micro_batch_size=fixed_size(job) or job.data.global_batch_size)
+
+
+def fixed_size(job: Job) -> int:
+    """Samples of a micro-batch where another number would be another run, else 0."""
+    return job.schedule.micro_batch_size if job.model.moe.goes_by_micro_batch else 0
 
 
 def with_layout(job: Job, layout: Layout) -> Job:
@@ -286,6 +330,8 @@ def with_layout(job: Job, layout: Layout) -> Job:
 def is_legal(job: Job, layout: Layout) -> bool:
     """Whether the job can run so, with a sample for every data-parallel rank."""
     if layout.dp > job.data.global_batch_size:
+        return False
+    if fixed_size(job) not in (0, layout.micro_batch_size):
         return False
     return not job_faults(job_values(job) | _values(layout))
 
@@ -304,7 +350,7 @@ def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:
     """Every legal choice of degrees with 2 to ``max_ranks`` ranks; the rest is the plainest."""
     for degrees in product(range(1, max_ranks + 1), repeat=len(DEGREES)):
         tp, cp, pp, dp = degrees
-        shape = Layout(tp=tp, cp=cp, pp=pp, dp=dp)
+        shape = Layout(tp=tp, cp=cp, pp=pp, dp=dp, micro_batch_size=fixed_size(job) or 1)
         if 1 < shape.world_size <= max_ranks and is_legal(job, shape):
             yield shape
 

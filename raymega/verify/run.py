@@ -61,12 +61,18 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The verdict and what it rests on; ``smallest`` is the smallest layout found to fail."""
+    """The verdict and what it rests on.
+
+    ``smallest`` is the smallest layout found to fail. ``router_margin`` is by how much the closest
+    choice of an expert was won on one rank: below rounding, a layout may choose another one. Infinite
+    without experts.
+    """
 
     shrunk: Shrunk
     options: Options
     outcomes: tuple[Outcome, ...]
     smallest: Outcome | None
+    router_margin: float
     seconds: float
 
     @property
@@ -132,6 +138,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         options=options,
         outcomes=tuple(outcomes),
         smallest=smallest,
+        router_margin=reference.router_margin,
         seconds=time.monotonic() - began,
     )
 

@@ -26,6 +26,7 @@ MAX_BATCH = 16
 MAX_VOCAB = 512
 MAX_LAYERS = 8
 MAX_TP = 8
+MAX_EXPERTS, MAX_GROUPS, MAX_CHOICES = 8, 4, 3
 MAX_WARMUP_STEPS = 2
 MAX_COOLDOWN_STEPS = 1
 MIN_EPS = 1e-8
@@ -97,21 +98,29 @@ class _Draft:
         self._reasons: dict[str, str] = {}
 
     def set(self, field: str, new: object, why: str = "") -> None:
-        section, _, name = field.partition(".")
-        self.values[section][name] = new
+        section, name = _section_of(self.values, field)
+        section[name] = new
         self._reasons[field] = why
 
     def changes(self) -> tuple[Change, ...]:
         found = []
         for field, why in self._reasons.items():
-            section, _, name = field.partition(".")
-            old, new = self._original[section][name], self.values[section][name]
+            section, name = _section_of(self._original, field)
+            old, new = section[name], _section_of(self.values, field)[0][name]
             if old != new:
                 found.append(Change(field=field, old=old, new=new, why=why))
         return tuple(found)
 
     def job(self) -> Job:
         return Job.model_validate(self.values)
+
+
+def _section_of(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
+    """The section that ``field`` stands in, by its dotted path, and its name there."""
+    *sections, name = field.split(".")
+    for section in sections:
+        values = values[section]
+    return values, name
 
 
 def _shorten(draft: _Draft, steps: int) -> None:
@@ -156,9 +165,11 @@ def _narrow(draft: _Draft, max_params: int) -> None:
     cuts: tuple[Callable[[_Draft], None], ...] = (
         _cut_positions,
         _cut_vocabulary,
+        _cut_experts,
         _cut_depth,
         _cut_heads,
         *(_cut_head_width(width) for width in HEAD_WIDTHS),
+        _cut_depth_of_experts,
     )
     for cut in cuts:
         if count_parameters(draft.job().model) <= max_params:
@@ -190,9 +201,41 @@ def _cut_vocabulary(draft: _Draft) -> None:
     draft.set("model.vocab_multiple", rows, "so that tp cuts the table as in the whole model")
 
 
+def _cut_experts(draft: _Draft) -> None:
+    """Fewer experts that the same degrees divide, in fewer groups if they have any, and fewer choices."""
+    moe = draft.job().model.moe
+    if not moe.num_experts:
+        return
+    experts = _like(moe.num_experts, min(moe.num_experts, MAX_EXPERTS))
+    groups = next(n for n in range(min(moe.num_groups, MAX_GROUPS), 0, -1) if experts % n == 0)
+    top_groups = min(moe.top_groups, max(1, groups - 1))
+    draft.set("model.moe.num_experts", experts)
+    draft.set("model.moe.num_groups", groups)
+    draft.set("model.moe.top_groups", top_groups)
+    if groups == 1 or experts // groups < 2:
+        draft.set("model.moe.group_score", "max")
+    reach = experts // groups * top_groups
+    draft.set("model.moe.top_k", min(moe.top_k, max(MAX_CHOICES, 1), reach))
+
+
 def _cut_depth(draft: _Draft) -> None:
-    layers = draft.job().model.num_layers
-    draft.set("model.num_layers", min(layers, MAX_LAYERS - layers % 2))
+    _keep_layers(draft, MAX_LAYERS)
+
+
+def _cut_depth_of_experts(draft: _Draft) -> None:
+    """Blocks with experts are many times as large: where nothing else helps, half as many."""
+    if draft.job().model.moe.num_experts:
+        _keep_layers(draft, MAX_LAYERS // 2)
+
+
+def _keep_layers(draft: _Draft, most: int) -> None:
+    """At most so many, odd or even as they are, and some with experts if any are."""
+    model = draft.job().model
+    layers = min(model.num_layers, most - model.num_layers % 2)
+    draft.set("model.num_layers", layers)
+    if model.moe.num_experts and not any(map(model.moe.holds_experts, range(layers))):
+        draft.set("model.moe.first_dense_layers", 1)
+        draft.set("model.moe.every", min(model.moe.every, 2))
 
 
 def _cut_heads(draft: _Draft) -> None:
@@ -225,7 +268,7 @@ def _cut_head_width(width: int) -> Callable[[_Draft], None]:
 
 
 def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> None:
-    """Set heads and width, and the FFN so that it keeps its ratio to the width."""
+    """Set heads and width, and feed-forward layers so that they keep their ratio to the width."""
     model = draft.job().model
     width = max(1, round(model.width * heads * head_width / (model.num_heads * model.head_width)))
     draft.set("model.num_heads", heads)
@@ -234,9 +277,11 @@ def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> Non
     if model.num_kv_heads != "num_heads":
         draft.set("model.num_kv_heads", kv_heads)
     draft.set("model.width", width)
-    draft.set(
-        "model.ffn_width", _like(model.ffn_width, round(model.ffn_width * width / model.width))
-    )
+    widths = {"model.ffn_width": model.ffn_width, "model.moe.shared_width": model.moe.shared_width}
+    if model.moe.width != "ffn_width":
+        widths["model.moe.width"] = model.moe.width
+    for field, number in widths.items():
+        draft.set(field, number and _like(number, round(number * width / model.width)))
 
 
 def _like(number: int, near: int) -> int:

@@ -67,7 +67,11 @@ def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
         for name, box, values in _blocks(parts, with_state=step == steps):
             arrays[str(len(blocks))] = values
             blocks.append({"step": step, "name": name, "box": asdict(box)})
-    index = {"curve": [asdict(values) for values in curve], "blocks": blocks}
+    index = {
+        "curve": [asdict(values) for values in curve],
+        "blocks": blocks,
+        "router_margin": parts.routers.smallest_margin,
+    }
     with result_path(folder, rank).open("wb") as file:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)
 

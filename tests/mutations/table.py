@@ -35,6 +35,12 @@ GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=4")
 DROPOUT = ("model.residual_dropout=0.1",)
 TWO_KV_HEADS = ("model.num_kv_heads=2",)
+EXPERTS = ("model.moe.num_experts=4", "model.moe.width=16")
+BALANCED = (
+    *EXPERTS, "model.moe.balance=micro_batch", "model.moe.balance_coefficient=0.1",
+    "model.moe.capacity_factor=1.0",
+)  # fmt: skip
+BIASED = (*EXPERTS, "model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -364,6 +370,64 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            at = at - at[:, :1]",
         layout=Layout(cp=2),
         job=DROPOUT,
+    ),
+    # Experts.
+    Mutation(
+        name="gradients of experts are summed over all replicas of attention",
+        file="train/build.py",
+        old="            whole=groups.edp, inside=groups.expert_sharers,",
+        new="            whole=groups.replicas, inside=groups.expert_sharers,",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="gradients of experts are divided by their replicas",
+        file="parallel/grad_buffer.py",
+        old="            self.owned(bucket).mul_(factor)",
+        new="            edp = bucket.sharing.whole.size if bucket.is_expert else 1\n"
+        "            self.owned(bucket).mul_(factor / edp)",
+        layout=Layout(tp=2, dp=2, ep=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="gradients of routers are whole where the stream is not cut",
+        file="parallel/sharding.py",
+        old="                or tensor.serves_tokens\n",
+        new="",
+        layout=Layout(tp=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="gradients of routers are not summed under sequence parallelism",
+        file="parallel/sharding.py",
+        old="            is_partial_over_tp=sharers > 1\n",
+        new="            is_partial_over_tp=sharers > 1 and not tensor.serves_tokens\n",
+        layout=Layout(tp=2, sequence_parallel=True, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="the load that balances is that of one context-parallel rank",
+        file="model/router.py",
+        old="        return all_reduce(torch.cat((counts, num_counted[None])), self.micro)",
+        new="        return torch.cat((counts, num_counted[None]))",
+        layout=Layout(cp=2, ep=2, micro_batch_size=2),
+        job=BALANCED,
+    ),
+    Mutation(
+        name="the bias of experts moves by one rank's load",
+        file="train/step.py",
+        old="    everything = all_reduce(torch.cat((scalars, routing.flatten())), parts.groups.world)",
+        new="    everything = torch.cat((all_reduce(scalars, parts.groups.world), routing.flatten()))",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=BIASED,
+    ),
+    Mutation(
+        name="experts are cut in another order than they are dispatched",
+        file="plan/tensors.py",
+        old="            offset[0] = shape[0] * experts.ep_rank",
+        new="            offset[0] = shape[0] * (experts.ep - 1 - experts.ep_rank)",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=EXPERTS,
     ),
     # Packed documents.
     Mutation(

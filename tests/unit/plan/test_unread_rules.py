@@ -26,6 +26,10 @@ UNREAD = {
     "optimizer.momentum": (0.5, ["optimizer.name=sgd"]),
     "parallel.cp_inner": (4, ["parallel.cp=8", "parallel.cp_method=hybrid"]),
     "parallel.cp_method": ("all_gather", ["parallel.cp=2"]),
+    "parallel.dispatch": (
+        "all_gather",
+        ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
+    ),
     "precision.loss_scale": (1024.0, ["precision.dtype=float16"]),
     "precision.loss_scale_hysteresis": (3, ["precision.dtype=float16"]),
     "precision.loss_scale_window": (10, ["precision.dtype=float16"]),

@@ -26,6 +26,10 @@ SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedul
 AXES = {("axis", axis) for axis in DEGREES}
 
 
+ELSEWHERE = ("dynamic_cp", "cp_inner", "ep", "etp", "dispatch")
+"""Options that a few layouts of a small dense job cannot meet."""
+
+
 def _met(layouts):
     return set().union(*map(features, layouts))
 
@@ -96,7 +100,7 @@ def test_ten_layouts_meet_every_option_at_its_simplest_and_otherwise():
     for option in OPTIONS:
         values = {feature for feature in met if feature[0] == option.name}
         # Documents must be packed for the one, and 8 ranks be on cp alone for the other.
-        assert len(values) >= 2 or option.name in ("dynamic_cp", "cp_inner"), option.name
+        assert len(values) >= 2 or option.name in ELSEWHERE, option.name
 
 
 def test_dynamic_cp_is_drawn_where_documents_are_packed():
@@ -164,3 +168,14 @@ def test_what_has_nothing_to_say_on_a_simpler_layout_goes():
     assert hybrid.with_value("cp", 1) == replace(
         hybrid, cp=1, cp_method="ring", cp_inner=2
     ) and is_legal(JOB, hybrid.with_value("recompute", "none"))
+
+
+def test_experts_are_folded_in_every_way_and_micro_batches_stay_where_routing_goes_by_them():
+    job = make_job("model.moe.num_experts=4", "model.moe.capacity_factor=1.0")
+    layouts = draw_layouts(job, own=layout_of(job), count=8, max_ranks=8, seed=0)
+    met = _met(layouts)
+    assert {name for name, value, *_ in met if name in ("ep", "etp") and value > 1} == {"ep", "etp"}
+    assert {layout.micro_batch_size for layout in layouts} == {job.schedule.micro_batch_size}
+    assert reference_layout(job).micro_batch_size == job.schedule.micro_batch_size
+    free = make_job("model.moe.num_experts=4")
+    assert reference_layout(free).micro_batch_size == free.data.global_batch_size

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymega.config.schema import Job
 from raymega.errors import ConfigError
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values
@@ -152,3 +153,13 @@ def test_ramp_and_cooldown_are_kept_but_short():
     ]
     assert small.optimizer.lr_cooldown_steps == 1
     assert job_faults(job_values(small)) == []
+
+
+def test_experts_are_fewer_with_their_groups_and_choices_and_some_block_keeps_them():
+    moe = {"num_experts": 256, "top_k": 8, "num_groups": 8, "top_groups": 4, "group_score": "top2"}
+    values = make_job().model_dump()
+    values["model"] |= {"num_layers": 61, "moe": {**moe, "first_dense_layers": 10, "width": 32}}
+    small = _shrink(Job.model_validate(values)).job.model
+    assert small.moe.num_experts == 8 and small.moe.num_groups == 4 and small.moe.top_groups == 3
+    assert small.moe.top_k == 3
+    assert any(small.moe.holds_experts(layer) for layer in range(small.num_layers))
