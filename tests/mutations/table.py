@@ -113,8 +113,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="ranks' gradients are averaged instead of summed",
         file="parallel/grad_buffer.py",
-        old="            self.owned(bucket).mul_(factor)",
-        new="            self.owned(bucket).mul_(factor / bucket.sharing.whole.size)",
+        old="pending = start_all_reduce(flat, sharing.whole)",
+        new="pending = start_all_reduce(flat.div_(sharing.whole.size), sharing.whole)",
         layout=Layout(dp=2),
     ),
     Mutation(
@@ -337,8 +337,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="gradients are summed over dp only",
         file="train/build.py",
-        old="        groups.replicas,\n",
-        new="        groups.dp,\n",
+        old="Sharing(whole=groups.replicas, inside=",
+        new="Sharing(whole=groups.dp, inside=",
         layout=Layout(cp=2),
     ),
     Mutation(
