@@ -25,7 +25,10 @@ from raymega.schedule.table import make_schedule
 from raymega.schedule.text import timetable
 
 MAX_ROWS = 32
-PARTS = {"weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment"}
+PARTS = {
+    "weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment",
+    "gathered": "passing",
+}  # fmt: skip
 
 
 def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None) -> None:

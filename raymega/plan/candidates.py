@@ -30,7 +30,7 @@ CHOSEN = (
 _FOLLOWING: dict[str, dict[str, Any]] = {
     "parallel": {
         "first_stage_layers": "even", "last_stage_layers": "even",
-        "is_embedding_a_layer": False, "is_loss_a_layer": False,
+        "is_embedding_a_layer": False, "is_loss_a_layer": False, "sharding_group": "all",
     },
     "schedule": {"group_size": "pp", "max_activations": "pp", "owed_share": 1.0},
     "memory": {"recompute_parts": ("attention",)},
@@ -139,7 +139,18 @@ def _with_options(space: Space, degrees: dict[str, Any]) -> Iterator[Job]:
                 "schedule": {"micro_batch_size": size, "chunks": v, "name": name},
                 "memory": {"recompute": recompute},
             }  # fmt: skip
-            yield _changed(space, chosen)
+            for group in _sharding_groups(space, chosen["parallel"]):
+                chosen["parallel"]["sharding_group"] = group
+                yield _changed(space, chosen)
+
+
+def _sharding_groups(space: Space, parallel: dict[str, Any]) -> tuple[Any, ...]:
+    """Shared out over all replicas, or over those of a node where there are several on several."""
+    inside = space.device.devices_per_node // parallel["tp"]
+    replicas = parallel["dp"] * parallel["cp"]
+    is_hybrid = parallel["sharding"] != "none" and 1 < inside < replicas and replicas % inside == 0
+    groups = ("all", inside) if is_hybrid else ("all",)
+    return space.options("parallel.sharding_group", groups)
 
 
 def _changed(space: Space, chosen: dict[str, dict[str, Any]]) -> Job:

@@ -37,6 +37,13 @@ def group_size(parallel: ParallelSection) -> int:
     return replicas if parallel.sharding_group == "all" else parallel.sharding_group
 
 
+def sharers(parallel: ParallelSection, replicas: int) -> int:
+    """How many of ``replicas`` share one copy of the state out."""
+    if parallel.sharding == "none":
+        return 1
+    return replicas if parallel.sharding_group == "all" else parallel.sharding_group
+
+
 SHARDING_FIELDS = (
     *(f"parallel.{name}" for name in ("sharding", "sharding_group", "dp", "cp", "tp", "ep", "etp")),
     "model.moe",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job, ModelSection
 from raymega.plan.grid import ExpertPlace, Grid
+from raymega.plan.levels import Level, level_of, sharers
 from raymega.plan.stages import Stage
 from raymega.plan.tensors import GlobalTensor, layer_tensors, model_tensors, stage_tensors
 
@@ -26,7 +27,8 @@ class StateSize:
 
     ``num_owned`` of the ``num_parameters`` are those that the rank updates. ``master_bytes`` is 0
     when the compute format is already float32 or better, because the optimizer then works on the
-    weights themselves.
+    weights themselves. ``passing_bytes`` are of sharded weights that are gathered for a use, and of
+    sharded gradients of one micro-batch: two units of the model each, one at work and one on its way.
     """
 
     num_parameters: int
@@ -35,11 +37,13 @@ class StateSize:
     gradient_bytes: int
     master_bytes: int
     moment_bytes: int
+    passing_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
-        return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
+        kept = self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
+        return kept + self.passing_bytes
 
 
 def count_parameters(model: ModelSection) -> int:
@@ -55,16 +59,27 @@ class Elements:
         dense: Held by all replicas, the dp * cp ranks of equal tp and pp.
         experts: Held by the edp ranks with the same experts.
         wide: Held as ``dense`` are, in float32 or better: routers.
+        small: Of ``dense`` those of vectors, which no level of sharding gathers for a use.
+        block: Of the largest block what such a level gathers.
+        end: The same of the larger one of embedding and head.
     """
 
     dense: int = 0
     experts: int = 0
     wide: int = 0
+    small: int = 0
+    block: int = 0
+    end: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
         return self.dense + self.experts + self.wide
+
+    @property
+    def pair(self) -> int:
+        """What two neighbours in the order of use have at the most, of what is gathered for a use."""
+        return self.block + max(self.block, self.end)
 
     def plus(self, other: Elements, *, times: int = 1) -> Elements:
         """With ``other``, so many times."""
@@ -72,6 +87,9 @@ class Elements:
             dense=self.dense + times * other.dense,
             experts=self.experts + times * other.experts,
             wide=self.wide + times * other.wide,
+            small=self.small + times * other.small,
+            block=max(self.block, other.block),
+            end=max(self.end, other.end),
         )
 
 
@@ -91,10 +109,14 @@ def rank_elements(
     found = Elements()
     for stage in stages:
         if stage.is_first or stage.is_last:
-            ends = stage_tensors(model, replace(stage, num_layers=0))
-            found = found.plus(_elements(ends, grid, tp_rank))
+            ends = _elements(stage_tensors(model, replace(stage, num_layers=0)), grid, tp_rank)
+            # A rank with both has each as a unit of its own, or one table that both use.
+            are_two = stage.is_first and stage.is_last and not model.is_embedding_tied
+            found = found.plus(replace(ends, end=(ends.dense - ends.small) // (1 + are_two)))
     for layer, times in block_kinds(model, stages).items():
-        found = found.plus(_elements(layer_tensors(model, layer), grid, tp_rank), times=times)
+        block = _elements(layer_tensors(model, layer), grid, tp_rank)
+        size = block.dense - block.small + block.experts
+        found = found.plus(replace(block, block=size), times=times)
     return found
 
 
@@ -113,23 +135,35 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
     found: Counter[str] = Counter()
     for tensor in (tensor for tensor in tensors if tensor.role != "state"):
         kind = "experts" if tensor.is_expert else "wide" if tensor.is_wide else "dense"
-        found[kind] += tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place).num_elements
+        count = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place).num_elements
+        found[kind] += count
+        found["small"] += count if kind == "dense" and tensor.role in ("norm", "bias") else 0
     return Elements(**found)
 
 
 def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
-    """State of a rank that holds so many elements."""
-    owned, owned_wide = held.dense + held.experts, held.wide
-    if job.parallel.sharding == "optimizer":
-        owned = -(-held.dense // grid.replicas) + -(-held.experts // grid.edp)
-        owned_wide = -(-held.wide // grid.replicas)
+    """State of a rank that holds so many elements, by what it and its replicas share out."""
+    level = level_of(job.parallel)
+    ranks, edp = sharers(job.parallel, grid.replicas), sharers(job.parallel, grid.edp)
+    matrices = -(-(held.dense - held.small) // ranks) + -(-held.experts // edp)
+    owned = matrices + -(-held.small // ranks)
+    owned_wide = -(-held.wide // ranks)
     compute = DTYPE_BYTES[job.precision.dtype]
     full = max(4, compute)
+    gathered, summed = held.dense + held.experts, held.total
+    passing = 0
+    if level >= Level.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
+        summed = matrices + held.small + held.wide
+        passing += held.pair * full
+    if level == Level.PARAMETERS and passing:
+        gathered = matrices + held.small
+        passing += held.pair * compute
     return StateSize(
         num_parameters=held.total,
         num_owned=owned + owned_wide,
-        weight_bytes=(held.dense + held.experts) * compute + held.wide * full,
-        gradient_bytes=held.total * full,
+        weight_bytes=gathered * compute + held.wide * full,
+        gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
         moment_bytes=(owned + owned_wide) * full * NUM_MOMENTS[job.optimizer.name],
+        passing_bytes=passing,
     )

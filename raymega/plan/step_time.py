@@ -14,16 +14,15 @@ from raymega.plan.activations import ActivationShape, activation_shape
 from raymega.plan.kernel_time import memory_s
 from raymega.plan.layer_time import BlockTimes, block_times, embedding_time, head_time, join_time
 from raymega.plan.link_time import gather_s, make_span, message_s
+from raymega.plan.replica_time import data_parallel_s
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import RAYMEGA, Software
 from raymega.plan.stages import Stage
-from raymega.plan.state_size import DTYPE_BYTES, Elements, rank_elements, state_of
+from raymega.plan.state_size import Elements, rank_elements, state_of
 
 OPTIMIZER_BYTES = 34
 """Read and written for one parameter: gradient, master and two moments in, all but the gradient and
 the weight out."""
-BUCKETS = 8
-"""Portions in which gradients travel; the last one has no work left to hide behind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +117,7 @@ def step_time(
         tensor_parallel_s=micro_batches * traffic,
         messages_s=micro_batches * messages,
         bubble_s=fill * (mean + messages),
-        data_parallel_s=_data_parallel_s(plan, held, device, software, backward_s=once * 2 / 3),
+        data_parallel_s=data_parallel_s(plan, held, device, software, backward_s=once * 2 / 3),
         optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
     )
     busy_s = micro_batches * mean + alone.data_parallel_s + alone.optimizer_s
@@ -212,29 +211,3 @@ def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software:
     if not parallel.sequence_parallel:  # what was sent in tp parts is put together again
         seconds += gather_s(device, make_span(device, size=parallel.tp, stride=1), whole)
     return 2 * chunks * seconds
-
-
-def _data_parallel_s(
-    plan: RunPlan, held: Elements, device: Accelerator, software: Software, *, backward_s: float
-) -> float:
-    """Gradients summed behind the last backward, sharded weights gathered behind the first forward.
-
-    Those of experts go over edp, all others over the replicas.
-    """
-    grid = plan.grid
-    is_sharded = plan.job.parallel.sharding == "optimizer"
-    replicas = make_span(device, size=grid.replicas, stride=grid.tp)
-    of_experts = make_span(device, size=grid.edp, stride=grid.etp * grid.ep)
-    parts = [0.0, 0.0]
-    for count, span in ((held.dense + held.wide, replicas), (held.experts, of_experts)):
-        gradients = count * software.gradient_bytes
-        weights = count * DTYPE_BYTES[plan.job.precision.dtype] if is_sharded else gradients
-        if count:
-            parts[0] += gather_s(device, span, gradients)
-            parts[1] += gather_s(device, span, weights)
-    if not software.hides_gradients:
-        return sum(parts)
-    hidden_behind = (backward_s, backward_s / 2)
-    return sum(
-        max(part / BUCKETS, part - work) for part, work in zip(parts, hidden_behind, strict=True)
-    )

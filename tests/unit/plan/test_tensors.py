@@ -162,7 +162,8 @@ def test_state_of_ranks_is_what_their_buffers_hold():
     """But for padding, which is less than one element a bucket."""
     plan = make_test_plan("parallel.sharding=optimizer", *layout_overrides("tp1"))
     size = rank_state(plan.job, plan.stages, Grid(dp=3), tp_rank=0)
-    groups = replace(ALONE, replicas=replace(ALONE.replicas, ranks=(0, 1, 2)))
+    three = replace(ALONE.replicas, ranks=(0, 1, 2))
+    groups = replace(ALONE, replicas=three, sharers=three)
     parts = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
     blocks = [block for block in parts.optimizer.blocks() if block.kind != "model"]
     held = sum(block.values.nbytes for block in blocks)
