@@ -15,6 +15,7 @@ from raymega.data.open import Shape, open_split
 from raymega.messages import Requests
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.blocks import Block
+from raymega.parallel.dispatch import ExpertGroups
 from raymega.parallel.stream import Stream
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import read_plan
@@ -61,16 +62,16 @@ def _blocks(module):
 
 def _logits(env, model, uri, num_stages):
     """This rank's columns [B, S, V/tp], through stages that this process holds all of."""
-    modules = make_stage_modules(
-        model, num_stages=num_stages, stream=Stream(tp=env.groups.tp, is_sequence_parallel=False)
-    )
+    groups, stream = env.groups, Stream(tp=env.groups.tp, is_sequence_parallel=False)
+    experts = ExpertGroups(ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream)
+    modules = make_stage_modules(model, num_stages=num_stages, stream=stream, experts=experts)
     store, manifest = open_checkpoint(uri)
     load(store, manifest, [block for module in modules for block in _blocks(module)])
     *body, last = modules
     hidden = None
     with torch.no_grad():
         for module in body:
-            hidden = module(_tokens(), None, None, hidden)
+            hidden = module(_tokens(), None, torch.ones(3, 40), hidden)
         return last.logits(_tokens(), hidden).transpose(0, 1).contiguous()
 
 
@@ -84,7 +85,27 @@ def test_logits_are_those_of_transformers(tmp_path, kind, tp, pp):
         assert reference.difference(ours, hf_models.logits(theirs, _tokens())) < LOGITS_LIMIT
 
 
+@pytest.mark.parametrize(("tp", "ep", "pp"), [(1, 1, 1), (2, 2, 2)], ids=["one-rank", "tp2-ep2-pp2"])
+@pytest.mark.parametrize("kind", hf_models.EXPERTS)
+def test_logits_of_experts_are_those_of_transformers(tmp_path, kind, tp, ep, pp):
+    theirs = hf_models.make_model(kind)
+    done = _import(tmp_path, theirs)
+    columns = run_grid(_logits, Grid(tp=tp, ep=ep), done.model, done.uri, pp)
+    ours = torch.cat(columns, -1)[..., : done.model.vocab_size]
+    with torch.no_grad():
+        assert reference.difference(ours, hf_models.logits(theirs, _tokens())) < LOGITS_LIMIT
+
+
+@pytest.mark.parametrize("kind", hf_models.EXPERTS)
+def test_way_back_of_experts_is_bit_exact(tmp_path, kind):
+    _check_way_back(tmp_path, kind)
+
+
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
+    _check_way_back(tmp_path, kind)
+
+
+def _check_way_back(tmp_path, kind):
     theirs = hf_models.make_model(kind)
     done = _import(tmp_path, theirs)
     hf_export(done.uri, tmp_path / "back")

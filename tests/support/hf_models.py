@@ -27,6 +27,27 @@ GPT2 = {
     "n_embd": 48, "n_layer": 3, "n_head": 8, "vocab_size": 259, "n_positions": 40,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    **SIZES, "num_key_value_heads": 8, "kv_lora_rank": 20, "q_lora_rank": 12, "qk_rope_head_dim": 4,
+    "v_head_dim": 7, "qk_nope_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 10,
+    "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.9, "mscale_all_dim": 0.7,
+}  # fmt: skip
+EXPERTS = {
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", {**SIZES, **ROUTED, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
+    "qwen3_moe": ("Qwen3Moe", {**SIZES, **ROUTED, "head_dim": 10, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+    ),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, "n_shared_experts": 1, "rope_parameters": YARN}),
+}  # fmt: skip
 KINDS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 80}),
@@ -35,20 +56,23 @@ KINDS = {
     "qwen2": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 10}),
 }
-MODULES = {name: f"transformers.models.{name.lower()}.modeling_{name.lower()}" for name in
-           ("GPT2", "Llama", "Qwen2", "Qwen3")}  # fmt: skip
+FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deepseek_v2",
+           "DeepseekV3": "deepseek_v3"}  # fmt: skip
 
 
 def make_model(kind, *, seed=0, dtype=torch.float64):
     """A model whose every parameter is random: no zero biases or unit norms to hide a mistake."""
-    family, fields = KINDS[kind]
-    module = importlib.import_module(MODULES[family])
+    family, fields = (KINDS | EXPERTS)[kind]
+    folder = FOLDERS.get(family, family.lower())
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config = getattr(module, f"{family}Config")(**fields)
+    config._experts_implementation = "eager"
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(module, f"{family}{head}")(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, values in model.named_parameters():
+        biases = ((name, values) for name, values in model.named_buffers() if "correction" in name)
+        for name, values in (*model.named_parameters(), *biases):
             noise = 0.2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
             values.copy_(noise + (1.0 if values.ndim == 1 and "bias" not in name else 0.0))
     return model
@@ -58,7 +82,9 @@ def load_model(folder):
     """What transformers makes of a folder."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model.config._experts_implementation = "eager"  # their grouped product has no float64
+    return model
 
 
 class _Torch:

@@ -211,6 +211,8 @@ def _known(tensor):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_checkpoint_of_many_ranks_becomes_one_model(tmp_path, family):
     model = make_native_model(family, is_tied=False)
+    if family == "gpt2":  # which has no shared key heads over there
+        model = model.model_copy(update={"num_kv_heads": "num_heads"})
     store = LocalStore(tmp_path / "run")
     grid = Grid(tp=2, pp=2, dp=2)
     manifest = assemble_shards(save_shards(store, model, grid), grid)
@@ -220,6 +222,18 @@ def test_checkpoint_of_many_ranks_becomes_one_model(tmp_path, family):
     for at in hf_tensors(model):
         stack = np.concatenate([_known(part) for part in at.parts])[: at.num_rows]
         np.testing.assert_array_equal(found[at.name], stack.T if at.is_transposed else stack)
+
+
+def test_model_that_their_config_cannot_say_is_refused(tmp_path):
+    model = make_native_model("gpt2", is_tied=False)
+    store, grid = LocalStore(tmp_path / "run"), Grid()
+    manifest = assemble_shards(save_shards(store, model, grid), grid)
+    commit(store, replace(manifest, job={"model": model.model_dump(mode="json")}))
+    with pytest.raises(
+        ConfigError, match=r"model\.num_kv_heads=\d+; GPT2LMHeadModel has no such thing"
+    ):
+        hf_export(store.uri, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):

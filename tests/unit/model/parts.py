@@ -33,11 +33,19 @@ def make_model_factory(model, **options) -> ParameterFactory:
     return make_factory(model_tensors(model), **options)
 
 
-def make_stage_modules(model, *, num_stages=1, stream=None, dtype=torch.float64, seed=7):
+def make_stage_modules(
+    model, *, num_stages=1, stream=None, experts=None, dtype=torch.float64, seed=7
+):
     """Every stage of ``model`` as one tensor-parallel rank holds it."""
     return [
         StageModule(
-            model, stage, stream=stream or make_stream(), dtype=dtype, device=CPU, seed=seed
+            model,
+            stage,
+            stream=stream or make_stream(),
+            dtype=dtype,
+            device=CPU,
+            seed=seed,
+            experts=experts,
         )
         for stage in even_stages(num_layers=model.num_layers, num_stages=num_stages)
     ]
