@@ -119,6 +119,12 @@ CATALOGUE = {
             driver_name="H100",
         ),
         Accelerator(
+            name="h100-96gb", peak_16_bit_flops=989e12, peak_32_bit_flops=67e12,
+            peak_8_bit_flops=1979e12, memory_bytes=96 * 10**9, memory_bytes_per_s=2.4e12,
+            num_cores=132, link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9,
+            fitted=_H100,
+        ),
+        Accelerator(
             name="h200", peak_16_bit_flops=989e12, peak_32_bit_flops=67e12,
             peak_8_bit_flops=1979e12,
             memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12, num_cores=132,

@@ -190,11 +190,15 @@ def _not_expressible(row: Row) -> str:
     ]
     if lacking:
         return f"the row does not state {', '.join(lacking)}"
-    if _is_fully_sharded(row):
-        return "sharded parameters are not built yet"
     if not _gpu(row):
         return f"{row['gpu']} is not in the catalogue"
     return ""
+
+
+def _sharding(row: Row) -> str:
+    if _is_fully_sharded(row):
+        return "parameters"
+    return "optimizer" if _software(row).hides_gradients else "none"
 
 
 def _is_fully_sharded(row: Row) -> bool:
@@ -224,7 +228,7 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
     heads, tp = int(_number(row, "heads")), int(_number(row, "tp", 1))
     is_gated = any(name in row["model"].lower() for name in GATED)
     vocab = int(_number(row, "vocab", DEFAULT_VOCAB))
-    is_late = _software(row).hides_gradients
+    is_late = _software(row).has_fused_attention
     values: dict[str, Any] = {
         "run": {"name": "published", "steps": 1},
         "model": {
@@ -253,7 +257,7 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
             "ep": int(_number(row, "ep", 1)),
             "etp": int(_number(row, "etp", 1)),
             "sequence_parallel": tp > 1 and (row["sp"] == "yes" or (is_late and row["sp"] != "no")),
-            "sharding": "optimizer" if is_late else "none",
+            "sharding": _sharding(row),
             "stages": "even",
         },
         "schedule": {
@@ -303,7 +307,7 @@ def _software(row: Row) -> Software:
         return Software(
             has_fused_attention=False,
             gradient_bytes=2,
-            hides_gradients=False,
+            hides_gradients=_is_fully_sharded(row),
             hides_messages=False,
             has_dropout=True,
         )
@@ -311,7 +315,8 @@ def _software(row: Row) -> Software:
 
 
 def _gpu(row: Row) -> str:
-    return next((name for name in CATALOGUE if name in row["gpu"].lower()), "")
+    named = [name for name in CATALOGUE if name in row["gpu"].lower()]
+    return max(named, key=len, default="")
 
 
 def _dp(row: Row) -> int:
