@@ -63,7 +63,7 @@ def show_prediction(found: Found, device: Accelerator) -> None:
     rows = [
         (name, seconds(value), f"{value / time.total_s:.1%}")
         for name, value in parts.items()
-        if value or name != "sharing"
+        if value or name not in ("sharing", "experts")
     ]
     print(table(("part", "time", "share"), [*rows, ("step", seconds(time.total_s), "100.0%")]))
     print(

@@ -38,6 +38,7 @@ FILLS = {
 PARTS = {
     "compute": "#56b4e9", "tensor parallel": "#0072b2", "messages": "#009e73", "bubble": "#dddddd",
     "data parallel": "#d55e00", "optimizer": "#e69f00", "sharing": "#cc79a7",
+    "experts": "#009e9e",
 }  # fmt: skip
 DRAWN_ROUNDS = 3
 """Micro-batches of the time line, in pipeline depths; more would look the same."""

@@ -190,6 +190,8 @@ def _not_expressible(row: Row) -> str:
     ]
     if lacking:
         return f"the row does not state {', '.join(lacking)}"
+    if _is_fully_sharded(row):
+        return "sharded parameters are not compared: the rows leave open what decides their time"
     if not _gpu(row):
         return f"{row['gpu']} is not in the catalogue"
     return ""

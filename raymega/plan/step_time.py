@@ -38,6 +38,7 @@ class StepTime:
         optimizer_s: The update.
         sharing_s: Waiting for a core that other workers of the node have; 0 on devices that work
             each by itself.
+        experts_s: The busiest stage's tokens on their way to experts and back, that nothing hides.
     """
 
     compute_s: float
@@ -47,22 +48,25 @@ class StepTime:
     data_parallel_s: float
     optimizer_s: float
     sharing_s: float = 0.0
+    experts_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """The step."""
         busy = self.compute_s + self.tensor_parallel_s + self.messages_s
-        rest = self.data_parallel_s + self.optimizer_s + self.sharing_s
+        rest = self.data_parallel_s + self.optimizer_s + self.sharing_s + self.experts_s
         return busy + self.bubble_s + rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTime:
-    """One stage, one micro-batch: forward and backward, and what of both is tp traffic."""
+    """One stage, one micro-batch: forward and backward, and what of both is traffic over tp and cp,
+    and to experts."""
 
     forward_s: float
     backward_s: float
     tensor_parallel_s: float
+    experts_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -109,12 +113,14 @@ def step_time(
     micro_batches = plan.batch.num_micro_batches
     messages = _messages_s(job, shape, device, software)
     traffic = sum(chunk.tensor_parallel_s for chunk in busiest)
+    experts = sum(chunk.experts_s for chunk in busiest)
     held = known.first_elements if known else rank_elements(job.model, plan.stages_of(0), grid)
     state = state_of(job, held, grid)
     fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=placement.chunks)
     alone = StepTime(
-        compute_s=micro_batches * (once - traffic),
+        compute_s=micro_batches * (once - traffic - experts),
         tensor_parallel_s=micro_batches * traffic,
+        experts_s=micro_batches * experts,
         messages_s=micro_batches * messages,
         bubble_s=fill * (mean + messages),
         data_parallel_s=data_parallel_s(plan, held, device, software, backward_s=once * 2 / 3),
@@ -177,14 +183,15 @@ def stage_time(
     """Its blocks and, at the ends, embedding and head."""
     passes = 3 if shape.memory.recompute == "full" else 2
     with_experts, further = shape.blocks_with_experts(stage), len(shape.further(stage))
-    forward = backward = traffic = 0.0
+    forward = backward = traffic = experts = 0.0
     for number, block in (
         (stage.num_layers + further - with_experts, blocks.dense),
         (with_experts, blocks.experts),
     ):
         once, once_backward = block.pass_s(shape.memory.recompute)
         forward, backward = forward + number * once, backward + number * once_backward
-        traffic += number * passes * block.traffic_s
+        traffic += number * passes * (block.tensor_parallel_s + block.context_parallel_s)
+        experts += number * passes * block.experts_s
     ends = (
         (int(stage.is_first), embedding_time),
         (int(stage.is_last) + further, head_time),
@@ -194,7 +201,9 @@ def stage_time(
         if number:
             more, more_backward = part(shape, device)
             forward, backward = forward + number * more, backward + number * more_backward
-    return StageTime(forward_s=forward, backward_s=backward, tensor_parallel_s=traffic)
+    return StageTime(
+        forward_s=forward, backward_s=backward, tensor_parallel_s=traffic, experts_s=experts
+    )
 
 
 def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software: Software) -> float:

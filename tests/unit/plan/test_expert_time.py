@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raymega.api import load_job
 from raymega.config.load import parse_mapping
 from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.activations import activation_shape, expert_bytes, expert_rows
@@ -22,6 +24,7 @@ from raymega.plan.state_size import count_parameters, rank_elements
 from raymega.plan.step_time import step_time
 
 H100 = CATALOGUE["h100"]
+JOBS = Path(__file__).parents[3] / "jobs"
 MIXTRAL = {
     "family": "llama", "num_layers": 32, "width": 4096, "num_heads": 32, "num_kv_heads": 8,
     "ffn_width": 14336, "vocab_size": 32000, "max_positions": 4096, "is_embedding_tied": False,
@@ -118,3 +121,15 @@ def test_memory_of_experts_falls_with_ep():
     assert uses == sorted(uses, reverse=True)
     shape = activation_shape(plan(dp=8, ep=8).job)
     assert expert_bytes(shape) > 0
+
+
+def test_a_model_of_deepseek_v3s_size_is_planned_on_2048_gpus():
+    job = load_job(JOBS / "deepseek-v3-2048gpu.yaml")
+    made = make_plan(job)
+    assert made.grid.world_size == 2048
+    without = job.model.model_copy(update={"mtp_depth": 0})
+    assert count_parameters(without) / 1e9 == pytest.approx(671.0, abs=0.1)
+    assert flops_per_token(without, seq_len=4096) / 1e9 == pytest.approx(249.4, rel=0.02)
+    assert memory_use(made).total_bytes < H100.memory_bytes
+    time = step_time(made, H100)
+    assert time.experts_s > time.bubble_s > time.data_parallel_s
