@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from raymega.config.schema import Job
+from raymega.config.schema import Job, MlaSection
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault
 from raymega.plan.placement import KINDS
@@ -282,6 +282,26 @@ def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> Non
         widths["model.moe.width"] = model.moe.width
     for field, number in widths.items():
         draft.set(field, number and _like(number, round(number * width / model.width)))
+    if model.mla.kv_rank:
+        _resize_latents(draft, model.mla, head_width / model.head_width, width / model.width)
+
+
+def _resize_latents(
+    draft: _Draft, mla: MlaSection, share_of_head: float, share_of_width: float
+) -> None:
+    """Parts of heads keep their ratios to each other, and latents theirs to the width."""
+    rope = max(2, 2 * round(mla.rope_features * share_of_head / 2))
+    nope = max(1, round(mla.nope_features * share_of_head)) if mla.nope_features else 0
+    values = max(1, round(mla.value_features * share_of_head))
+    smaller = {
+        "kv_rank": max(1, round(mla.kv_rank * share_of_width)),
+        "q_rank": max(1, round(mla.q_rank * share_of_width)) if mla.q_rank else 0,
+        "nope_features": nope,
+        "rope_features": rope,
+        "value_features": min(values, nope + rope),
+    }
+    for name, number in smaller.items():
+        draft.set(f"model.mla.{name}", number)
 
 
 def _like(number: int, near: int) -> int:
