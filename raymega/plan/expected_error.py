@@ -10,7 +10,7 @@ from raymega.plan.accelerators import CATALOGUE, Accelerator
 _BY_DEVICE = {
     "a100": "Expect 7 % of error in time, 10 % at the most in nine of ten cases: so it was on published "
     "runs that no constant was fitted to.",
-    "h100": "Expect 7 % of error in time, 15 % at the most: so it was on published runs that no constant "
+    "h100": "Expect 7 % of error in time, 20 % at the most: so it was on published runs that no constant "
     "was fitted to.",
     "cpu": "Expect the order of layouts, not their seconds: the entry is of one machine. `raymega doctor "
     "JOB.yaml --calibrate FILE.yaml` measures yours.",
