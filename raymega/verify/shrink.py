@@ -271,6 +271,8 @@ def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> Non
     """Set heads and width, and feed-forward layers so that they keep their ratio to the width."""
     model = draft.job().model
     width = max(1, round(model.width * heads * head_width / (model.num_heads * model.head_width)))
+    if model.mla.kv_rank:
+        width = _width_for_ffn(model.ffn_width, model.width, near=width)
     draft.set("model.num_heads", heads)
     if model.head_features != "width / num_heads":
         draft.set("model.head_features", head_width)
@@ -284,6 +286,17 @@ def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> Non
         draft.set(field, number and _like(number, round(number * width / model.width)))
     if model.mla.kv_rank:
         _resize_latents(draft, model.mla, head_width / model.head_width, width / model.width)
+
+
+def _width_for_ffn(ffn_width: int, width: int, *, near: int) -> int:
+    """With latents heads do not bind the width: one at which the FFN keeps its ratio to it best."""
+
+    def drift(small: int) -> float:
+        return abs(
+            _like(ffn_width, round(ffn_width * small / width)) * width / small / ffn_width - 1
+        )
+
+    return min(range(max(1, near * 3 // 4), near + 1), key=lambda n: (round(drift(n), 2), near - n))
 
 
 def _resize_latents(
