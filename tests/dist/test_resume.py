@@ -65,6 +65,11 @@ def _run(layout, folder, *, restore="", last=STEPS):
 
 SHARDED = "+parallel.sharding=optimizer"
 CHUNKS = "+schedule.name=interleaved+schedule.chunks=2+schedule.micro_batch_size=1"
+EXPERTS = (
+    "+model.moe.num_experts=8+model.moe.width=16+model.num_layers=2+model.moe.has_bias=true"
+    "+model.moe.bias_rate=0.1+model.moe.balance=global+model.moe.balance_coefficient=0.1"
+)
+"""With state of routers beside the weights: a bias, and the last step's load."""
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,8 @@ CHUNKS = "+schedule.name=interleaved+schedule.chunks=2+schedule.micro_batch_size
         ("tp2+parallel.cp=2", f"pp2-dp2{SHARDED}"),
         (f"pp2{CHUNKS}", "tp2-dp2"),
         (f"tp2-pp2-sp{CHUNKS}", f"pp2-dp2{SHARDED}"),
+        (f"tp2-cp2-dp2-ep8{EXPERTS}", f"tp2-ep2{EXPERTS}{SHARDED}"),
+        (f"dp2-ep2{EXPERTS}{SHARDED}", f"tp1{EXPERTS}"),
     ],
 )
 def test_run_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, before, after):

@@ -383,9 +383,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="gradients of experts are divided by their replicas",
         file="parallel/grad_buffer.py",
-        old="            self.owned(bucket).mul_(factor)",
-        new="            edp = bucket.sharing.whole.size if bucket.is_expert else 1\n"
-        "            self.owned(bucket).mul_(factor / edp)",
+        old="            if bucket.is_tied:\n",
+        new="            if bucket.is_expert:\n"
+        "                self.owned(bucket).div_(bucket.sharing.whole.size)\n"
+        "            if bucket.is_tied:\n",
         layout=Layout(tp=2, dp=2, ep=2, micro_batch_size=2),
         job=EXPERTS,
     ),
