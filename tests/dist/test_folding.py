@@ -42,6 +42,26 @@ FOLDED = [
 ]
 
 
+WAYS = {
+    "zero-bubble": ("tp2-cp2-pp2-ep2-sp", ["schedule.name=zb_h1", "parallel.dispatch=all_gather"]),
+    "weights-in-parts": ("tp2-dp4-ep2-etp2", ["parallel.sharding=parameters", "memory.recompute=full"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_folding_goes_with_schedules_recompute_and_every_level_of_sharding(way):
+    layout, options = WAYS[way]
+    overrides = [*MODELS["deepseek"], *layout_overrides(layout), *options]
+    assert_same_run(overrides, _reference("deepseek"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_axes_at_once_on_sixteen_ranks():
+    overrides = [*MODELS["balanced"], *layout_overrides("tp2-cp2-pp2-dp2-ep2")]
+    assert_same_run(overrides, _reference("balanced"))
+
+
 @pytest.mark.parametrize(("model", "layout"), FOLDED)
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_folded_layout_trains_the_same_run(model, layout, sharding):
