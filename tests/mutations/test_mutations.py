@@ -68,6 +68,11 @@ def test_list_is_long_and_its_names_differ():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 15
 
 
+def test_every_row_still_fits_the_package():
+    stale = [m.name for m in MUTATIONS if (PACKAGE / m.file).read_text().count(m.old) != 1]
+    assert not stale
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy, tmp_path):
     assert is_legal(_job(mutation.job), mutation.layout)
