@@ -25,6 +25,7 @@ MODELS = {
         "model.family=gpt2", "model.num_kv_heads=num_heads", "model.residual_dropout=0.2",
     ),
     "llama-packed": PACKED,
+    "experts": ("model.moe.num_experts=4", "model.moe.top_k=2"),
 }  # fmt: skip
 FULL = ("memory.recompute=full", "memory.recompute_every=2")
 HYBRID = "parallel.sharding_group=2"
@@ -41,6 +42,8 @@ CASES = [
     ("llama-kv2-untied", "tp4-dp2-sp", "parameters", ()),
     ("llama-kv2-untied", "pp2-dp2", "parameters", ("schedule.chunks=2",)),
     ("gpt2-dropout", "tp2-pp2-dp2-sp", "parameters", ()),
+    ("experts", "dp4", "gradients", ("parallel.ep=2",)),
+    ("experts", "dp4", "parameters", ("parallel.ep=2", HYBRID)),
     ("llama-packed", "cp2-dp2", "parameters", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
 ]
 
