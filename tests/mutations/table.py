@@ -120,15 +120,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="each rank clips by the norm of its own part",
         file="train/step.py",
-        old="        norm_sq=total[2],",
-        new="        norm_sq=mine[2],",
+        old="        norm_sq=total[3],",
+        new="        norm_sq=mine[3],",
         layout=Layout(tp=2),
     ),
     Mutation(
         name="loss is divided by the rank's own tokens",
         file="train/step.py",
-        old="        tokens=total[1],",
-        new="        tokens=mine[1] or total[1],",
+        old="        tokens=total[2],",
+        new="        tokens=mine[2] or total[2],",
         layout=Layout(dp=4),
     ),
     # What is cut where.
@@ -291,8 +291,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="attention dropout numbers heads from zero on every rank",
-        file="model/attention.py",
-        old="        first = factory.tp.index * self.num_heads",
+        file="model/core_attention.py",
+        old="        first = factory.tp.index * num_heads",
         new="        first = 0",
         layout=Layout(tp=2),
         job=("model.attention_dropout=0.1",),
@@ -322,8 +322,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="each context-parallel rank divides by its own tokens",
         file="train/step.py",
-        old="        tokens=total[1],",
-        new="        tokens=mine[1] * parts.plan.grid.dp or total[1],",
+        old="        tokens=total[2],",
+        new="        tokens=mine[2] * parts.plan.grid.dp or total[2],",
         layout=Layout(cp=2),
     ),
     Mutation(
