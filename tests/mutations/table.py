@@ -42,6 +42,10 @@ BALANCED = (
 )  # fmt: skip
 BIASED = (*EXPERTS, "model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
+LATENT = (
+    "model.num_kv_heads=num_heads", "model.is_embedding_tied=false", "model.mtp_depth=1",
+    "model.mla={kv_rank: 8, q_rank: 6, nope_features: 4, rope_features: 2, value_features: 3}",
+)  # fmt: skip
 
 MUTATIONS: tuple[Mutation, ...] = (
     # Who counts, who sums.
@@ -515,5 +519,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="            self.loss_sum += output.detach()",
         new="            self.loss_sum = output.detach()",
         layout=Layout(pp=2),
+    ),
+    # Latents, and tokens further ahead.
+    Mutation(
+        name="gradients of the keys that all heads share are not summed",
+        file="model/latent_attention.py",
+        old="        k_turned = self.stream.enter(k_turned)\n",
+        new="",
+        layout=Layout(tp=2),
+        job=LATENT,
+    ),
+    Mutation(
+        name="the token table that looks further ahead sums no gradients with the first stage",
+        file="model/stage.py",
+        old="is_copied = model.needs_token_table_last and",
+        new="is_copied = model.is_embedding_tied and",
+        layout=Layout(pp=2),
+        job=LATENT,
+    ),
+    Mutation(
+        name="labels further ahead are moved on inside a context-parallel rank's chunks",
+        file="data/loader.py",
+        old="return torch.stack([*map(take, by_depth)]), ",
+        new="return take([row.labels for row in rows]).roll(-1, 1)[None], ",
+        layout=Layout(cp=2),
+        job=LATENT,
     ),
 )
