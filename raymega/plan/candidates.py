@@ -14,6 +14,7 @@ from raymega.config.schema import Job, ParallelSection
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.unread_rules import settled
 
+MICRO_BATCH_SIZE = "schedule.micro_batch_size"
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 CP_METHODS = ("ring", "all_to_all")
@@ -24,7 +25,7 @@ SHARDINGS = get_args(ParallelSection.model_fields["sharding"].annotation)
 CHOSEN = (
     "parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "parallel.ep", "parallel.etp",
     "parallel.cp_method", "parallel.sharding", "parallel.sequence_parallel", "parallel.stages",
-    "schedule.name", "schedule.chunks", "schedule.micro_batch_size", "memory.recompute",
+    "schedule.name", "schedule.chunks", MICRO_BATCH_SIZE, "memory.recompute",
 )  # fmt: skip
 """Fields that a search sets where nobody holds them."""
 _FOLLOWING: dict[str, dict[str, Any]] = {
@@ -57,7 +58,13 @@ class Space:
 
     def options(self, path: str, values: Any) -> tuple[Any, ...]:
         """``values``, or the job's own value alone where it is fixed."""
-        return (self.mine(path),) if path in self.fixed else tuple(values)
+        return (self.mine(path),) if path in self._held else tuple(values)
+
+    @property
+    def _held(self) -> frozenset[str]:
+        """``fixed``, and what any other value of would make it another run."""
+        routes_by_it = self.job.model.moe.goes_by_micro_batch
+        return self.fixed | {MICRO_BATCH_SIZE} if routes_by_it else self.fixed
 
     def mine(self, path: str) -> Any:
         """The job's own value."""
@@ -120,9 +127,7 @@ def _with_options(space: Space, degrees: dict[str, Any]) -> Iterator[Job]:
     is_replicated = degrees["dp"] * degrees["cp"] > 1
     is_cuttable = degrees["tp"] > 1 and job.data.seq_len // degrees["cp"] % degrees["tp"] == 0
     axes = (
-        space.options(
-            "schedule.micro_batch_size", [b for b in MICRO_BATCH_SIZES if b <= sequences]
-        ),
+        space.options(MICRO_BATCH_SIZE, [b for b in MICRO_BATCH_SIZES if b <= sequences]),
         space.options("schedule.chunks", cuts),
         space.options("parallel.sharding", SHARDINGS if is_replicated else ("none",)),
         space.options("memory.recompute", RECOMPUTES),

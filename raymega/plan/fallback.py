@@ -17,6 +17,7 @@ from raymega.plan.grid import Grid
 from raymega.plan.memory_use import memory_use, pipeline_elements
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.search import search
+from raymega.plan.unread_rules import settled
 
 MOST_SEARCHES = 8
 """Numbers of workers that are searched, from the highest: each search takes up to some seconds."""
@@ -90,23 +91,26 @@ def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Itera
     """Plans of the same cut with fewer replicas, the largest first.
 
     Experts lie on the ranks of several replicas; where these become too few, a rank gets more experts.
+    Where replicas cannot be grouped as they were, all share their state out.
     """
     parallel = job.parallel
     replica = parallel.tp * parallel.cp * parallel.pp
     eps = [ep for ep in range(parallel.ep, 0, -1) if parallel.ep % ep == 0]
+    groups = dict.fromkeys((parallel.sharding_group, "all"))
     for dp in range(min(parallel.dp - 1, most // replica), 0, -1):
-        plans = (_plan_or_none(_changed(job, dp=dp, ep=ep)) for ep in eps)
+        changed = (_changed(job, dp=dp, ep=ep, sharding_group=g) for ep in eps for g in groups)
+        plans = map(_plan_or_none, changed)
         plan = next((plan for plan in plans if plan and _has_room(plan, device)), None)
         if plan is not None:
             yield plan
 
 
-def _changed(job: Job, **degrees: int) -> Job:
+def _changed(job: Job, **parallel: int | str) -> Job:
     changes = {
-        "parallel": job.parallel.model_copy(update=degrees),
+        "parallel": job.parallel.model_copy(update=parallel),
         "cluster": job.cluster.model_copy(update={"num_workers": "grid"}),
     }
-    return job.model_copy(update=changes)
+    return settled(job.model_copy(update=changes))
 
 
 def _plan_or_none(job: Job) -> RunPlan | None:

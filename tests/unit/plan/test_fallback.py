@@ -63,3 +63,39 @@ def test_a_rank_gets_more_experts_where_fewer_ranks_share_them():
 def test_fallbacks_keep_to_min_workers():
     job = JOB.model_copy(update={"elastic": JOB.elastic.model_copy(update={"min_workers": 8})})
     assert [each.plan.grid.dp for each in fallbacks(job, limit=8)] == [3, 2]
+
+
+EXPERTS = ("parallel.pp=1", "model.moe.num_experts=8", "schedule.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        ("model.moe.capacity_factor=1.0",),
+        ("model.moe.balance=sinkhorn",),
+        ("model.moe.balance=micro_batch", "model.moe.balance_coefficient=0.1"),
+    ],
+)
+def test_micro_batches_that_routing_goes_by_stay(routing):
+    job = make_test_plan(*EXPERTS, *routing, "parallel.tp=2", "parallel.dp=2").job
+    assert [each.plan.batch.micro_batch_size for each in fallbacks(job, limit=8)] == [2, 2]
+
+
+def test_a_dispatch_that_one_rank_has_no_use_for_keeps_no_replica_away():
+    job = make_test_plan(
+        *EXPERTS, "parallel.dp=4", "parallel.ep=2", "parallel.dispatch=all_gather"
+    ).job
+    cut = [(each.plan.grid.dp, each.plan.grid.ep) for each in fallbacks(job, limit=8)]
+    assert cut == [(3, 1), (2, 2), (1, 1)]
+
+
+def test_replicas_that_cannot_be_grouped_as_before_share_out_all():
+    job = make_test_plan(
+        "parallel.pp=1",
+        "parallel.dp=4",
+        "parallel.sharding=parameters",
+        "parallel.sharding_group=2",
+    ).job
+    groups = [(each.plan.grid.dp, each.plan.job.parallel.sharding_group)
+              for each in fallbacks(job, limit=8)]  # fmt: skip
+    assert groups == [(3, "all"), (2, 2), (1, "all")]
