@@ -55,9 +55,17 @@ class Deferral:
 
 
 def make_owed(owed: list[OwedGradient]) -> None:
-    """Make the gradients now; hooks of the parameters see them like any other."""
+    """Make the gradients now; hooks of the parameters see them like any other.
+
+    As in any backward, a parameter that was used several times, as a head is that also predicts further
+    ahead, gets the sum at once: its bucket may leave with it.
+    """
     while owed:
-        debt = owed.pop(0)
+        param = owed[0].param
+        same = [debt for debt in owed if debt.param is param]
+        owed[:] = [debt for debt in owed if debt.param is not param]
         with torch.no_grad():
-            gradient = debt.make()
-        torch.autograd.backward(debt.param, gradient)
+            gradient = same[0].make()
+            for debt in same[1:]:
+                gradient = gradient + debt.make()
+        torch.autograd.backward(param, gradient)

@@ -37,6 +37,7 @@ CASES = [
     (WHOLE, "cp4-pp2", ("parallel.cp_method=hybrid", "schedule.name=zb_h1")),
     (WHOLE, "cp2-dp2", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
     (DEEPSEEK, "tp2-pp2-dp2-sp", ("parallel.ep=4", *SHARDED)),
+    (DEEPSEEK, "pp2", ("schedule.name=zb_h1",)),
     (DEEPSEEK, "cp2-pp2", ("parallel.ep=2", "memory.recompute=full")),
     (DROPPED, "cp2-pp2", ("parallel.cp_method=all_gather", "schedule.chunks=2")),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raymega.model.stage import StageModule
-from raymega.parallel.deferral import make_owed
+from raymega.parallel.deferral import OwedGradient, make_owed
 from raymega.plan.stages import even_stages
 from tests.support.reference import draw_batch, make_model
 from tests.unit.model.parts import make_stream
@@ -68,3 +68,12 @@ def test_closed_deferral_puts_nothing_off(stage):
         pass
     stage(*draw_batch(model), None).backward()
     assert owed == [] and all(param.grad is not None for param in stage.parameters())
+
+
+def test_a_weight_that_is_used_twice_gets_one_gradient():
+    weight = torch.zeros(2, requires_grad=True)
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.tolist()))
+    owed = [OwedGradient(weight, lambda by=by: torch.full((2,), by)) for by in (1.0, 2.0)]
+    make_owed(owed)
+    assert seen == [[3.0, 3.0]] and owed == []
