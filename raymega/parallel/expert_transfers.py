@@ -91,8 +91,14 @@ def launch_sum(x: Tensor, group: Group) -> Flight:
 
 
 def land(flight: Flight) -> Tensor:
-    """Wait for it."""
-    return _Land.apply(flight.tensor, flight)
+    """Wait for it.
+
+    The flight lets go of all that holds its tensor: autograd's node of the start has the flight, and
+    a node that reaches its own output is never freed.
+    """
+    arriving = flight.tensor
+    del flight.tensor
+    return _Land.apply(arriving, flight)
 
 
 def gather_parts(x: Tensor, group: Group, parts: Sequence[int]) -> Tensor:
@@ -133,6 +139,7 @@ class _Land(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
         flight.pending.wait(flight.group.timeout_s)
+        del flight.pending
         return x.view_as(x)
 
     @staticmethod
