@@ -126,7 +126,15 @@ def report(console: Console, witness: Witness, entropy: float, result, seconds: 
 def show_places(console: Console, job) -> None:
     folder = api.local_folder(job)
     console.rule("4  Where everything is")
-    for name in ("loss.png", "timeline.svg", "trace.json", "metrics.jsonl", "logs", "checkpoints"):
+    for name in (
+        "loss.png",
+        "experts.svg",
+        "timeline.svg",
+        "trace.json",
+        "metrics.jsonl",
+        "logs",
+        "checkpoints",
+    ):
         console.print(f"  {folder / name}", soft_wrap=True)
     console.print(f"  {job.data.path}", soft_wrap=True)
     mlflow = Path(sys.executable).parent / "mlflow"
