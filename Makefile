@@ -14,9 +14,10 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python jobs/demo.py
 
-# Two at a time: ranks that wait for each other leave a core idle.
+# Two at a time, as ranks that wait for each other leave a core idle; what shares clusters and servers alone.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --ignore tests/ray --ignore tests/s3
+	$(BIN)/python -m pytest tests/ray tests/s3
 
 check: setup
 	$(BIN)/ruff format --check .
