@@ -34,6 +34,10 @@ UNMEASURED = (
     "embedding",
     "micro",
     "edp",
+    "sharers",
+    "copies",
+    "expert_sharers",
+    "expert_copies",
 )
 """Groups whose ranks are another group's, or a mixture of axes."""
 

@@ -136,7 +136,7 @@ def _train_on_two_grids(env, plan_json, other_json):
         for place, parts in enumerate((a, b)):
             outcome = train_step(parts, states[place], Requests(), is_recording=False)
             states[place] = outcome.state
-            curves[place].append((outcome.loss, outcome.grad_norm))
+            curves[place].append((outcome.loss, outcome.grad_norm, outcome.mtp_loss or 0.0))
     return curves
 
 
@@ -177,12 +177,17 @@ def test_every_group_has_the_one_timeout():
 # Recompute that draws other random numbers than the forward pass.
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_changes_no_bit_with_dropout(recompute):
+@pytest.mark.parametrize(
+    "memory",
+    [
+        ("memory.recompute=full",),
+        ("memory.recompute=selective", "memory.recompute_parts=[attention,activation,norm]"),
+    ],
+)
+def test_recompute_changes_no_bit_with_dropout(memory):
     job = ("model.residual_dropout=0.2", "model.attention_dropout=0.1", *layout_overrides("tp2-pp2-sp"))
-    parts = "memory.recompute_parts=[attention,activation,norm]"
     curves, _ = train(job, steps=3)
-    again, _ = train([*job, f"memory.recompute={recompute}", parts], steps=3)
+    again, _ = train([*job, *memory], steps=3)
     np.testing.assert_allclose(again, curves, rtol=1e-12)
 
 

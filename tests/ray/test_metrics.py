@@ -82,6 +82,8 @@ def _watched(address, folder):
         "tracking.activations_every=5",
         "tracking.ray_train_tab=true",
         "elastic.snapshot_every=5",
+        "model.moe={num_experts: 4, width: 16}",
+        "model.mtp_depth=1",
     )
 
 
