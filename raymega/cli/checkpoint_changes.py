@@ -59,7 +59,8 @@ def prune(
     raise_faults(ConfigError, reading_faults(uri, field="URI"))
     age, now_ = timedelta(hours=older_than_h), datetime.now(UTC)
     aborted = drop_unfinished(uri, older_than=age, now=now_, is_dry=is_dry)
-    raise_faults(ConfigError, [] if aborted else absence_faults(uri))
+    if not drop_unfinished(uri, older_than=timedelta(0), now=now_, is_dry=True) and not aborted:
+        raise_faults(ConfigError, absence_faults(uri))
     deleted: tuple[str, ...] = ()
     if keep_last:
         pruner = Pruner(open_store(uri), Keep(last=keep_last, every=keep_every, best=keep_best))

@@ -135,6 +135,13 @@ def _text(*parts: str) -> str:
     return "/".join(parts)
 
 
+def _member(enumeration: object, name: str) -> str:
+    """The member of an enumeration, which Python before 3.11.4 pickles as an attribute."""
+    if enumeration is not int or not isinstance(name, str):
+        raise pickle.UnpicklingError(f"attribute {name!r} of {enumeration!r} is no member")
+    return name
+
+
 _IN_METADATA: Mapping[tuple[str, str], Any] = {
     (_METADATA, "Metadata"): Whole,
     (_METADATA, "TensorStorageMetadata"): Tensor,
@@ -144,6 +151,7 @@ _IN_METADATA: Mapping[tuple[str, str], Any] = {
     (_METADATA, "MetadataIndex"): Index,
     (_METADATA, "StorageMeta"): Origin,
     (_METADATA, "_MEM_FORMAT_ENCODING"): int,
+    ("builtins", "getattr"): _member,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Place,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _text,

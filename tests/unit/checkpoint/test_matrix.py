@@ -140,7 +140,7 @@ def test_forty_drawn_pairs_of_layouts_keep_every_bit():
     met = set()
 
     @settings(
-        max_examples=NUM_PAIRS + 12, deadline=None, derandomize=True, database=None,
+        max_examples=NUM_PAIRS + 24, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(pairs())

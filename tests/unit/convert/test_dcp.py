@@ -1,5 +1,6 @@
 """Torch checkpoints in and out: torch itself reads and writes the other side."""
 
+import enum
 import io
 import json
 import os
@@ -322,7 +323,7 @@ def test_every_name_that_torch_itself_gives_is_admitted_and_hardly_more(tmp_path
     }
     open_dcp(tmp_path / "theirs")
     for module, name in (
-        ("builtins", "eval"), ("builtins", "getattr"), ("os", "system"), ("posix", "system"),
+        ("builtins", "eval"), ("builtins", "setattr"), ("os", "system"), ("posix", "system"),
         ("torch", "load"), ("torch.serialization", "load"), ("functools", "partial"),
         ("torch._utils", "_rebuild_parameter"), ("torch.distributed.checkpoint.metadata", "os"),
         ("torch.distributed.checkpoint.metadata", "torch.load"), ("collections", "Counter"),
@@ -331,6 +332,25 @@ def test_every_name_that_torch_itself_gives_is_admitted_and_hardly_more(tmp_path
         (tmp_path / "theirs" / ".metadata").write_bytes(code)
         with pytest.raises(ConfigError, match=f"names {module}.{name}"):
             open_dcp(tmp_path / "theirs")
+
+
+def test_enumerations_are_read_as_older_pythons_write_them(tmp_path, monkeypatch):
+    """Before 3.11.4 a member is pickled as an attribute of its class."""
+    monkeypatch.setattr(
+        enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
+    dcp_save(draw_state(MODEL), tmp_path / "theirs")
+    assert b"getattr" in (tmp_path / "theirs" / ".metadata").read_bytes()
+    open_dcp(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("of", ["torch\nSize", "torch.distributed.checkpoint.metadata\nMetadata"])
+def test_attributes_of_anything_else_are_refused(tmp_path, of):
+    (tmp_path / "theirs").mkdir()
+    code = f"cbuiltins\ngetattr\n(c{of}\nS'__class__'\ntR."
+    (tmp_path / "theirs" / ".metadata").write_bytes(code.encode())
+    with pytest.raises(ConfigError, match="is no member"):
+        open_dcp(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(

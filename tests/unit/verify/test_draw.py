@@ -156,7 +156,7 @@ def test_hybrid_is_drawn_with_every_number_of_neighbours_that_fits():
     job = make_job("model.num_heads=8", "model.num_kv_heads=8", *few)
     drawn = {
         (layout.cp, layout.cp_inner)
-        for seed in range(10)
+        for seed in range(30)
         for layout in draw_layouts(job, own=layout_of(job), count=8, max_ranks=8, seed=seed)
         if layout.cp_method == "hybrid"
     }
