@@ -6,20 +6,15 @@ travel to their experts and back, the shared expert is at work.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from raymega.config.moe import MoeSection
 from raymega.model.experts import Experts, SharedExpert
 from raymega.model.mlp import GeluMlp, SwigluMlp
 from raymega.model.router import Router
-from raymega.parallel.comm import all_gather
+from raymega.parallel.collectives import all_rows, own_rows
 from raymega.parallel.context import Places
 from raymega.parallel.dispatch import ExpertGroups, start_trip
-from raymega.parallel.groups import Group
 from raymega.parallel.tensor import ParameterFactory
 from raymega.parallel.token_marks import TokenMarks, plain_marks
 
@@ -75,7 +70,7 @@ class MoeLayer(nn.Module):
         if not self.groups.stream.is_sequence_parallel and tp.size > 1:
             num_tokens = tokens.shape[0] // tp.size
             part = slice(tp.index * num_tokens, (tp.index + 1) * num_tokens)
-            tokens = _OwnPart.apply(tokens, part, tp)
+            tokens = own_rows(tokens, tp)
         return tokens, marks.of_tokens(part), None if keys is None else keys.flatten()[part]
 
     def _stream(self, y: Tensor) -> Tensor:
@@ -83,32 +78,4 @@ class MoeLayer(nn.Module):
         tp = self.groups.stream.tp
         if self.groups.stream.is_sequence_parallel or tp.size == 1:
             return y
-        return _AllParts.apply(y, tp)
-
-
-class _OwnPart(torch.autograd.Function):
-    """Own rows of what all ranks hold alike; backward brings the parts of the gradient together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: slice, group: Group) -> Tensor:
-        ctx.group = group
-        return x[part]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad.contiguous(), ctx.group), None, None
-
-
-class _AllParts(torch.autograd.Function):
-    """Brings the ranks' own rows together; backward takes the own ones of a gradient that all have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather(x.contiguous(), group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size)[ctx.group.index], None
+        return all_rows(y, tp)

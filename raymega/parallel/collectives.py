@@ -65,6 +65,24 @@ def scatter_to_positions(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _ScatterToPositions.apply(x, group)
 
 
+def own_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of what all ranks hold alike; backward brings the parts' gradients together.
+
+    Args:
+        x: [T, ...], equal on all ranks; their number divides T.
+        group: They.
+
+    Returns:
+        [T/n, ...].
+    """
+    return x if group.size == 1 else _OwnRows.apply(x, group)
+
+
+def all_rows(x: Tensor, group: Group) -> Tensor:
+    """[T/n, ...] of each rank -> [T, ...] on all; backward takes own rows of a gradient that all have."""
+    return x if group.size == 1 else _AllRows.apply(x, group)
+
+
 class _CopyToTp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -112,3 +130,27 @@ class _ScatterToPositions(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad.contiguous(), ctx.group), None
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size)[group.index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad.contiguous(), ctx.group), None
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x.contiguous(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size)[ctx.group.index], None
