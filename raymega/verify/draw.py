@@ -22,15 +22,17 @@ from raymega.verify.layout import (
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
-SHAPES = 20
-"""Choices of degrees that each pick looks at,"""
+SHAPES = 10
+"""Choices of degrees that each pick looks at: so many that add most, and as many by chance;"""
 DRESSES = 3
-"""and choices of options that are tried on each."""
+"""choices of options that are tried on each."""
 WEIGHTS = {
-    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "kernels": 12, "ep": 20, "etp": 20,
+    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12,
+    "ep": 20, "etp": 20,
 }  # fmt: skip
 """An axis that was not met yet outweighs any number of options that were not; two axes together,
-a schedule, a cut of experts and compiled kernels, which few layouts may have, some of them. All else weighs 1."""
+a schedule, a size of micro-batches, a cut of experts and compiled kernels, which few layouts may
+have, some of them. All else weighs 1."""
 
 
 def draw_layouts(
@@ -47,13 +49,15 @@ def draw_layouts(
     is_own_possible = 1 < own.world_size <= max_ranks and is_legal(job, own)
     chosen = [own] if is_own_possible else []
     while shapes and len(chosen) < count:
-        some = random.sample(shapes, min(SHAPES, len(shapes)))
+        met = set().union(*map(features, chosen)) if chosen else set()
+        random.shuffle(shapes)
+        best = sorted(shapes, key=lambda shape: _gain(features(shape) - met), reverse=True)
+        some = best[:SHAPES] + shapes[:SHAPES]
         candidates = [_dress(job, shape, random) for shape in some for _ in range(DRESSES)]
         candidates = [candidate for candidate in candidates if candidate not in chosen]
         if not candidates:
             break
         random.shuffle(candidates)
-        met = set().union(*map(features, chosen)) if chosen else set()
         chosen.append(max(candidates, key=lambda layout: _gain(features(layout) - met)))
     return tuple(chosen[:count])
 
