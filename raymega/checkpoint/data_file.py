@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from zlib import crc32
+
+from isal.isal_zlib import crc32
 
 from raymega.checkpoint.dtypes import element_type
 from raymega.checkpoint.manifest import Manifest

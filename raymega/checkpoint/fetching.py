@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from zlib import crc32
+
+from isal.isal_zlib import crc32
 
 from raymega.checkpoint.data_file import check_block, missing_file
 from raymega.checkpoint.manifest import Manifest

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from zlib import crc32
 
+from isal.isal_zlib import crc32
 from pydantic import TypeAdapter, ValidationError
 
 from raymega.checkpoint.keys import (

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from zlib import crc32
 
 import numpy as np
+from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
 from raymega.checkpoint.data_file import Layout, lay_out, read_block, saved_boxes

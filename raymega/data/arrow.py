@@ -6,7 +6,6 @@ data.format's, and what is drawn from the stream is data.order's.
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate, chain
@@ -16,6 +15,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from isal import isal_zlib
 
 from raymega.data.format import ShardMeta, SplitMeta, shard_fault
 from raymega.errors import DataError
@@ -143,7 +143,7 @@ def file_crc32(path: Path) -> int:
     crc = 0
     with path.open("rb") as stream:
         while piece := stream.read(1 << 20):
-            crc = zlib.crc32(piece, crc)
+            crc = isal_zlib.crc32(piece, crc)
     return crc
 
 

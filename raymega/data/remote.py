@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+
+from isal import isal_zlib
 
 from raymega.data.format import (
     META_FILE,
@@ -101,7 +102,7 @@ def shard_crc32(store: Store, shard: ShardMeta) -> int:
     """``zlib.crc32`` of a shard in a store."""
     crc = 0
     for piece in _pieces(store, shard):
-        crc = zlib.crc32(piece, crc)
+        crc = isal_zlib.crc32(piece, crc)
     return crc
 
 
@@ -133,7 +134,7 @@ def _bring(store: Store, shard: ShardMeta, folder: Path) -> list[Fault]:
     def checked() -> Iterator[bytes]:
         nonlocal crc
         for piece in _pieces(store, shard):
-            crc = zlib.crc32(piece, crc)
+            crc = isal_zlib.crc32(piece, crc)
             yield piece
         if crc != shard.crc32:
             raise DataError(_torn(store, shard, crc))

@@ -6,12 +6,12 @@ file with an end-of-document token.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from raymega.data.arrow import token_dtype
@@ -37,7 +37,7 @@ def check_tokenizer(name: str) -> str:
     if not path.is_file():
         raise ConfigError(_fault(name, "it must be `bytes`, `bpe:N` or an existing file"))
     _load(path.read_text(encoding="utf-8", errors="replace"), name)
-    return f"file:{zlib.crc32(path.read_bytes()):08x}"
+    return f"file:{isal_zlib.crc32(path.read_bytes()):08x}"
 
 
 def make_tokenizer(name: str, sample: Sequence[str]) -> str:
