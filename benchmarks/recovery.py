@@ -26,7 +26,9 @@ from raymega.config.load import parse_job
 from raymega.errors import PreemptedError
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.holder import this_process
 from raymega.orchestrate.keepers import Keepers
+from raymega.orchestrate.lease import Lease, held
 from raymega.orchestrate.outage import PHASES
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -171,11 +173,13 @@ def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str
 
 def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller) -> None:
     """One driver, until the killer has had its kills."""
-    clock = SystemClock()
-    with ThreadPoolExecutor(1) as executor:
+    clock, store = SystemClock(), open_store(f"{folder}/{plan.job.run.name}")
+    duration_s = plan.job.elastic.lease_s
+    lease = Lease(store, holder=this_process(), duration_s=duration_s, clock=clock)
+    with held(lease), ThreadPoolExecutor(1) as executor:
         controller = Controller(
             plan,
-            store=open_store(f"{folder}/{plan.job.run.name}"),
+            lease=lease,
             group=RayWorkerGroup(
                 plan, log_dir=Path(folder), can_grow=True, keepers=Keepers(plan, clock=clock)
             ),

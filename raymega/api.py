@@ -26,9 +26,12 @@ from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.orchestrate.calibrate import calibrate_cluster
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.holder import this_process
 from raymega.orchestrate.inventory import list_nodes, node_memory
 from raymega.orchestrate.journal import open_record
 from raymega.orchestrate.keepers import Keepers
+from raymega.orchestrate.lease import Lease, held
+from raymega.orchestrate.mutex import sole_driver
 from raymega.orchestrate.placement import place_ranks
 from raymega.orchestrate.preflight import Preflight
 from raymega.orchestrate.ray_metrics import RayMetricsSink
@@ -123,7 +126,7 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
 
 def run_uri(job: Job) -> str:
     """Folder of the job's run in its store."""
-    return f"{job.checkpoint.uri.rstrip('/')}/{job.run.name}"
+    return job.run_uri
 
 
 def local_folder(job: Job) -> Path:
@@ -154,6 +157,7 @@ def train(
 
     Raises:
         ConfigError: The run exists with another model, seed or data, or a node cannot take part.
+        LeaseError: Another driver holds the run, or has taken it from this one.
         CapacityError: The cluster has no room.
         PreemptedError: It was asked to stop, and saved.
         WorkerError: The retry budget is spent.
@@ -162,9 +166,23 @@ def train(
     plan, clock = make_plan(job), SystemClock()
     store = open_store(run_uri(job))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
+    me, duration_s = this_process(), job.elastic.lease_s
+    with held(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
+        return _drive(plan, lease, address=address, sinks=sinks, choice=choice)
+
+
+def _drive(
+    plan: RunPlan, lease: Lease, *, address: str, sinks: Sequence[Sink], choice: Choice | None
+) -> RunFinished:
+    """The driver of a run that it holds."""
+    job, clock, store = plan.job, SystemClock(), lease.store
     session = open_session(address)
     try:
-        with _watching(job, sinks, choice) as sink, ThreadPoolExecutor(max_workers=1) as executor:
+        with (
+            sole_driver(lease),
+            _watching(job, sinks, choice) as sink,
+            ThreadPoolExecutor(max_workers=1) as executor,
+        ):
             has_snapshots = job.elastic.snapshot_every > 0
             keepers = Keepers(plan, clock=clock) if has_snapshots else None
             group = RayWorkerGroup(
@@ -177,7 +195,12 @@ def train(
                 ),
             )
             controller = Controller(
-                plan, store=store, group=group, sink=sink, clock=clock, executor=executor
+                plan,
+                lease=lease,
+                group=group,
+                sink=sink,
+                clock=clock,
+                executor=executor,
             )
             with stop_on_signals(controller.request_stop):
                 return controller.run()

@@ -70,6 +70,12 @@ class NumericsError(RaymegaError):
     exit_code = 5
 
 
+class LeaseError(RaymegaError):
+    """Another driver holds the run, or has taken it from this one."""
+
+    exit_code = 6
+
+
 class CheckpointError(RaymegaError):
     """A checkpoint is missing, torn, or of another model."""
 

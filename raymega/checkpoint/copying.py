@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from raymega.checkpoint.assembly import coverage_faults
 from raymega.checkpoint.data_file import read_block
+from raymega.checkpoint.fence import admits, newest_grant
 from raymega.checkpoint.manifest import Manifest, broken_files, commit
-from raymega.errors import CheckpointError, raise_faults
+from raymega.errors import CheckpointError, Fault, raise_faults
 from raymega.messages import SavedBox
 from raymega.storage.store import Store
 
@@ -37,7 +38,7 @@ def copy_checkpoint(source: Store, manifest: Manifest, target: Store) -> Copied:
         CheckpointError: The source is not whole, or the target holds another checkpoint by that key.
         StorageError: A store failed; the same call again goes on from there.
     """
-    raise_faults(CheckpointError, coverage_faults(manifest))
+    raise_faults(CheckpointError, [*coverage_faults(manifest), *_left_behind(manifest, target)])
     by_file: dict[str, list[SavedBox]] = {}
     for box in sorted(manifest.boxes, key=lambda box: box.start):
         by_file.setdefault(manifest.file_key(box), []).append(box)
@@ -57,6 +58,21 @@ def copy_checkpoint(source: Store, manifest: Manifest, target: Store) -> Copied:
         num_written=sum(written),
         num_found=len(written) - sum(written),
     )
+
+
+def _left_behind(manifest: Manifest, target: Store) -> list[Fault]:
+    """The fault of a target whose run has gone on without this checkpoint."""
+    grant = newest_grant(target)
+    if grant is None or admits(grant, manifest.key):
+        return []
+    return [
+        Fault(
+            fact=f"{manifest.key} is not among the checkpoints of the run in {target.uri!r}, which is "
+            f"at attempt {grant.epoch}",
+            rule="a run does not count what comes from older attempts behind its back",
+            remedy="copy it to a folder of its own, and start another run there or from it",
+        )
+    ]
 
 
 def _bytes_of(

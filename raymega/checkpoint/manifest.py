@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from isal.isal_zlib import crc32
 from pydantic import TypeAdapter, ValidationError
 
+from raymega.checkpoint.fence import admitted
 from raymega.checkpoint.keys import (
     ROOT,
     CheckpointId,
@@ -163,8 +164,12 @@ def read_manifest(store: Store, key: str) -> Manifest:
 
 
 def list_manifests(store: Store) -> list[str]:
-    """Keys of all manifests, newest first, whether their data files are whole or not."""
-    found = [(checkpoint_of(key), key) for key in store.list(ROOT) if is_manifest(key)]
+    """Keys of all manifests that count, newest first, whether their data files are whole or not.
+
+    What a driver wrote after another one took its run does not count; see fence.
+    """
+    keys = admitted(store, filter(is_manifest, store.list(ROOT)))
+    found = [(checkpoint_of(key), key) for key in keys]
     return [key for _, key in sorted(found, reverse=True)]
 
 

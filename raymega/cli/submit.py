@@ -35,7 +35,7 @@ def submit(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line per event.")] = False,
 ) -> None:
-    """Submit a job to a cluster; the same run name continues the same run.
+    """Submit a job to a cluster; the same run name continues the same run, as its next attempt.
 
     Relative paths in the job are resolved here, on your machine. Ctrl-C while following leaves the
     job running. With --follow and --stop the exit code is the driver's, else 0 means submitted.

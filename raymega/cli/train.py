@@ -39,7 +39,7 @@ def train(
     """Run a job; the same run name continues the same run.
 
     Exit codes: 0 finished, 2 a mistake in the job, 3 no capacity, 4 retry budget spent, 5 data or
-    numerics, 75 stopped and resumable.
+    numerics, 6 the run has another driver, 75 stopped and resumable.
 
     Example: raymega train jobs/verify.yaml --set run.steps=50
     """

@@ -168,6 +168,11 @@ class ElasticSection(Section):
     stop_timeout_s: PositiveFloat = Field(
         default=120.0, description="Longest wait for the last save when a run is asked to stop."
     )
+    lease_s: PositiveFloat = Field(
+        default=30.0,
+        description="How long a driver that shows no sign of life keeps the run to itself. A driver that "
+        "takes it up elsewhere waits so long; one that finds the other's process gone does not wait.",
+    )
     spares: NonNegative = Field(
         default=0,
         description="Workers held ready beside the grid, loaded and idle; one takes a lost worker's rank "
@@ -282,3 +287,8 @@ class Job(Section):
     elastic: ElasticSection = ElasticSection()
     tracking: TrackingSection = TrackingSection()
     cluster: ClusterSection = ClusterSection()
+
+    @property
+    def run_uri(self) -> str:
+        """Folder of the job's run in its store."""
+        return f"{self.checkpoint.uri.rstrip('/')}/{self.run.name}"

@@ -7,10 +7,10 @@ trains nothing, and every wait it makes is bounded.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor
 from dataclasses import replace
 
-from raymega.errors import CapacityError, CheckpointError, RaymegaError
+from raymega.errors import CapacityError, CheckpointError, LeaseError, RaymegaError
 from raymega.messages import (
     Entered,
     Evaluated,
@@ -22,11 +22,13 @@ from raymega.messages import (
     StepDone,
     TimelineRecorded,
 )
-from raymega.orchestrate import events, journal, verdicts
+from raymega.orchestrate import events, verdicts
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.goodput import GoodputMeter
 from raymega.orchestrate.grids import Grids
 from raymega.orchestrate.group import AttemptOrder, WorkerGroup
+from raymega.orchestrate.journal import Journal
+from raymega.orchestrate.lease import Lease
 from raymega.orchestrate.losses import Losses
 from raymega.orchestrate.policies import (
     Action,
@@ -37,10 +39,9 @@ from raymega.orchestrate.policies import (
 )
 from raymega.orchestrate.restore import RestorePoint
 from raymega.orchestrate.saves import Committed, Refused, Superseded
-from raymega.orchestrate.states import RunState, State
+from raymega.orchestrate.states import State
 from raymega.orchestrate.work import Work, begin_work
 from raymega.plan.run_plan import RunPlan
-from raymega.storage.store import Store
 from raymega.tracking.sink import RunFinished, Sink
 
 log = logging.getLogger(__name__)
@@ -58,17 +59,17 @@ class Controller:
         self,
         plan: RunPlan,
         *,
-        store: Store,
+        lease: Lease,
         group: WorkerGroup,
         sink: Sink,
         clock: Clock,
         executor: Executor,
     ) -> None:
-        """Read the run's record and find where it stands; nothing is started or written.
+        """Read the run's journal and find where it stands; nothing is started or written.
 
         Args:
             plan: What to run.
-            store: The run's own folder.
+            lease: On the run, whose store it knows; this driver has taken it, and somebody renews it.
             group: Workers; released when the run ends.
             sink: Gets every event; must not raise and not block.
             clock: For deadlines and durations.
@@ -78,22 +79,18 @@ class Controller:
             ConfigError: The store holds a run of this name with another model, seed or data.
             CheckpointError: The run has checkpoints, and none can be restored.
         """
-        self._grids, self._job = Grids(plan), plan.job
-        self._store, self._group, self._sink = store, group, sink
+        self._job, self._lease = plan.job, lease
+        self._store, self._group, self._sink = lease.store, group, sink
         self._clock, self._executor = clock, executor
-        self._losses = Losses(FailurePolicy(max_failures=plan.job.elastic.max_failures), clock)
-        self._restore = RestorePoint(store, plan.job, group.keeping)
+        self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
+        past = self._journal.past
+        policy = FailurePolicy(max_failures=plan.job.elastic.max_failures)
+        self._grids = Grids(plan, num_before=past.num_workers)
+        self._losses = Losses(policy, clock, earlier=past.failures)
+        self._restore = RestorePoint(lease.store, plan.job, group.keeping)
         self._error: RaymegaError | None = None
         self._is_stop_asked = False
-        self._is_superseded = False
-        self._record = journal.open_record(store, plan.job, now=clock.timestamp())
-        self.state = RunState(
-            attempt=self._record.num_attempts,
-            step=0,
-            saved_step=0,
-            since_s=clock.monotonic(),
-            reason="taken up again" if self._record.num_attempts else "first start",
-        )
+        self.state = self._journal.first_state()
         self._go_back_to_checkpoint()
         self._meter = GoodputMeter(first_step=self.state.step, now_s=clock.monotonic())
         self._work = self._new_work()
@@ -115,10 +112,11 @@ class Controller:
 
         Raises:
             PreemptedError: The run was stopped before its end and can be continued.
+            LeaseError: Another driver has taken the run.
             RaymegaError: The driver gave up; the class tells the exit code.
         """
-        uri = self._store.uri
-        self._sink.emit(events.run_started(self._grids.now, self._record, self.state, uri=uri))
+        record, uri = self._journal.record, self._store.uri
+        self._sink.emit(events.run_started(self._grids.now, record, self.state, uri=uri))
         try:
             while not self.state.state.is_end:
                 self.tick()
@@ -130,11 +128,12 @@ class Controller:
         if self._error is not None:
             raise self._error
         if self.state.state is State.PREEMPTED:
-            raise verdicts.stopped(self._record, self.state)
+            raise verdicts.stopped(record, self.state)
         return ended
 
     def tick(self) -> None:
         """One step of the state machine; returns within some TICK_S, but for clearing up."""
+        self._lease.refuse_if_lost()
         self._handlers[self.state.state]()
 
     # One handler a state.
@@ -202,6 +201,7 @@ class Controller:
             self._move(State.RESTARTING, self.state.reason)
 
     def _clear_up(self) -> None:
+        self._journal.keep(self.state)
         self._group.release(keep_warm=True)
         self._losses.mark("abort")
         self._work.saves.wait(DRAIN_S)
@@ -245,13 +245,11 @@ class Controller:
 
     def _begin_attempt(self) -> None:
         """The attempt's number is on record before anything can be written under it."""
-        number = journal.claim_attempt(self._store, now=self._clock.timestamp())
-        self._record = replace(self._record, num_attempts=number)
-        self.state = replace(self.state, attempt=self._record.num_attempts)
+        self.state = replace(self.state, attempt=self._lease.begin_attempt())
         self._move(State.STARTING, self.state.reason)
-        journal.write_record(self._store, self._record_now())
+        start, spares = self._restore.start, self._num_spares()
+        self._journal.begin(self._grids.now, self.state, restored=start.key, spares=spares)
         self._work = self._new_work()
-        start = self._restore.start
         self._sink.emit(events.attempt_started(self._grids.now, self.state, source=start.source))
         self._group.start(
             AttemptOrder(
@@ -302,8 +300,7 @@ class Controller:
         self._grids.add_step(step_s)
         if report.metrics.get("checkpoint/snapshot_step"):
             self._group.keeping.settle()
-        spares = len(self._group.ready()) - self._grids.now.grid.world_size
-        self._sink.emit(events.step_finished(self.state, report, spares=spares))
+        self._sink.emit(events.step_finished(self.state, report, spares=self._num_spares()))
         source = self._restore.start.source
         recovered = self._losses.end(
             self._work.attempt, number=self.state.attempt, step=report.step, source=source
@@ -318,14 +315,14 @@ class Controller:
                 case Committed():
                     self.state = replace(self.state, saved_step=outcome.step)
                     self._restore.key = outcome.key
-                    self._executor.submit(journal.write_quietly, self._store, self._record_now())
+                    self._journal.keep(self.state)
                     self._sink.emit(events.checkpoint_committed(self.state, outcome))
                 case Refused():
                     log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
                     self._sink.emit(events.save_failed(self.state, outcome))
                 case Superseded():
-                    self._is_superseded = True
-                    raise verdicts.taken_over(self._record, self.state, by=outcome.by)
+                    self._lease.renew()  # learns who it was
+                    self._lease.refuse_if_lost()
 
     def _lose(self, failure: Failure) -> None:
         """The attempt is lost; the policy says what follows."""
@@ -335,6 +332,7 @@ class Controller:
             self._move(State.RESTARTING, "the checkpoint cannot be read, the one before is next")
             return
         decision = self._losses.decide(failure)
+        self._journal.lose(failure)
         self._note(failure)
         if failure.traceback:
             log.error("%s; %s\n%s", failure.headline, decision.reason, failure.traceback)
@@ -356,21 +354,22 @@ class Controller:
 
     def _go_back_to_checkpoint(self) -> None:
         """Take the state back to the newest checkpoint or snapshot that can be restored."""
-        saved_step = self._restore.find(self._record, saved_step=self.state.saved_step)
+        saved_step = self._restore.find(self._journal.record, saved_step=self.state.saved_step)
         self.state = replace(self.state, step=self._restore.start.step, saved_step=saved_step)
 
     def _end(self) -> RunFinished:
         self._group.release(keep_warm=False)
         self._work.saves.wait(DRAIN_S)
-        self._take_outcomes()
-        if not self._is_superseded:
-            # Through the executor too, whose one thread keeps the order: an older record under way
-            # must not come last.
-            written = self._executor.submit(journal.write_quietly, self._store, self._record_now())
-            wait([written], timeout=DRAIN_S)
+        try:
+            self._take_outcomes()
+        except LeaseError as error:
+            self._error = error
+        self._journal.end(self.state, DRAIN_S)
         uri = f"{self._store.uri}/{self._restore.key}" if self._restore.key else ""
         now_s = self._clock.monotonic()
-        ended = events.run_finished(self.state, self._meter, checkpoint_uri=uri, now_s=now_s)
+        ended = events.run_finished(
+            self.state, self._meter, error=self._error, checkpoint_uri=uri, now_s=now_s
+        )
         self._sink.emit(ended)
         return ended
 
@@ -384,6 +383,9 @@ class Controller:
             return None
         return unsaved(step=self._work.attempt.step, saved_step=self.state.saved_step)
 
+    def _num_spares(self) -> int:
+        return max(0, len(self._group.ready()) - self._grids.now.grid.world_size)
+
     def _seconds_here(self) -> float:
         return self._clock.monotonic() - self.state.since_s
 
@@ -394,7 +396,4 @@ class Controller:
     def _move(self, to: State, reason: str) -> None:
         log.debug("%s -> %s: %s", self.state.state, to, reason)
         self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
-
-    def _record_now(self) -> journal.RunRecord:
-        status, step = self.state.state.value, self.state.saved_step
-        return replace(self._record, status=status, step=step, updated=self._clock.timestamp())
+        self._journal.note(self.state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from raymega.errors import LeaseError
 from raymega.messages import Evaluated, NodesChecked, StepDone
 from raymega.orchestrate.goodput import GoodputMeter
 from raymega.orchestrate.journal import RunRecord
@@ -76,7 +77,7 @@ def nodes_passed(state: RunState, report: NodesChecked) -> NodesPassed:
 
 def step_finished(state: RunState, report: StepDone, *, spares: int) -> StepFinished:
     """One more step."""
-    metrics = report.metrics | {"run/spares": float(max(0, spares))}
+    metrics = report.metrics | {"run/spares": float(spares)}
     return StepFinished(attempt=state.attempt, step=report.step, metrics=metrics)
 
 
@@ -110,11 +111,17 @@ def failure_seen(state: RunState, failure: Failure) -> FailureSeen:
 
 
 def run_finished(
-    state: RunState, meter: GoodputMeter, *, checkpoint_uri: str, now_s: float
+    state: RunState,
+    meter: GoodputMeter,
+    *,
+    error: Exception | None,
+    checkpoint_uri: str,
+    now_s: float,
 ) -> RunFinished:
     """The driver is done; a state that is no end means that it was torn away."""
+    is_lost = isinstance(error, LeaseError)
     return RunFinished(
-        status=_STATUS.get(state.state, "failed"),
+        status="superseded" if is_lost else _STATUS.get(state.state, "failed"),
         step=state.saved_step,
         checkpoint_uri=checkpoint_uri,
         goodput=meter.goodput(now_s),

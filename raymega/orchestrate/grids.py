@@ -59,9 +59,10 @@ def growth(
 class Grids:
     """The plan that a run has now, the one that it should have, and how fast each was."""
 
-    def __init__(self, plan: RunPlan) -> None:
-        """``plan`` is the job's own."""
+    def __init__(self, plan: RunPlan, *, num_before: int = 0) -> None:
+        """``plan`` is the job's own; a driver that was torn away had ``num_before`` workers, or 0."""
         self.full = self.now = plan
+        self._num_before = num_before
         self._step_s: dict[str, list[float]] = {}
         self.change_s = FIRST_CHANGE_S
 
@@ -81,6 +82,8 @@ class Grids:
         least = self.full.job.elastic.min_workers
         if least == "grid":
             return None
+        if not places:
+            return self._as_before(least)
         return smaller_plan(
             self.full.job,
             most=len(places),
@@ -88,6 +91,12 @@ class Grids:
             device=_device(places),
             fits=lambda grid: self._fit(grid, places),
         )
+
+    def _as_before(self, least: int) -> RunPlan | None:
+        """Of a driver without processes yet: as many workers as the run had, where these were fewer."""
+        if not least <= self._num_before < self.full.grid.world_size:
+            return None
+        return smaller_plan(self.full.job, most=self._num_before, least=self._num_before)
 
     def can_be_full(self, places: Sequence[Place]) -> bool:
         """The run has a smaller grid, and there are workers for the job's own."""

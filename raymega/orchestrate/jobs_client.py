@@ -72,7 +72,7 @@ def submit_job(
         job_file=job_file,
         overrides=overrides,
         working_dir=working_dir,
-        attempt=next_attempt(job.run.name, client.submission_ids()),
+        attempt=next_attempt(job.run.name, client.submission_ids(), run_uri=job.run_uri),
         as_json=as_json,
     )
     client.submit(submission)

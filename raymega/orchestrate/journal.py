@@ -1,7 +1,11 @@
-"""The run's record in its store: who the run is, how often it was attempted, how it stands.
+"""The run's journal in its store: who the run is, how it stands, and what became of each attempt.
 
-It owns `run.json` and the rule which changes of a job continue a run. How far a run got is the
-manifests' to say; the record repeats it for people.
+    run.json               the run's record, rewritten as it goes on
+    journal/000003.json    attempt 3: its grid, its failures, every state of the driver under it
+
+How far a run got is the manifests' to say, and who drives it the lease's; the record repeats it for
+people. From the journal a new driver goes on where one was torn away: with what was spent of the
+retry budget, and on the grid that the run had.
 """
 
 from __future__ import annotations
@@ -9,23 +13,33 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future, wait
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from threading import Lock
 from typing import Any
 
-from raymega.checkpoint.keys import checkpoint_of
-from raymega.checkpoint.manifest import list_manifests
-from raymega.config.schema import DataSection, Job, ModelSection
-from raymega.data.checks import dataset_identity
+from pydantic import TypeAdapter, ValidationError
+
+from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
-from raymega.plan.state_size import DTYPE_BYTES
+from raymega.orchestrate.clock import Clock
+from raymega.orchestrate.identity import identity_faults, identity_of
+from raymega.orchestrate.lease import Lease
+from raymega.orchestrate.policies import Failure
+from raymega.orchestrate.states import RunState, State
+from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 RECORD_KEY = "run.json"
-CLAIMS = "attempts/"
+JOURNAL = "journal/"
 VERSION = 1
+MAX_TURNS = 200
+"""Turns of one attempt that are kept, the newest."""
+MAX_ENTRIES = 100
+"""Attempts that a new driver looks back to, the newest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +52,7 @@ class RunRecord:
         name: The job's ``run.name``.
         identity: What cannot change in a run's life: model, seed, data and the kind of optimizer,
             as plain values.
-        num_attempts: Worker groups started so far; the next one has the next number.
+        num_attempts: Number of the newest attempt; 0 for none.
         status: Name of the State that the last driver left.
         step: Steps that were committed when the record was written.
         total_steps: The job's ``run.steps``.
@@ -55,9 +69,166 @@ class RunRecord:
     total_steps: int
     updated: str
 
-    def with_attempt(self) -> RunRecord:
-        """One more attempt."""
-        return replace(self, num_attempts=self.num_attempts + 1)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """The driver has moved to another state, at ``step`` completed steps, for ``reason``."""
+
+    at: str
+    state: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One attempt.
+
+    Attributes:
+        attempt: Its number and epoch.
+        grid: Degrees of its axes.
+        world_size: Workers that the grid has.
+        num_micro_batches: Of each step, per replica.
+        spares: Warm processes beside them at its start.
+        restored: Key of the manifest that it began from; empty for a fresh start.
+        state: Name of the State that its driver was in when this was written; an end only when the
+            driver has ended in good order.
+        failures: What it was lost to; without the tracebacks.
+        turns: What happened to it.
+    """
+
+    attempt: int
+    grid: dict[str, int]
+    world_size: int
+    num_micro_batches: int
+    spares: int
+    restored: str
+    state: str
+    failures: tuple[Failure, ...] = ()
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Where it lies."""
+        return f"{JOURNAL}{self.attempt:06d}.json"
+
+    def to_json(self) -> bytes:
+        """Its object."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
+
+
+_ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """What drivers have left behind that did not end in good order.
+
+    Attributes:
+        failures: Theirs, oldest first: they count as this driver's own.
+        num_workers: Of the grid that the run had last; 0 when the last driver has ended.
+    """
+
+    failures: tuple[Failure, ...] = ()
+    num_workers: int = 0
+
+
+class Journal:
+    """One driver's journal. Called from the control loop; only ``begin`` and ``end`` wait."""
+
+    def __init__(self, job: Job, *, lease: Lease, executor: Executor, clock: Clock) -> None:
+        """Read what is there; nothing is written.
+
+        Args:
+            job: What the driver is to run.
+            lease: Which this driver holds, on the run's store; without it, it writes nothing.
+            executor: One thread, which keeps writes in order.
+            clock: For dates.
+
+        Raises:
+            ConfigError: The store holds a run of this name with another model, seed or data.
+        """
+        self._store, self._lease, self._executor, self._clock = lease.store, lease, executor, clock
+        self._lock = Lock()
+        self.record = open_record(lease.store, job, now=clock.timestamp())
+        self.past = read_past(lease.store)
+        self._entry: Entry | None = None
+
+    def first_state(self) -> RunState:
+        """Where the record leaves the run, before anybody has looked for checkpoints."""
+        num_attempts = self.record.num_attempts
+        return RunState(
+            attempt=num_attempts,
+            step=0,
+            saved_step=0,
+            since_s=self._clock.monotonic(),
+            reason="taken up again" if num_attempts else "first start",
+        )
+
+    def begin(self, plan: RunPlan, state: RunState, *, restored: str, spares: int) -> None:
+        """The attempt is on record before anything can be written under its number.
+
+        Raises:
+            StorageError: The store fails.
+        """
+        with self._lock:
+            self.record = replace(self.record, num_attempts=state.attempt)
+        self._entry = Entry(
+            attempt=state.attempt,
+            grid=plan.grid.degrees(),
+            world_size=plan.grid.world_size,
+            num_micro_batches=plan.batch.num_micro_batches,
+            spares=spares,
+            restored=restored,
+            state=state.state.value,
+        )
+        self.note(state)
+        with self._lock:
+            self._write(self._record_at(state), self._entry)
+
+    def note(self, state: RunState) -> None:
+        """A turn of the present attempt; it is written with what is written next."""
+        if self._entry is not None:
+            turn = Turn(
+                at=self._clock.timestamp(),
+                state=state.state.value,
+                step=state.step,
+                reason=state.reason,
+            )
+            turns = (*self._entry.turns, turn)[-MAX_TURNS:]
+            self._entry = replace(self._entry, state=turn.state, turns=turns)
+
+    def lose(self, failure: Failure) -> None:
+        """The present attempt is lost."""
+        if self._entry is not None:
+            failures = (*self._entry.failures, replace(failure, traceback=""))
+            self._entry = replace(self._entry, failures=failures)
+
+    def keep(self, state: RunState) -> Future[None]:
+        """Write what there is, beside the loop; a store that fails is only logged."""
+        return self._executor.submit(self._write_quietly, self._record_at(state), self._entry)
+
+    def end(self, state: RunState, timeout_s: float) -> None:
+        """The same, and wait for it."""
+        wait([self.keep(state)], timeout=timeout_s)
+
+    def _record_at(self, state: RunState) -> RunRecord:
+        status, step = state.state.value, state.saved_step
+        return replace(self.record, status=status, step=step, updated=self._clock.timestamp())
+
+    def _write_quietly(self, record: RunRecord, entry: Entry | None) -> None:
+        try:
+            with self._lock:
+                is_newest = record.num_attempts == self.record.num_attempts
+                if is_newest and self._lease.check() is None:
+                    self._write(record, entry)
+        except RaymegaError as error:
+            log.warning("the run's journal was not written: %s", error)
+
+    def _write(self, record: RunRecord, entry: Entry | None) -> None:
+        write_record(self._store, record)
+        if entry is not None:
+            self._store.put(entry.key, [entry.to_json()], overwrite=True)
 
 
 def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
@@ -71,12 +242,12 @@ def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
         return RunRecord(
             run_id=uuid.uuid4().hex[:12],
             name=job.run.name,
-            identity=_identity(job),
+            identity=identity_of(job),
             status="new",
             total_steps=job.run.steps,
             updated=now,
         )
-    raise_faults(ConfigError, identity_faults(stored, job))
+    raise_faults(ConfigError, identity_faults(stored.name, stored.identity, job))
     return replace(stored, total_steps=job.run.steps, updated=now)
 
 
@@ -105,103 +276,21 @@ def write_record(store: Store, record: RunRecord) -> None:
     store.put(RECORD_KEY, [text.encode()], overwrite=True)
 
 
-def write_quietly(store: Store, record: RunRecord) -> None:
-    """:func:`write_record` where a failure is only logged: manifests and claims say it all too."""
-    try:
-        write_record(store, record)
-    except RaymegaError as error:
-        log.warning("the run's record was not written: %s", error)
-
-
-def claim_attempt(store: Store, *, now: str) -> int:
-    """Take the next attempt's number; a create-only put lets no two drivers have the same.
-
-    The newest claim also says who may commit: an older driver that still lives is to stop. The
-    number is above that of every checkpoint too, which a copy from another store may have brought.
-    """
-    copied = [at.attempt for key in list_manifests(store) if (at := checkpoint_of(key))]
-    number = max(newest_attempt(store), *copied, 0) + 1
-    while True:
+def read_past(store: Store) -> Past:
+    """What is to be taken over: all attempts since a driver has last ended in good order."""
+    failures: tuple[Failure, ...] = ()
+    num_workers = 0
+    for key in islice(sorted(store.list(JOURNAL), reverse=True), MAX_ENTRIES):
         try:
-            store.put(f"{CLAIMS}{number:06d}.json", [_claim(now)], overwrite=False)
-        except FileExistsError:
-            number += 1
-        else:
-            return number
-
-
-def newest_attempt(store: Store) -> int:
-    """Highest number that any driver has claimed; 0 for a run that was never begun."""
-    numbers = [key.removeprefix(CLAIMS).removesuffix(".json") for key in store.list(CLAIMS)]
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
-
-
-def precision_faults(saved: Mapping[str, Any], job: Job) -> list[Fault]:
-    """The fault of a run whose checkpoint holds wider numbers than the job would keep."""
-    before = saved.get("precision", {}).get("dtype")
-    now = job.precision.dtype
-    if before not in DTYPE_BYTES or _master_bytes(before) <= _master_bytes(now):
-        return []
-    return [
-        Fault(
-            fact=f"precision.dtype={now!r}",
-            rule=f"the run's checkpoint was written with {before!r}, whose masters are wider, and a "
-            "run does not drop digits by itself",
-            remedy=f"set precision.dtype={before}, or take another run.name",
-        )
-    ]
-
-
-def _master_bytes(dtype: str) -> int:
-    return max(4, DTYPE_BYTES[dtype])
-
-
-def _claim(now: str) -> bytes:
-    return json.dumps({"claimed": now}).encode()
-
-
-def identity_faults(record: RunRecord, job: Job) -> list[Fault]:
-    """Every field of the job that would make another run of it."""
-    then, now = dict(_flatten(record.identity)), dict(_flatten(_identity(job)))
-    then = dict(_flatten(_DEFAULTS)) | then
-    return [
-        Fault(
-            fact=f"{path}={now[path]!r}",
-            rule=f"run {record.name!r} was begun with {path}={then[path]!r}, and a run keeps its "
-            "model, seed, data and optimizer.name",
-            remedy=f"set {path}={then[path]} to continue it, or take another run.name",
-        )
-        for path in sorted(now)
-        if path in then and now[path] != then[path]
-    ]
-
-
-def _identity(job: Job) -> dict[str, Any]:
-    """Data are known by their content, so that a dataset may move but not change."""
-    kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": {"name"}}
-    plain = dict(job.model_dump(mode="json", include=kept))
-    del plain["data"]["path"]
-    plain["data"]["content"] = dataset_identity(job.data.path)
-    return plain
-
-
-_DEFAULTS: dict[str, Any] = {
-    name: {
-        field: json.loads(json.dumps(info.default, default=lambda part: part.model_dump()))
-        for field, info in section.model_fields.items()
-        if not info.is_required()
-    }
-    for name, section in (("model", ModelSection), ("data", DataSection))
-}
-"""What the record of a build that had not a field yet stands for, as JSON has it."""
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+            entry = _ENTRY.validate_json(store.get(key))
+            if State(entry.state).is_end:
+                break
+        except (KeyError, ValueError, ValidationError) as error:
+            log.warning("%s is passed over, it cannot be read: %s", key, error)
+            continue
+        failures = (*entry.failures, *failures)
+        num_workers = num_workers or entry.world_size
+    return Past(failures=failures, num_workers=num_workers)
 
 
 def _unreadable(store: Store, why: str) -> Fault:

@@ -5,6 +5,8 @@ It counts and measures. What to do about a failure is policies', and doing it th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raymega.orchestrate.attempt import Attempt
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.outage import Outage
@@ -18,9 +20,12 @@ PHASE_OF = {"rendezvous": "rendezvous", "built": "build", "restored": "restore"}
 class Losses:
     """Failures, oldest first, and the stop watch of the present outage."""
 
-    def __init__(self, policy: FailurePolicy, clock: Clock) -> None:
+    def __init__(
+        self, policy: FailurePolicy, clock: Clock, *, earlier: Sequence[Failure] = ()
+    ) -> None:
+        """``earlier`` are those of drivers that were torn away, oldest first: they count, too."""
         self._policy, self._clock = policy, clock
-        self._failures: list[Failure] = []
+        self._failures = list(earlier)
         self._outage: Outage | None = None
 
     def decide(self, failure: Failure) -> Decision:

@@ -9,13 +9,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raymega.checkpoint.keys import CheckpointId
+from raymega.checkpoint.keys import CheckpointId, checkpoint_of
 from raymega.checkpoint.manifest import Manifest, find_restore
+from raymega.checkpoint.snapshots import Snapshot
 from raymega.config.schema import Job
 from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.orchestrate import verdicts
 from raymega.orchestrate.group import SnapshotKeeping
-from raymega.orchestrate.journal import RunRecord, precision_faults
+from raymega.orchestrate.identity import precision_faults
+from raymega.orchestrate.journal import RunRecord
 from raymega.storage.store import Store
 from raymega.tracking.sink import StateSource
 
@@ -66,7 +68,7 @@ class RestorePoint:
         restore = find_restore(self._store, skip=self._unreadable["store"])
         for fault in restore.broken:
             log.warning("passed over: %s", fault)
-        snapshot = self._keeping.find(skip=self._unreadable["memory"])
+        snapshot = self._find_snapshot(record.num_attempts)
         saved, self.key = restore.manifest, restore.key
         if snapshot is not None and (saved is None or snapshot.id >= _id(saved)):
             step, key = snapshot.manifest.step, snapshot.manifest.key
@@ -79,6 +81,21 @@ class RestorePoint:
         else:
             self.start = Start()
         return saved.step if saved else 0
+
+    def _find_snapshot(self, attempt: int) -> Snapshot | None:
+        """The newest of ``attempt``, or of those before as far as it began from them.
+
+        What an older attempt took after that is a branch that was given up: a rank that had not let go
+        yet may finish it in the memory of a node.
+        """
+        skip, begun = set(self._unreadable["memory"]), checkpoint_of(self.start.key)
+        while (found := self._keeping.find(skip=skip)) is not None:
+            if found.id.attempt >= attempt or (begun is not None and found.id <= begun):
+                return found
+            key = found.manifest.key
+            log.warning("passed over: %s came after attempt %d had begun without it", key, attempt)
+            skip.add(key)
+        return None
 
 
 def _id(manifest: Manifest) -> CheckpointId:

@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 
 from raymega.checkpoint.assembly import assemble
+from raymega.checkpoint.fence import newest_epoch
 from raymega.checkpoint.keys import CheckpointId, checkpoint_of, folder_of, is_manifest
 from raymega.checkpoint.manifest import Manifest, commit
 from raymega.checkpoint.retention import Keep, Pruner
@@ -19,7 +20,6 @@ from raymega.errors import CheckpointError, RaymegaError
 from raymega.messages import Evaluated, Report, SaveAdvanced, SaveSkipped, ShardSaved
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.gather import Gather
-from raymega.orchestrate.journal import newest_attempt
 from raymega.orchestrate.save_requests import SaveRequests
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
@@ -52,10 +52,9 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Superseded:
-    """Another driver has begun attempt ``by`` of the run; this one may not commit any more."""
+    """There is a newer epoch of the run, so that the checkpoint of ``step`` may not count."""
 
     step: int
-    by: int
 
 
 Outcome = Committed | Refused | Superseded
@@ -152,10 +151,11 @@ class Saves:
             self._clear_away(step)
             return Refused(step=step, reason=str(error))
         try:
-            newest = newest_attempt(self._store)
-            if newest > self._attempt:
-                return Superseded(step=step, by=newest)
+            if self._is_overtaken():
+                return Superseded(step=step)
             commit(self._store, manifest)
+            if self._is_overtaken():  # readers pass over what came after the newer epoch
+                return Superseded(step=step)
         except RaymegaError as error:
             return Refused(step=step, reason=str(error))
         self._delete_old()
@@ -168,6 +168,9 @@ class Saves:
             save_s=written_s + self._clock.monotonic() - begun_s,
             num_bytes=sum(shard.num_bytes for shard in shards.values()),
         )
+
+    def _is_overtaken(self) -> bool:
+        return newest_epoch(self._store) > self._attempt
 
     def _assemble(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Manifest:
         grid = self._plan.grid

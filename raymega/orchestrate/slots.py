@@ -179,10 +179,10 @@ class Slots:
         return group
 
 
-def abort(seated: Sequence[Slot]) -> list[Slot]:
-    """Have workers let go of their attempt; the slots whose process did so in time."""
+def abort(seated: Sequence[Slot], attempt: int) -> list[Slot]:
+    """Have workers let go of ``attempt``; the slots whose process did so in time."""
     refs: dict[ray.ObjectRef[bool], Slot] = {
-        slot.actor.abort.remote(ABORT_PATIENCE_S): slot
+        slot.actor.abort.remote(ABORT_PATIENCE_S, attempt): slot
         for slot in seated
         if slot.actor is not None and slot.place is not None
     }

@@ -21,8 +21,10 @@ import yaml
 from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
+from raymega.checkpoint.fence import newest_epoch
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
+from raymega.storage.open import open_store, reading_faults
 
 MAX_WORKING_DIR_BYTES = 512 * 2**20
 """Ray's own limit of a package; beyond it the upload fails after minutes."""
@@ -77,7 +79,7 @@ def make_submission(
         job_file: Inside ``working_dir``.
         overrides: ``section.field=value`` texts.
         working_dir: What is shipped; also where relative paths begin.
-        attempt: How often the run was submitted to this cluster, this time included.
+        attempt: Of next_attempt.
         as_json: The driver writes JSON lines.
 
     Raises:
@@ -104,11 +106,23 @@ def make_submission(
     )
 
 
-def next_attempt(run: str, submission_ids: Iterable[str]) -> int:
-    """One more than the highest attempt of ``run`` among ids that the cluster knows."""
+def next_attempt(run: str, submission_ids: Iterable[str], *, run_uri: str) -> int:
+    """One more than the highest attempt of ``run`` among ids that the cluster knows.
+
+    It is also above the run's own attempts, where this machine sees its store: then the number is that
+    of the first attempt that the driver will make, on a new cluster as on the old one.
+    """
     pattern = re.compile(re.escape(run) + r"-a(\d+)")
     found = (pattern.fullmatch(name) for name in submission_ids)
-    return 1 + max((int(match[1]) for match in found if match), default=0)
+    return 1 + max([_epoch_at(run_uri), *(int(match[1]) for match in found if match)])
+
+
+def _epoch_at(run_uri: str) -> int:
+    try:
+        faults = reading_faults(run_uri, field="checkpoint.uri")
+        return 0 if faults else newest_epoch(open_store(run_uri))
+    except RaymegaError:
+        return 0
 
 
 def config_hash(job: Job) -> str:

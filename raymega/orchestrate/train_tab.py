@@ -38,6 +38,7 @@ _STATUS: Mapping[RunStatus, str] = {
     "finished": "FINISHED",
     "failed": "ERRORED",
     "preempted": "ABORTED",
+    "superseded": "ABORTED",
 }
 
 

@@ -22,17 +22,6 @@ def stopped(record: RunRecord, state: RunState) -> PreemptedError:
     return PreemptedError(fault)
 
 
-def taken_over(record: RunRecord, state: RunState, *, by: int) -> PreemptedError:
-    """A second driver works on the run."""
-    fault = Fault(
-        fact=f"run {record.name!r}: another driver has begun attempt {by}, this one is at attempt "
-        f"{state.attempt}",
-        rule="only the newest attempt of a run may commit",
-        remedy="leave the run to the other driver, or stop that one first",
-    )
-    return PreemptedError(fault)
-
-
 def nothing_readable(record: RunRecord, store: Store) -> Fault:
     """There were checkpoints, and none can be restored."""
     return Fault(

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 
 import ray
 
-from raymega.errors import CommunicationError
+from raymega.errors import CommunicationError, Fault, LeaseError
 from raymega.messages import (
     Channel,
     Progress,
@@ -65,6 +65,7 @@ class Worker:
         self._thread = Thread()
         self._loading = Lock()
         self._run_uri = ""
+        self._attempt = 0
 
     def place(self) -> Place:
         """Where this process lives."""
@@ -104,7 +105,14 @@ class Worker:
         return address
 
     def start(self, start: StartWorker, log_path: str) -> None:
-        """Begin an attempt; returns at once."""
+        """Begin an attempt; returns at once.
+
+        Raises:
+            LeaseError: This process has already served a newer one.
+        """
+        if self._is_older(start.attempt):
+            raise LeaseError(_stale_fault(start.attempt, self._attempt))
+        self._attempt = start.attempt
         _write_output_to(Path(log_path), start)
         self._outbox, self._run_uri = Outbox(), start.run_uri
         self._thread = Thread(
@@ -120,17 +128,25 @@ class Worker:
         """The long poll."""
         return self._outbox.take(timeout_s)
 
-    def set_requests(self, requests: Requests) -> None:
-        """What the loop shall do at its next step boundary."""
-        self._outbox.set_requests(requests)
+    def set_requests(self, requests: Requests, attempt: int) -> None:
+        """What the loop of ``attempt`` shall do at its next step boundary; calls may come late."""
+        if not self._is_older(attempt):
+            self._outbox.set_requests(requests)
 
-    def abort(self, timeout_s: float) -> bool:
-        """End the attempt; whether the training thread is gone, so that the process can go on."""
+    def abort(self, timeout_s: float, attempt: int) -> bool:
+        """End ``attempt``; whether its training thread is gone, so that the process can go on."""
+        if self._is_older(attempt):
+            return True
         self._outbox.close()
         if self._thread.is_alive():
             self._entry().abort()
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _is_older(self, attempt: int) -> bool:
+        if attempt < self._attempt:
+            log.warning("refused what attempt %d says: this is %d", attempt, self._attempt)
+        return attempt < self._attempt
 
     def _entry(self) -> Entry:
         return cast(Entry, importlib.import_module(self._entry_name))
@@ -142,7 +158,7 @@ class Worker:
             entry.run_worker(start, channel, rendezvous)
         except BaseException as error:  # the thread's edge: it becomes a value
             log.exception("rank %d failed after step %d", start.rank, channel.step)
-            channel.report(_last_words(start.rank, channel.step, error))
+            channel.report(last_words(start.rank, channel.step, error))
         gc.collect()  # tensors go, and connections close, which frees ranks that wait for this one
 
 
@@ -162,7 +178,16 @@ class _Steps:
         return self._channel.requests()
 
 
-def _last_words(rank: int, step: int, error: BaseException) -> WorkerFailed:
+def _stale_fault(attempt: int, serving: int) -> Fault:
+    return Fault(
+        fact=f"attempt {attempt} was to start in a process that serves attempt {serving}",
+        rule="the number of an attempt is its epoch, and a worker goes by the newest",
+        remedy="look for a second driver of this run",
+    )
+
+
+def last_words(rank: int, step: int, error: BaseException) -> WorkerFailed:
+    """What the driver hears of an exception that ends a worker's training thread."""
     return WorkerFailed(
         rank=rank,
         step=step,

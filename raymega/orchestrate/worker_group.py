@@ -69,7 +69,7 @@ class RayWorkerGroup:
             preflight: Asks each node before its first attempt; without one, none is asked.
             keepers: Hold the workers' snapshots; without them, there are none.
         """
-        self._plan, self._full, self._grid = plan, plan, plan.grid
+        self._plan, self._full, self._asked, self._grid = plan, plan, plan, plan.grid
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
         self._is_tp_free = plan.job.parallel.is_tp_across_nodes_allowed
         self._slots = Slots(plan.job.cluster, can_grow=can_grow)
@@ -89,6 +89,8 @@ class RayWorkerGroup:
         self._plan, self._grid = plan, plan.grid
         for slot in self._slots.slots:
             slot.home = -1
+        if not self._has_begun:
+            self._slots.release()  # all of them are asked for together, and nobody sits there yet
 
     def ready(self) -> tuple[Place, ...]:
         """See WorkerGroup."""
@@ -111,7 +113,7 @@ class RayWorkerGroup:
         if not self._slots.are_asked_for:
             # Also when nothing fits yet: what is asked for is what an autoscaler goes by.
             self._ask_for_slots()
-        if self._plan is self._full and self._slots.wait(timeout_s):
+        if self._plan is self._asked and self._slots.wait(timeout_s):
             return None
         self._fill_later()
         self._listen(timeout_s)
@@ -142,19 +144,21 @@ class RayWorkerGroup:
 
     def request(self, requests: Requests) -> None:
         """See WorkerGroup."""
+        attempt = self._order.attempt if self._order else 0
         for slot in self._seated():
-            self._calls.make(slot, "set_requests", requests, answered=nothing)
+            self._calls.make(slot, "set_requests", requests, attempt, answered=nothing)
 
     def release(self, *, keep_warm: bool) -> None:
         """See WorkerGroup."""
         self._calls.end_attempt()
+        attempt = self._order.attempt if self._order else 0
         self._order, self._rendezvous = None, ""
         self._is_seated = self._is_let_go = self._is_stepping = False
         if self._preflight is not None:
             self._preflight.cancel()
         seated = self._seated()
         if keep_warm:
-            free = abort(seated)
+            free = abort(seated, attempt)
             self._kill([slot for slot in seated if slot not in free])
         for slot in seated:
             slot.seat = None
@@ -170,17 +174,17 @@ class RayWorkerGroup:
 
     @property
     def _block(self) -> int:
-        return block_size(self._full.grid, **self._placement_rule)
+        return block_size(self._asked.grid, **self._placement_rule)
 
     def _seated(self) -> list[Slot]:
         return [slot for slot in self._slots.slots if slot.seat]
 
     def _ask_for_slots(self) -> None:
-        self._slots.ask(
-            num_workers=self._full.grid.world_size,
-            num_spares=self._full.job.elastic.spares,
-            block=self._block,
-        )
+        """All of the grid, and beside it what the job's own grid has more, and the spares."""
+        self._asked = self._plan
+        num_workers = self._asked.grid.world_size
+        num_beside = self._full.grid.world_size - num_workers + self._full.job.elastic.spares
+        self._slots.ask(num_workers=num_workers, num_spares=num_beside, block=self._block)
 
     def _not_free(self) -> Fault:
         return self._slots.not_free(self._grid, block=self._block)

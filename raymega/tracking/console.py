@@ -146,7 +146,12 @@ def _grid(grid: Mapping[str, int]) -> str:
 
 
 def _run_finished(event: RunFinished, name: str) -> str:
-    ending = {"finished": "finished", "failed": "FAILED", "preempted": "stopped, to be resumed,"}
+    ending = {
+        "finished": "finished",
+        "failed": "FAILED",
+        "preempted": "stopped, to be resumed,",
+        "superseded": "went to another driver; this one ended",
+    }
     checkpoint = event.checkpoint_uri or "none"
     return " ".join(
         part

@@ -48,7 +48,7 @@ MAX_PAIRS_PER_BATCH = 100
 MAX_VALUE_CHARS = 5000
 FIXED_FIELDS = ("model.", "data.", "optimizer.", "precision.", "run.name", "run.seed")
 PACKAGES = ("raymega", "torch", "ray", "mlflow", "numpy", "pyarrow")
-STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED"}
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED", "superseded": "KILLED"}
 
 T = TypeVar("T")
 
@@ -201,6 +201,8 @@ class Recorder:
 
     def _finish(self, event: RunFinished) -> None:
         self._end_attempt(STATUS[event.status])
+        if event.status == "superseded":  # the parent run is the other driver's
+            return
         self._tag(self._parent, {"raymega.reason": event.reason} if event.reason else {})
         self._client.set_terminated(self._parent, STATUS[event.status])
 

@@ -15,7 +15,7 @@ from raymega.tracking.names import check_names
 
 Scalar = str | int | float | bool
 WorkEvent = tuple[str, int, int, float, float]
-RunStatus = Literal["finished", "failed", "preempted"]
+RunStatus = Literal["finished", "failed", "preempted", "superseded"]
 StateSource = Literal["nothing", "store", "memory"]
 """Where an attempt has its state from: first values, a checkpoint, or a snapshot in other nodes' memory."""
 
@@ -247,7 +247,8 @@ class RunFinished:
     """The driver is done with the run; last event, sent once on every way out.
 
     Attributes:
-        status: ``preempted`` is a good stop before the end: the run can be resumed.
+        status: ``preempted`` is a good stop before the end: the run can be resumed. ``superseded``
+            is the end of this driver alone: another one has the run, and its records are that one's.
         step: Completed steps.
         checkpoint_uri: The newest checkpoint; empty when there is none.
         goodput: Share of wall time spent on steps that count.

@@ -1,4 +1,4 @@
-"""Every planted mistake in saving is caught before its checkpoint is trained from."""
+"""Every planted mistake in saves and in leases is caught before anybody trains from what it made."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.saves import SAVE_MUTATIONS
 
 pytestmark = pytest.mark.dist
@@ -23,22 +24,27 @@ def _copy(folder: Path) -> Path:
     return folder
 
 
-def test_every_planted_mistake_in_saving_is_caught(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "rows", "sound"),
+    [("saves", SAVE_MUTATIONS, "whole"), ("leases", LEASE_MUTATIONS, "sound")],
+    ids=["saves", "leases"],
+)
+def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]
-    for number, row in enumerate(SAVE_MUTATIONS):
+    for number, row in enumerate(rows):
         folders.append(_copy(tmp_path / str(number)))
         file = folders[-1] / "raymega" / row.file
         text = file.read_text()
         assert text.count(row.old) == 1, f"{row.file} no longer has the text of {row.name!r} once"
         file.write_text(text.replace(row.old, row.new))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.mutations.saves", *map(str, folders)],
+        [sys.executable, "-m", f"tests.mutations.{script}", *map(str, folders)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=110,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     healthy, *found = map(json.loads, done.stdout.splitlines())
-    assert healthy == "whole"
-    assert dict(zip([row.name for row in SAVE_MUTATIONS], found, strict=True)) == {
-        row.name: row.caught for row in SAVE_MUTATIONS
+    assert healthy == sound
+    assert dict(zip([row.name for row in rows], found, strict=True)) == {
+        row.name: row.caught for row in rows
     }

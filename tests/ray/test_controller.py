@@ -20,6 +20,7 @@ from raymega.tracking.sink import (
 )
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
+from tests.support.leases import take_lease
 from tests.support.local_ray import leftovers
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
@@ -42,9 +43,10 @@ class Bench:
 
     def controller(self, name, *overrides):
         plan = make_test_plan(*SMALL, f"run.name={name}", *overrides)
+        store = open_store(str(self.folder / name))
         return Controller(
             plan,
-            store=open_store(str(self.folder / name)),
+            lease=take_lease(store),
             group=RayWorkerGroup(
                 plan, log_dir=self.folder, can_grow=False, entry="tests.support.entries"
             ),

@@ -24,6 +24,7 @@ from raymega.storage.open import open_store
 from raymega.tracking.sink import FailureSeen, NodesPassed, StepFinished, WorkersStarted
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
+from tests.support.leases import take_lease
 from tests.support.local_ray import leftovers
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -69,7 +70,7 @@ def make_controller(tmp_path):
         make.plan = plan
         return Controller(
             plan,
-            store=store,
+            lease=take_lease(store),
             group=group,
             sink=make.sink,
             clock=SystemClock(),

@@ -10,6 +10,8 @@ from pathlib import Path
 from raymega.errors import RaymegaError
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.holder import this_process
+from raymega.orchestrate.lease import Lease, held
 from raymega.orchestrate.signals import stop_on_signals
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.session import close_session, open_session
@@ -31,15 +33,17 @@ class PrintSink:
 
 def main(folder, *overrides):
     plan = make_test_plan("optimizer.lr_warmup_steps=0", *overrides)
-    open_session("local", num_cpus=2)
-    group = RayWorkerGroup(plan, log_dir=folder, can_grow=False, entry="tests.support.entries")
-    with ThreadPoolExecutor(1) as executor:
+    clock, store = SystemClock(), open_store(str(folder / "run"))
+    lease = Lease(store, holder=this_process(), duration_s=plan.job.elastic.lease_s, clock=clock)
+    with held(lease), ThreadPoolExecutor(1) as executor:
+        open_session("local", num_cpus=2)
+        group = RayWorkerGroup(plan, log_dir=folder, can_grow=False, entry="tests.support.entries")
         controller = Controller(
             plan,
-            store=open_store(str(folder / "run")),
+            lease=lease,
             group=group,
             sink=PrintSink(),
-            clock=SystemClock(),
+            clock=clock,
             executor=executor,
         )
         try:
@@ -53,4 +57,5 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), *sys.argv[2:])
     except RaymegaError as error:
+        print("error", type(error).__name__, error, flush=True)
         sys.exit(error.exit_code)

@@ -4,6 +4,7 @@ None of them starts a process, touches a disk or waits.
 """
 
 from concurrent.futures import Executor, Future
+from datetime import UTC, datetime, timedelta
 
 from raymega.checkpoint.keys import data_file, folder_of
 from raymega.checkpoint.manifest import Manifest
@@ -22,6 +23,8 @@ from raymega.messages import (
 from raymega.orchestrate.group import NoSnapshots
 from raymega.orchestrate.placement import Place
 
+BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
+
 
 class FakeClock:
     """Stands still unless told to go on."""
@@ -33,7 +36,7 @@ class FakeClock:
         return self.now_s
 
     def timestamp(self):
-        return f"2026-01-01T00:00:{self.now_s:06.3f}"
+        return (BEGIN + timedelta(seconds=self.now_s)).isoformat()
 
     def advance(self, seconds):
         self.now_s += seconds

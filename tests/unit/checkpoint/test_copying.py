@@ -7,9 +7,9 @@ from raymega.checkpoint.manifest import find_restore, list_manifests
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.writer import Limits
 from raymega.errors import CheckpointError, StorageError
-from raymega.orchestrate.journal import claim_attempt
 from raymega.storage.local import LocalStore
 from raymega.storage.memory import MemoryStore
+from tests.support.leases import take_lease
 from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, same, save_checkpoint
 
 GRID, MODEL = make_grid("tp2-dp2"), MODELS["llama-tied"]
@@ -100,4 +100,16 @@ def test_another_checkpoint_by_that_name_is_not_overwritten(source, manifest):
 def test_run_that_goes_on_from_a_copy_writes_newer_checkpoints(source, manifest):
     target = MemoryStore()
     copy_checkpoint(source, manifest, target)
-    assert claim_attempt(target, now="") == 4
+    lease = take_lease(target)
+    assert lease.begin_attempt() == 4
+    assert find_restore(target).manifest == manifest
+
+
+def test_copy_that_a_run_would_not_count_is_refused(source, manifest):
+    target = MemoryStore()
+    lease = take_lease(target)
+    while lease.epoch < 4:
+        lease.begin_attempt()
+    with pytest.raises(CheckpointError, match="the run in 'memory:', which is at attempt 4"):
+        copy_checkpoint(source, manifest, target)
+    assert list(target.list("checkpoints/")) == []

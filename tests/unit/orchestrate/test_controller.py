@@ -11,6 +11,7 @@ from raymega.errors import (
     CheckpointError,
     ConfigError,
     Fault,
+    LeaseError,
     NumericsError,
     PreemptedError,
     WorkerError,
@@ -25,7 +26,8 @@ from raymega.messages import (
 )
 from raymega.orchestrate.attempt import PROGRESS_MARGIN_S
 from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.journal import claim_attempt, read_record
+from raymega.orchestrate.journal import read_past, read_record
+from raymega.orchestrate.placement import Place
 from raymega.orchestrate.states import State
 from raymega.storage.memory import MemoryStore
 from raymega.tracking.sink import (
@@ -53,6 +55,7 @@ from tests.support.fakes import (
     PatientExecutor,
 )
 from tests.support.jobs import make_test_plan
+from tests.support.leases import take_lease
 
 SMALL = ("run.steps=4", "checkpoint.every=2", "optimizer.lr_warmup_steps=0")
 LACKING = Fault(fact="2 slots free", rule="4 needed", remedy="wait")
@@ -78,9 +81,10 @@ class World:
             lacking=lacking,
             keeping=self.keeping,
         )
+        self.lease = take_lease(self.store, self.clock)
         self.controller = Controller(
             plan,
-            store=self.store,
+            lease=self.lease,
             group=self.group,
             sink=self.sink,
             clock=self.clock,
@@ -468,10 +472,13 @@ def test_driver_that_another_one_has_overtaken_commits_nothing_more(world):
     world.tick_until(State.RUNNING)
     while old.state.step < 4:
         old.tick()
-    claim_attempt(world.store, now="later")
+    take_lease(world.store, world.clock)
     before = sorted(world.store.list(""))
-    with pytest.raises(PreemptedError, match="another driver has begun attempt 2"):
+    with pytest.raises(LeaseError, match="was taken by another driver") as caught:
         old.run()
+    assert caught.value.exit_code == 6
+    assert world.sink.events[-1].status == "superseded"
+    assert read_record(world.store).status == "running", "the record is the other driver's"
     manifests = [key for key in world.store.list("checkpoints/") if "manifest" in key]
     assert len(manifests) == 1 and "step-00000002" in manifests[0]
     assert set(before) <= set(world.store.list("")), "nothing of the newer driver was deleted"
@@ -598,6 +605,58 @@ def test_next_driver_continues_the_run(world):
     assert (started.run_id, started.is_resumed, started.step) == (run_id, True, 2)
     assert world.group.orders[0].attempt == 2
     assert world.steps_seen() == [3, 4] and ended.status == "finished"
+
+
+def test_next_driver_of_a_killed_one_goes_on_with_its_retry_budget(world):
+    first = lost_run(lambda w: w.die(3))
+    world.drive(first, [], overrides=["elastic.max_failures=1"])
+    world.tick_until(State.RESTARTING)
+    world.tick_until(State.STARTING)  # and is killed there
+    last = lost_run(lambda w: w.die(2), attempt=3, step=2)
+    with pytest.raises(WorkerError, match=r"elastic\.max_failures=1 restarts are spent"):
+        world.drive(last, overrides=["elastic.max_failures=1"]).run()
+    assert read_past(world.store).failures == (), "a driver that gave up leaves a clean slate"
+    again = lost_run(lambda w: w.die(2), attempt=4, step=2), whole_run(attempt=5, step=2)
+    assert world.drive(*again, overrides=["elastic.max_failures=1"]).run().status == "finished"
+
+
+def test_next_driver_of_a_killed_one_takes_the_smaller_grid_that_the_run_had(world):
+    wide = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=4"]
+    world.drive(lost_run(lambda w: w.die(3)), [], overrides=wide)
+    world.tick_until(State.RESTARTING)
+    world.group.places = [Place(node_id="n", address="", pid=p) for p in range(2)]
+    world.group.lacking = [LACKING] * 40
+    world.tick_until(State.STARTING)
+    world.group.places = []
+    assert [plan.grid.world_size for plan in world.group.plans] == [2]
+
+    two = FakeWorkers(2, step=2, attempt=3)
+    polls = two.enter() + two.steps(2) + two.save() + two.finish()
+    overrides = [*wide, "elastic.replan_after_s=5.0"]
+    assert world.drive(polls, lacking=[LACKING] * 22, overrides=overrides).run().step == 4
+    assert [plan.grid.world_size for plan in world.group.plans] == [2]
+
+
+def test_journal_says_what_became_of_each_attempt(world):
+    world.drive(lost_run(lambda w: w.die(3)), whole_run(attempt=2, step=2)).run()
+    first, second = (json.loads(world.store.get(f"journal/{number:06d}.json")) for number in (1, 2))
+    assert (first["world_size"], first["grid"]["tp"], first["restored"]) == (4, 2, "")
+    assert [turn["state"] for turn in first["turns"]][:3] == ["starting", "running", "restarting"]
+    assert first["failures"][0]["message"] == "SIGKILL"
+    assert second["restored"] == "checkpoints/step-00000002/manifest-a0001.json"
+    assert (second["state"], second["failures"]) == ("finished", [])
+
+
+def test_snapshot_that_an_older_attempt_finished_late_is_refused(world):
+    """Attempt 2 began from step 2; what attempt 1 took of step 3 came to memory after that."""
+    second = FakeWorkers(4, step=2, attempt=2)
+    polls = second.enter() + second.steps(1) + second.die(0)
+    world.drive(lost_run(lambda w: w.die(3)), polls, whole_run(attempt=3, step=2))
+    world.tick_until(State.RESTARTING)
+    world.tick_until(State.RUNNING)
+    world.keeping.take(3, attempt=1)
+    assert world.controller.run().status == "finished"
+    assert restores(world) == [("nothing", 0), ("store", 2), ("store", 2)]
 
 
 def test_next_driver_may_change_the_grid(world):

@@ -56,6 +56,18 @@ def test_shrink_keeps_to_min_workers(least):
     assert make(f"elastic.min_workers={least}").shrink(places(4)) is None
 
 
+@pytest.mark.parametrize(
+    ("num_before", "overrides", "expected"),
+    [(4, (), 4), (0, (), None), (8, (), None), (4, ("elastic.min_workers=grid",), None),
+     (4, ("elastic.min_workers=5",), None)],
+    ids=["smaller", "fresh", "full", "grid", "too-few"],
+)  # fmt: skip
+def test_driver_without_processes_takes_the_grid_that_the_run_had(num_before, overrides, expected):
+    grids = Grids(make_test_plan(*FULL, *overrides), num_before=num_before)
+    plan = grids.shrink(())
+    assert (plan and plan.grid.world_size) == expected
+
+
 def test_growth_is_weighed_by_what_was_measured():
     grids = make()
     for _ in range(3):

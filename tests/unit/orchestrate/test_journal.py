@@ -3,15 +3,18 @@ import json
 import pytest
 
 from raymega.errors import ConfigError, StorageError
+from raymega.orchestrate.identity import precision_faults
 from raymega.orchestrate.journal import (
     RECORD_KEY,
-    claim_attempt,
-    newest_attempt,
+    Entry,
+    Past,
+    Turn,
     open_record,
-    precision_faults,
+    read_past,
     read_record,
     write_record,
 )
+from raymega.orchestrate.policies import Failure, FailureKind
 from raymega.storage.memory import MemoryStore
 from tests.support.jobs import make_test_plan
 
@@ -102,22 +105,46 @@ def test_read_record_refuses_another_version(store):
         read_record(store)
 
 
-def test_claims_give_each_attempt_to_one_driver():
-    store = MemoryStore()
-    assert newest_attempt(store) == 0
-    assert [claim_attempt(store, now="t") for _ in range(3)] == [1, 2, 3]
-    assert newest_attempt(store) == 3
+def entry(attempt, *, state="running", num_failures=0):
+    died = Failure(kind=FailureKind.DIED, rank=1, step=3, message="gone")
+    return Entry(
+        attempt=attempt,
+        grid={"tp": attempt},
+        world_size=attempt,
+        num_micro_batches=1,
+        spares=0,
+        restored="",
+        state=state,
+        failures=(died,) * num_failures,
+        turns=(Turn(at=NOW, state=state, step=3, reason="so"),),
+    )
 
 
-def test_claim_that_another_driver_was_faster_to_make_is_left_to_it():
-    class Late(MemoryStore):
-        """Shows the first claim only after it has been tried."""
+def put(store, *entries):
+    for each in entries:
+        store.put(each.key, [each.to_json()], overwrite=True)
 
-        def list(self, prefix):
-            return iter(())
 
-    store = Late()
-    assert [claim_attempt(store, now="t") for _ in range(2)] == [1, 2]
+def test_past_is_what_drivers_left_that_were_torn_away(store):
+    assert read_past(store) == Past()
+    put(store, entry(1, num_failures=2), entry(2, num_failures=1))
+    past = read_past(store)
+    assert len(past.failures) == 3 and past.num_workers == 2
+    assert past.failures[0] == entry(1, num_failures=1).failures[0]
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "preempted"])
+def test_past_begins_behind_the_last_good_end(store, state):
+    put(store, entry(1, num_failures=2), entry(2, state=state, num_failures=1))
+    assert read_past(store) == Past()
+    put(store, entry(3, num_failures=1))
+    assert len(read_past(store).failures) == 1
+
+
+def test_entry_that_cannot_be_read_is_passed_over(store):
+    put(store, entry(1, num_failures=1), entry(2))
+    store.put("journal/000003.json", [b"{"], overwrite=True)
+    assert len(read_past(store).failures) == 1
 
 
 @pytest.mark.parametrize(

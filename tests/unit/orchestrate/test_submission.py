@@ -22,6 +22,8 @@ from raymega.orchestrate.submission import (
     shipped_sizes,
     working_dir_faults,
 )
+from raymega.storage.open import open_store
+from tests.support.leases import take_lease
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,11 +84,19 @@ def test_job_file_outside_the_working_folder_is_refused(project):
     ids=["none", "numbers", "dots"],
 )
 def test_next_attempt_is_behind_the_highest(ids, expected):
-    assert next_attempt("run", ids) == expected
+    assert next_attempt("run", ids, run_uri="no-folder") == expected
 
 
 def test_next_attempt_takes_a_dot_for_a_dot():
-    assert next_attempt("my.run", ["my.run-a3", "myxrun-a7"]) == 4
+    assert next_attempt("my.run", ["my.run-a3", "myxrun-a7"], run_uri="no-folder") == 4
+
+
+def test_next_attempt_is_above_those_of_the_run_itself(tmp_path):
+    """The cluster may be new, and the run old."""
+    lease = take_lease(open_store(str(tmp_path)))
+    assert [lease.begin_attempt() for _ in range(3)] == [1, 2, 3]
+    assert next_attempt("run", ["run-a1"], run_uri=str(tmp_path)) == 4
+    assert next_attempt("run", ["run-a7"], run_uri=str(tmp_path)) == 8
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from threading import Event
 
 import pytest
 
-from raymega.errors import CommunicationError, NumericsError
+from raymega.errors import CommunicationError, LeaseError, NumericsError
 from raymega.messages import Progress, Requests, StartWorker, StepDone
 from raymega.orchestrate import worker as worker_module
 from raymega.orchestrate.worker import Worker
@@ -37,12 +37,12 @@ def worker(monkeypatch):
     return Worker(__name__)
 
 
-def start(worker, run, rank=1):
+def start(worker, run, rank=1, attempt=2):
     SCRIPT["run"] = run
     message = StartWorker(
         plan_json="{}",
         run_uri="memory:",
-        attempt=2,
+        attempt=attempt,
         rank=rank,
         local_rank=0,
         rendezvous="h:1",
@@ -62,9 +62,9 @@ def test_rank_0_gets_the_handle_that_it_hosts(worker):
     seen = []
     assert worker.host_rendezvous("10.0.0.1") == "10.0.0.1:1"
     start(worker, lambda *args: seen.append(args[2]), rank=0)
-    assert worker.abort(10.0)
+    assert worker.abort(10.0, 2)
     start(worker, lambda *args: seen.append(args[2]))
-    assert worker.abort(10.0)
+    assert worker.abort(10.0, 2)
     assert seen == ["handle", None]
 
 
@@ -97,9 +97,9 @@ def test_requests_reach_the_loop(worker):
         seen.append(channel.requests())
 
     start(worker, run)
-    worker.set_requests(Requests(stop=True))
+    worker.set_requests(Requests(stop=True), 2)
     STUCK.set()
-    assert worker.abort(10.0)
+    assert worker.abort(10.0, 2)
     assert seen == [Requests(stop=True)]
 
 
@@ -109,20 +109,20 @@ def test_abort_frees_a_thread_that_waits_for_others(worker):
         channel.report(StepDone(rank=1, step=1, metrics={}))
 
     start(worker, run)
-    assert worker.abort(10.0)
+    assert worker.abort(10.0, 2)
     assert worker.next_reports(0.0) == []
 
 
 def test_abort_says_no_when_the_thread_does_not_let_go(worker):
     start(worker, lambda *_: STUCK.wait(10))
-    assert not worker.abort(0.0)
+    assert not worker.abort(0.0, 2)
     STUCK.set()
 
 
 def test_reports_of_an_aborted_attempt_do_not_reach_the_next(worker):
     channels = []
     start(worker, lambda *args: channels.append(args[1]))
-    assert worker.abort(10.0)
+    assert worker.abort(10.0, 2)
     start(worker, lambda *_: None)
     channels[0].report(StepDone(rank=1, step=1, metrics={}))
     assert worker.next_reports(0.0) == []
@@ -139,3 +139,24 @@ def test_training_waits_for_a_preload_that_is_under_way(worker):
 def test_preload_loads_what_the_entry_says(worker):
     worker.preload("{}", "cpu")
     assert SCRIPT["warmed up"] == ("{}", "cpu")
+
+
+def test_what_an_older_attempt_says_is_refused(worker):
+    """Calls into an actor with several threads may come late."""
+    seen = []
+
+    def run(_start, channel, _rendezvous):
+        STUCK.wait(10)
+        seen.append(channel.requests())
+
+    start(worker, run, attempt=3)
+    worker.set_requests(Requests(stop=True), 2)
+    assert worker.abort(10.0, 2), "that attempt is gone"
+    with pytest.raises(
+        LeaseError, match="attempt 2 was to start in a process that serves attempt 3"
+    ):
+        start(worker, run, attempt=2)
+    assert not LET_GO.is_set()
+    STUCK.set()
+    assert worker.abort(10.0, 3)
+    assert seen == [Requests()]

@@ -1,0 +1,88 @@
+"""Two real drivers and one run: the second is refused, and a stopped one never comes back."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from raymega.checkpoint.fence import newest_epoch
+from raymega.checkpoint.keys import checkpoint_of, is_manifest
+from raymega.checkpoint.manifest import find_restore, list_manifests
+from raymega.orchestrate.journal import read_record
+from raymega.storage.open import open_store
+from tests.ray.test_driver_process import read_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+LEASE_S = 4.0
+JOB = ("run.steps=100000", "checkpoint.every=5", f"elastic.lease_s={LEASE_S}")
+
+
+@pytest.fixture
+def start_driver(tmp_path):
+    drivers = []
+
+    def start():
+        command = [sys.executable, "-m", "tests.support.driver", str(tmp_path), *JOB]
+        driver = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        drivers.append(driver)
+        return driver
+
+    yield start
+    for driver in drivers:
+        driver.kill()
+        driver.wait(10)
+        driver.stdout.close()
+
+
+def attempts_of(keys):
+    return [checkpoint_of(key).attempt for key in keys]
+
+
+def test_second_driver_is_refused_and_one_that_was_stopped_never_comes_back(start_driver, tmp_path):
+    store = open_store(str(tmp_path / "run"))
+    first = start_driver()
+    read_until(first, "step", at_least=8)
+
+    refused = start_driver()
+    words, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 6, words
+    assert f"process {first.pid} on " in words and "epoch 1, was renewed at" in words
+    assert newest_epoch(store) == 1, "it has left nothing"
+
+    # Its workers train on, and what they have saved waits for its driver's commit.
+    first.send_signal(signal.SIGSTOP)
+    second = start_driver()
+    (step,) = read_until(second, "step")
+    read_until(second, "step", at_least=step + 12)
+    before = list_manifests(store)
+    assert 2 in attempts_of(before)
+
+    first.send_signal(signal.SIGCONT)
+    words, _ = first.communicate(timeout=60)
+    assert first.returncode == 6, words
+    assert f"was taken by another driver (process {second.pid} on " in words.splitlines()[-1]
+    read_until(second, "step", at_least=step + 24)
+    assert set(attempts_of(list_manifests(store))) == {2}, "the second driver has pruned on"
+    assert find_restore(store).manifest.attempt == 2
+    assert read_record(store).num_attempts == 2
+
+    # Whatever a driver writes that nobody could stop: readers pass over it.
+    newest = list_manifests(store)[0]
+    late = newest.replace(newest.split("/")[1], "step-99999999").replace("a0002", "a0001")
+    store.put(late, [store.get(newest)], overwrite=False)
+    assert is_manifest(late) and late not in list_manifests(store)
+
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(60) == 75
+    begun_s = time.monotonic()
+    third = start_driver()
+    read_until(third, "step")
+    assert read_record(store).num_attempts == 3
+    third.send_signal(signal.SIGKILL)
+    third.wait(10)
+    assert time.monotonic() - begun_s < 60

@@ -1,0 +1,18 @@
+"""Leases for tests of what is done under one; those of tests that are over keep nobody out."""
+
+from raymega.orchestrate.clock import SystemClock
+from raymega.orchestrate.holder import this_process
+from raymega.orchestrate.lease import Lease
+
+
+def take_lease(store, clock=None):
+    """A lease that this process holds, and that nobody renews."""
+    lease = Lease(
+        store,
+        holder=this_process(),
+        duration_s=30.0,
+        clock=clock or SystemClock(),
+        knows_gone=lambda _holder: True,
+    )
+    lease.take()
+    return lease
