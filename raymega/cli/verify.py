@@ -117,6 +117,11 @@ def _show_report(report: Report) -> None:
             f"smallest router margin {report.router_margin:.1e}: rounding changes no choice of an "
             "expert while it is far smaller"
         )
+    if report.undecided:
+        print(
+            f"not compared: {', '.join(report.undecided)}: the loss does not depend on them, so their "
+            "gradient is rounding noise, by whose sign lion moves them"
+        )
     if report.is_same:
         worst = _worst(report)
         print(
@@ -200,6 +205,7 @@ def _verdict_object(report: Report) -> dict[str, object]:
         "steps": report.options.steps,
         "limit": report.options.limit,
         "router_margin": report.router_margin if isfinite(report.router_margin) else None,
+        "not_compared": list(report.undecided),
         "largest": _deviation_object(_worst(report)) if has_any else None,
         "smallest_failing": _outcome_object(report.smallest) if report.smallest else None,
         "changes": [str(change) for change in report.shrunk.changes],

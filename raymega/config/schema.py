@@ -14,10 +14,11 @@ from raymega.config.checkpoint import CheckpointSection as CheckpointSection
 from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
-from raymega.config.fields import Decay, Fraction, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.fields import NonNegative, Positive, PositiveFloat, Section
 from raymega.config.mla import MlaSection as MlaSection
 from raymega.config.model import ModelSection as ModelSection
 from raymega.config.moe import MoeSection as MoeSection
+from raymega.config.optimizer import OptimizerSection as OptimizerSection
 from raymega.config.parallel import ParallelSection as ParallelSection
 from raymega.config.parallel import ScheduleSection as ScheduleSection
 
@@ -51,58 +52,6 @@ class RunSection(Section):
         description="How a layer computes what lies between its matrix products. compile: in fused "
         "kernels that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ "
         "compiler; without one a log line says so and nothing is fused.",
-    )
-
-
-class OptimizerSection(Section):
-    """The update and its schedule."""
-
-    name: Literal["adamw", "sgd"] = Field(
-        default="adamw",
-        description="adamw: decoupled weight decay. sgd: with momentum, and the decay in the "
-        "gradient.",
-    )
-
-    lr: PositiveFloat = Field(description="Peak learning rate.")
-    min_lr_ratio: Fraction = Field(
-        default=0.1, description="Learning rate at the end of the decay, as a share of lr."
-    )
-    lr_warmup_steps: NonNegative = Field(
-        default=0, description="Steps of linear growth from 0 to lr."
-    )
-    lr_schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = Field(
-        default="cosine",
-        description="What follows the warm-up. wsd: stable at lr, then a linear decay over the last "
-        "lr_cooldown_steps. inverse_sqrt: lr * sqrt(lr_warmup_steps / step), without an end.",
-    )
-    lr_decay_steps: Positive | Literal["steps"] = Field(
-        default="steps",
-        description="Step at which the schedule reaches its end; `steps` is run.steps.",
-    )
-    lr_cooldown_steps: NonNegative = Field(
-        default=0, description="Steps of wsd's decay, the last ones before lr_decay_steps."
-    )
-    beta1: Decay = Field(default=0.9, description="Decay of the first moment.")
-    beta2: Decay = Field(default=0.95, description="Decay of the second moment.")
-    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
-    momentum: Decay = Field(default=0.9, description="sgd only: share of the last update kept.")
-    embedding_lr_scale: PositiveFloat = Field(
-        default=1.0, description="Times lr for token and position tables."
-    )
-    head_lr_scale: PositiveFloat = Field(
-        default=1.0, description="Times lr for the head's own weight; a tied one is an embedding."
-    )
-    norm_lr_scale: PositiveFloat = Field(
-        default=1.0, description="Times lr for norms' weights and all biases."
-    )
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.1, description="Weight decay of matrices; norms and biases have none."
-    )
-    is_embedding_decayed: bool = Field(
-        default=True, description="Weight decay applies to token and position tables too."
-    )
-    clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=1.0, description="Largest global gradient norm; 0 turns clipping off."
     )
 
 

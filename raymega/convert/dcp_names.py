@@ -23,8 +23,11 @@ SLOTS = {
     "exp_avg": "adam.exp_avg",
     "exp_avg_sq": "adam.exp_avg_sq",
     "momentum_buffer": "sgd.momentum",
+    "lion_exp_avg": "lion.exp_avg",
+    "muon_momentum": "muon.momentum",
 }
-"""What torch's optimizers call the values that they keep, and the kind that ours have."""
+"""What torch's optimizers call the values that they keep, and the kind that ours have; the last two
+are of optimizers that torch does not have, or scales otherwise."""
 STEP = "step"
 _KIND_OF = {kind: slot for slot, kind in SLOTS.items()}
 _STATE = re.compile(r"(?:app\.)?optim(?:izer)?\.state\.(?P<weight>.+)\.(?P<slot>\w+)")

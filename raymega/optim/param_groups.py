@@ -1,18 +1,14 @@
-"""Which learning rate and weight decay a tensor has, by its role in the model.
+"""Which learning rate and weight decay a tensor has, by its role and its place in the model.
 
-Pure: roles are data of plan.tensors, the numbers the job's. No name is looked at.
+Pure: roles and layers are data of plan.tensors, the numbers the job's. No name is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from raymega.config.schema import OptimizerSection
-from raymega.plan.tensors import Role
-
-T = TypeVar("T")
+from raymega.config.schema import ModelSection, OptimizerSection
+from raymega.plan.tensors import GlobalTensor, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,30 +19,45 @@ class Rates:
     weight_decay: float
 
 
-def rates_of(role: Role, optimizer: OptimizerSection) -> Rates:
-    """A norm's weights and all biases are never decayed; tables only when the job says so."""
-    decay = optimizer.weight_decay
+def rates_of(tensor: GlobalTensor, optimizer: OptimizerSection, model: ModelSection) -> Rates:
+    """The rates of ``tensor`` in a model of ``model``'s depth.
+
+    A norm's weights and all biases are never decayed; tables only when the job says so.
+    """
+    peak = _peak(tensor.role, optimizer)
+    layers = optimizer.layer_lr_decay ** _layers_above(tensor, model.num_layers)
+    return Rates(
+        lr_scale=layers * (1.0 if peak == "lr" else float(peak) / optimizer.lr),
+        weight_decay=optimizer.weight_decay if _is_decayed(tensor.role, optimizer) else 0.0,
+    )
+
+
+def _peak(role: Role, optimizer: OptimizerSection) -> float | str:
+    """The peak learning rate before what layers change of it."""
     match role:
         case "embedding":
-            is_decayed = optimizer.is_embedding_decayed
-            return Rates(
-                lr_scale=optimizer.embedding_lr_scale, weight_decay=decay if is_decayed else 0.0
-            )
+            return optimizer.embedding_lr
         case "head":
-            return Rates(lr_scale=optimizer.head_lr_scale, weight_decay=decay)
+            return optimizer.head_lr
         case "matrix":
-            return Rates(lr_scale=1.0, weight_decay=decay)
+            return "lr"
         case "norm" | "bias":
-            return Rates(lr_scale=optimizer.norm_lr_scale, weight_decay=0.0)
+            return optimizer.norm_lr
         case "state":
             raise AssertionError("no update touches what is not trained")
 
 
-def group_by_rates(
-    things: Iterable[T], role_of: Callable[[T], Role], optimizer: OptimizerSection
-) -> dict[Rates, list[T]]:
-    """``things`` that are updated alike, in one list each."""
-    groups: dict[Rates, list[T]] = {}
-    for thing in things:
-        groups.setdefault(rates_of(role_of(thing), optimizer), []).append(thing)
-    return groups
+def _is_decayed(role: Role, optimizer: OptimizerSection) -> bool:
+    if role == "embedding":
+        return optimizer.is_embedding_decayed
+    return role in ("matrix", "head")
+
+
+def _layers_above(tensor: GlobalTensor, num_layers: int) -> int:
+    """How often the rate decays on the way down: never at the top, once at the last block.
+
+    Blocks that predict further ahead lie behind the last one, with the head.
+    """
+    if tensor.layer >= 0:
+        return max(0, num_layers - tensor.layer)
+    return num_layers if tensor.role == "embedding" else 0

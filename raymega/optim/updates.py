@@ -1,6 +1,7 @@
-"""The table of updates: what a job's ``optimizer.name`` does to masters, and the state it keeps.
+"""The table of updates: what a job's ``optimizer.name`` does to masters, given gradient and state.
 
-An update knows no layout: it is handed flat tensors, some elements of one parameter each.
+An update knows no layout: it is handed flat tensors, some elements of one parameter each. Of Muon
+this is the half before a matrix is put together; muon has the other one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Slot:
         param: The parameter.
         master: Its values in float32 or better.
         gradient: Summed over ranks; same dtype.
-        state: One tensor for each of the update's kinds; same dtype, zero at the start.
+        state: One tensor for each kind of the update's; same dtype, zero at the start.
         num_steps: Scalar, updates made before this one; a float.
     """
 
@@ -52,19 +53,6 @@ class Apply(Protocol):
 
         Gradients are divided by ``divisor``, a float32 scalar, in place and in the same pass.
         """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """One way to update.
-
-    Attributes:
-        kinds: Names of its state tensors, as checkpoints keep them.
-        apply: The update itself.
-    """
-
-    kinds: tuple[str, ...]
-    apply: Apply
 
 
 def apply_adamw(
@@ -123,7 +111,25 @@ def apply_sgd(
     )
 
 
-UPDATES = {
-    "adamw": Update(kinds=("adam.exp_avg", "adam.exp_avg_sq"), apply=apply_adamw),
-    "sgd": Update(kinds=("sgd.momentum",), apply=apply_sgd),
-}
+def apply_lion(
+    slots: Sequence[Slot],
+    section: OptimizerSection,
+    *,
+    lr: float,
+    weight_decay: float,
+    divisor: torch.Tensor | None = None,
+) -> None:
+    """Chen et al. 2023, program 1: the sign of a moment that is older than the one that is kept."""
+    masters, gradients = [slot.master for slot in slots], [slot.gradient for slot in slots]
+    moments = [slot.state[0] for slot in slots]
+    if divisor is not None:
+        torch._foreach_div_(gradients, divisor)
+    directions = torch._foreach_lerp(moments, gradients, 1 - section.beta1)
+    torch._foreach_sign_(directions)
+    torch._foreach_mul_(masters, 1 - lr * weight_decay)
+    torch._foreach_add_(masters, directions, alpha=-lr)
+    torch._foreach_lerp_(moments, gradients, 1 - section.beta2)
+
+
+UPDATES: dict[str, Apply] = {"adamw": apply_adamw, "sgd": apply_sgd, "lion": apply_lion}
+"""Of all elements by themselves; Muon's, which goes by whole matrices, is optim.muon's."""

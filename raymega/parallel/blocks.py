@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from raymega.messages import Box
-from raymega.parallel.buckets import Range, piece_boxes
+from raymega.parallel.buckets import Extent, Range, piece_boxes
 from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter
 from raymega.plan.tensors import GlobalTensor
@@ -58,20 +58,27 @@ def blocks_of(
         is_replicated: All ranks of the bucket hold the same; else those that own the same part of
             other copies, of which there are several with hybrid sharding.
     """
-    sharing = part.bucket.sharing
-    group = sharing.whole if is_replicated else sharing.across
     for extent in part.extents():
         held = values[extent.within(part.begin)]
-        for piece, box, at in piece_boxes(extent):
-            yield Block(
-                kind=kind,
-                tensor=piece.tensor,
-                box=box,
-                values=held[at : at + box.num_elements].view(box.shape),
-                is_primary=piece.is_primary,
-                num_replicas=group.size,
-                replica=group.index,
-            )
+        yield from extent_blocks(kind, part, extent, held, is_replicated=is_replicated)
+
+
+def extent_blocks(
+    kind: str, part: Range, extent: Extent, values: torch.Tensor, *, is_replicated: bool
+) -> Iterator[Block]:
+    """The same of one of its extents, whose flat values ``values`` are."""
+    sharing = part.bucket.sharing
+    group = sharing.whole if is_replicated else sharing.across
+    for piece, box, at in piece_boxes(extent):
+        yield Block(
+            kind=kind,
+            tensor=piece.tensor,
+            box=box,
+            values=values[at : at + box.num_elements].view(box.shape),
+            is_primary=piece.is_primary,
+            num_replicas=group.size,
+            replica=group.index,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raymega.plan.optimizer_state import kinds_of
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.state_size import DTYPE_BYTES, NUM_MOMENTS
+from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.tensors import stage_tensors
 
 
@@ -48,7 +49,7 @@ def share_bytes(plan: RunPlan, rank: int) -> int:
         for tensor in stage_tensors(job.model, stage):
             if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
                 box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=experts)
-                held[tensor.is_expert] += box.num_elements
-    num_elements = -(-held[False] // grid.replicas) + -(-held[True] // grid.edp)
-    element_bytes = max(4, DTYPE_BYTES[job.precision.dtype]) * (1 + NUM_MOMENTS[job.optimizer.name])
-    return num_elements * element_bytes
+                values = 1 + len(kinds_of(job.optimizer.name, tensor.role))
+                held[tensor.is_expert] += box.num_elements * values
+    num_values = -(-held[False] // grid.replicas) + -(-held[True] // grid.edp)
+    return num_values * max(4, DTYPE_BYTES[job.precision.dtype])

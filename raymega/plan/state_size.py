@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from raymega.config.schema import Job, ModelSection
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.levels import Level, level_of, sharers
+from raymega.plan.optimizer_state import kinds_of
 from raymega.plan.stages import Stage
 from raymega.plan.tensors import GlobalTensor, layer_tensors, model_tensors, stage_tensors
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-NUM_MOMENTS = {"adamw": 2, "sgd": 1}
-"""State tensors of an update, each shaped like the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +59,7 @@ class Elements:
         experts: Held by the edp ranks with the same experts.
         wide: Held as ``dense`` are, in float32 or better: routers.
         small: Of ``dense`` those of vectors, which no level of sharding gathers for a use.
+        tables: Of ``dense`` those of embeddings and heads.
         block: Of the largest block what such a level gathers.
         end: The same of the larger one of embedding and head.
     """
@@ -68,6 +68,7 @@ class Elements:
     experts: int = 0
     wide: int = 0
     small: int = 0
+    tables: int = 0
     block: int = 0
     end: int = 0
 
@@ -88,6 +89,7 @@ class Elements:
             experts=self.experts + times * other.experts,
             wide=self.wide + times * other.wide,
             small=self.small + times * other.small,
+            tables=self.tables + times * other.tables,
             block=max(self.block, other.block),
             end=max(self.end, other.end),
         )
@@ -138,6 +140,7 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
         count = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place).num_elements
         found[kind] += count
         found["small"] += count if kind == "dense" and tensor.role in ("norm", "bias") else 0
+        found["tables"] += count if tensor.role in ("embedding", "head") else 0
     return Elements(**found)
 
 
@@ -164,6 +167,16 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         weight_bytes=gathered * compute + held.wide * full,
         gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
-        moment_bytes=(owned + owned_wide) * full * NUM_MOMENTS[job.optimizer.name],
+        moment_bytes=_moments(job.optimizer.name, held, owned + owned_wide, ranks) * full,
         passing_bytes=passing,
     )
+
+
+def _moments(name: str, held: Elements, owned: int, ranks: int) -> int:
+    """Elements of state beside the masters: Muon keeps one of matrices, and AdamW's two of the rest.
+
+    The mean over ranks that share: which of them owns a vector inside a bucket is not asked.
+    """
+    per_matrix, per_other = len(kinds_of(name, "matrix")), len(kinds_of(name, "norm"))
+    others = -(-(held.tables + held.small) // ranks)
+    return owned * per_matrix + others * (per_other - per_matrix)

@@ -44,6 +44,7 @@ class GlobalTensor:
         etp_dim: Of an expert tensor, whose dim 0 are the experts that ep cuts evenly: the dim of the
             experts' features, which etp cuts; -1 of all others.
         is_wide: It is kept in float32 or better, whatever the compute dtype.
+        layer: Block that it belongs to, from 0; -1 outside of blocks.
     """
 
     name: str
@@ -58,6 +59,7 @@ class GlobalTensor:
     padded_rows: int = 0
     etp_dim: int = -1
     is_wide: bool = False
+    layer: int = -1
 
     @property
     def is_expert(self) -> bool:
@@ -313,8 +315,10 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     norms = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
     attention = make_attention(f"{at}.attention", model)
     if model.moe.holds_experts(layer):
-        return norms + attention + _moe_tensors(f"{at}.moe", model)
-    return norms + attention + _mlp_tensors(f"{at}.mlp", model)
+        table = norms + attention + _moe_tensors(f"{at}.moe", model)
+    else:
+        table = norms + attention + _mlp_tensors(f"{at}.mlp", model)
+    return [replace(tensor, layer=layer) for tensor in table]
 
 
 def head_tensors(model: ModelSection) -> list[GlobalTensor]:

@@ -34,13 +34,22 @@ def _is(path: str, value: str) -> Partner:
     return Partner(reads=(path,), holds=lambda found: bool(found == value), words=f"{path}={value}")
 
 
+def _optimizer(*names: str) -> Partner:
+    """``optimizer.name`` is one of these."""
+    return Partner(
+        reads=("optimizer.name",),
+        holds=lambda found: found in names,
+        words=f"optimizer.name={' or '.join(names)}",
+    )
+
+
 SCALED_ROPE = Partner(
     reads=("model.rope_scaling",),
     holds=lambda scaling: scaling != "none",
     words="model.rope_scaling=llama3 or yarn",
 )
 FLOAT16 = _is("precision.dtype", "float16")
-ADAMW = _is("optimizer.name", "adamw")
+BETAS, MOMENTUM = _optimizer("adamw", "lion", "muon"), _optimizer("sgd", "muon")
 SNAPSHOTS = Partner(
     reads=("elastic.snapshot_every",),
     holds=lambda every: every > 0,
@@ -76,10 +85,16 @@ PARTNERS: Mapping[str, Partner] = {
     "model.rope_low_freq_factor": SCALED_ROPE,
     "model.rope_mscale": _is("model.rope_scaling", "yarn"),
     "model.rope_original_positions": SCALED_ROPE,
-    "optimizer.beta1": ADAMW,
-    "optimizer.beta2": ADAMW,
-    "optimizer.eps": ADAMW,
-    "optimizer.momentum": _is("optimizer.name", "sgd"),
+    "optimizer.beta1": BETAS,
+    "optimizer.beta2": BETAS,
+    "optimizer.eps": _optimizer("adamw", "muon"),
+    "optimizer.head_lr": Partner(
+        reads=("model.is_embedding_tied",),
+        holds=lambda is_tied: not is_tied,
+        words="model.is_embedding_tied=false",
+    ),
+    "optimizer.momentum": MOMENTUM,
+    "optimizer.newton_schulz_steps": _optimizer("muon"),
     "parallel.cp_inner": HYBRID,
     "parallel.cp_method": CONTEXT,
     "parallel.dispatch": EXPERTS_APART,

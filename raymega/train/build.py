@@ -169,6 +169,8 @@ def build_parts(
             gradients,
             weights,
             job.optimizer,
+            job.model,
+            groups,
             states=[StateTensor(param=state, group=groups.replicas) for state in states],
         ),
         routers=find_routers(job.model, modules, device),

@@ -22,13 +22,13 @@ from raymega.checkpoint.writer import NO_NEAR_TIER, CheckpointWriter, Limits, Ne
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
 from raymega.messages import Channel, Entered, StartWorker
-from raymega.optim.updates import UPDATES
 from raymega.parallel import groups as world
 from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
 from raymega.parallel.warm_up import open_communicators
 from raymega.plan.context import inner_ranks
 from raymega.plan.levels import group_size
+from raymega.plan.optimizer_state import kinds_of
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.start_rules import begins_fresh
 from raymega.plan.tensors import model_tensors
@@ -217,11 +217,11 @@ def start_from(
 
 def _all_names(job: Job) -> set[str]:
     """Names of everything that the ranks of a run hold together."""
-    moments = UPDATES[job.optimizer.name].kinds
+    name = job.optimizer.name
     return {
         f"{kind}/{tensor.name}"
         for tensor in model_tensors(job.model)
-        for kind in (WEIGHTS, *(moments if tensor.is_trained else ()))
+        for kind in (WEIGHTS, *(kinds_of(name, tensor.role) if tensor.is_trained else ()))
     }
 
 

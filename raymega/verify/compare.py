@@ -20,6 +20,11 @@ from raymega.messages import Box
 
 Array = npt.NDArray[np.float64]
 LIMIT = 1e-9
+SIGN_KINDS = frozenset({"lion.exp_avg"})
+"""State by whose sign a weight is updated, which is discontinuous at zero."""
+NOISE = 1e-12
+"""A share of the largest of its kind: what a moment has at the most whose gradient is zero but for
+rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +60,15 @@ class RankResult:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
     """The run on one rank: scalars by step, tensors by (step, name), and what a kind of optimizer
-    state has as its largest value.
+    state has as its largest value. Weights that are ``undecided`` are not compared: they were moved by
+    the sign of rounding noise, because their gradient is zero and the loss does not depend on them.
     """
 
     curve: tuple[StepValues, ...]
     tensors: Mapping[tuple[int, str], Array]
     state_sizes: Mapping[str, float]
     router_margin: float = inf
+    undecided: frozenset[str] = frozenset()
 
     def scale(self, step: int, name: str) -> float:
         """What a deviation of the tensor after ``step`` is divided by."""
@@ -106,7 +113,7 @@ def make_reference(result: RankResult) -> Reference:
             sizes[kind] = max(sizes[kind], float(np.abs(values).max()))
     return Reference(
         curve=result.curve, tensors=tensors, state_sizes=dict(sizes),
-        router_margin=result.router_margin,
+        router_margin=result.router_margin, undecided=_undecided(tensors, sizes),
     )  # fmt: skip
 
 
@@ -119,6 +126,17 @@ def compare(results: Sequence[RankResult], reference: Reference, *, limit: float
         grad_norm=_worst(found for found in curves if found.quantity == "grad_norm"),
         tensor=_worst(tensors),
         first=_first([*curves, *tensors], limit),
+    )
+
+
+def _undecided(
+    tensors: Mapping[tuple[int, str], Array], state_sizes: Mapping[str, float]
+) -> frozenset[str]:
+    kinds = {key: key[1].partition("/") for key in tensors}
+    return frozenset(
+        name
+        for key, (kind, _, name) in kinds.items()
+        if kind in SIGN_KINDS and float(np.abs(tensors[key]).max()) <= NOISE * state_sizes[kind]
     )
 
 
@@ -155,6 +173,7 @@ def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> l
     return [
         Deviation(step=step, quantity=name, value=value if is_held[step, name].all() else inf)
         for (step, name), value in worst.items()
+        if name not in reference.undecided
     ]
 
 

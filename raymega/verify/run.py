@@ -65,7 +65,7 @@ class Report:
 
     ``smallest`` is the smallest layout found to fail. ``router_margin`` is by how much the closest
     choice of an expert was won on one rank: below rounding, a layout may choose another one. Infinite
-    without experts.
+    without experts. Weights that are ``undecided`` were not compared: see Reference.
     """
 
     shrunk: Shrunk
@@ -73,6 +73,7 @@ class Report:
     outcomes: tuple[Outcome, ...]
     smallest: Outcome | None
     router_margin: float
+    undecided: tuple[str, ...]
     seconds: float
 
     @property
@@ -139,6 +140,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         outcomes=tuple(outcomes),
         smallest=smallest,
         router_margin=reference.router_margin,
+        undecided=tuple(sorted(reference.undecided)),
         seconds=time.monotonic() - began,
     )
 

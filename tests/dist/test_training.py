@@ -129,8 +129,8 @@ def test_scale_is_divided_out_to_the_last_bit():
 SGD = (
     "optimizer.name=sgd",
     "optimizer.lr=0.3",
-    "optimizer.embedding_lr_scale=0.5",
-    "optimizer.norm_lr_scale=2.0",
+    "optimizer.embedding_lr=0.15",
+    "optimizer.norm_lr=0.6",
     "optimizer.is_embedding_decayed=false",
     "optimizer.lr_schedule=inverse_sqrt",
     "optimizer.lr_warmup_steps=2",

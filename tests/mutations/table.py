@@ -42,6 +42,8 @@ BALANCED = (
 )  # fmt: skip
 BIASED = (*EXPERTS, "model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
+LION = ("optimizer.name=lion", "optimizer.lr=1e-3")
+MUON = ("optimizer.name=muon", "model.num_kv_heads=2")
 LATENT = (
     "model.num_kv_heads=num_heads", "model.is_embedding_tied=false", "model.mtp_depth=1",
     "model.mla={kv_rank: 8, q_rank: 6, nope_features: 4, rope_features: 2, value_features: 3}",
@@ -519,6 +521,36 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="            self.loss_sum += output.detach()",
         new="            self.loss_sum = output.detach()",
         layout=Layout(pp=2),
+    ),
+    # Optimizers that are not element-wise, or not continuous.
+    Mutation(
+        name="Newton and Schulz iterate on a rank's shard of a matrix",
+        file="parallel/whole_matrices.py",
+        old="new_empty(m.shape))\n            for box, part in zip(m.boxes, parts, strict=True):\n"
+        "                if part.numel():\n",
+        new="new_zeros(m.shape))\n            for box, part in zip(m.boxes, parts, strict=True):\n"
+        "                if part.numel() and box == m.boxes[me]:\n",
+        layout=Layout(tp=2),
+        job=MUON,
+    ),
+    Mutation(
+        name="Muon takes what is fused for one matrix",
+        file="parallel/whole_matrices.py",
+        old="            for piece in param.spec.pieces:\n",
+        new="            for piece in param.spec.pieces[:1]:\n"
+        "                one = replace(piece.tensor, shape=tuple(param.shape))\n"
+        "                piece = replace(piece, tensor=one)\n",
+        layout=Layout(dp=2, sharding="optimizer"),
+        job=MUON,
+    ),
+    Mutation(
+        name="Lion's moment is updated before its sign is taken",
+        file="optim/updates.py",
+        old="    directions = torch._foreach_lerp(moments, gradients, 1 - section.beta1)\n",
+        new="    moved = torch._foreach_lerp(moments, gradients, 1 - section.beta2)\n"
+        "    directions = torch._foreach_lerp(moved, gradients, 1 - section.beta1)\n",
+        layout=Layout(tp=2),
+        job=LION,
     ),
     # Latents, and tokens further ahead.
     Mutation(

@@ -2,6 +2,7 @@
 
 import torch
 
+from raymega.config.schema import ModelSection
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.buckets import BUCKET_BYTES, Sharing, make_buckets
 from raymega.parallel.grad_buffer import GradBuffer
@@ -13,6 +14,8 @@ from raymega.plan.grid import Grid
 from raymega.plan.levels import Level
 from raymega.plan.tensors import GlobalTensor
 
+MODEL = ModelSection(family="llama", num_layers=2, width=8, num_heads=2, ffn_width=8, vocab_size=8)
+"""Of which rates ask how deep it is."""
 ALONE = build_groups(Grid(), 0, timeout_s=1.0)
 
 
@@ -53,4 +56,4 @@ def make_optimizer(params, section, groups=ALONE, *, level=Level.NONE, bucket_by
     """Gradients, weights and the optimizer of one model chunk."""
     table = make_table([params], groups, level=level, bucket_bytes=bucket_bytes)
     gradients, weights = GradBuffer(table, groups), WeightBuffer(table)
-    return gradients, weights, Optimizer(table, gradients, weights, section)
+    return gradients, weights, Optimizer(table, gradients, weights, section, MODEL, groups)

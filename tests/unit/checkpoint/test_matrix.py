@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from raymega.checkpoint.reader import load
 from raymega.config.schema import Job
-from raymega.optim.updates import UPDATES
 from raymega.parallel import groups
 from raymega.plan.levels import group_size
+from raymega.plan.optimizer_state import KINDS, kinds_of
 from raymega.plan.run_plan import make_plan
 from raymega.plan.tensors import model_tensors
 from raymega.storage.memory import MemoryStore
@@ -75,7 +75,7 @@ def pairs(draw):
             Kind,
             family=st.sampled_from(FAMILIES),
             is_tied=st.booleans(),
-            optimizer=st.sampled_from(sorted(UPDATES)),
+            optimizer=st.sampled_from(sorted(KINDS)),
         )
     )
     first = draw(st.sampled_from(range(len(DTYPES))))
@@ -122,8 +122,11 @@ def check(kind, saved, loaded):
     store = MemoryStore()
     manifest = save(store, kind, saved)
     job = make_job(kind)
-    kinds = ("model", *UPDATES[kind.optimizer].kinds)
-    expected = {f"{at}/{tensor.name}" for at in kinds for tensor in model_tensors(job.model)}
+    expected = {
+        f"{at}/{tensor.name}"
+        for tensor in model_tensors(job.model)
+        for at in ("model", *kinds_of(kind.optimizer, tensor.role))
+    }
     assert manifest.tensors().keys() == expected
     for rank, parts in ranks_of(kind, loaded):
         blocks = list(parts.optimizer.blocks())

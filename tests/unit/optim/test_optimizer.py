@@ -74,7 +74,7 @@ def test_weight_decay_falls_on_tensors_that_have_it_only():
         np.testing.assert_allclose(param.detach(), start * factor, rtol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon"])
 @pytest.mark.parametrize(
     ("dtype", "rounding"), [(torch.float64, 1e-15), (torch.float32, 1e-6)], ids=["f64", "f32"]
 )

@@ -1,15 +1,14 @@
-"""Learning rate and decay by role; every tensor of a model has the role that it should."""
+"""Learning rate and decay by role and layer; every tensor of a model has the role that it should."""
 
 import pytest
 
 from raymega.config.schema import OptimizerSection
-from raymega.optim.param_groups import Rates, group_by_rates, rates_of
+from raymega.optim.param_groups import Rates, rates_of
 from raymega.plan.tensors import model_tensors
+from tests.support.params import MODEL, make_tensor
 from tests.support.reference import make_model
 
-SECTION = OptimizerSection(
-    lr=1.0, weight_decay=0.1, embedding_lr_scale=2.0, head_lr_scale=3.0, norm_lr_scale=4.0
-)
+SECTION = OptimizerSection(lr=0.5, weight_decay=0.1, embedding_lr=1.0, head_lr=1.5, norm_lr=2.0)
 RATES = {
     "embedding": Rates(lr_scale=2.0, weight_decay=0.1),
     "head": Rates(lr_scale=3.0, weight_decay=0.1),
@@ -19,15 +18,37 @@ RATES = {
 }
 
 
+def _rates(role, section, model=MODEL):
+    return rates_of(make_tensor(role, (4, 4), role=role), section, model)
+
+
 @pytest.mark.parametrize("role", RATES)
 def test_role_has_its_rates(role):
-    assert rates_of(role, SECTION) == RATES[role]
+    assert _rates(role, SECTION) == RATES[role]
+
+
+def test_rates_of_their_own_do_not_follow_lr():
+    for role in ("embedding", "head", "norm"):
+        doubled = SECTION.model_copy(update={"lr": 1.0})
+        assert 1.0 * _rates(role, doubled).lr_scale == 0.5 * _rates(role, SECTION).lr_scale
 
 
 def test_tables_are_not_decayed_when_the_job_says_so():
     section = SECTION.model_copy(update={"is_embedding_decayed": False})
-    assert rates_of("embedding", section) == Rates(lr_scale=2.0, weight_decay=0.0)
-    assert rates_of("head", section) == RATES["head"]
+    assert _rates("embedding", section) == Rates(lr_scale=2.0, weight_decay=0.0)
+    assert _rates("head", section) == RATES["head"]
+
+
+def test_rates_decay_from_the_head_down_to_the_tables():
+    section = OptimizerSection(lr=1.0, layer_lr_decay=0.5)
+    model = make_model("llama", num_layers=3, is_embedding_tied=False, mtp_depth=1)
+    scales = {t.name: rates_of(t, section, model).lr_scale for t in model_tensors(model)}
+    assert scales["head.weight"] == scales["final_norm.weight"] == 1.0
+    assert scales["mtp.0.join.weight"] == scales["mtp.0.attention.q.weight"] == 1.0
+    for layer, wanted in enumerate((0.125, 0.25, 0.5)):
+        for name in ("attention.q", "attention_norm", "mlp.down"):
+            assert scales[f"layers.{layer}.{name}.weight"] == wanted
+    assert scales["embedding.tokens.weight"] == 0.125
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -43,9 +64,3 @@ def test_tensors_have_the_role_that_their_name_tells(family, is_tied):
                 tensor.name.split(".")[0], "matrix"
             )
         assert tensor.role == wanted, tensor.name
-
-
-def test_roles_with_equal_rates_are_one_group():
-    plain = OptimizerSection(lr=1.0)
-    groups = group_by_rates(["matrix", "bias", "embedding", "norm", "head"], lambda r: r, plain)
-    assert list(groups.values()) == [["matrix", "embedding", "head"], ["bias", "norm"]]

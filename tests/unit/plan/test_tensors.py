@@ -147,7 +147,7 @@ def test_rank_state_counts_masters_only_below_float32():
     assert half.total_bytes == 18 * count
 
 
-@pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("sgd", 1)])
+@pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("sgd", 1), ("lion", 1)])
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])
 def test_sharded_rank_keeps_its_part_of_masters_and_moments(dp, name, moments):
     sharded = ["parallel.sharding=optimizer", f"optimizer.name={name}", f"parallel.dp={dp}"]
@@ -158,17 +158,21 @@ def test_sharded_rank_keeps_its_part_of_masters_and_moments(dp, name, moments):
     assert state.total_bytes == pytest.approx((8 + 4 * moments / dp) * count, abs=4 * moments)
 
 
-def test_state_of_ranks_is_what_their_buffers_hold():
-    """But for padding, which is less than one element a bucket."""
-    plan = make_test_plan("parallel.sharding=optimizer", *layout_overrides("tp1"))
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_of_ranks_is_what_their_buffers_hold(name):
+    """But for padding, which is less than one element a bucket; the mean of the ranks that share it."""
+    sharded = ["parallel.sharding=optimizer", f"optimizer.name={name}"]
+    plan = make_test_plan(*sharded, *layout_overrides("tp1"))
     size = rank_state(plan.job, plan.stages, Grid(dp=3), tp_rank=0)
-    three = replace(ALONE.replicas, ranks=(0, 1, 2))
-    groups = replace(ALONE, replicas=three, sharers=three)
-    parts = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
-    blocks = [block for block in parts.optimizer.blocks() if block.kind != "model"]
-    held = sum(block.values.nbytes for block in blocks)
-    num_buckets = len(parts.optimizer._table.buckets)
-    assert abs(held - size.moment_bytes) <= 2 * 4 * num_buckets
+    held = num_buckets = 0
+    for index in range(3):
+        three = replace(ALONE.replicas, ranks=(0, 1, 2), index=index)
+        groups = replace(ALONE, replicas=three, sharers=three)
+        parts = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
+        blocks = [block for block in parts.optimizer.blocks() if block.kind != "model"]
+        held += sum(block.values.nbytes for block in blocks)
+        num_buckets += len(parts.optimizer._table.buckets)
+    assert abs(held - 3 * size.moment_bytes) <= 2 * 8 * num_buckets
 
 
 def _rank_state(*overrides):

@@ -23,7 +23,9 @@ UNREAD = {
     "optimizer.beta1": (0.8, ["optimizer.name=adamw"]),
     "optimizer.beta2": (0.8, ["optimizer.name=adamw"]),
     "optimizer.eps": (1e-6, ["optimizer.name=adamw"]),
+    "optimizer.head_lr": (1e-3, ["model.is_embedding_tied=false"]),
     "optimizer.momentum": (0.5, ["optimizer.name=sgd"]),
+    "optimizer.newton_schulz_steps": (4, ["optimizer.name=muon"]),
     "parallel.cp_inner": (4, ["parallel.cp=8", "parallel.cp_method=hybrid"]),
     "parallel.cp_method": ("all_gather", ["parallel.cp=2"]),
     "parallel.dispatch": (

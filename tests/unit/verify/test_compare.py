@@ -81,3 +81,20 @@ def test_optimizer_state_deviates_relative_to_the_largest_of_its_kind():
     assert compare([result(-1e-17)], reference, limit=LIMIT).first is None
     found = compare([result(1e-18, moved=0.2)], reference, limit=LIMIT).first
     assert found.quantity == "adam.exp_avg/w" and found.value == pytest.approx(0.1)
+
+
+def test_a_weight_that_lion_moves_by_the_sign_of_noise_is_named_and_not_compared():
+    def result(bias, weight=1.0, moment="lion.exp_avg"):
+        rows = {"w": [weight], "bias": [bias], f"{moment}/w": [2.0], f"{moment}/bias": [1e-17]}
+        blocks = [
+            Block(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array(row))
+            for name, row in rows.items()
+        ]
+        return RankResult(curve=(StepValues(loss=1.0, grad_norm=1.0, lr=0.5),), blocks=blocks)
+
+    reference = make_reference(result(0.5))
+    assert reference.undecided == {"bias"}
+    assert compare([result(-0.5)], reference, limit=LIMIT).first is None
+    assert compare([result(-0.5, weight=1.1)], reference, limit=LIMIT).first.quantity == "w"
+    others = make_reference(result(0.5, moment="adam.exp_avg"))
+    assert others.undecided == frozenset()
