@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check rehearse
+.PHONY: setup demo test test-all check rehearse
 
 setup: $(VENV)/.ok
 
@@ -16,8 +16,12 @@ demo: setup
 
 # Two at a time, as ranks that wait for each other leave a core idle; what shares clusters and servers alone.
 test: setup
-	$(BIN)/python -m pytest -n 2 --ignore tests/ray --ignore tests/s3
-	$(BIN)/python -m pytest tests/ray tests/s3
+	$(BIN)/python -m pytest -n 2 --ignore tests/ray --ignore tests/s3 --ignore tests/chaos
+	$(BIN)/python -m pytest tests/ray tests/s3 tests/chaos
+
+# And every fault in every phase of a run, alone and in pairs: more than an hour on 2 idle cores.
+test-all: test
+	$(BIN)/python -m pytest -m matrix -s tests/chaos
 
 check: setup
 	$(BIN)/ruff format --check .

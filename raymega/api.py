@@ -38,7 +38,7 @@ from raymega.orchestrate.ray_metrics import RayMetricsSink
 from raymega.orchestrate.signals import stop_on_signals
 from raymega.orchestrate.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.train_tab import TrainTabSink
-from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.orchestrate.worker_group import TRAIN_ENTRY, RayWorkerGroup
 from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.auto import choose_layout, planned_for
 from raymega.plan.calibration import accelerator_yaml
@@ -146,6 +146,7 @@ def train(
     address: str = "auto",
     sinks: Sequence[Sink] = (),
     choice: Choice | None = None,
+    entry: str = TRAIN_ENTRY,
 ) -> RunFinished:
     """Run the driver until the run ends; the same run name continues the same run.
 
@@ -154,6 +155,7 @@ def train(
         address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
         sinks: Watchers beside metrics.jsonl, MLflow and the pictures. They are closed at the end.
         choice: Why the job has its layout, where the planner chose it; kept with the run.
+        entry: Module that workers run; see orchestrate.worker.Entry.
 
     Raises:
         ConfigError: The run exists with another model, seed or data, or a node cannot take part.
@@ -190,6 +192,7 @@ def _drive(
                 keepers=keepers,
                 log_dir=local_folder(job) / "logs",
                 can_grow=not session.is_private,
+                entry=entry,
                 preflight=Preflight(
                     store=store, data_path=job.data.path, driver_node=session.node_id
                 ),

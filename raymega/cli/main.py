@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from raymega.cli.chaos import chaos
 from raymega.cli.checkpoint import checkpoint_app
 from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
@@ -30,6 +31,7 @@ app.command()(submit)
 app.command()(doctor)
 app.command()(plan)
 app.command()(verify)
+app.command()(chaos)
 app.command()(schedule)
 app.command()(schema)
 app.add_typer(data_app, name="data")

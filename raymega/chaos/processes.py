@@ -1,0 +1,76 @@
+"""Processes of this machine as the kernel's tables have them: parents, memory, threads, open files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What the processes of a run hold when a recovery is over.
+
+    Attributes:
+        driver_bytes: Resident memory of the driver.
+        driver_threads: Its threads.
+        driver_files: Its open files and connections.
+        worker_bytes: Resident memory of each worker, by pid.
+    """
+
+    driver_bytes: int
+    driver_threads: int
+    driver_files: int
+    worker_bytes: Mapping[int, int]
+
+
+def look_at(driver: int, workers: tuple[int, ...]) -> Memory:
+    """Of a run whose driver and workers have these pids."""
+    return Memory(
+        driver_bytes=resident_bytes(driver),
+        driver_threads=_num_entries(driver, "task"),
+        driver_files=_num_entries(driver, "fd"),
+        worker_bytes={pid: resident_bytes(pid) for pid in workers},
+    )
+
+
+def parent_of(pid: int) -> int:
+    """Pid of the process that started ``pid``; 0 when that is gone."""
+    with suppress(*_GONE):
+        return int(_status(pid)[1])
+    return 0
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended and was not waited for is not."""
+    with suppress(*_GONE):
+        return _status(pid)[0] not in "ZX"
+    return False
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of the processes that ``pid`` started and that live."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [child for child in pids if parent_of(child) == pid] if pid else []
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds; 0 when it is gone."""
+    with suppress(*_GONE):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _status(pid: int) -> list[str]:
+    """State, parent and more; the name before them may hold blanks and brackets."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _num_entries(pid: int, folder: str) -> int:
+    with suppress(*_GONE):
+        return sum(1 for _ in Path(f"/proc/{pid}/{folder}").iterdir())
+    return 0

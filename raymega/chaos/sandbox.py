@@ -1,0 +1,121 @@
+"""A Ray cluster of several nodes on this machine, whose nodes can be killed, frozen and drained.
+
+Nodes are raylets of their own with the processes that they start; all have this machine's address.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from raymega.chaos.processes import children_of, parent_of
+from raymega.orchestrate.node_agent import drain_node
+from raymega.orchestrate.notices import Notice
+from raymega.session import set_environment
+
+HEALTH = {  # a dead node is known after 1.5 s and a frozen one after 4.5 s, instead of 14 and 64
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class Sandbox:
+    """The cluster; from one thread. A node that is added takes a second or two."""
+
+    def __init__(self, *, num_nodes: int, cpus_per_node: float) -> None:
+        """Start a head without slots, and ``num_nodes`` nodes."""
+        set_environment(is_private=True)
+        head = {"num_cpus": 0, "_system_config": HEALTH, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._cpus = cpus_per_node
+        self._nodes: list[Any] = []  # Ray's own type has no stubs
+        self._gone: list[Any] = []
+        self.fill(num_nodes)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for drivers."""
+        return str(self._cluster.address)
+
+    def fill(self, num_nodes: int) -> None:
+        """Clear away what was lost, and have exactly so many nodes that are well."""
+        self.clear()
+        while len(self._nodes) < num_nodes:
+            self._nodes.append(self._cluster.add_node(num_cpus=self._cpus))
+        while len(self._nodes) > num_nodes:
+            self._cluster.remove_node(self._nodes.pop())
+
+    def clear(self) -> None:
+        """Make an end of the nodes that were lost, frozen ones too."""
+        while self._gone:
+            node = self._gone.pop()
+            self._signal(node, signal.SIGKILL)
+            self._cluster.remove_node(node, allow_graceful=False)
+
+    def node_of(self, pid: int) -> str:
+        """Id of the node whose process this is; '' for none that is well."""
+        raylet = parent_of(pid)
+        return next((node.node_id for node in self._nodes if raylet_of(node) == raylet), "")
+
+    def kill(self, node_id: str) -> None:
+        """A machine crashes: everything on it ends at once. One that is gone stays so."""
+        self._lose(node_id, signal.SIGKILL)
+
+    def freeze(self, node_id: str) -> None:
+        """A machine stands still: connections stay open, and nothing answers."""
+        self._lose(node_id, signal.SIGSTOP)
+
+    def drain(self, node_id: str, *, seconds: float) -> None:
+        """Ray is told that the node goes in ``seconds``; nothing happens to it by that."""
+        drain_node(self.address, node_id, Notice(seconds=seconds, reason="chaos"))
+
+    def leftovers(self) -> list[str]:
+        """Living actors and placement groups, by name or id."""
+        state = self._cluster.global_state
+        actors = state.actor_table(None).values()
+        groups = state.placement_group_table().values()
+        return [
+            *(f"actor {a['Name'] or a['ActorID']}" for a in actors if a["State"] != "DEAD"),
+            *(f"slots {g['placement_group_id']}" for g in groups if g["state"] != "REMOVED"),
+        ]
+
+    def close(self) -> None:
+        """Leave no process."""
+        self.clear()
+        self._cluster.shutdown()
+
+    def _lose(self, node_id: str, number: int) -> None:
+        for node in [node for node in self._nodes if node.node_id == node_id]:
+            self._nodes.remove(node)
+            self._gone.append(node)
+            self._signal(node, number)
+
+    def _signal(self, node: Any, number: int) -> None:
+        """To the raylet first, which would else start others."""
+        raylet = raylet_of(node)
+        for pid in (raylet, *children_of(raylet)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+@contextmanager
+def sandbox(*, num_nodes: int, cpus_per_node: float) -> Iterator[Sandbox]:
+    """A sandbox for the body."""
+    box = Sandbox(num_nodes=num_nodes, cpus_per_node=cpus_per_node)
+    try:
+        yield box
+    finally:
+        box.close()
+
+
+def raylet_of(node: Any) -> int:
+    """Its pid; 0 when Ray knows of none any more."""
+    processes = node.all_processes.get("raylet", ())
+    return int(processes[0].process.pid) if processes else 0

@@ -1,0 +1,30 @@
+"""One fault of each class in one run: its worker, its node, its store, its driver; and it is the same run."""
+
+import pytest
+
+from raymega.chaos.faults import ChaosFault, parse_faults
+from tests.support.drills import PATIENT
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def test_run_lives_through_a_fault_of_each_class(drills, record_property):
+    faults = parse_faults("kill-worker@3,raise@snapshot:5,kill-node@6,kill-driver@7,disk-full@8")
+    verdict = drills(faults, *PATIENT)
+    assert verdict.faults == [], "; ".join(verdict.faults)
+    kinds = [each.strike.fault.kind for each in verdict.incidents]
+    assert kinds == ["kill-worker", "raise", "kill-node", "kill-driver", "disk-full"]
+    by_kind = {each.strike.fault.kind: each for each in verdict.incidents}
+    assert by_kind["kill-worker"].lost_steps <= 1
+    assert by_kind["raise"].source == by_kind["kill-worker"].source == "memory"
+    assert by_kind["kill-driver"].source == "store", "what is in memory ends with the driver"
+    assert {"kill-worker", "kill-node", "kill-driver"} <= set(verdict.sheet.by_cause)
+    assert sum(verdict.sheet.by_cause.values()) == pytest.approx(verdict.sheet.wall_s, rel=0.05)
+    record_property("by_cause", str(verdict.sheet.by_cause))
+
+
+def test_fault_whose_moment_never_comes_fails_the_drill(drills):
+    late = ChaosFault(kind="kill-worker", phase="step", at=1000)
+    verdict = drills([late], *PATIENT)
+    assert verdict.faults == ["the moment of kill-worker@1000 never came"]
+    assert verdict.comparison.num_equal == verdict.comparison.num_steps
