@@ -11,6 +11,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from raymega.errors import (
+    CommunicationError,
     ConfigError,
     DataError,
     Fault,
@@ -114,7 +115,8 @@ class FailurePolicy:
         if failure.exit_code in {kind.exit_code for kind in _HOPELESS}:
             return _give_up(f"{failure.error} comes again however often the run restarts")
         repeats = 1 + _count_equal_at_end(earlier, failure)
-        if failure.kind is FailureKind.RAISED and repeats >= MAX_EQUAL_ERRORS:
+        is_own = failure.error != CommunicationError.__name__  # else it is what others did to it
+        if failure.kind is FailureKind.RAISED and is_own and repeats >= MAX_EQUAL_ERRORS:
             return _give_up(f"the same error at step {failure.step}, {repeats} times in a row")
         number = _count_losses([*earlier, failure])
         if number > self.max_failures:

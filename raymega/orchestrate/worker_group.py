@@ -239,6 +239,7 @@ class RayWorkerGroup:
     def _on_warm(self, slot: Slot, _answer: None) -> list[Report]:
         slot.is_warm = True
         self._seat_when_all_are_there()
+        self._let_go_when_clear()
         return []
 
     def _bury(self, slot: Slot, error: RayActorError) -> list[Report]:
@@ -341,10 +342,15 @@ class RayWorkerGroup:
     # What workers are told, and what they say.
 
     def _let_go_when_clear(self) -> None:
-        """Workers start, once, when there is a place to meet and no node is still waited for."""
+        """Workers start, once, when there is a place to meet and nobody is still waited for.
+
+        Who meets waits no longer than for a collective, and lets go of nothing meanwhile: so nobody
+        begins before the last process has loaded.
+        """
         is_asking = bool(self._preflight and self._preflight.is_open)
         is_keeping = bool(self._keepers and self._keepers.pending())
-        if self._is_let_go or not self._rendezvous or is_asking or is_keeping:
+        is_loading = not all(slot.is_warm for slot in self._seated())
+        if self._is_let_go or not self._rendezvous or is_asking or is_keeping or is_loading:
             return
         self._is_let_go = True
         by_rank = sorted(self._seated(), key=lambda slot: slot.rank)

@@ -89,3 +89,9 @@ def test_give_up_error_has_the_exit_code_of_the_workers_when_the_error_is_any_ot
 def test_cause_names_rank_and_kind():
     assert died().cause == "rank 1 died: SIGKILL"
     assert died(rank=-1).cause == "a worker died: SIGKILL"
+
+
+def test_connections_that_others_broke_are_no_mistake_of_the_training_code():
+    policy = FailurePolicy(max_failures=100)
+    lost = raised(error="CommunicationError")
+    assert policy.decide([lost] * 5, lost).action is Action.RESTART
