@@ -49,6 +49,7 @@ from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
 from raymega.storage.open import apart_faults, folder_faults, local_path, open_store, store_faults
+from raymega.storage.patient import PatientStore
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
@@ -166,15 +167,21 @@ def train(
         RaymegaError: Anything else that ended it; the class tells the exit code.
     """
     plan, clock = make_plan(job), SystemClock()
-    store = open_store(run_uri(job))
+    store = PatientStore(open_store(run_uri(job)))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     me, duration_s = this_process(), job.elastic.lease_s
     with held(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
-        return _drive(plan, lease, address=address, sinks=sinks, choice=choice)
+        return _drive(plan, lease, address=address, sinks=sinks, choice=choice, entry=entry)
 
 
 def _drive(
-    plan: RunPlan, lease: Lease, *, address: str, sinks: Sequence[Sink], choice: Choice | None
+    plan: RunPlan,
+    lease: Lease,
+    *,
+    address: str,
+    sinks: Sequence[Sink],
+    choice: Choice | None,
+    entry: str,
 ) -> RunFinished:
     """The driver of a run that it holds."""
     job, clock, store = plan.job, SystemClock(), lease.store
