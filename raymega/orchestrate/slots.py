@@ -34,11 +34,13 @@ from raymega.orchestrate.placement import DOMAIN_LABEL, Place, Seat
 from raymega.orchestrate.ray_errors import is_true
 from raymega.orchestrate.worker import MAX_CONCURRENCY, Worker
 from raymega.plan.grid import Grid
+from raymega.plan.run_plan import RunPlan
 
 log = logging.getLogger(__name__)
 
 ABORT_PATIENCE_S = 2.0
 ANSWER_MARGIN_S = 1.0
+NAMED_AXES = ("tp", "pp", "dp")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -199,3 +201,10 @@ def kill(slots: Sequence[Slot]) -> None:
         if slot.actor is not None:
             ray.kill(slot.actor)
         slot.clear()
+
+
+def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
+    """Such as ``demo/a1/rank3-tp1-pp0-dp1``."""
+    coords = plan.grid.coords(rank)
+    axes = [f"{axis}{coords.on(axis)}" for axis in NAMED_AXES]
+    return "/".join((plan.job.run.name, f"a{attempt}", "-".join((f"rank{rank}", *axes))))

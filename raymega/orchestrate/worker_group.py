@@ -31,14 +31,13 @@ from raymega.orchestrate.placement import (
 )
 from raymega.orchestrate.preflight import Answer, Preflight
 from raymega.orchestrate.ray_errors import death_cause
-from raymega.orchestrate.slots import Slot, Slots, abort, kill
+from raymega.orchestrate.slots import Slot, Slots, abort, actor_name, kill
 from raymega.plan.replicas import memory_faults
 from raymega.plan.run_plan import RunPlan
 
 log = logging.getLogger(__name__)
 
 TRAIN_ENTRY = "raymega.train.entry"
-NAMED_AXES = ("tp", "pp", "dp")
 LONG_POLL_S = 1.0
 RESPAWN_S = 1.0
 """Pause before a process that died without a rank is replaced: its node may be dying too."""
@@ -395,10 +394,3 @@ class RayWorkerGroup:
             more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             ready = ready + more
         return [report for ref in ready for report in self._calls.meet(ref, self._bury)]
-
-
-def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
-    """Such as ``demo/a1/rank3-tp1-pp0-dp1``."""
-    coords = plan.grid.coords(rank)
-    axes = [f"{axis}{coords.on(axis)}" for axis in NAMED_AXES]
-    return "/".join((plan.job.run.name, f"a{attempt}", "-".join((f"rank{rank}", *axes))))
