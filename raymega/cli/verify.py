@@ -122,6 +122,11 @@ def _show_report(report: Report) -> None:
             f"not compared: {', '.join(report.undecided)}: the loss does not depend on them, so their "
             "gradient is rounding noise, by whose sign lion moves them"
         )
+    if isfinite(report.fp8_margin):
+        print(
+            f"smallest fp8 margin {report.fp8_margin:.1e} of the range: a deviation that is far smaller "
+            "rounds no number to another value in 8 bits"
+        )
     if report.is_same:
         worst = _worst(report)
         print(
@@ -206,6 +211,7 @@ def _verdict_object(report: Report) -> dict[str, object]:
         "limit": report.options.limit,
         "router_margin": report.router_margin if isfinite(report.router_margin) else None,
         "not_compared": list(report.undecided),
+        "fp8_margin": report.fp8_margin if isfinite(report.fp8_margin) else None,
         "largest": _deviation_object(_worst(report)) if has_any else None,
         "smallest_failing": _outcome_object(report.smallest) if report.smallest else None,
         "changes": [str(change) for change in report.shrunk.changes],

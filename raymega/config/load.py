@@ -115,6 +115,7 @@ class ParsedJob:
         """The same job with other values."""
         raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.raw.items()}
         faults = [fault for override in overrides for fault in _apply(raw, override)]
+        _spell_fp8_out(raw)
         parsed = parse_mapping(raw)
         return replace(parsed, faults=(*faults, *parsed.faults))
 
@@ -131,6 +132,7 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     if raw.get("parallel") == "auto":
         raw["parallel"] = {"layout": "auto"}
     faults = [fault for override in overrides for fault in _apply(raw, override)]
+    _spell_fp8_out(raw)
     for section, key in _PATHS:
         _make_absolute(raw.get(section), key)
     parsed = parse_mapping(raw)
@@ -204,6 +206,13 @@ def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
         section = section[name]
     section[field] = value
     return []
+
+
+def _spell_fp8_out(raw: dict[str, Any]) -> None:
+    """``precision.dtype: fp8`` is short for products in fp8 by rows, and bfloat16 for all else."""
+    precision = raw.get("precision")
+    if isinstance(precision, dict) and precision.get("dtype") == "fp8":
+        raw["precision"] = {"fp8": "rowwise", **precision, "dtype": "bfloat16"}
 
 
 def _bad_override(override: str, rule: str) -> Fault:

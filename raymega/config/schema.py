@@ -61,7 +61,19 @@ class PrecisionSection(Section):
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="Format of weights in compute and of activations. Masters, gradient sums, "
-        "softmax, norms and the loss are float32 or better.",
+        "softmax, norms and the loss are float32 or better. `fp8` is short for bfloat16 with "
+        "fp8=rowwise.",
+    )
+    fp8: Literal["none", "rowwise", "tensorwise"] = Field(
+        default="none",
+        description="Products of blocks' linear layers in 8 bits; embedding, head, router and experts "
+        "stay in dtype. rowwise: a scale for each token and each row of a weight; weight gradients stay in "
+        "dtype. tensorwise: a scale for each tensor of a micro-batch, weight gradients too, and a run with "
+        "another micro_batch_size is another run. A CPU computes the same numbers in float32, slower.",
+    )
+    fp8_end_blocks: NonNegative = Field(
+        default=1,
+        description="So many first and so many last blocks keep all products in dtype.",
     )
     loss_scale: PositiveFloat = Field(
         default=65536.0,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raymega.config.schema import MemorySection, ModelSection
+from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
 from raymega.model.block import Block
 from raymega.model.dropout import ResidualDropout
 from raymega.model.embedding import Embedding
@@ -35,9 +35,11 @@ from raymega.parallel.context import (
 from raymega.parallel.deferral import Deferral
 from raymega.parallel.dispatch import ExpertGroups, no_expert_groups
 from raymega.parallel.dropout import TokenKeys, row_keys
+from raymega.parallel.fp8_linear import Fp8
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
+from raymega.plan.fp8_rules import fp8_blocks
 from raymega.plan.stages import Stage
 from raymega.plan.tensors import stage_tensors
 
@@ -105,6 +107,7 @@ class StageModule(nn.Module):
         token_table: The embedding's weight, if this is the last stage and the first one is another
             on the same rank; a tied head uses it.
         is_fused: Compile what layers compute between matrix products.
+        precision: Which blocks multiply in fp8, and how; None is no block.
     """
 
     blocks_together = 0
@@ -124,6 +127,7 @@ class StageModule(nn.Module):
         experts: ExpertGroups | None = None,
         token_table: ShardedParameter | None = None,
         is_fused: bool = False,
+        precision: PrecisionSection | None = None,
     ) -> None:
         super().__init__()
         self.context = context or no_context()
@@ -147,7 +151,19 @@ class StageModule(nn.Module):
         self.has_random, self.has_experts = max(drawn) > 0, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
-        blocks = {str(i): make_block(factory, i, model, self.rope, experts) for i in stage.layers}
+        precision = precision or PrecisionSection()
+        self.fp8 = Fp8(by_row=precision.fp8 == "rowwise", micro=experts.micro, is_fused=is_fused)
+        in_fp8 = fp8_blocks(model.num_layers, precision)
+        blocks = {
+            str(i): make_block(
+                replace(factory, fp8=self.fp8 if i in in_fp8 else None),
+                i,
+                model,
+                self.rope,
+                experts,
+            )
+            for i in stage.layers
+        }
         self.embedding = Embedding(factory) if stage.is_first else None
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
         self.layers = nn.ModuleDict(blocks)

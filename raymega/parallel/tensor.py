@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
 from raymega.parallel.deferral import Deferral
+from raymega.parallel.fp8_linear import Fp8, Place, fp8_linear
 from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.sharding import make_spec
@@ -39,6 +40,7 @@ class ParameterFactory:
         experts: Which part of expert tensors this rank holds.
         deferral: Where linear layers leave weight gradients that are put off.
         is_fused: Layers let parallel.fusing compile what they compute between matrix products.
+        fp8: How linear layers multiply in 8 bits; None where they do not.
     """
 
     table: Mapping[str, GlobalTensor]
@@ -51,6 +53,7 @@ class ParameterFactory:
     experts: ExpertPlace = WHOLE_EXPERTS
     deferral: Deferral = field(default_factory=Deferral)
     is_fused: bool = False
+    fp8: Fp8 | None = None
 
     @property
     def tp(self) -> Group:
@@ -91,13 +94,16 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, factory: ParameterFactory, *names: str, adds_bias: bool = True) -> None:
         super().__init__()
         self.adds_bias = adds_bias
-        self.stream, self.deferral = factory.stream, factory.deferral
+        self.stream, self.deferral, self.fp8 = factory.stream, factory.deferral, factory.fp8
         self.weight = factory.make(*(f"{name}.weight" for name in names))
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, in] -> [S, B, out/tp]."""
         bias = self.bias if self.adds_bias else None
+        if self.fp8 is not None:
+            place = Place(fp8=self.fp8, stream=self.stream, outer=self.stream.tp)
+            return fp8_linear(x, self.weight, bias, place, self.deferral)
         return column_linear(x, self.weight, bias, self.stream, self.deferral)
 
 
@@ -106,14 +112,20 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
-        self.stream, self.deferral = factory.stream, factory.deferral
+        self.stream, self.deferral, self.fp8 = factory.stream, factory.deferral, factory.fp8
         self.weight = factory.make(f"{name}.weight")
         self.bias = factory.make_if_any(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S, B, in/tp] -> [S/sp, B, out]."""
-        y = self.stream.sum(_Linear.apply(x, self.weight, self.deferral))
+        y = self.stream.sum(self._term(x))
         return y if self.bias is None else y + self.bias
+
+    def _term(self, x: Tensor) -> Tensor:
+        if self.fp8 is None:
+            return _Linear.apply(x, self.weight, self.deferral)
+        place = Place(fp8=self.fp8, inner=self.stream.tp)
+        return fp8_linear(x, self.weight, None, place, self.deferral)
 
 
 class WholeLinear(nn.Module):
@@ -125,11 +137,13 @@ class WholeLinear(nn.Module):
 
     def __init__(self, factory: ParameterFactory, *names: str) -> None:
         super().__init__()
-        self.deferral = factory.deferral
+        self.deferral, self.fp8 = factory.deferral, factory.fp8
         self.weight = factory.make(*(f"{name}.weight" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, in] -> [S/sp, B, out]."""
+        if self.fp8 is not None:
+            return fp8_linear(x, self.weight, None, Place(fp8=self.fp8), self.deferral)
         return _Linear.apply(x.contiguous(), self.weight, self.deferral)
 
 

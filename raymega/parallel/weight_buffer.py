@@ -46,6 +46,8 @@ class WeightBuffer:
         fill: Callable[[ShardedParameter], None] = _keep,
     ) -> None:
         self._table, self._log = table, log or CommLog()
+        self.after_update: list[Callable[[], None]] = []
+        """Who is told that weights have changed."""
         self._flats: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
         for bucket in table.buckets:
@@ -79,6 +81,8 @@ class WeightBuffer:
         """This rank has updated what it owns: what it holds of others' is old."""
         self._is_old = any(bucket.level > Level.NONE for bucket in self._table.buckets)
         self._free(keep=())
+        for tell in self.after_update:
+            tell()
 
     def start_gather(self) -> None:
         """Begin to get the other ranks' parts, in the order of first use; nothing if none is old.

@@ -14,6 +14,7 @@ from math import ceil
 
 from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
 from raymega.plan.context import inner_ranks
+from raymega.plan.fp8_rules import NONE_IN_EIGHT, InEight, fp8_blocks, in_eight
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import DTYPE_BYTES
 from raymega.plan.tensors import FAMILY_TENSORS, FamilyTensors, embedding_tensors
@@ -25,7 +26,10 @@ MASK_BYTES = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationShape:
-    """What the bytes of one micro-batch on one rank depend on, beside the layers of its stage."""
+    """What the bytes of one micro-batch on one rank depend on, beside the layers of its stage.
+
+    ``eight`` are the products that blocks make in fp8, ``fp8_blocks`` the blocks that do; None is all.
+    """
 
     model: ModelSection
     parallel: ParallelSection
@@ -33,6 +37,8 @@ class ActivationShape:
     seq_len: int
     micro_batch_size: int
     dtype: str
+    eight: InEight = NONE_IN_EIGHT
+    fp8_blocks: range | None = None
 
     @property
     def family(self) -> FamilyTensors:
@@ -75,6 +81,15 @@ class ActivationShape:
         if not moe.num_experts:
             return 0
         return sum(map(moe.holds_experts, (*stage.layers, *self.further(stage))))
+
+    def kept_wide(self, stage: Stage) -> tuple[int, int]:
+        """How many of its blocks make no product in fp8 where others do: dense, with experts."""
+        if self.fp8_blocks is None:
+            return 0, 0
+        numbers = (*stage.layers, *self.further(stage))
+        kept = [number for number in numbers if number not in self.fp8_blocks]
+        with_experts = sum(map(self.model.moe.holds_experts, kept))
+        return len(kept) - with_experts, with_experts
 
     def remakes(self, part: str) -> bool:
         """Backward makes this part of every layer again."""
@@ -123,6 +138,10 @@ def activation_shape(job: Job) -> ActivationShape:
         seq_len=job.data.seq_len,
         micro_batch_size=job.schedule.micro_batch_size,
         dtype=job.precision.dtype,
+        eight=in_eight(job.precision),
+        fp8_blocks=None
+        if job.precision.fp8 == "none"
+        else fp8_blocks(job.model.num_layers, job.precision),
     )
 
 

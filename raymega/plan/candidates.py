@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from raymega.config.schema import Job, ParallelSection
 from raymega.plan.accelerators import Accelerator
+from raymega.plan.fp8_rules import goes_by_micro_batch
 from raymega.plan.unread_rules import settled
 
 MICRO_BATCH_SIZE = "schedule.micro_batch_size"
@@ -63,8 +64,8 @@ class Space:
     @property
     def _held(self) -> frozenset[str]:
         """``fixed``, and what any other value of would make it another run."""
-        routes_by_it = self.job.model.moe.goes_by_micro_batch
-        return self.fixed | {MICRO_BATCH_SIZE} if routes_by_it else self.fixed
+        is_held = goes_by_micro_batch(self.job)
+        return self.fixed | {MICRO_BATCH_SIZE} if is_held else self.fixed
 
     def mine(self, path: str) -> Any:
         """The job's own value."""

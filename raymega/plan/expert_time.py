@@ -34,18 +34,15 @@ class ExpertTime:
     travel_s: float
 
 
-def expert_time(
-    shape: ActivationShape, device: Accelerator, *, shared_s: float, is_8_bit: bool = False
-) -> ExpertTime:
+def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float) -> ExpertTime:
     """Of the experts of one block as ``shape`` cuts them.
 
     Args:
         shape: The layout.
         device: What the ranks are.
         shared_s: Kernels of the shared expert's forward, behind which tokens travel.
-        is_8_bit: Products in fp8.
     """
-    model, parallel = shape.model, shape.parallel
+    model, parallel, is_8_bit = shape.model, shape.parallel, shape.eight.experts
     num_held = model.moe.num_experts // parallel.ep
     rows, width = expert_rows(shape), model.width
     inner = model.expert_width / parallel.etp

@@ -6,17 +6,20 @@ works through them, is step_time's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape
 from raymega.plan.context_cost import shape_cost
 from raymega.plan.expert_time import ExpertTime, expert_time
+from raymega.plan.fp8_rules import NONE_IN_EIGHT
 from raymega.plan.hardware import fitted_hardware
 from raymega.plan.kernel_time import BACKWARD_ATTENTION, attention_s, matmul_s, memory_s
 from raymega.plan.link_time import all_reduce_s, make_span
 from raymega.plan.software import Software
+from raymega.plan.stages import Stage
 
 KERNELS_IN_A_BLOCK = 12
 """Launches of a forward beside products and attention; a backward has twice as many."""
@@ -60,21 +63,34 @@ class LayerTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTimes:
-    """A block of each kind; where a model has one kind only, both are that one's."""
+    """A block of each kind; where a model has one kind only, both are that one's.
+
+    ``wide`` are those that make no product in fp8, where others do.
+    """
 
     dense: LayerTime
     experts: LayerTime
+    wide: BlockTimes | None = None
+
+    def of_stage(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[int, LayerTime]]:
+        """How many blocks of each kind the stage has; those that predict further ahead are blocks."""
+        with_experts = shape.blocks_with_experts(stage)
+        dense = stage.num_layers + len(shape.further(stage)) - with_experts
+        if self.wide is not None:
+            kept, kept_experts = shape.kept_wide(stage)
+            dense, with_experts = dense - kept, with_experts - kept_experts
+            yield from ((kept, self.wide.dense), (kept_experts, self.wide.experts))
+        yield from ((dense, self.dense), (with_experts, self.experts))
 
 
-def block_times(
-    shape: ActivationShape, device: Accelerator, software: Software, *, is_8_bit: bool = False
-) -> BlockTimes:
+def block_times(shape: ActivationShape, device: Accelerator, software: Software) -> BlockTimes:
     """Of the kinds of block that the model has."""
-    times = partial(layer_time, shape, device, software, is_8_bit=is_8_bit)
-    if not shape.model.moe.num_experts:
-        dense = times()
-        return BlockTimes(dense=dense, experts=dense)
-    return BlockTimes(dense=times(), experts=times(has_experts=True))
+    times, wide = partial(layer_time, shape, device, software), None
+    if shape.fp8_blocks is not None:
+        wide = block_times(replace(shape, eight=NONE_IN_EIGHT, fp8_blocks=None), device, software)
+    dense = times()
+    experts = times(has_experts=True) if shape.model.moe.num_experts else dense
+    return BlockTimes(dense=dense, experts=experts, wide=wide)
 
 
 def layer_time(
@@ -82,17 +98,18 @@ def layer_time(
     device: Accelerator,
     software: Software,
     *,
-    is_8_bit: bool = False,
     has_experts: bool = False,
 ) -> LayerTime:
     """Of one block as ``shape`` cuts it."""
     inner_width = shape.model.moe.shared_width if has_experts else shape.model.ffn_width
-    product_s = partial(matmul_s, device, is_8_bit=is_8_bit, element=shape.element)
+    eight = shape.eight
+    product_s = partial(matmul_s, device, is_8_bit=eight.linears, element=shape.element)
+    weights_s = partial(matmul_s, device, is_8_bit=eight.weight_gradients, element=shape.element)
     inner = _inner_products(shape, inner_width)
     products = [*_attention_products(shape), *inner]
     forward = sum(product_s(*sizes) for sizes in products)
     backward = sum(
-        product_s(rows, columns, inner) + product_s(inner, rows, columns)
+        product_s(rows, columns, inner) + weights_s(inner, rows, columns)
         for rows, inner, columns in products
     )
     attention, attention_backward = _attention(shape, device, software)
@@ -101,7 +118,7 @@ def layer_time(
     experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
     if has_experts:
         shared_s = sum(product_s(*sizes) for sizes in inner)
-        experts = expert_time(shape, device, shared_s=shared_s, is_8_bit=is_8_bit)
+        experts = expert_time(shape, device, shared_s=shared_s)
     return LayerTime(
         forward_s=forward + attention + others + launches + experts.forward_s,
         backward_s=backward + attention_backward + 2 * (others + launches) + experts.backward_s,
@@ -215,7 +232,10 @@ def _tensor_parallel_s(
     sends as much in other halves."""
     span = make_span(device, size=shape.parallel.tp, stride=1)
     once = all_reduce_s(device, span, shape.tokens * shape.model.width * shape.element)
-    return num_layers * once * (1 - software.hides_tensor_parallel)
+    once *= 1 - software.hides_tensor_parallel
+    if shape.eight.reduces_rows:  # a number a token, before the product whose inner size is cut
+        once += all_reduce_s(device, span, shape.tokens * 4)
+    return num_layers * once
 
 
 def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:

@@ -39,7 +39,7 @@ def pipeline_elements(plan: RunPlan) -> tuple[Elements, ...]:
     placement = plan.placement
     return tuple(
         rank_elements(
-            plan.job.model,
+            plan.job,
             [plan.stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)],
             plan.grid,
         )

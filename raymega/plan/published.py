@@ -17,6 +17,7 @@ from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, PlanError
 from raymega.plan.accelerators import CATALOGUE, Accelerator
 from raymega.plan.flops import flops_per_token
+from raymega.plan.fp8_rules import ALL_IN_EIGHT, NONE_IN_EIGHT, InEight
 from raymega.plan.memory_use import RESERVED_BYTES, memory_use
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.software import Software
@@ -59,7 +60,7 @@ class PublishedRun:
         candidates: Plans that agree with everything the row states; several where it leaves the
             micro-batch, the chunks or recompute open.
         software: How the system worked.
-        is_8_bit: Matrix products in fp8.
+        eight: Matrix products in fp8.
         iter_s: Published seconds of a step, or what follows from the FLOP/s; 0 when it printed none.
         tflops: Published FLOP/s of a GPU in units of 1e12, by the source's own count; 0 for none.
         memory_gib: Published peak of the allocator, which counts in units of 2**30 whatever it is
@@ -74,7 +75,7 @@ class PublishedRun:
     num_gpus: int
     candidates: tuple[RunPlan, ...]
     software: Software
-    is_8_bit: bool
+    eight: InEight
     iter_s: float
     tflops: float
     memory_gib: float
@@ -124,7 +125,7 @@ def published_run(row: Row) -> PublishedRun:
         num_gpus=int(_number(row, "n_gpus")),
         candidates=candidates,
         software=_software(row),
-        is_8_bit="fp8" in row["precision"],
+        eight=ALL_IN_EIGHT if "fp8" in row["precision"] else NONE_IN_EIGHT,
         iter_s=_number(row, "iter_s") or _derived_s(row, candidates),
         tflops=_number(row, "tflops_per_gpu"),
         memory_gib=_noted(row, "mem_gib") or _noted(row, "mem_gb"),
@@ -164,7 +165,7 @@ def compare(run: PublishedRun, device: Accelerator) -> Comparison:
     fitting = [plan for plan in run.candidates if _needs(plan) <= device.memory_bytes]
 
     def seconds(plan: RunPlan) -> float:
-        return step_time(plan, device, run.software, is_8_bit=run.is_8_bit).total_s
+        return step_time(plan, device, run.software, eight=run.eight).total_s
 
     plan = min(fitting or run.candidates, key=seconds)
     iter_s = seconds(plan)

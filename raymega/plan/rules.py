@@ -21,6 +21,7 @@ from raymega.plan.context_rules import (
     weight_dropout_faults,
 )
 from raymega.plan.elastic_rules import min_workers_faults, spares_faults
+from raymega.plan.fp8_rules import FP8_CHECKS
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.head_rules import HEAD_CHECKS
 from raymega.plan.levels import SHARDING_FIELDS, sharding_group_faults
@@ -300,7 +301,10 @@ RULES = (
         check=lr_schedule_faults,
     ),
     Rule(reads=("data.packing", "data.seq_len", "data.document_multiple"), check=packing_faults),
-    *(Rule(reads=reads, check=check) for reads, check in DOCUMENT_CHECKS + HEAD_CHECKS),
+    *(
+        Rule(reads=reads, check=check)
+        for reads, check in DOCUMENT_CHECKS + HEAD_CHECKS + FP8_CHECKS
+    ),
     Rule(reads=("data.packing", "model.attention_dropout"), check=packed_dropout_faults),
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job, ModelSection
+from raymega.plan.fp8_rules import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.levels import Level, level_of, sharers
 from raymega.plan.optimizer_state import kinds_of
@@ -24,7 +25,8 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class StateSize:
     """What one rank holds: elements, and bytes by part.
 
-    ``num_owned`` of the ``num_parameters`` are those that the rank updates. ``master_bytes`` is 0
+    ``num_owned`` of the ``num_parameters`` are those that the rank updates. ``weight_bytes`` are with
+    copies in fp8. ``master_bytes`` is 0
     when the compute format is already float32 or better, because the optimizer then works on the
     weights themselves. ``passing_bytes`` are of sharded weights that are gathered for a use, and of
     sharded gradients of one micro-batch: two units of the model each, one at work and one on its way.
@@ -62,6 +64,7 @@ class Elements:
         tables: Of ``dense`` those of embeddings and heads.
         block: Of the largest block what such a level gathers.
         end: The same of the larger one of embedding and head.
+        in_fp8: Of ``dense`` those that linear layers multiply with in fp8.
     """
 
     dense: int = 0
@@ -71,6 +74,7 @@ class Elements:
     tables: int = 0
     block: int = 0
     end: int = 0
+    in_fp8: int = 0
 
     @property
     def total(self) -> int:
@@ -92,6 +96,7 @@ class Elements:
             tables=self.tables + times * other.tables,
             block=max(self.block, other.block),
             end=max(self.end, other.end),
+            in_fp8=self.in_fp8 + times * other.in_fp8,
         )
 
 
@@ -101,34 +106,36 @@ def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -
     With a sharded optimizer each of the ranks with the same parameters keeps its part of masters and
     moments, and all of weights and gradients.
     """
-    return state_of(job, rank_elements(job.model, stages, grid, tp_rank=tp_rank), grid)
+    return state_of(job, rank_elements(job, stages, grid, tp_rank=tp_rank), grid)
 
 
-def rank_elements(
-    model: ModelSection, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0
-) -> Elements:
+def rank_elements(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
     """Elements that a rank with ``stages`` holds; blocks of one kind are counted once."""
-    found = Elements()
+    found, model = Elements(), job.model
+    in_fp8 = fp8_blocks(model.num_layers, job.precision)
     for stage in stages:
         if stage.is_first or stage.is_last:
             ends = _elements(stage_tensors(model, replace(stage, num_layers=0)), grid, tp_rank)
             # A rank with both has each as a unit of its own, or one table that both use.
             are_two = stage.is_first and stage.is_last and not model.is_embedding_tied
             found = found.plus(replace(ends, end=(ends.dense - ends.small) // (1 + are_two)))
-    for layer, times in block_kinds(model, stages).items():
+    for (layer, is_in_fp8), times in _block_kinds(model, stages, in_fp8).items():
         block = _elements(layer_tensors(model, layer), grid, tp_rank)
-        size = block.dense - block.small + block.experts
-        found = found.plus(replace(block, block=size), times=times)
+        matrices = block.dense - block.small
+        block = replace(block, block=matrices + block.experts, in_fp8=matrices if is_in_fp8 else 0)
+        found = found.plus(block, times=times)
     return found
 
 
-def block_kinds(model: ModelSection, stages: Sequence[Stage]) -> dict[int, int]:
-    """One layer of each kind that is there (with experts, without), and how many are like it."""
-    first: dict[bool, int] = {}
-    counts: Counter[int] = Counter()
-    for stage in stages:
-        for layer in stage.layers:
-            counts[first.setdefault(model.moe.holds_experts(layer), layer)] += 1
+def _block_kinds(
+    model: ModelSection, stages: Sequence[Stage], in_fp8: range
+) -> dict[tuple[int, bool], int]:
+    """One layer of each kind that is there (with experts, in fp8), and how many are like it."""
+    first: dict[tuple[bool, bool], int] = {}
+    counts: Counter[tuple[int, bool]] = Counter()
+    for layer in (layer for stage in stages for layer in stage.layers):
+        kind = model.moe.holds_experts(layer), layer in in_fp8
+        counts[first.setdefault(kind, layer), kind[1]] += 1
     return dict(counts)
 
 
@@ -161,10 +168,12 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     if level == Level.PARAMETERS and passing:
         gathered = matrices + held.small
         passing += held.pair * compute
+    # Rows and columns of a weight are multiplied, each by its own copy; without one where it is gathered.
+    copies = 2 * held.in_fp8 if level < Level.PARAMETERS or not passing else 0
     return StateSize(
         num_parameters=held.total,
         num_owned=owned + owned_wide,
-        weight_bytes=gathered * compute + held.wide * full,
+        weight_bytes=gathered * compute + held.wide * full + copies,
         gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
         moment_bytes=_moments(job.optimizer.name, held, owned + owned_wide, ranks) * full,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from raymega.config.schema import Job
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape, activation_shape
+from raymega.plan.fp8_rules import InEight
 from raymega.plan.kernel_time import memory_s
 from raymega.plan.layer_time import BlockTimes, block_times, embedding_time, head_time, join_time
 from raymega.plan.link_time import gather_s, make_span, message_s
@@ -92,16 +93,18 @@ def step_time(
     device: Accelerator,
     software: Software = RAYMEGA,
     *,
-    is_8_bit: bool = False,
+    eight: InEight | None = None,
     known: Known | None = None,
 ) -> StepTime:
     """Of a step of ``plan``'s batch by closed forms, (pp - 1) / (v m) for the bubble.
 
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
+    ``eight`` are products in fp8 of all blocks, where the job itself says nothing of it.
     """
     job, grid, placement = plan.job, plan.grid, plan.placement
     shape = activation_shape(job)
-    blocks = known.blocks if known else block_times(shape, device, software, is_8_bit=is_8_bit)
+    shape = replace(shape, eight=eight) if eight else shape
+    blocks = known.blocks if known else block_times(shape, device, software)
     stages = _stage_times(plan, shape, blocks, device)
     ranks = [
         [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)]
@@ -114,7 +117,7 @@ def step_time(
     messages = _messages_s(job, shape, device, software)
     traffic = sum(chunk.tensor_parallel_s for chunk in busiest)
     experts = sum(chunk.experts_s for chunk in busiest)
-    held = known.first_elements if known else rank_elements(job.model, plan.stages_of(0), grid)
+    held = known.first_elements if known else rank_elements(job, plan.stages_of(0), grid)
     state = state_of(job, held, grid)
     fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=placement.chunks)
     alone = StepTime(
@@ -158,10 +161,11 @@ def _stage_times(
     plan: RunPlan, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
 ) -> list[StageTime]:
     """Of every stage; like stages are counted once."""
-    known: dict[tuple[int, int, bool, bool], StageTime] = {}
+    known: dict[tuple[object, ...], StageTime] = {}
     found = []
     for stage in plan.stages:
-        kind = stage.num_layers, shape.blocks_with_experts(stage), stage.is_first, stage.is_last
+        ends = stage.is_first, stage.is_last
+        kind = (stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends)
         if kind not in known:
             known[kind] = stage_time(stage, shape, blocks, device)
         found.append(known[kind])
@@ -182,12 +186,9 @@ def stage_time(
 ) -> StageTime:
     """Its blocks and, at the ends, embedding and head."""
     passes = 3 if shape.memory.recompute == "full" else 2
-    with_experts, further = shape.blocks_with_experts(stage), len(shape.further(stage))
+    further = len(shape.further(stage))
     forward = backward = traffic = experts = 0.0
-    for number, block in (
-        (stage.num_layers + further - with_experts, blocks.dense),
-        (with_experts, blocks.experts),
-    ):
+    for number, block in blocks.of_stage(shape, stage):
         once, once_backward = block.pass_s(shape.memory.recompute)
         forward, backward = forward + number * once, backward + number * once_backward
         traffic += number * passes * (block.tensor_parallel_s + block.context_parallel_s)

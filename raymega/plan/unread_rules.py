@@ -98,6 +98,11 @@ PARTNERS: Mapping[str, Partner] = {
     "parallel.cp_inner": HYBRID,
     "parallel.cp_method": CONTEXT,
     "parallel.dispatch": EXPERTS_APART,
+    "precision.fp8_end_blocks": Partner(
+        reads=("precision.fp8",),
+        holds=lambda recipe: recipe != "none",
+        words="precision.fp8=rowwise or tensorwise",
+    ),
     "precision.loss_scale": FLOAT16,
     "precision.loss_scale_hysteresis": FLOAT16,
     "precision.loss_scale_window": FLOAT16,

@@ -150,9 +150,7 @@ def build_parts(
     )
     gradients = GradBuffer(table, groups, log=comm_log)
     weights = WeightBuffer(table, log=comm_log)
-    for module in modules:
-        module.before_use = weights.wait_for
-        module.are_weights_passing = weights.has_parts_only
+    _hand_out(weights, modules)
     return Parts(
         plan=plan,
         coords=coords,
@@ -206,10 +204,20 @@ def _build_modules(
                 experts=experts,
                 token_table=first.tokens.weight if first is not None else None,
                 is_fused=job.run.kernels == "compile" and can_fuse(device),
+                precision=job.precision,
             )
         )
         modules[-1].recompute(job.memory)
     return modules
+
+
+def _hand_out(weights: WeightBuffer, modules: Sequence[StageModule]) -> None:
+    """Modules ask for weights before they use them, and are told when these have changed."""
+    for module in modules:
+        module.before_use = weights.wait_for
+        module.are_weights_passing = weights.has_parts_only
+        module.fp8.copies.is_kept = not weights.has_parts_only
+        weights.after_update.append(module.fp8.copies.forget)
 
 
 def _parameters_by_chunk(

@@ -49,12 +49,13 @@ class Block:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
     """What one rank brings back; ``router_margin`` is by how much its closest choice of an expert was
-    won, infinite where none was made.
+    won, ``fp8_margin`` how near a number came to another rounding, infinite where there was none.
     """
 
     curve: tuple[StepValues, ...]
     blocks: Iterable[Block]
     router_margin: float = inf
+    fp8_margin: float = inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,7 @@ class Reference:
     state_sizes: Mapping[str, float]
     router_margin: float = inf
     undecided: frozenset[str] = frozenset()
+    fp8_margin: float = inf
 
     def scale(self, step: int, name: str) -> float:
         """What a deviation of the tensor after ``step`` is divided by."""
@@ -113,7 +115,8 @@ def make_reference(result: RankResult) -> Reference:
             sizes[kind] = max(sizes[kind], float(np.abs(values).max()))
     return Reference(
         curve=result.curve, tensors=tensors, state_sizes=dict(sizes),
-        router_margin=result.router_margin, undecided=_undecided(tensors, sizes),
+        router_margin=result.router_margin, fp8_margin=result.fp8_margin,
+        undecided=_undecided(tensors, sizes),
     )  # fmt: skip
 
 

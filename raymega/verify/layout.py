@@ -11,6 +11,7 @@ from itertools import permutations, product
 from typing import Any, get_args
 
 from raymega.config.schema import Job, MemorySection, ParallelSection, RunSection, ScheduleSection
+from raymega.plan.fp8_rules import goes_by_micro_batch
 from raymega.plan.grid import AXES
 from raymega.plan.placement import EVEN_ONLY, KINDS, LAYER
 from raymega.plan.rules import job_faults
@@ -308,14 +309,14 @@ def layout_of(job: Job) -> Layout:
 def reference_layout(job: Job) -> Layout:
     """One rank that takes the whole batch at once: nothing is cut, sent or accumulated.
 
-    Where routing goes by the tokens of a micro-batch, the batch is in micro-batches as the job says.
+    Where routing or scales go by the tokens of a micro-batch, the batch is in micro-batches as the job says.
     """
     return Layout(micro_batch_size=fixed_size(job) or job.data.global_batch_size)
 
 
 def fixed_size(job: Job) -> int:
     """Samples of a micro-batch where another number would be another run, else 0."""
-    return job.schedule.micro_batch_size if job.model.moe.goes_by_micro_batch else 0
+    return job.schedule.micro_batch_size if goes_by_micro_batch(job) else 0
 
 
 def with_layout(job: Job, layout: Layout) -> Job:

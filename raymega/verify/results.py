@@ -33,6 +33,7 @@ def read_result(folder: Path, rank: int) -> RankResult:
         curve=tuple(StepValues(**values) for values in index["curve"]),
         blocks=_Blocks(path=path, index=index["blocks"]),
         router_margin=index["router_margin"],
+        fp8_margin=index["fp8_margin"],
     )
 
 

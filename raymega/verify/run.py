@@ -65,7 +65,8 @@ class Report:
 
     ``smallest`` is the smallest layout found to fail. ``router_margin`` is by how much the closest
     choice of an expert was won on one rank: below rounding, a layout may choose another one. Infinite
-    without experts. Weights that are ``undecided`` were not compared: see Reference.
+    without experts. ``fp8_margin`` is the same of roundings to 8 bits. Weights that are ``undecided``
+    were not compared: see Reference.
     """
 
     shrunk: Shrunk
@@ -74,6 +75,7 @@ class Report:
     smallest: Outcome | None
     router_margin: float
     undecided: tuple[str, ...]
+    fp8_margin: float
     seconds: float
 
     @property
@@ -141,6 +143,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         smallest=smallest,
         router_margin=reference.router_margin,
         undecided=tuple(sorted(reference.undecided)),
+        fp8_margin=reference.fp8_margin,
         seconds=time.monotonic() - began,
     )
 

@@ -233,6 +233,9 @@ def _keep_layers(draft: _Draft, most: int) -> None:
     model = draft.job().model
     layers = min(model.num_layers, most - model.num_layers % 2)
     draft.set("model.num_layers", layers)
+    if draft.job().precision.fp8 != "none":
+        end_blocks = min(draft.job().precision.fp8_end_blocks, (layers - 1) // 2)
+        draft.set("precision.fp8_end_blocks", end_blocks, "some block must be left for fp8")
     if model.moe.num_experts and not any(map(model.moe.holds_experts, range(layers))):
         draft.set("model.moe.first_dense_layers", 1)
         draft.set("model.moe.every", min(model.moe.every, 2))

@@ -51,6 +51,8 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
         sharers=group_size(parallel),
     )
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
+    for module in parts.modules:
+        module.fp8.margin.is_watched = world_size == 1
     _train(parts, steps, folder, rank)
     parts.weights.wait_for_all()
     close_world()
@@ -71,6 +73,7 @@ def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
         "curve": [asdict(values) for values in curve],
         "blocks": blocks,
         "router_margin": parts.routers.smallest_margin,
+        "fp8_margin": min(module.fp8.margin.smallest for module in parts.modules),
     }
     with result_path(folder, rank).open("wb") as file:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)

@@ -552,6 +552,39 @@ MUTATIONS: tuple[Mutation, ...] = (
         layout=Layout(tp=2),
         job=LION,
     ),
+    # fp8: scales that know a layout.
+    Mutation(
+        name="a token's scale is that of its features on this rank",
+        file="parallel/fp8_linear.py",
+        old="_largest_over(x, cut if self.by_row else self.micro, by_row=self.by_row)",
+        new="_largest_over(x, None if self.by_row else self.micro, by_row=self.by_row)",
+        layout=Layout(tp=2),
+        job=("precision.fp8=rowwise", "precision.fp8_end_blocks=0"),
+    ),
+    Mutation(
+        name="a tensor's scale is that of this rank's tokens",
+        file="parallel/fp8_linear.py",
+        old="_largest_over(x, cut if self.by_row else self.micro, by_row=self.by_row)",
+        new="_largest_over(x, cut, by_row=self.by_row)",
+        layout=Layout(cp=2, micro_batch_size=2),
+        job=("precision.fp8=tensorwise", "precision.fp8_end_blocks=0"),
+    ),
+    Mutation(
+        name="a weight's columns are scaled by what this rank has of them",
+        file="parallel/fp8_linear.py",
+        old="lambda: self._of_weight(turned.contiguous(), place.outer)",
+        new="lambda: self._of_weight(turned.contiguous(), None)",
+        layout=Layout(tp=2),
+        job=("precision.fp8=rowwise", "precision.fp8_end_blocks=0"),
+    ),
+    Mutation(
+        name="blocks that stay wide are counted from each stage's own begin",
+        file="model/stage.py",
+        old="fp8=self.fp8 if i in in_fp8 else None",
+        new="fp8=self.fp8 if i - stage.layers[0] in in_fp8 else None",
+        layout=Layout(pp=2),
+        job=("model.num_layers=4", "precision.fp8=rowwise"),
+    ),
     # Latents, and tokens further ahead.
     Mutation(
         name="gradients of the keys that all heads share are not summed",

@@ -23,10 +23,10 @@ def make_stream(tp: Group | None = None, *, is_sequence_parallel=False) -> Strea
     return Stream(tp=tp or make_group(), is_sequence_parallel=is_sequence_parallel)
 
 
-def make_factory(tensors, *, stream=None, dtype=torch.float64) -> ParameterFactory:
+def make_factory(tensors, *, stream=None, dtype=torch.float64, fp8=None) -> ParameterFactory:
     table = {tensor.name: tensor for tensor in tensors}
     stream = stream or make_stream()
-    return ParameterFactory(table=table, stream=stream, dtype=dtype, device=CPU, seed=7)
+    return ParameterFactory(table=table, stream=stream, dtype=dtype, device=CPU, seed=7, fp8=fp8)
 
 
 def make_model_factory(model, **options) -> ParameterFactory:

@@ -52,11 +52,11 @@ def test_parameters_and_operations_are_those_that_are_printed_of_mixtral():
 
 def test_state_is_cut_by_ep_and_etp_and_shared_out_over_edp():
     alone, cut = plan(tp=2, dp=4), plan(tp=2, dp=4, ep=4, etp=1)
-    whole, held = (rank_elements(p.job.model, p.stages, p.grid) for p in (alone, cut))
+    whole, held = (rank_elements(p.job, p.stages, p.grid) for p in (alone, cut))
     assert held.dense == whole.dense and held.wide == whole.wide == 32 * 8 * 4096
     assert held.experts == whole.experts / 4
     both = plan(tp=2, dp=4, ep=2, etp=2)
-    assert rank_elements(both.job.model, both.stages, both.grid).experts == held.experts
+    assert rank_elements(both.job, both.stages, both.grid).experts == held.experts
 
 
 def test_a_group_that_does_not_fill_its_tile_costs_a_whole_one():
