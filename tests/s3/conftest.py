@@ -1,12 +1,13 @@
-"""One Ceph for all tests of the folder, where its Debian packages are installed."""
+"""One Ceph for all tests of the folder, where its Debian packages are installed, and one Swift."""
 
 import pytest
 
+from tests.support import swift_server
 from tests.support.ceph_server import PACKAGES, CephServer, missing_programs
 from tests.support.s3_server import BUCKET, environment, exported, raw_client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ceph(tmp_path_factory):
     if missing := missing_programs():
         pytest.skip(f"{', '.join(missing)} not installed; apt-get install {PACKAGES}")
@@ -15,6 +16,21 @@ def ceph(tmp_path_factory):
         server.start()
         with exported(environment(server.endpoint)):
             raw_client(server.endpoint).create_bucket(Bucket=BUCKET)
+            yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def swift(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swift")
+    if not swift_server.has_extended_attributes(folder):
+        pytest.skip("files of the temporary folder cannot have extended attributes")
+    server = swift_server.SwiftServer(folder)
+    try:
+        server.start()
+        with exported(environment(server.endpoint, *server.keys)):
+            raw_client(server.endpoint, *server.keys).create_bucket(Bucket=BUCKET)
             yield server
     finally:
         server.stop()

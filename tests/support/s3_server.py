@@ -16,11 +16,13 @@ ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "planted-secret-0123456789"
 BUCKET = "runs"
 
 
-def environment(endpoint: str) -> dict[str, str]:
+def environment(
+    endpoint: str, access_key: str = ACCESS_KEY, secret_key: str = SECRET_KEY
+) -> dict[str, str]:
     """What a process needs to find the service; nothing of the machine's own AWS settings."""
     return {
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ACCESS_KEY_ID": access_key,
+        "AWS_SECRET_ACCESS_KEY": secret_key,
         "AWS_ENDPOINT_URL_S3": endpoint,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -60,13 +62,13 @@ def moto_server(bucket: str = BUCKET) -> Iterator[str]:
         process.wait(10)
 
 
-def raw_client(endpoint: str):
+def raw_client(endpoint: str, access_key: str = ACCESS_KEY, secret_key: str = SECRET_KEY):
     """A client beside the code under test."""
     return boto3.session.Session().client(
         "s3",
         endpoint_url=endpoint,
-        aws_access_key_id=ACCESS_KEY,
-        aws_secret_access_key=SECRET_KEY,
+        aws_access_key_id=access_key,
+        aws_secret_access_key=secret_key,
         region_name="us-east-1",
     )
 

@@ -25,12 +25,12 @@ def blocks_of_step(step):
     return blocks
 
 
-def write_step(store, step, *, attempt=1, limits=FILES, near=NO_NEAR_TIER):
+def write_step(store, step, *, attempt=1, limits=FILES, near=NO_NEAR_TIER, patience=NO_WAIT):
     """The report of a save."""
     shards = []
     writer = CheckpointWriter(
         store, rank=0, attempt=attempt, report=shards.append, limits=limits,
-        patience=NO_WAIT, near=near,
+        patience=patience, near=near,
     )  # fmt: skip
     writer.save(step, blocks_of_step(step), {**STATE, "step": step})
     assert writer.wait()
@@ -43,9 +43,9 @@ def make_manifest(shard, *, attempt=1):
     )
 
 
-def save_step(store, step, *, attempt=1, limits=FILES, near=NO_NEAR_TIER):
+def save_step(store, step, *, attempt=1, **options):
     """A committed checkpoint of ``step``."""
-    shard = write_step(store, step, attempt=attempt, limits=limits, near=near)
+    shard = write_step(store, step, attempt=attempt, **options)
     assert shard.error == ""
     manifest = make_manifest(shard, attempt=attempt)
     commit(store, manifest)
