@@ -13,7 +13,7 @@ FunctionField = Literal[
     "family", "norm_eps", "rope_base", "rope_scaling", "rope_factor", "rope_low_freq_factor",
     "rope_high_freq_factor", "rope_original_positions", "rope_mscale", "rope_mscale_all_features", "moe.top_k", "moe.score",
     "moe.is_normalised", "moe.scaling", "moe.num_groups", "moe.top_groups", "moe.group_score",
-    "moe.capacity_factor", "moe.drop_by",
+    "moe.capacity_factor", "moe.drop_by", "mup_base_width",
 ]  # fmt: skip
 """Fields of the model that change what it computes, but no tensor's shape."""
 

@@ -42,6 +42,12 @@ class ModelSection(Section):
         description="Standard deviation of initial weights; divided by sqrt(2 * num_layers) for "
         "the two projections that write to the residual stream.",
     )
+    mup_base_width: NonNegative = Field(
+        default=0,
+        description="muP: width of a narrower model whose learning rates and init_std this one takes over. "
+        "Matrices' init_std and rates, and the logits, are scaled by width / mup_base_width; 0 scales "
+        "nothing.",
+    )
     norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
     rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
     rope_scaling: Literal["none", "llama3", "yarn"] = Field(
@@ -109,6 +115,11 @@ class ModelSection(Section):
     mtp_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.3, description="Weight in the training loss of the mean of their losses."
     )
+
+    @property
+    def width_ratio(self) -> float:
+        """How many times as wide as muP's base model it is; 1 without muP."""
+        return self.width / self.mup_base_width if self.mup_base_width else 1.0
 
     @property
     def kv_heads(self) -> int:

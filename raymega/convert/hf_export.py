@@ -137,7 +137,10 @@ def _values(
             parts = [read_tensor(store, manifest, saved[part.name]) for part in tensor.parts]
             stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
         rows = stack[tensor.expert] if tensor.expert >= 0 else stack[: tensor.num_rows]
-        values = recast(rows, saved[tensor.parts[0].name][0].dtype, target)
+        source = saved[tensor.parts[0].name][0].dtype
+        if tensor.divisor != 1.0:
+            rows, source = recast(rows, source, "float64") / tensor.divisor, "float64"
+        values = recast(rows, source, target)
         if target == "float16" and not np.isfinite(values).all():
             raise CheckpointError(_too_large(tensor))
         yield values.T if tensor.is_transposed else values

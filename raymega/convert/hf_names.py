@@ -82,6 +82,8 @@ class HfTensor:
         is_transposed: Theirs is the stack's transpose.
         num_rows: Rows of the stack that they have: padded ones are ours alone.
         expert: Theirs is this expert's of ours, which has all of them along dim 0; -1 where it is not.
+        divisor: Theirs is so many times smaller: a last norm has muP's factor of the logits, for which
+            their models have no place.
     """
 
     name: str
@@ -89,6 +91,7 @@ class HfTensor:
     is_transposed: bool
     num_rows: int
     expert: int = -1
+    divisor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,11 +169,13 @@ def _hf_tensor(
 ) -> HfTensor:
     tensors = tuple(ours[part] for part in parts)
     is_linear = ".attn." in name or ".mlp." in name
+    is_last_norm = parts[0].split(".")[-2] == "final_norm"
     return HfTensor(
         name=name,
         parts=tensors,
         is_transposed=model.family == "gpt2" and is_linear and name.endswith(".weight"),
         num_rows=model.vocab_size if parts[0] in TABLES else sum(t.shape[0] for t in tensors),
+        divisor=model.width_ratio if is_last_norm else 1.0,
     )
 
 

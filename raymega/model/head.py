@@ -42,6 +42,7 @@ class Head(nn.Module):
         self.further: nn.Module | None = None
         self.norm = norm
         self.weight = weight
+        self.logit_scale = 1 / model.width_ratio  # muP
         self.stream = factory.stream
         self.deferral = factory.deferral
 
@@ -72,4 +73,6 @@ class Head(nn.Module):
         return (losses * mask.t().to(losses.dtype)).sum()
 
     def _padded_logits(self, x: Tensor) -> Tensor:
+        if self.logit_scale != 1.0:
+            x = x * self.logit_scale
         return column_linear(x, self.weight, None, self.stream, self.deferral)

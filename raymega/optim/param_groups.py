@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection, OptimizerSection
+from raymega.plan.optimizer_state import update_of
 from raymega.plan.tensors import GlobalTensor, Role
+
+WIDTH_POWERS = {"adamw": (-1.0, 0.0), "lion": (-1.0, 0.0), "muon": (-0.5, 0.0), "sgd": (0.0, 1.0)}
+"""muP: with which power of the width's ratio the rates of matrices, and of all others, grow.
+
+Of AdamW and SGD as in table 8 of Yang and Hu et al. 2022; Lion's update is of one size whatever the
+gradient's, as AdamW's is. Muon's has the spectral norm 0.2 sqrt(max(rows, columns)), which must not grow.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,14 +28,16 @@ class Rates:
 
 
 def rates_of(tensor: GlobalTensor, optimizer: OptimizerSection, model: ModelSection) -> Rates:
-    """The rates of ``tensor`` in a model of ``model``'s depth.
+    """The rates of ``tensor`` in a model of ``model``'s depth and width.
 
     A norm's weights and all biases are never decayed; tables only when the job says so.
     """
     peak = _peak(tensor.role, optimizer)
     layers = optimizer.layer_lr_decay ** _layers_above(tensor, model.num_layers)
+    of_matrix, of_other = WIDTH_POWERS[update_of(optimizer.name, tensor.role)]
+    width = model.width_ratio ** (of_matrix if tensor.role == "matrix" else of_other)
     return Rates(
-        lr_scale=layers * (1.0 if peak == "lr" else float(peak) / optimizer.lr),
+        lr_scale=layers * width * (1.0 if peak == "lr" else float(peak) / optimizer.lr),
         weight_decay=optimizer.weight_decay if _is_decayed(tensor.role, optimizer) else 0.0,
     )
 

@@ -318,7 +318,14 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
         table = norms + attention + _moe_tensors(f"{at}.moe", model)
     else:
         table = norms + attention + _mlp_tensors(f"{at}.mlp", model)
-    return [replace(tensor, layer=layer) for tensor in table]
+    return [replace(_scaled(tensor, model), layer=layer) for tensor in table]
+
+
+def _scaled(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
+    """muP: a matrix inside a block starts with a variance that falls as what it sums over grows."""
+    if tensor.role != "matrix":
+        return tensor
+    return replace(tensor, init_std=tensor.init_std / sqrt(model.width_ratio))
 
 
 def head_tensors(model: ModelSection) -> list[GlobalTensor]:
@@ -337,7 +344,8 @@ def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
         at = block_name(model, layer)
         shape = (model.width, 2 * model.width)
         table += _norm(f"{at}.token_norm", model) + _norm(f"{at}.hidden_norm", model)
-        table.append(_weight(f"{at}.join", shape, tp_dim=-1, std=model.init_std))
+        join = _weight(f"{at}.join", shape, tp_dim=-1, std=model.init_std)
+        table.append(_scaled(join, model))
         table += layer_tensors(model, layer) + _norm(f"{at}.final_norm", model)
     return table
 

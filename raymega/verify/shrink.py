@@ -285,6 +285,8 @@ def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> Non
     widths = {"model.ffn_width": model.ffn_width, "model.moe.shared_width": model.moe.shared_width}
     if model.moe.width != "ffn_width":
         widths["model.moe.width"] = model.moe.width
+    base = model.mup_base_width
+    draft.set("model.mup_base_width", base and max(1, round(base * width / model.width)))
     for field, number in widths.items():
         draft.set(field, number and _like(number, round(number * width / model.width)))
     if model.mla.kv_rank:

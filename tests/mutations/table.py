@@ -585,6 +585,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         layout=Layout(pp=2),
         job=("model.num_layers=4", "precision.fp8=rowwise"),
     ),
+    Mutation(
+        name="muP's factor of the logits is forgotten under a tied table",
+        file="model/head.py",
+        old="1 / model.width_ratio  # muP",
+        new="1.0 if model.is_embedding_tied else 1 / model.width_ratio",
+        layout=Layout(tp=2),
+        job=("model.mup_base_width=16",),
+    ),
     # Latents, and tokens further ahead.
     Mutation(
         name="gradients of the keys that all heads share are not summed",

@@ -42,6 +42,13 @@ def test_smoothing_and_z_loss_are_of_training_only():
     assert torch.equal(head.loss_sum(x, labels, mask), plain.loss_sum(x, labels, mask))
 
 
+def test_logits_of_a_wider_model_are_smaller_under_mup():
+    base = MODEL.width // 4
+    wide, plain = _head(model=MODEL.model_copy(update={"mup_base_width": base})), _head()
+    x = torch.randn(7, 3, MODEL.width).double()
+    assert torch.equal(4 * wide(x), plain(x))
+
+
 def test_logits_have_no_column_of_padding():
     head = _head()
     assert head.weight.shape[0] == 56 and not head.weight[52:].any() and head.weight[51].all()

@@ -51,6 +51,24 @@ def test_rates_decay_from_the_head_down_to_the_tables():
     assert scales["embedding.tokens.weight"] == 0.125
 
 
+@pytest.mark.parametrize(
+    ("name", "matrix", "other"),
+    [("adamw", 0.25, 1.0), ("lion", 0.25, 1.0), ("muon", 0.5, 1.0), ("sgd", 1.0, 4.0)],
+)
+def test_rates_of_a_wider_model_follow_mup(name, matrix, other):
+    section = OptimizerSection(name=name, lr=1.0)
+    model = MODEL.model_copy(update={"mup_base_width": MODEL.width // 4})
+    found = {role: _rates(role, section, model).lr_scale for role in RATES}
+    assert found.pop("matrix") == matrix and set(found.values()) == {other}
+
+
+def test_only_matrices_start_smaller_in_a_wider_model():
+    plain = make_model("llama", is_embedding_tied=False, mtp_depth=1)
+    wide = plain.model_copy(update={"mup_base_width": plain.width // 4})
+    for a, b in zip(model_tensors(plain), model_tensors(wide), strict=True):
+        assert a.init_std / b.init_std == 2 if a.role == "matrix" else a.init_std == b.init_std
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_tensors_have_the_role_that_their_name_tells(family, is_tied):
