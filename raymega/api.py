@@ -26,6 +26,7 @@ from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.orchestrate.calibrate import calibrate_cluster
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.group import WorkerGroup
 from raymega.orchestrate.holder import this_process
 from raymega.orchestrate.inventory import list_nodes, node_memory
 from raymega.orchestrate.journal import open_record
@@ -47,9 +48,10 @@ from raymega.plan.packed_step import PackedStep, packed_step
 from raymega.plan.replicas import memory_faults
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.session import close_session, open_session
+from raymega.session import Session, close_session, open_session
 from raymega.storage.open import apart_faults, folder_faults, local_path, open_store, store_faults
 from raymega.storage.patient import PatientStore
+from raymega.storage.store import Store
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
@@ -192,22 +194,10 @@ def _drive(
             _watching(job, sinks, choice) as sink,
             ThreadPoolExecutor(max_workers=1) as executor,
         ):
-            has_snapshots = job.elastic.snapshot_every > 0
-            keepers = Keepers(plan, clock=clock) if has_snapshots else None
-            group = RayWorkerGroup(
-                plan,
-                keepers=keepers,
-                log_dir=local_folder(job) / "logs",
-                can_grow=not session.is_private,
-                entry=entry,
-                preflight=Preflight(
-                    store=store, data_path=job.data.path, driver_node=session.node_id
-                ),
-            )
             controller = Controller(
                 plan,
                 lease=lease,
-                group=group,
+                group=_worker_group(plan, store, session, entry),
                 sink=sink,
                 clock=clock,
                 executor=executor,
@@ -216,6 +206,24 @@ def _drive(
                 return controller.run()
     finally:
         close_session()
+
+
+def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> WorkerGroup:
+    """What starts the workers, as the job says."""
+    job, folder, can_grow = plan.job, local_folder(plan.job), not session.is_private
+    if job.cluster.host == "ray_train":
+        from raymega.orchestrate.ray_train_group import RayTrainGroup  # Ray Train takes a second
+
+        return RayTrainGroup(plan, folder=folder / "ray_train", can_grow=can_grow, entry=entry)
+    has_snapshots = job.elastic.snapshot_every > 0
+    return RayWorkerGroup(
+        plan,
+        keepers=Keepers(plan, clock=SystemClock()) if has_snapshots else None,
+        log_dir=folder / "logs",
+        can_grow=can_grow,
+        entry=entry,
+        preflight=Preflight(store=store, data_path=job.data.path, driver_node=session.node_id),
+    )
 
 
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:

@@ -128,6 +128,8 @@ def set_environment(*, is_private: bool) -> None:
     # Lines of different ranks are equal up to numbers, and Ray would merge them for 5 s. Read at
     # ray's import: a process that imported it earlier keeps Ray's default.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Trainers of cluster.host=ray_train are then in the dashboard's Train tab; it concerns no others.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     if os.environ.get("RAY_AUTH_MODE"):
         return
     if is_private and not _has_token():

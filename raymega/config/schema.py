@@ -209,6 +209,12 @@ class TrackingSection(Section):
 class ClusterSection(Section):
     """What a worker needs and how long to wait for it."""
 
+    host: Literal["ray", "ray_train"] = Field(
+        default="ray",
+        description="What starts the workers. ray: actors in placement groups, which survive the loss of "
+        "others. ray_train: a ray.train.TorchTrainer, in whose tab of the dashboard the run then is; a loss "
+        "costs all processes, and the grid stays.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="auto is cuda when a node has GPUs or Ray knows of a node type that has, else "

@@ -5,6 +5,20 @@ from __future__ import annotations
 from raymega.errors import Fault
 
 
+def host_faults(host: str, spares: int, snapshot_every: int) -> list[Fault]:
+    """What a host that keeps no process cannot do."""
+    asked = {"elastic.spares": spares, "elastic.snapshot_every": snapshot_every}
+    return [
+        Fault(
+            fact=f"cluster.host={host} with {field}={value}",
+            rule="Ray Train ends all workers together, and with them what they hold in memory",
+            remedy=f"set {field}=0, or cluster.host=ray",
+        )
+        for field, value in asked.items()
+        if host == "ray_train" and value > 0
+    ]
+
+
 def spares_faults(spares: int, tp: int, *, is_tp_across_nodes_allowed: bool) -> list[Fault]:
     """A tp group that may not span nodes moves as a whole."""
     if is_tp_across_nodes_allowed or spares % tp == 0:

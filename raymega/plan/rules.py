@@ -20,7 +20,7 @@ from raymega.plan.context_rules import (
     position_faults,
     weight_dropout_faults,
 )
-from raymega.plan.elastic_rules import min_workers_faults, spares_faults
+from raymega.plan.elastic_rules import host_faults, min_workers_faults, spares_faults
 from raymega.plan.fp8_rules import FP8_CHECKS
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.head_rules import HEAD_CHECKS
@@ -279,6 +279,7 @@ RULES = (
         check=keep_best_faults,
     ),
     Rule(reads=("checkpoint.buffer_bytes", "model.width", "model.ffn_width"), check=buffer_faults),
+    Rule(reads=("cluster.host", "elastic.spares", "elastic.snapshot_every"), check=host_faults),
     Rule(
         reads=("elastic.spares", "parallel.tp", "parallel.is_tp_across_nodes_allowed"),
         check=lambda spares, tp, is_free: spares_faults(
