@@ -146,6 +146,9 @@ def open_world(
             with without_name_lookups():
                 store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         store.set_timeout(timeout)
+        # torch counts the groups of a process and meets under that number. A meeting that failed has
+        # counted: a process that comes in the place of a lost one would look elsewhere, for ever.
+        c10d._world.group_count = 0
         # device_id is left out: it makes torch split every group off the world, in which all
         # ranks must take part, and then a rank could no longer build its own groups alone.
         dist.init_process_group(

@@ -181,6 +181,32 @@ def test_the_same_processes_meet_again_after_an_abort_and_a_close(tmp_path):
     assert run_ranks(_meet_again_after_abort, 2, str(tmp_path)) == [[1, 3, 5]] * 2
 
 
+def _meet_after_nobody_came(rank, world_size, folder):
+    """Rank 0 has waited in vain once, as a survivor does whose new peer is lost too."""
+    world.close_world()
+
+    def meet(name, timeout_s):
+        world.open_world(
+            rank=rank,
+            world_size=world_size,
+            rendezvous="",
+            store=dist.FileStore(f"{folder}/{name}", world_size),
+            timeout_s=timeout_s,
+            device=torch.device("cpu"),
+        )
+
+    if rank == 0:
+        with pytest.raises(CommunicationError):
+            meet("nobody", 0.2)
+    meet("all", 10.0)
+    group = world.build_groups(Grid(tp=world_size), rank, timeout_s=10.0).world
+    return all_reduce(torch.ones(1), group).item()
+
+
+def test_survivor_of_a_meeting_that_failed_meets_a_process_that_saw_none(tmp_path):
+    assert run_ranks(_meet_after_nobody_came, 2, str(tmp_path)) == [2.0, 2.0]
+
+
 def _meet_over_tcp(address, rank, timeout_s):
     world.open_world(
         rank=rank,
