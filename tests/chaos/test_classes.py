@@ -18,7 +18,7 @@ def test_run_lives_through_a_fault_of_each_class(drills, record_property):
     assert by_kind["kill-worker"].lost_steps <= 1
     assert by_kind["raise"].source == by_kind["kill-worker"].source == "memory"
     assert by_kind["kill-driver"].source == "store", "what is in memory ends with the driver"
-    assert {"kill-worker", "kill-node", "kill-driver"} <= set(verdict.sheet.by_cause)
+    assert {"kill-worker", "kill-driver"} <= set(verdict.sheet.by_cause)
     assert sum(verdict.sheet.by_cause.values()) == pytest.approx(verdict.sheet.wall_s, rel=0.05)
     record_property("by_cause", str(verdict.sheet.by_cause))
 
