@@ -11,6 +11,7 @@ from raymega.cli.checkpoint import checkpoint_app
 from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
 from raymega.cli.doctor import doctor
+from raymega.cli.node_agent import node_agent
 from raymega.cli.plan import plan
 from raymega.cli.schedule import schedule
 from raymega.cli.schema import schema
@@ -34,6 +35,7 @@ app.command()(verify)
 app.command()(chaos)
 app.command()(schedule)
 app.command()(schema)
+app.command()(node_agent)
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")

@@ -160,6 +160,11 @@ class ElasticSection(Section):
         description="How long workers that came back are trusted to stay: time saved beyond it does "
         "not count when the cost of growing is weighed.",
     )
+    drain_margin_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=30.0,
+        description="How long before a draining node is taken away the run leaves it, with a save, even "
+        "when no process is ready elsewhere; it leaves at once when one is.",
+    )
     snapshot_every: NonNegative = Field(
         default=0,
         description="Steps between snapshots of the state in host memory of the worker's own node "

@@ -176,7 +176,7 @@ class Controller:
         elif self._work.saves.is_wished_for(self.state.step):
             self._group.request(Requests(save=True))
         else:
-            self._grow()
+            self._leave_or_grow()
 
     def _wait_for_stop(self) -> None:
         failure = self._listen()
@@ -225,15 +225,16 @@ class Controller:
         self._change_grid(plan)
         return True
 
-    def _grow(self) -> None:
-        """When there are workers for the job's own grid again, and it is worth the change."""
-        if self._grids.is_full:
-            return
-        growth = self._grids.growth(self._group.ready(), step=self.state.step)
-        if growth is not None and growth.is_worth_it:
+    def _leave_or_grow(self) -> None:
+        """Save and go on elsewhere: when nodes are taken away, or the job's own grid is worth it again."""
+        departure, margin_s = self._group.departure(), self._job.elastic.drain_margin_s
+        if departure is not None:
+            reason = departure.reason if departure.is_due(margin_s) else ""
+        else:
+            reason = self._grids.reason_to_grow(self._group.ready(), step=self.state.step)
+        if reason:
             self._group.request(Requests(stop=True, save=True))
-            grid = self._grids.full.grid.describe()
-            self._move(State.RESIZING, f"there are workers for {grid} again: {growth.reason}")
+            self._move(State.RESIZING, reason)
 
     def _change_grid(self, plan: RunPlan) -> None:
         was = self._grids.now.grid

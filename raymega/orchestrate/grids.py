@@ -103,6 +103,13 @@ class Grids:
         may_grow = self.full.job.elastic.grow and not self.is_full
         return may_grow and self._fit(self.full.grid, places)
 
+    def reason_to_grow(self, places: Sequence[Place], *, step: int) -> str:
+        """Why it is worth to have the job's own grid again; '' when it is not, or cannot be had."""
+        found = self.growth(places, step=step)
+        if found is None or not found.is_worth_it:
+            return ""
+        return f"there are workers for {self.full.grid.describe()} again: {found.reason}"
+
     def growth(self, places: Sequence[Place], *, step: int) -> Growth | None:
         """What the job's own grid would bring at ``step``; None when it cannot be had, or is."""
         if not self.can_be_full(places):

@@ -27,6 +27,32 @@ class AttemptOrder:
     holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Departure:
+    """Nodes that host ranks will be taken away.
+
+    Attributes:
+        seconds: Until the first of them is.
+        ranks: Who must leave.
+        is_ready: There are processes that could take these ranks at once.
+    """
+
+    seconds: float
+    ranks: tuple[int, ...]
+    is_ready: bool
+
+    def is_due(self, margin_s: float) -> bool:
+        """It is time to go: somebody is ready, or no more than the margin is left."""
+        return self.is_ready or self.seconds <= margin_s
+
+    @property
+    def reason(self) -> str:
+        """A few words."""
+        who = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        ready = "others are ready" if self.is_ready else "nobody is ready in their place"
+        return f"the nodes of ranks {who} leave in {self.seconds:.0f} s, and {ready}"
+
+
 class SnapshotKeeping(Protocol):
     """The run's state in the memory of its nodes, as the controller sees it; called from one thread."""
 
@@ -60,6 +86,9 @@ class WorkerGroup(Protocol):
 
     def ready(self) -> Sequence[Place]:
         """Processes that could train now, with a rank or without one. Never blocks."""
+
+    def departure(self) -> Departure | None:
+        """Whether ranks must leave their nodes; asks for slots in their place. Never blocks."""
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """Ask for the slots, or look again: None when an attempt can start, else what is lacking.

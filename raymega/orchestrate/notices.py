@@ -44,8 +44,17 @@ def asker(provider: Provider, *, address: str = "") -> Ask:
     return lambda: None
 
 
-def find_provider() -> Provider:
-    """Whose metadata service answers here."""
+def choose_provider(name: str) -> Provider:
+    """``name`` itself, or for ``auto`` whose metadata service answers here.
+
+    Raises:
+        ConfigError: Nobody has that name.
+    """
+    known: dict[str, Provider] = {"aws": "aws", "gcp": "gcp", "none": "none"}
+    if name in known:
+        return known[name]
+    if name != "auto":
+        raise ConfigError(_unknown(name))
     if AwsNotices(ADDRESSES["aws"]).is_there():
         return "aws"
     status, _ = _call(f"{ADDRESSES['gcp']}/computeMetadata/v1/", {"Metadata-Flavor": "Google"})
@@ -90,14 +99,11 @@ def _ask_gcp(address: str) -> Notice | None:
     return Notice(seconds=GCP_NOTICE_S, reason="Google preempts this instance")
 
 
-def provider_fault(name: str) -> ConfigError:
-    """A provider that nobody knows."""
-    return ConfigError(
-        Fault(
-            fact=f"--provider {name!r}",
-            rule="it must be auto, aws, gcp or none",
-            remedy="on Kubernetes give none: there the notice is a SIGTERM",
-        )
+def _unknown(name: str) -> Fault:
+    return Fault(
+        fact=f"--provider {name!r}",
+        rule="it must be auto, aws, gcp or none",
+        remedy="on Kubernetes give none: there the notice is a SIGTERM",
     )
 
 

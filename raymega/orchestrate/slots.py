@@ -24,6 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymega.config.schema import ClusterSection
 from raymega.errors import Fault
+from raymega.orchestrate.departures import Departures
+from raymega.orchestrate.group import Departure
 from raymega.orchestrate.inventory import (
     Device,
     find_device,
@@ -88,7 +90,9 @@ class Slots:
         self.device: Device = "cpu"
         self.slots: list[Slot] = []
         self._main: PlacementGroup | None = None
-        self._spares: PlacementGroup | None = None
+        self._spares: list[PlacementGroup] = []
+        self._departures = Departures()
+        self._replaced: set[int] = set()
 
     @property
     def are_asked_for(self) -> bool:
@@ -105,12 +109,12 @@ class Slots:
             )
         self._main = self._reserve(num_workers, block)
         if num_spares:
-            self._spares = self._reserve(num_spares, block)
+            self._spares.append(self._reserve(num_spares, block))
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the grid's slots are all held; looks for ``timeout_s`` at most."""
+        """Whether the grid's slots are all held to stay; looks for ``timeout_s`` at most."""
         assert self._main, "slots were asked for"
-        return bool(self._main.wait(timeout_s))
+        return not any(map(self.is_leaving, self.slots)) and bool(self._main.wait(timeout_s))
 
     @property
     def are_held(self) -> bool:
@@ -128,7 +132,31 @@ class Slots:
 
     def is_spare(self, slot: Slot) -> bool:
         """Beyond what the job's own grid needs."""
-        return slot.group is self._spares
+        return slot.group in self._spares
+
+    @property
+    def ready(self) -> list[Slot]:
+        """Those whose process could take a rank now: it has loaded, and its node stays."""
+        return [s for s in self.slots if s.place and s.is_warm and not self.is_leaving(s)]
+
+    def is_leaving(self, slot: Slot) -> bool:
+        """Its node will be taken away, as far as Ray was asked."""
+        return slot.place is not None and self._departures.is_leaving(slot.place.node_id)
+
+    def departure(self, block: int) -> Departure | None:
+        """Who has a rank and must leave, and how many seconds the first of them has; nobody is ready.
+
+        Slots in their place are asked for, once: spares, which one of them becomes when it is lost.
+        """
+        seconds = self._departures.look()
+        going = [slot for slot in self.slots if slot.seat and self.is_leaving(slot)]
+        new = {slot.index for slot in going} - self._replaced
+        if new:
+            self._replaced |= new
+            self._spares.append(self._reserve(-(-len(new) // block) * block, block))
+        left = [seconds[slot.place.node_id] for slot in going if slot.place]
+        ranks = tuple(sorted(slot.rank for slot in going))
+        return Departure(seconds=min(left), ranks=ranks, is_ready=False) if left else None
 
     def spawn(self, slot: Slot, *, name: str, entry: str) -> None:
         """Order a process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
@@ -150,10 +178,9 @@ class Slots:
     def release(self) -> None:
         """Kill every process and give every slot back."""
         kill(self.slots)
-        for group in (self._main, self._spares):
-            if group is not None:
-                remove_placement_group(group)
-        self.slots, self._main, self._spares = [], None, None
+        for group in ([self._main] if self._main else []) + self._spares:
+            remove_placement_group(group)
+        self.slots, self._main, self._spares = [], None, []
 
     def not_free(self, grid: Grid, *, block: int) -> Fault:
         """Why the slots are not held yet."""

@@ -29,7 +29,7 @@ class State(StrEnum):
     STOPPING = "stopping"
     """Workers were asked to finish their step and save."""
     RESIZING = "resizing"
-    """Workers were asked to finish their step and save, for a larger grid takes over."""
+    """Workers were asked to finish their step and save: a larger grid takes over, or other nodes."""
     RESTARTING = "restarting"
     """The attempt is over and is cleared away; survivors keep their processes."""
     FINISHED = "finished"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -18,7 +19,7 @@ from ray.exceptions import RayActorError
 from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
 from raymega.messages import Replicas, Report, Requests, StartWorker, StepDone, WorkerDied
 from raymega.orchestrate.calls import Calls, nothing
-from raymega.orchestrate.group import AttemptOrder, NoSnapshots, SnapshotKeeping
+from raymega.orchestrate.group import AttemptOrder, Departure, NoSnapshots, SnapshotKeeping
 from raymega.orchestrate.inventory import list_nodes, node_memory
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.placement import (
@@ -93,7 +94,12 @@ class RayWorkerGroup:
 
     def ready(self) -> tuple[Place, ...]:
         """See WorkerGroup."""
-        return tuple(slot.place for slot in self._slots.slots if slot.place and slot.is_warm)
+        return tuple(slot.place for slot in self._slots.ready if slot.place)
+
+    def departure(self) -> Departure | None:
+        """See WorkerGroup."""
+        going = self._slots.departure(self._block)
+        return going and replace(going, is_ready=self._warm_ranks() is not None)
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
@@ -116,7 +122,9 @@ class RayWorkerGroup:
             return None
         self._fill_later()
         self._listen(timeout_s)
-        return lacking if isinstance(lacking, Fault) else self._not_free()
+        if isinstance(lacking, Fault):
+            return lacking
+        return self._slots.not_free(self._grid, block=self._block)
 
     def start(self, order: AttemptOrder) -> None:
         """See WorkerGroup."""
@@ -184,9 +192,6 @@ class RayWorkerGroup:
         num_workers = self._asked.grid.world_size
         num_beside = self._full.grid.world_size - num_workers + self._full.job.elastic.spares
         self._slots.ask(num_workers=num_workers, num_spares=num_beside, block=self._block)
-
-    def _not_free(self) -> Fault:
-        return self._slots.not_free(self._grid, block=self._block)
 
     # Processes.
 
@@ -272,9 +277,7 @@ class RayWorkerGroup:
 
     def _warm_ranks(self) -> dict[int, Slot] | None:
         """By rank who could take it now, without any process that is still to come."""
-        return self._ranks_among([s for s in self._slots.slots if s.place and s.is_warm])
-
-    def _ranks_among(self, slots: list[Slot]) -> dict[int, Slot] | None:
+        slots = self._slots.ready
         places = [slot.place for slot in slots if slot.place]
         homes = [slot.home for slot in slots]
         ranks = choose_ranks(places, homes, self._grid, **self._placement_rule)
@@ -286,7 +289,7 @@ class RayWorkerGroup:
         """Every rank has a process: its own, or else one that is warm and has none."""
         if self._is_seated or self._order is None:
             return
-        awaited = [slot for slot in self._slots.slots if slot.home >= 0]
+        awaited = [s for s in self._slots.slots if s.home >= 0 and not self._slots.is_leaving(s)]
         if len(awaited) == self._grid.world_size and all(slot.place for slot in awaited):
             chosen: dict[int, Slot] | None = {slot.home: slot for slot in awaited}
         else:

@@ -102,7 +102,7 @@ class FakeWorkerGroup:
         self.script = [list(polls) for polls in script]
         self.lacking = list(lacking)
         self.orders, self.requested, self.releases, self.plans = [], [], [], []
-        self.places = []
+        self.places, self.departures = [], []
         self._polls = []
 
     @property
@@ -115,6 +115,9 @@ class FakeWorkerGroup:
 
     def ready(self):
         return tuple(self.places)
+
+    def departure(self):
+        return self.departures.pop(0) if self.departures else None
 
     def reserve(self, timeout_s):
         if not self.lacking:

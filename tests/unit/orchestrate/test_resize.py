@@ -4,10 +4,11 @@ import pytest
 
 from raymega.errors import CapacityError
 from raymega.messages import Requests
+from raymega.orchestrate.group import Departure
 from raymega.orchestrate.placement import Place
 from raymega.orchestrate.states import State
 from raymega.plan.run_plan import read_plan
-from raymega.tracking.sink import AttemptStarted, Recovered
+from raymega.tracking.sink import AttemptStarted, FailureSeen, Recovered
 from tests.support.fakes import FakeWorkers
 from tests.unit.orchestrate.test_controller import LACKING, World, lost_run
 
@@ -104,3 +105,43 @@ def test_stop_while_the_grid_changes_ends_preempted(world):
     world.controller.request_stop()
     world.group.lacking = []
     world.tick_until(State.PREEMPTED)
+
+
+def leaving(seconds, *, is_ready):
+    return Departure(seconds=seconds, ranks=(2, 3), is_ready=is_ready)
+
+
+def staying_run(*, step, attempt):
+    """Four workers that train, and when they are asked to, save and stop."""
+    workers = FakeWorkers(4, step=step, attempt=attempt)
+    return (
+        workers.enter() + workers.steps(4) + workers.save() + workers.finish(stopped=True)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("departures", "num_ticks"),
+    [
+        ([leaving(100, is_ready=False), leaving(99, is_ready=True)], 2),
+        ([leaving(100, is_ready=False), leaving(30, is_ready=False)], 2),
+        ([leaving(20, is_ready=False)], 1),
+    ],
+    ids=["somebody is ready", "the margin is reached", "no time"],
+)
+def test_ranks_whose_nodes_are_taken_away_save_and_go_on_without_a_loss(
+    world, departures, num_ticks
+):
+    full = FakeWorkers(4, step=4, attempt=2)
+    world.drive(staying_run(step=0, attempt=1), full.enter() + full.steps(2), overrides=DP2)
+    world.tick_until(State.RUNNING)
+    world.group.departures = list(departures)
+    for _ in range(num_ticks):
+        assert world.controller.state.state is State.RUNNING
+        world.controller.tick()
+    assert world.controller.state.state is State.RESIZING
+    assert world.group.requested == [Requests(stop=True, save=True)]
+    world.tick_until(State.STARTING)
+    event = world.sink.of(AttemptStarted)[-1]
+    assert (event.step, event.source, event.grid["dp"]) == (4, "store", 2)
+    assert "the nodes of ranks 2, 3 leave in" in event.reason
+    assert world.sink.of(FailureSeen) == [] and world.group.plans == []
