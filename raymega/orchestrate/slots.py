@@ -8,6 +8,7 @@ processes, and Ray fills the lost ones when a node comes that has room. Calls ar
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -59,6 +60,7 @@ class Slot:
         is_warm: The process has loaded what it needs to train.
         seat: Its rank in the present attempt, if it takes part.
         respawn_at_s: No new process before then.
+        ordered_s: When its process was ordered.
     """
 
     index: int
@@ -70,6 +72,7 @@ class Slot:
     is_warm: bool = False
     seat: Seat | None = None
     respawn_at_s: float = 0.0
+    ordered_s: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -139,6 +142,12 @@ class Slots:
         """Those whose process could take a rank now: it has loaded, and its node stays."""
         return [s for s in self.slots if s.place and s.is_warm and not self.is_leaving(s)]
 
+    def stuck(self, limit_s: float) -> list[Slot]:
+        """Those whose process was ordered as long ago as a start may take, and has not loaded."""
+        now_s, almost = time.monotonic(), 0.9 * limit_s
+        loading = [slot for slot in self.slots if slot.actor is not None and not slot.is_warm]
+        return [slot for slot in loading if now_s - slot.ordered_s > almost]
+
     def is_leaving(self, slot: Slot) -> bool:
         """Its node will be taken away, as far as Ray was asked."""
         return slot.place is not None and self._departures.is_leaving(slot.place.node_id)
@@ -173,6 +182,7 @@ class Slots:
                 placement_group=slot.group, placement_group_bundle_index=slot.bundle
             ),
         }
+        slot.ordered_s = time.monotonic()
         slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
 
     def release(self) -> None:

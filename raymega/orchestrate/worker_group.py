@@ -166,7 +166,8 @@ class RayWorkerGroup:
         seated = self._seated()
         if keep_warm:
             free = abort(seated, attempt)
-            self._kill([slot for slot in seated if slot not in free])
+            stuck = self._slots.stuck(self._plan.job.elastic.start_timeout_s)
+            self._kill([*(slot for slot in seated if slot not in free), *stuck])
         for slot in seated:
             slot.seat = None
         if not keep_warm:

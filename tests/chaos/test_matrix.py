@@ -22,9 +22,10 @@ LAYOUTS = ("pp2", "dp2")
 
 
 def settings_for(faults):
-    """MLflow where it is what fails: it costs a driver seconds to load."""
-    needs_mlflow = any(fault.kind == "mlflow-down" for fault in faults)
-    return ("tracking.mlflow_uri=run",) if needs_mlflow else ()
+    """MLflow where it is what fails: it costs a driver seconds to load. Steps until a drain is seen."""
+    kinds = {fault.kind for fault in faults}
+    mlflow = ("tracking.mlflow_uri=run",) if "mlflow-down" in kinds else ()
+    return (*mlflow, "run.steps=150") if "drain-node" in kinds else mlflow
 
 
 def check(verdict, record_property):
