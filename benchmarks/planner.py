@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py RUNS.csv          # errors by source, with the constants as shipped
     python benchmarks/planner.py RUNS.csv --fit    # fit them anew, and once more without each source
+    python benchmarks/planner.py RUNS.csv --rows   # each run as well
     python benchmarks/planner.py --speed           # layouts that a search looks at in a minute
 
 Constants are fitted by source: those in FITTED are seen, all others are not.
@@ -23,7 +24,8 @@ from scipy.stats import spearmanr
 
 from raymega.api import load_job
 from raymega.plan.accelerators import CATALOGUE, Fitted
-from raymega.plan.published import PublishedRun, compare, read_runs
+from raymega.plan.comparison import compare
+from raymega.plan.published import PublishedRun, read_runs
 from raymega.plan.search import search
 
 FITTED = {
@@ -46,6 +48,7 @@ SEARCHES = (
     ("llama-7b-16gpu.yaml", 16, ()),
     ("llama-70b-512gpu.yaml", 512, ()),
     ("llama-70b-512gpu.yaml", 512, ("data.seq_len=131072", "model.max_positions=131072")),
+    ("mixtral-8x7b-64gpu.yaml", 64, ()),
 )
 MEASURED_8_BIT = {"h100": 0.71 / 0.80}
 """Best measured share of the peak in fp8 over that in bfloat16, of large products."""
@@ -57,6 +60,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="?")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--rows", action="store_true", help="each run beside its source's figures")
     args = parser.parse_args()
     if args.speed:
         speed()
@@ -64,14 +68,15 @@ def main() -> None:
     if args.runs is None:
         parser.error("RUNS.csv, or --speed")
     runs = [run for run in read_runs(args.runs) if not run.skipped and run.iter_s]
-    for gpu in FITTED:
+    for gpu in dict.fromkeys(run.gpu for run in runs):
         mine = [run for run in runs if run.gpu == gpu]
         constants = CATALOGUE[gpu].fitted
-        if args.fit:
+        is_fitted = args.fit and gpu in FITTED
+        if is_fitted:
             constants = fit([run for run in mine if is_seen(run)], constants)
             print(gpu, constants)
-        report(mine, constants)
-        if args.fit:
+        report(mine, constants, is_each_shown=args.rows)
+        if is_fitted:
             leave_one_out(mine, constants)
 
 
@@ -91,7 +96,7 @@ def speed() -> None:
 
 def is_seen(run: PublishedRun) -> bool:
     """Whether constants were fitted to its source."""
-    return run.source.startswith(FITTED[run.gpu])
+    return run.source.startswith(FITTED.get(run.gpu, ("nothing",)))
 
 
 def errors(runs: Sequence[PublishedRun], constants: Fitted) -> np.ndarray:
@@ -121,8 +126,9 @@ def fit(runs: Sequence[PublishedRun], start: Fitted) -> Fitted:
     return at(minimize(loss, origin, method="Nelder-Mead", options=options).x)
 
 
-def report(runs: Sequence[PublishedRun], constants: Fitted) -> None:
+def report(runs: Sequence[PublishedRun], constants: Fitted, *, is_each_shown: bool = False) -> None:
     """Errors by source, then over all unseen runs."""
+    print(runs[0].gpu)
     by_source: dict[str, list[tuple[PublishedRun, float]]] = defaultdict(list)
     for run, error in zip(runs, errors(runs, constants), strict=True):
         by_source[run.source].append((run, float(error)))
@@ -134,6 +140,9 @@ def report(runs: Sequence[PublishedRun], constants: Fitted) -> None:
         print(
             f"{source[:48]:48} {len(pairs):4} {median(size):7.1%} {max(size):7.1%} {order:10.3f} {seen}"
         )
+        if is_each_shown:
+            for run, error in pairs:
+                print(f"    {run.model:44} {run.num_gpus:5} GPUs {run.iter_s:9.3f} s {error:+7.1%}")
     unseen = [abs(e) for pairs in by_source.values() for run, e in pairs if not is_seen(run)]
     within = sum(size <= 0.2 for size in unseen) / len(unseen)
     print(f"unseen runs: {len(unseen)}, median {median(unseen):.1%}, {within:.0%} within 20 %\n")

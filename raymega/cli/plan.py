@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from raymega.cli.plan_text import show_plan
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.accelerator_file import find_accelerator
-from raymega.plan.accelerators import CATALOGUE
+from raymega.plan.accelerators import CATALOGUE, Accelerator
 from raymega.plan.auto import BY_DEVICE
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.search import search
@@ -61,6 +62,10 @@ def plan(
             min=0, help="Show the K fastest layouts that fit; on h100 or cpu without --gpu."
         ),
     ] = 0,
+    straggler: Annotated[
+        float,
+        typer.Option(min=1.0, help="Predict with one device that takes so many times as long."),
+    ] = 1.0,
     draw: Annotated[
         Path | None,
         typer.Option(
@@ -102,13 +107,18 @@ def plan(
     if not as_json:
         predict.show_choice(choice)
     if top:
-        _show_best(
-            made, gpu or _device_of(job), gpus or made.grid.world_size, top=top, as_json=as_json
-        )
+        device = _slowed(gpu or _device_of(job), straggler)
+        _show_best(made, device, gpus or made.grid.world_size, top=top, as_json=as_json)
         return
-    show_plan(made, as_json=as_json, device=find_accelerator(gpu) if gpu else None)
+    show_plan(made, as_json=as_json, device=_slowed(gpu, straggler) if gpu else None)
     if draw is not None:
-        predict.write_picture(made, find_accelerator(gpu or _device_of(job)), draw)
+        predict.write_picture(made, _slowed(gpu or _device_of(job), straggler), draw)
+
+
+def _slowed(gpu: str, straggler: float) -> Accelerator:
+    """What ``--gpu`` names; ``--straggler`` counts where it is given, else what a file says."""
+    device = find_accelerator(gpu)
+    return replace(device, straggler=straggler) if straggler > 1 else device
 
 
 def _device_of(job: Job) -> str:
@@ -129,8 +139,9 @@ def _option_faults(
     return [fault for fault, holds in is_wrong.items() if holds]
 
 
-def _show_best(plan: RunPlan, gpu: str, num_devices: int, *, top: int, as_json: bool) -> None:
-    device = find_accelerator(gpu)
+def _show_best(
+    plan: RunPlan, device: Accelerator, num_devices: int, *, top: int, as_json: bool
+) -> None:
     result = search(plan.job, device, num_devices=num_devices, top=top)
     if as_json:
         best = [

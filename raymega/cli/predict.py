@@ -11,22 +11,23 @@ from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault
 from raymega.plan.accelerators import Accelerator, accelerator
 from raymega.plan.choice import Choice, seconds
+from raymega.plan.comparison import Comparison, compare
 from raymega.plan.expected_error import expected_error
 from raymega.plan.flops import flops_per_token
 from raymega.plan.memory_use import memory_use
 from raymega.plan.picture import draw_plan
-from raymega.plan.published import Comparison, PublishedRun, compare, read_runs
+from raymega.plan.played_step import played_step
+from raymega.plan.published import PublishedRun, read_runs
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.search import Found, SearchResult
 from raymega.plan.state_size import DTYPE_BYTES
-from raymega.plan.step_time import step_time
 
 GIB = 2**30
 
 
 def prediction(plan: RunPlan, device: Accelerator) -> Found:
     """The plan as it is, with its expected time and memory."""
-    return Found(plan=plan, time=step_time(plan, device), memory=memory_use(plan))
+    return Found(plan=plan, time=played_step(plan, device), memory=memory_use(plan))
 
 
 def prediction_object(found: Found, device: Accelerator) -> dict[str, object]:
@@ -63,7 +64,7 @@ def show_prediction(found: Found, device: Accelerator) -> None:
     rows = [
         (name, seconds(value), f"{value / time.total_s:.1%}")
         for name, value in parts.items()
-        if value or name not in ("sharing", "experts")
+        if value or name not in ("sharing", "experts", "straggler")
     ]
     print(table(("part", "time", "share"), [*rows, ("step", seconds(time.total_s), "100.0%")]))
     print(

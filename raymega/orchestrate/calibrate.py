@@ -50,7 +50,7 @@ def calibrate_cluster(plan: RunPlan, base: Accelerator, *, name: str) -> Acceler
 def measurements(reports: Iterable[Entered], homes: Mapping[int, Place]) -> Iterable[Measurement]:
     """What ranks reported, each group's transfer once: as its slowest rank saw it.
 
-    A transfer is given how many of the group's ranks share a node.
+    A transfer is given how many of the group's ranks share a node, and how many workers are there.
     """
     transfers: dict[tuple[tuple[int, ...], float], Measurement] = {}
     for report in reports:
@@ -60,8 +60,9 @@ def measurements(reports: Iterable[Entered], homes: Mapping[int, Place]) -> Iter
             yield measured
             continue
         ranks = tuple(told["ranks"])
-        num_bytes, size, _ = measured.sizes
-        mine = replace(measured, sizes=(num_bytes, size, float(_per_node(ranks, homes))))
+        num_bytes, size, *_ = measured.sizes
+        sharing = _per_node(ranks, homes), _per_node(homes or ranks, homes)
+        mine = replace(measured, sizes=(num_bytes, size, *map(float, sharing)))
         known = transfers.get((ranks, num_bytes))
         if known is None or known.seconds < mine.seconds:
             transfers[ranks, num_bytes] = mine

@@ -48,7 +48,8 @@ class AcceleratorFigures(Section):
     memory_bytes: Positive | None = None
     memory_bytes_per_s: PositiveFloat | None = None
     num_cores: Positive | None = None
-    shared_cores: Annotated[int, Field(ge=0)] | None = None
+    shared_cores: Annotated[float, Field(ge=0)] | None = None
+    straggler: Annotated[float, Field(ge=1)] | None = None
     link_bytes_per_s: PositiveFloat | None = None
     devices_per_node: Positive | None = None
     network_bytes_per_s: PositiveFloat | None = None

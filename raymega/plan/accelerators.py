@@ -61,8 +61,10 @@ class Accelerator:
         network_bytes_per_s: A device's share of the node's network, in one direction.
         fitted: See Fitted.
         driver_name: What the driver's name of it contains; empty when it gives none.
-        shared_cores: Cores of a node that its ``devices_per_node`` workers share, as CPU workers do;
-            0 when each device works by itself.
+        shared_cores: Cores of a node that its ``devices_per_node`` workers share, as CPU workers do:
+            how many work at once, which where cores share units is less than a whole number; 0 when
+            each device works by itself.
+        straggler: Times that the slowest device of a run takes what the others take once.
         known_error: How wrong predictions for it have been, in words; of a file that says so.
     """
 
@@ -78,7 +80,8 @@ class Accelerator:
     network_bytes_per_s: float
     fitted: Fitted
     driver_name: str = ""
-    shared_cores: int = 0
+    shared_cores: float = 0.0
+    straggler: float = 1.0
     known_error: str = ""
 
     def peak_flops(self, element: int) -> float:
@@ -119,8 +122,8 @@ CATALOGUE = {
             driver_name="H100",
         ),
         Accelerator(
-            name="h100-96gb", peak_16_bit_flops=989e12, peak_32_bit_flops=67e12,
-            peak_8_bit_flops=1979e12, memory_bytes=96 * 10**9, memory_bytes_per_s=2.4e12,
+            name="h100-96gb", peak_16_bit_flops=912e12, peak_32_bit_flops=64e12,
+            peak_8_bit_flops=1824e12, memory_bytes=96 * 10**9, memory_bytes_per_s=2.4e12,
             num_cores=132, link_bytes_per_s=450e9, devices_per_node=8, network_bytes_per_s=50e9,
             fitted=_H100,
         ),
@@ -152,7 +155,8 @@ CATALOGUE = {
     )
 }  # fmt: skip
 """Makers' figures. Constants of h200, b200 and gb200 are the H100's: no run on them has been compared.
-A node of gb200 is a rack of 72. cpu is one thread of a worker on the machine that its constants were
+A node of gb200 is a rack of 72. h100-96gb runs at 500 W, at a peak that lies between that of the module and
+that of the card (835e12): the middle is taken. cpu is one thread of a worker on the machine that its constants were
 measured on, whose workers share two cores; another machine's are what `raymega doctor` writes."""
 
 

@@ -37,7 +37,8 @@ class Measurement:
     Attributes:
         kind: ``matmul`` (rows, inner, columns), ``attention`` (query rows, keys, head width, all
             causal), ``memory`` (bytes), ``launch`` (kernels), ``all_reduce`` (bytes, ranks, ranks on
-            one node) or ``share`` (workers that measured together).
+            one node, workers that reduce on that node at once) or ``share`` (workers that measured
+            together).
         sizes: Of it.
         element: Bytes of a number.
         seconds: Median of some rounds.
@@ -72,14 +73,24 @@ def case_of(measured: Measurement) -> Case | None:
         ),
         "memory": lambda device: memory_s(device, sizes[0]) + device.fitted.launch_s,
         "launch": lambda device: sizes[0] * device.fitted.launch_s,
-        "all_reduce": lambda device: all_reduce_s(
-            device, Span(size=int(sizes[1]), per_node=int(sizes[2])), sizes[0]
-        ),
+        "all_reduce": lambda device: _all_reduce_s(device, sizes),
     }
     if measured.kind not in formulas:
         return None
     name = f"{measured.kind} {' '.join(f'{size:g}' for size in sizes)}"
     return Case(name=name, seconds=measured.seconds, predict=formulas[measured.kind])
+
+
+def _all_reduce_s(device: Accelerator, sizes: Sequence[float]) -> float:
+    """Moving bytes is work where workers share cores: all that reduce at once wait for each other."""
+    num_bytes, ranks, per_node, workers = sizes
+    seconds = all_reduce_s(device, Span(size=int(ranks), per_node=int(per_node)), num_bytes)
+    return seconds * sharing(device, workers)
+
+
+def sharing(device: Accelerator, workers: float) -> float:
+    """Times that workers of one node take together what one takes alone."""
+    return max(1.0, workers / device.shared_cores) if device.shared_cores else 1.0
 
 
 def calibrate(
@@ -163,8 +174,13 @@ def _with_peaks(device: Accelerator, measured: Sequence[Measurement]) -> Acceler
         if m.kind == "matmul"
     ]
     memory = [m.sizes[0] / m.seconds for m in measured if m.kind == "memory"]
+    shares = [m for m in measured if m.kind == "share"]
+    if shares:
+        # So many workers together took so many times as long as one alone: seconds is that ratio.
+        cores = [min(m.sizes[0], max(1.0, m.sizes[0] / m.seconds)) for m in shares]
+        device = replace(device, shared_cores=sorted(cores)[len(cores) // 2])
     links = [
-        2 * m.sizes[0] * (m.sizes[1] - 1) / m.sizes[1] / m.seconds
+        2 * m.sizes[0] * (m.sizes[1] - 1) / m.sizes[1] / m.seconds * sharing(device, m.sizes[3])
         for m in measured
         if m.kind == "all_reduce"
     ]
@@ -176,11 +192,6 @@ def _with_peaks(device: Accelerator, measured: Sequence[Measurement]) -> Acceler
         change["memory_bytes_per_s"] = 1.1 * max(memory)
     if links:
         change["link_bytes_per_s"] = 1.5 * max(links)
-    shares = [m for m in measured if m.kind == "share"]
-    if shares:
-        # So many workers together took so many times as long as one alone: seconds is that ratio.
-        cores = [max(1.0, m.sizes[0] / m.seconds) for m in shares]
-        change["shared_cores"] = round(sorted(cores)[len(cores) // 2])
     return replace(device, **change)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
 
-from raymega.config.schema import Job, ParallelSection
+from raymega.config.schema import Job, ParallelSection, ScheduleSection
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.fp8_rules import goes_by_micro_batch
 from raymega.plan.unread_rules import settled
@@ -39,6 +39,8 @@ _FOLLOWING: dict[str, dict[str, Any]] = {
     "cluster": {"num_workers": "grid"},
 }  # fmt: skip
 """Fields that have a meaning only beside others that the search sets."""
+VARIED = (*CHOSEN, *(f"{name}.{field}" for name, fields in _FOLLOWING.items() for field in fields))
+"""Fields in which the layouts of a search differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +77,15 @@ class Space:
 
 def candidates(space: Space) -> Iterator[Job]:
     """Every layout that is worth asking about, legal or not."""
+    base = _changed(space.job, {name: _free(space, name) for name in _FOLLOWING})
     for degrees in _degrees(space):
         for experts in _expert_degrees(space, degrees):
-            yield from _with_options(space, {**degrees, **experts})
+            yield from _with_options(space, base, {**degrees, **experts})
+
+
+def _free(space: Space, section: str) -> dict[str, Any]:
+    following = _FOLLOWING[section].items()
+    return {k: v for k, v in following if f"{section}.{k}" not in space.fixed}
 
 
 def _degrees(space: Space) -> Iterator[dict[str, Any]]:
@@ -119,54 +127,64 @@ def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
         cp *= 2
 
 
-def _with_options(space: Space, degrees: dict[str, Any]) -> Iterator[Job]:
-    """Everything beside the degrees."""
-    job, pp = space.job, degrees["pp"]
-    sequences = -(-job.data.global_batch_size // degrees["dp"])
-    cuts = [v for v in range(1, MOST_CHUNKS + 1) if v == 1 or _cuts(job, pp, v)]
-    schedules = ("1f1b", "zb_h1") if pp > 1 else ("1f1b",)
-    is_replicated = degrees["dp"] * degrees["cp"] > 1
-    is_cuttable = degrees["tp"] > 1 and job.data.seq_len // degrees["cp"] % degrees["tp"] == 0
+def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Job]:
+    """Everything beside the degrees; sections that many layouts have are made once."""
+    is_cuttable = degrees["tp"] > 1 and base.data.seq_len // degrees["cp"] % degrees["tp"] == 0
+    schedules = list(_schedules(space, base, degrees))
+    cut_streams = space.options("parallel.sequence_parallel", (is_cuttable,))
+    for recompute, is_cut in product(space.options("memory.recompute", RECOMPUTES), cut_streams):
+        cut = {**degrees, "sequence_parallel": is_cut}
+        job = settled(_changed(base, {"parallel": cut, "memory": {"recompute": recompute}}))
+        for sharding in _shardings(space, degrees):
+            parts = {
+                is_piped: job.parallel.model_copy(
+                    update={**sharding, "stages": _stages(space, is_piped=is_piped)}
+                )
+                for is_piped in (False, True)
+            }
+            for schedule in schedules:
+                parallel = parts[degrees["pp"] * schedule.chunks > 1]
+                yield job.model_copy(update={"parallel": parallel, "schedule": schedule})
+
+
+def _schedules(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[ScheduleSection]:
+    """Micro-batches, chunks and orders."""
+    pp = degrees["pp"]
+    sequences = -(-base.data.global_batch_size // degrees["dp"])
+    names = ("1f1b", "zb_h1") if pp > 1 else ("1f1b",)
     axes = (
         space.options(MICRO_BATCH_SIZE, [b for b in MICRO_BATCH_SIZES if b <= sequences]),
-        space.options("schedule.chunks", cuts),
-        space.options("parallel.sharding", SHARDINGS if is_replicated else ("none",)),
-        space.options("memory.recompute", RECOMPUTES),
-        space.options("schedule.name", schedules),
-        space.options("parallel.sequence_parallel", (is_cuttable,)),
+        space.options(
+            "schedule.chunks",
+            [v for v in range(1, MOST_CHUNKS + 1) if v == 1 or _cuts(base, pp, v)],
+        ),
+        space.options("schedule.name", names),
     )
-    for size, v, sharding, recompute, name, is_cut in product(*axes):
-        if name not in schedules or name == "1f1b" or v == 1:
-            stages = space.options("parallel.stages", ("auto" if pp * v > 1 else "even",))[0]
-            chosen = {
-                "parallel": {
-                    **degrees, "sharding": sharding, "sequence_parallel": is_cut, "stages": stages,
-                },
-                "schedule": {"micro_batch_size": size, "chunks": v, "name": name},
-                "memory": {"recompute": recompute},
-            }  # fmt: skip
-            for group in _sharding_groups(space, chosen["parallel"]):
-                chosen["parallel"]["sharding_group"] = group
-                yield _changed(space, chosen)
+    for size, v, name in product(*axes):
+        if name not in names or name == "1f1b" or v == 1:
+            chosen = {"micro_batch_size": size, "chunks": v, "name": name}
+            yield base.schedule.model_copy(update=chosen)
 
 
-def _sharding_groups(space: Space, parallel: dict[str, Any]) -> tuple[Any, ...]:
-    """Shared out over all replicas, or over those of a node where there are several on several."""
-    inside = space.device.devices_per_node // parallel["tp"]
-    replicas = parallel["dp"] * parallel["cp"]
-    is_hybrid = parallel["sharding"] != "none" and 1 < inside < replicas and replicas % inside == 0
-    groups = ("all", inside) if is_hybrid else ("all",)
-    return space.options("parallel.sharding_group", groups)
+def _stages(space: Space, *, is_piped: bool) -> Any:
+    return space.options("parallel.stages", ("auto" if is_piped else "even",))[0]
 
 
-def _changed(space: Space, chosen: dict[str, dict[str, Any]]) -> Job:
+def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Levels; shared out over all replicas, or over those of a node where there are several on several."""
+    inside = space.device.devices_per_node // degrees["tp"]
+    replicas = degrees["dp"] * degrees["cp"]
+    for level in space.options("parallel.sharding", SHARDINGS if replicas > 1 else ("none",)):
+        is_hybrid = level != "none" and 1 < inside < replicas and replicas % inside == 0
+        groups = ("all", inside) if is_hybrid else ("all",)
+        for group in space.options("parallel.sharding_group", groups):
+            yield {"sharding": level, "sharding_group": group}
+
+
+def _changed(job: Job, changes: dict[str, dict[str, Any]]) -> Job:
     """The job with other fields in some sections; they are legal values by themselves."""
-    changes = {}
-    for name, following in _FOLLOWING.items():
-        free = {k: v for k, v in following.items() if f"{name}.{k}" not in space.fixed}
-        update = {**free, **chosen.get(name, {})}
-        changes[name] = getattr(space.job, name).model_copy(update=update)
-    return settled(space.job.model_copy(update=changes))
+    sections = {name: getattr(job, name).model_copy(update=new) for name, new in changes.items()}
+    return job.model_copy(update=sections)
 
 
 def _cuts(job: Job, pp: int, chunks: int) -> bool:

@@ -5,19 +5,19 @@ It asks the search and puts its answer into words; who asks, and when, is others
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.errors import PlanError
+from raymega.errors import Fault, PlanError
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.candidates import CHOSEN
 from raymega.plan.expected_error import expected_error
+from raymega.plan.grid import Grid
 from raymega.plan.search import Found, SearchResult, search
 
-MOST_SIZES = 8
-"""Numbers of workers that are tried before the rest is given up."""
+TOP = 8
+"""Grids that are looked at where not every one can be had."""
 NUM_WORKERS = "cluster.num_workers"
 
 
@@ -44,54 +44,52 @@ class Choice:
         return self.found.plan.grid.world_size
 
 
+def anywhere(_grid: Grid) -> bool:
+    """Any grid can be had."""
+    return True
+
+
 def best_grid(
     job: Job,
     num_workers: int,
     device: Accelerator,
     *,
     fixed: Collection[str] = (),
-    is_exact: bool = True,
+    fits: Callable[[Grid], bool] = anywhere,
 ) -> Choice:
     """The layout of ``job`` with the shortest step on ``num_workers``.
 
     The same arguments give the same layout. What a run computes does not depend on it, so that any
-    choice continues any run.
+    choice continues any run. What to do with fewer workers than a grid needs is plan.fallback's.
 
     Args:
         job: Its model, batch and data stay.
-        num_workers: Of ``device``.
+        num_workers: Of ``device``, all of which are used.
         device: What a worker has.
         fixed: Dotted paths that stay as the job has them, of candidates.CHOSEN; all others of these
             are free.
-        is_exact: Use all workers; else at most so many, where fewer are faster or alone legal.
+        fits: Whether the nodes that there are can hold a grid.
 
     Raises:
         PlanError: No layout is legal and fits; the fault says what ruled out how many.
     """
-    held = frozenset({*fixed, NUM_WORKERS} if is_exact else fixed)
-    base = _for_workers(job, num_workers if is_exact else "grid")
-    sizes = [num_workers] if is_exact else list(_sizes(job, num_workers, held))
-    results: dict[int, SearchResult] = {}
-    refusal: PlanError | None = None
-    for size in sizes:
-        try:
-            results[size] = search(base, device, num_devices=size, top=2, fixed=held)
-        except PlanError as error:
-            refusal = refusal or error
-    if not results:
-        assert refusal is not None, "every size is found or refused"
-        raise refusal
-    size = min(results, key=lambda size: results[size].best[0].time.total_s)
-    found = results[size].best[0]
+    held = frozenset({*fixed, NUM_WORKERS})
+    top = 2 if fits is anywhere else TOP
+    result = search(
+        _for_workers(job, num_workers), device, num_devices=num_workers, top=top, fixed=held
+    )
+    best = tuple(found for found in result.best if fits(found.plan.grid))
+    if not best:
+        raise PlanError(_nowhere(job, num_workers, len(result.best)))
     return Choice(
-        job=found.plan.job,
-        found=found,
-        overrides=found.overrides(job),
-        reasons=tuple(_reasons(results[size], device, held, num_workers=num_workers)),
+        job=best[0].plan.job,
+        found=best[0],
+        overrides=best[0].overrides(job),
+        reasons=tuple(_reasons(replace(result, best=best), device, held)),
     )
 
 
-def _for_workers(job: Job, num_workers: int | Literal["grid"]) -> Job:
+def _for_workers(job: Job, num_workers: int) -> Job:
     """A job that names its workers by number is one for these."""
     if job.cluster.num_workers == "grid":
         return job
@@ -99,38 +97,21 @@ def _for_workers(job: Job, num_workers: int | Literal["grid"]) -> Job:
     return job.model_copy(update={"cluster": cluster})
 
 
-def _sizes(job: Job, num_workers: int, held: frozenset[str]) -> Iterator[int]:
-    """Numbers of workers from all downwards to half, those that the held degrees divide."""
-    unit = 1
-    for axis in ("tp", "cp", "pp"):
-        if f"parallel.{axis}" in held:
-            unit *= getattr(job.parallel, axis)
-    largest = num_workers - num_workers % unit
-    least = max(unit, num_workers // 2)
-    yield from (
-        range(largest, least - 1, -unit)
-        if largest // unit <= MOST_SIZES
-        # Of many, those that have many factors: a prime number of workers has few layouts.
-        else (sorted(range(least, largest + 1, unit), key=_roundness, reverse=True)[:MOST_SIZES])
+def _nowhere(job: Job, num_workers: int, tried: int) -> Fault:
+    return Fault(
+        fact=f"{num_workers} workers for {job.run.name}: none of the {tried} fastest grids",
+        rule="the nodes that there are must hold a grid, tensor-parallel groups on one node each",
+        remedy="use other nodes, or set parallel.is_tp_across_nodes_allowed",
     )
 
 
-def _roundness(number: int) -> tuple[int, int]:
-    """How often 2 divides it, and the number itself."""
-    return min(6, (number & -number).bit_length()), number
-
-
-def _reasons(
-    result: SearchResult, device: Accelerator, held: frozenset[str], *, num_workers: int
-) -> Iterator[str]:
+def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) -> Iterator[str]:
     best, grid = result.best[0], result.best[0].plan.grid
     tried = 1 + sum(result.refused.values())
     yield (
         f"{describe(best)} on {grid.world_size} x {device.name}: the fastest of {tried:,} layouts, "
         f"{seconds(best.time.total_s)} a step expected, {best.tokens_per_s:,.0f} tokens/s a worker"
     )
-    if grid.world_size < num_workers:
-        yield f"{num_workers - grid.world_size} of {num_workers} workers stay idle: with them no step is shorter"
     if len(result.best) > 1:
         second = result.best[1]
         slower = second.time.total_s / best.time.total_s - 1

@@ -1,7 +1,7 @@
 """The layout that a job falls back to when fewer workers are left than its grid needs.
 
 Replicas go first: then no parameter changes its place on the grid, and only the number of
-micro-batches rises. When not even one replica is left, the planner searches. The global batch, and so
+micro-batches rises. When not even one replica is left, it is plan.choice that chooses. The global batch, and so
 the samples of each step, stay what they were on every grid.
 """
 
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from raymega.config.schema import Job
 from raymega.errors import PlanError
 from raymega.plan.accelerators import CATALOGUE, Accelerator
+from raymega.plan.choice import anywhere, best_grid
 from raymega.plan.grid import Grid
-from raymega.plan.memory_use import memory_use, pipeline_elements
+from raymega.plan.memory_use import memory_use
 from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.plan.search import search
 from raymega.plan.unread_rules import settled
 
 MOST_SEARCHES = 8
 """Numbers of workers that are searched, from the highest: each search takes up to some seconds."""
 SEARCH_DEVICE = CATALOGUE["h100"]
 """By whose speeds layouts are compared where the device is not known."""
-TOP = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +34,13 @@ class Fallback:
     plan: RunPlan
 
 
-def _anywhere(_grid: Grid) -> bool:
-    return True
-
-
 def smaller_plan(
     job: Job,
     *,
     most: int,
     least: int = 1,
     device: Accelerator | None = None,
-    fits: Callable[[Grid], bool] = _anywhere,
+    fits: Callable[[Grid], bool] = anywhere,
 ) -> RunPlan | None:
     """The best plan of ``job`` for ``most`` workers, fewer than its grid has.
 
@@ -66,9 +61,11 @@ def smaller_plan(
             return plan
     # Beyond here a replica is cut anew.
     for num_workers in range(most, max(least, most - MOST_SEARCHES + 1) - 1, -1):
-        for plan in _searched(job, num_workers, device):
-            if fits(plan.grid):
-                return plan
+        try:
+            found = best_grid(_on_grid(job), num_workers, device or SEARCH_DEVICE, fits=fits).found
+        except PlanError:
+            continue
+        return found.plan
     return None
 
 
@@ -106,11 +103,14 @@ def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Itera
 
 
 def _changed(job: Job, **parallel: int | str) -> Job:
-    changes = {
-        "parallel": job.parallel.model_copy(update=parallel),
-        "cluster": job.cluster.model_copy(update={"num_workers": "grid"}),
-    }
-    return settled(job.model_copy(update=changes))
+    changed = job.parallel.model_copy(update=parallel)
+    return settled(_on_grid(job).model_copy(update={"parallel": changed}))
+
+
+def _on_grid(job: Job) -> Job:
+    """As many workers as the grid has ranks."""
+    cluster = job.cluster.model_copy(update={"num_workers": "grid"})
+    return job.model_copy(update={"cluster": cluster})
 
 
 def _plan_or_none(job: Job) -> RunPlan | None:
@@ -123,14 +123,4 @@ def _plan_or_none(job: Job) -> RunPlan | None:
 def _has_room(plan: RunPlan, device: Accelerator | None) -> bool:
     if device is None:
         return True
-    return memory_use(plan, pipeline_elements(plan)).total_bytes <= device.memory_bytes
-
-
-def _searched(job: Job, num_workers: int, device: Accelerator | None) -> Iterator[RunPlan]:
-    """Layouts of exactly ``num_workers``, the fastest first."""
-    try:
-        found = search(job, device or SEARCH_DEVICE, num_devices=num_workers, top=TOP)
-    except PlanError:
-        return
-    for each in found.best:
-        yield each.plan
+    return memory_use(plan).total_bytes <= device.memory_bytes

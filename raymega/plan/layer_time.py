@@ -6,7 +6,7 @@ works through them, is step_time's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,6 +37,8 @@ class LayerTime:
         forward_s: Kernels of the forward.
         backward_s: Kernels of the backward, nothing computed again.
         attention_s: Of the forward's, those between q, k, v and the output projection.
+        norms_s: Those of the norms.
+        activation_s: Those of the nonlinearity.
         tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
         context_parallel_s: The same over cp, by the way that keys and values travel.
         experts_s: The same of tokens to their experts and back.
@@ -45,6 +47,8 @@ class LayerTime:
     forward_s: float
     backward_s: float
     attention_s: float
+    norms_s: float
+    activation_s: float
     tensor_parallel_s: float
     context_parallel_s: float
     experts_s: float = 0.0
@@ -54,10 +58,21 @@ class LayerTime:
         """All traffic of one pass."""
         return self.tensor_parallel_s + self.context_parallel_s + self.experts_s
 
-    def pass_s(self, recompute: str) -> tuple[float, float]:
-        """Forward and backward with what ``memory.recompute`` runs again, traffic included."""
+    def pass_s(
+        self, recompute: str, parts: Collection[str] = ("attention",)
+    ) -> tuple[float, float]:
+        """Forward and backward with what ``memory.recompute`` and its parts run again, traffic included."""
         traffic = self.traffic_s
-        again = {"none": 0.0, "selective": self.attention_s, "full": self.forward_s + traffic}
+        selected = {
+            "attention": self.attention_s,
+            "norm": self.norms_s,
+            "activation": self.activation_s,
+        }
+        again = {
+            "none": 0.0,
+            "selective": sum(selected[part] for part in parts),
+            "full": self.forward_s + traffic,
+        }
         return self.forward_s + traffic, self.backward_s + traffic + again[recompute]
 
 
@@ -113,7 +128,8 @@ def layer_time(
         for rows, inner, columns in products
     )
     attention, attention_backward = _attention(shape, device, software)
-    others = memory_s(device, _element_bytes(shape, software, inner_width))
+    norms, activation, rest = _element_bytes(shape, software, inner_width)
+    others = memory_s(device, norms + activation + rest)
     launches = KERNELS_IN_A_BLOCK * device.fitted.launch_s
     experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
     if has_experts:
@@ -123,6 +139,8 @@ def layer_time(
         forward_s=forward + attention + others + launches + experts.forward_s,
         backward_s=backward + attention_backward + 2 * (others + launches) + experts.backward_s,
         attention_s=attention,
+        norms_s=memory_s(device, norms),
+        activation_s=memory_s(device, activation),
         tensor_parallel_s=_tensor_parallel_s(
             shape, device, software, num_layers=1 + bool(inner_width)
         ),
@@ -207,8 +225,10 @@ def _attention(
     return forward, backward
 
 
-def _element_bytes(shape: ActivationShape, software: Software, inner_width: int) -> float:
-    """Memory traffic of a forward beside products and attention.
+def _element_bytes(
+    shape: ActivationShape, software: Software, inner_width: int
+) -> tuple[float, float, float]:
+    """Memory traffic of a forward beside products and attention: norms, the nonlinearity, the rest.
 
     Two norms read and write the stream; two sums read it twice and write it, with a mask where there
     is dropout; the nonlinearity reads what up (and gate) made and writes; q, k, v are turned or
@@ -217,12 +237,12 @@ def _element_bytes(shape: ActivationShape, software: Software, inner_width: int)
     element = shape.element
     norms, sums = 2 * 2 * element, 2 * 3 * element
     masks = 2 * (element + 1) if software.has_dropout else 0
-    stream = shape.stream_tokens * shape.model.width * (norms + sums + masks)
+    stream = shape.stream_tokens * shape.model.width
     hidden = shape.tokens * inner_width / shape.parallel.tp
     activation = hidden * element * (3 if shape.family.has_gate else 2)
     heads = shape.model.num_heads + 2 * shape.model.kv_heads
     qkv = shape.tokens * heads * shape.model.head_width / shape.parallel.tp
-    return stream + activation + 2 * element * qkv
+    return stream * norms, activation, stream * (sums + masks) + 2 * element * qkv
 
 
 def _tensor_parallel_s(

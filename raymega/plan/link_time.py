@@ -54,6 +54,12 @@ def all_reduce_s(device: Accelerator, span: Span, num_bytes: float) -> float:
     return 2 * gather_s(device, span, num_bytes)
 
 
+def ring_steps_s(device: Accelerator, span: Span) -> float:
+    """What a ring's steps take beside their bytes: n - 1 for each of many small gathers or sums."""
+    latency = device.fitted.link_latency_s if span.is_inside else device.fitted.network_latency_s
+    return (span.size - 1) * latency
+
+
 def exchange_s(device: Accelerator, span: Span, num_bytes: float) -> float:
     """An all-to-all in which every rank has ``num_bytes``, an even part for each rank, its own too.
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raymega.plan.activations import ActivationShape, activation_shape, stage_activations
+from raymega.plan.activations import ActivationShape, activation_shape
 from raymega.plan.context_cost import shape_cost
+from raymega.plan.rank_kinds import RankKind, rank_kinds, stage_kind
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.stages import Stage
-from raymega.plan.state_size import Elements, rank_elements, state_of
+from raymega.plan.stage_costs import StageCosts
+from raymega.plan.state_size import Elements, state_of
 
 RESERVED_BYTES = 2 * 2**30
 """Of a GPU that no tensor can have: the driver's context and the buffers of communicators."""
@@ -34,67 +35,52 @@ class MemoryUse:
         return self.state_bytes + self.activation_bytes + self.reserved_bytes
 
 
-def pipeline_elements(plan: RunPlan) -> tuple[Elements, ...]:
-    """Parameters of each rank of the pipeline: those of tensor-parallel rank 0."""
-    placement = plan.placement
-    return tuple(
-        rank_elements(
-            plan.job,
-            [plan.stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)],
-            plan.grid,
-        )
-        for pp in range(plan.grid.pp)
-    )
-
-
-def memory_use(plan: RunPlan, elements: Sequence[Elements] = ()) -> MemoryUse:
-    """What the fullest rank of ``plan`` needs on a GPU; the arguments are pipeline_memory's."""
-    return max(pipeline_memory(plan, elements), key=lambda use: use.total_bytes)
-
-
-def pipeline_memory(plan: RunPlan, elements: Sequence[Elements] = ()) -> list[MemoryUse]:
-    """The same of every rank of the pipeline.
+def memory_use(
+    plan: RunPlan, ranks: Sequence[RankKind] = (), costs: StageCosts | None = None
+) -> MemoryUse:
+    """What the fullest rank of ``plan`` needs on a GPU.
 
     Args:
         plan: Of which.
-        elements: What pipeline_elements gives, when that is known already.
+        ranks: What its ranks hold, when that is known already.
+        costs: Of its stages; the same.
     """
-    shape, placement = activation_shape(plan.job), plan.placement
-    kept = _kept_by_stage(shape, plan.stages)
-    passing = _passing_bytes(shape)
+    costs = costs or StageCosts(activation_shape(plan.job))
+    kinds = ranks or rank_kinds(plan)
+    uses = [_rank_memory(plan, kind, costs, pp_rank=kind.pp_rank) for kind in kinds]
+    return max(uses, key=lambda use: use.total_bytes)
+
+
+def pipeline_memory(plan: RunPlan) -> list[tuple[MemoryUse, Elements]]:
+    """The same of every rank of the pipeline, beside the parameters that it holds."""
+    costs, placement = StageCosts(activation_shape(plan.job)), plan.placement
+    by_kinds = {kind.kinds: kind for kind in rank_kinds(plan)}
     uses = []
-    for pp_rank, held in enumerate(elements or pipeline_elements(plan)):
-        chunks = [kept[placement.stage(pp_rank, chunk)] for chunk in range(placement.chunks)]
-        in_flight = micro_batches_in_flight(
-            plan.job.schedule.name,
-            pp=plan.grid.pp,
-            pp_rank=pp_rank,
-            chunks=placement.chunks,
-            num_micro_batches=plan.batch.num_micro_batches,
-            max_activations=plan.job.schedule.max_activations,
-        )
-        mean = sum(each for each, _ in chunks) / len(chunks)
-        activations = round(in_flight * mean) + max(again for _, again in chunks) + passing
-        uses.append(
-            MemoryUse(
-                pp_rank=pp_rank, state_bytes=state_of(plan.job, held, plan.grid).total_bytes,
-                activation_bytes=activations, reserved_bytes=RESERVED_BYTES,
-            )
-        )  # fmt: skip
+    for pp_rank in range(plan.grid.pp):
+        stages = (plan.stages[placement.stage(pp_rank, c)] for c in range(placement.chunks))
+        kind = by_kinds[tuple(stage_kind(costs.shape, stage) for stage in stages)]
+        uses.append((_rank_memory(plan, kind, costs, pp_rank=pp_rank), kind.elements))
     return uses
 
 
-def _kept_by_stage(shape: ActivationShape, stages: Sequence[Stage]) -> list[tuple[int, int]]:
-    """Bytes for each micro-batch and bytes while blocks run again; like stages are counted once."""
-    known: dict[tuple[int, int, bool, bool], tuple[int, int]] = {}
-    found = []
-    for stage in stages:
-        kind = stage.num_layers, shape.blocks_with_experts(stage), stage.is_first, stage.is_last
-        if kind not in known:
-            kept = stage_activations(shape, stage)
-            known[kind] = kept.micro_batch_bytes, kept.rerun_bytes
-        found.append(known[kind])
-    return found
+def _rank_memory(plan: RunPlan, kind: RankKind, costs: StageCosts, *, pp_rank: int) -> MemoryUse:
+    in_flight = micro_batches_in_flight(
+        plan.job.schedule.name,
+        pp=plan.grid.pp,
+        pp_rank=pp_rank,
+        chunks=len(kind.stages),
+        num_micro_batches=plan.batch.num_micro_batches,
+        max_activations=plan.job.schedule.max_activations,
+    )
+    chunks = [costs.kept(*each) for each in zip(kind.kinds, kind.stages, strict=True)]
+    mean = sum(each.micro_batch_bytes for each in chunks) / len(chunks)
+    rerun = max(each.rerun_bytes for each in chunks)
+    return MemoryUse(
+        pp_rank=pp_rank,
+        state_bytes=state_of(plan.job, kind.elements, plan.grid).total_bytes,
+        activation_bytes=round(in_flight * mean) + rerun + _passing_bytes(costs.shape),
+        reserved_bytes=RESERVED_BYTES,
+    )
 
 
 def _passing_bytes(shape: ActivationShape) -> int:

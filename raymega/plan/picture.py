@@ -7,22 +7,18 @@ script and no other file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from xml.sax.saxutils import escape
 
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.choice import describe, seconds
 from raymega.plan.expected_error import expected_error
-from raymega.plan.memory_use import pipeline_elements, pipeline_memory
+from raymega.plan.memory_use import pipeline_memory
+from raymega.plan.played_step import play
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.search import Found
 from raymega.plan.state_size import state_of
-from raymega.plan.step_time import StageTime, message_time, stage_times
 from raymega.schedule.draw import draw_svg
-from raymega.schedule.instructions import Instruction, Op
-from raymega.schedule.order import Sizes
-from raymega.schedule.simulate import simulate
-from raymega.schedule.table import make_schedule
 
 GIB = 2**30
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
@@ -38,7 +34,7 @@ FILLS = {
 PARTS = {
     "compute": "#56b4e9", "tensor parallel": "#0072b2", "messages": "#009e73", "bubble": "#dddddd",
     "data parallel": "#d55e00", "optimizer": "#e69f00", "sharing": "#cc79a7",
-    "experts": "#009e9e",
+    "experts": "#009e9e", "straggler": "#882255",
 }  # fmt: skip
 DRAWN_ROUNDS = 3
 """Micro-batches of the time line, in pipeline depths; more would look the same."""
@@ -51,31 +47,6 @@ h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 28px }
 table { border-collapse: collapse } td, th { text-align: left; padding: 2px 14px 2px 0 }
 svg { max-width: 100%; height: auto } .wide { overflow-x: auto } .wide svg { max-width: none } .note { color: #555 }
 """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedTimes:
-    """What the simulation of a step takes for each pass: as predicted, by stage.
-
-    Attributes:
-        stages: By pipeline rank and chunk.
-        transfer: From a send to its arrival.
-        handling: Of a send or receive on its rank.
-    """
-
-    stages: Sequence[Sequence[StageTime]]
-    transfer: float
-    handling: float = 0.0
-
-    def of_task(self, rank: int, task: Instruction) -> float:
-        """Of one pass; the weight part of a backward is taken as half of it."""
-        stage = self.stages[rank][task.chunk]
-        return {
-            Op.FORWARD: stage.forward_s,
-            Op.BACKWARD: stage.backward_s,
-            Op.BACKWARD_INPUT: stage.backward_s / 2,
-            Op.BACKWARD_WEIGHT: stage.backward_s / 2,
-        }[task.op]
 
 
 def draw_plan(found: Found, device: Accelerator) -> str:
@@ -142,8 +113,7 @@ def time_svg(found: Found) -> str:
 
 def _memory_parts(plan: RunPlan) -> Iterator[dict[str, float]]:
     """GiB by part, of each rank of the pipeline."""
-    elements = pipeline_elements(plan)
-    for held, use in zip(elements, pipeline_memory(plan, elements), strict=True):
+    for use, held in pipeline_memory(plan):
         state = state_of(plan.job, held, plan.grid)
         parts = {
             "weights": state.weight_bytes, "gradients": state.gradient_bytes,
@@ -156,31 +126,22 @@ def _memory_parts(plan: RunPlan) -> Iterator[dict[str, float]]:
 
 
 def _timeline(plan: RunPlan, device: Accelerator) -> str:
-    placement, pp = plan.placement, plan.grid.pp
-    times = stage_times(plan, device)
-    by_rank = [
-        [times[placement.stage(rank, chunk)] for chunk in range(placement.chunks)]
-        for rank in range(pp)
-    ]
-    program = make_schedule(plan.job.schedule.name, _drawn_sizes(plan))
-    played = simulate(program, PlannedTimes(stages=by_rank, transfer=message_time(plan, device)))
+    played = play(plan, device, num_micro_batches=_drawn(plan))
     rows = {f"pp {rank}": events for rank, events in enumerate(played.events)}
     return draw_svg(rows, title=plan.job.schedule.name, time_unit="ms", scale=1000.0)
 
 
-def _drawn_sizes(plan: RunPlan) -> Sizes:
-    """Of so many micro-batches as are drawn."""
-    batch, pp = plan.batch, plan.grid.pp
+def _drawn(plan: RunPlan) -> int:
+    """Micro-batches that are drawn."""
+    pp = plan.grid.pp
     most = MOST_PASSES // (2 * pp * plan.placement.chunks)
-    drawn = min(batch.num_micro_batches, DRAWN_ROUNDS * pp, max(most, pp))
+    drawn = min(plan.batch.num_micro_batches, DRAWN_ROUNDS * pp, max(most, pp))
     # Interleaved orders want whole rounds.
-    drawn = max(drawn - drawn % pp, min(drawn, pp))
-    size = drawn * batch.micro_batch_size * batch.dp
-    return plan.sizes(replace(batch, num_micro_batches=drawn, global_batch_size=size))
+    return max(drawn - drawn % pp, min(drawn, pp))
 
 
 def _timeline_note(plan: RunPlan) -> str:
-    drawn, whole = _drawn_sizes(plan).num_micro_batches, plan.batch.num_micro_batches
+    drawn, whole = _drawn(plan), plan.batch.num_micro_batches
     part = (
         f"{drawn} of the step's {whole} micro-batches, and their bubble"
         if drawn < whole

@@ -15,13 +15,11 @@ from typing import Any
 
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, PlanError
-from raymega.plan.accelerators import CATALOGUE, Accelerator
+from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.flops import flops_per_token
 from raymega.plan.fp8_rules import ALL_IN_EIGHT, NONE_IN_EIGHT, InEight
-from raymega.plan.memory_use import RESERVED_BYTES, memory_use
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.software import Software
-from raymega.plan.step_time import step_time
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "experts", "topk",
@@ -37,10 +35,13 @@ DROPOUT = 0.1
 GATED = ("llama", "mixtral", "qwen", "deepseek")
 SHARED_WIDTHS = {"Qwen2-57B-A14B": 20480}
 """Of the expert that sees every token, by the model's public configuration."""
-COUNTS_WHOLE_SQUARE = ("MoE-Parallel-Folding",)
+COUNTS_WHOLE_SQUARE = ("MoE-Parallel-Folding", "NeMo docs performance_long_sequence")
 """Sources without a step time that count attention's FLOPs without a causal mask: Megatron-LM's count
 of then."""
 PRINTS_FAILURES = ("MoE-Parallel-Folding",)
+MICRO_BATCHES = {"MoE-Parallel-Folding": 1}
+"""Sequences of a micro-batch where a source's table is silent and its authors' benchmark files are not
+(Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf)."""
 CAPACITY_FACTOR = 1.0
 """Of the runs with experts: what is above an expert's share is dropped."""
 OUT_OF_MEMORY = "RESULT=OOM"
@@ -65,6 +66,7 @@ class PublishedRun:
         tflops: Published FLOP/s of a GPU in units of 1e12, by the source's own count; 0 for none.
         memory_gib: Published peak of the allocator, which counts in units of 2**30 whatever it is
             called; 0 when the source printed none.
+        reserved_gib: The same where the source printed what the allocator had reserved, in use or not.
         is_out_of_memory: It was tried, and did not fit.
         skipped: Why the row cannot be expressed; empty when it can.
     """
@@ -79,6 +81,7 @@ class PublishedRun:
     iter_s: float
     tflops: float
     memory_gib: float
+    reserved_gib: float = 0.0
     is_out_of_memory: bool = False
     skipped: str = ""
 
@@ -128,7 +131,8 @@ def published_run(row: Row) -> PublishedRun:
         eight=ALL_IN_EIGHT if "fp8" in row["precision"] else NONE_IN_EIGHT,
         iter_s=_number(row, "iter_s") or _derived_s(row, candidates),
         tflops=_number(row, "tflops_per_gpu"),
-        memory_gib=_noted(row, "mem_gib") or _noted(row, "mem_gb"),
+        memory_gib=0.0 if _is_torchtitan(row) else _printed_gib(row),
+        reserved_gib=_printed_gib(row) if _is_torchtitan(row) else 0.0,
         is_out_of_memory=OUT_OF_MEMORY in row["note"],
         skipped=skipped,
     )
@@ -145,61 +149,21 @@ def _derived_s(row: Row, candidates: tuple[RunPlan, ...]) -> float:
     return per_token * tokens / _number(row, "n_gpus") / tflops / 1e12
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """A run as printed and as predicted; 0 where the source printed nothing.
-
-    ``tflops`` are by the source's own count of operations, so they differ as the seconds do.
-    """
-
-    run: PublishedRun
-    plan: RunPlan
-    iter_s: float
-    tflops: float
-    memory_gib: float
-    fits: bool
-
-
-def compare(run: PublishedRun, device: Accelerator) -> Comparison:
-    """The fastest of the plans that the row allows and that fit; of all, when none does."""
-    fitting = [plan for plan in run.candidates if _needs(plan) <= device.memory_bytes]
-
-    def seconds(plan: RunPlan) -> float:
-        return step_time(plan, device, run.software, eight=run.eight).total_s
-
-    plan = min(fitting or run.candidates, key=seconds)
-    iter_s = seconds(plan)
-    flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
-    tokens = plan.batch.global_batch_size * plan.job.data.seq_len
-    tflops = flops * tokens / run.num_gpus / iter_s / 1e12
-    if run.tflops and run.iter_s:
-        tflops = run.tflops * run.iter_s / iter_s
-    allocated = _needs(plan) - RESERVED_BYTES
-    return Comparison(
-        run=run, plan=plan, iter_s=iter_s, tflops=tflops, memory_gib=allocated / 2**30,
-        fits=bool(fitting),
-    )  # fmt: skip
-
-
-def _needs(plan: RunPlan) -> int:
-    return memory_use(plan).total_bytes
-
-
 def _not_expressible(row: Row) -> str:
     lacking = [
         name for name in ("layers", "hidden", "heads", "seq", "n_gpus", "gbs") if not row[name]
     ]
     if lacking:
         return f"the row does not state {', '.join(lacking)}"
-    if _is_fully_sharded(row):
-        return "sharded parameters are not compared: the rows leave open what decides their time"
     if not _gpu(row):
         return f"{row['gpu']} is not in the catalogue"
     return ""
 
 
 def _sharding(row: Row) -> str:
-    if _is_fully_sharded(row):
+    """FSDP keeps gathered what a pipeline's next micro-batch needs again: its traffic is then that of a
+    sharded optimizer (torchtitan, reshard_after_forward)."""
+    if _is_fully_sharded(row) and _number(row, "pp", 1) == 1:
         return "parameters"
     return "optimizer" if _software(row).hides_gradients else "none"
 
@@ -210,7 +174,8 @@ def _is_fully_sharded(row: Row) -> bool:
 
 def _jobs(row: Row) -> Iterator[Job]:
     """Each job that the row may have been."""
-    sizes = MICRO_BATCH_SIZES if not row["mbs"] else (int(_number(row, "mbs")),)
+    stated = _number(row, "mbs") or _by_source(MICRO_BATCHES, row)
+    sizes = (int(stated),) if stated else MICRO_BATCH_SIZES
     recomputes = (_recompute(row),) if row["recompute"] else _open_recomputes(row)
     layers, pp = int(_number(row, "layers")), int(_number(row, "pp", 1))
     chunks: tuple[int, ...] = (int(_number(row, "vpp", 1)),)
@@ -258,7 +223,8 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
             "cp": int(_number(row, "cp", 1)),
             "dp": _dp(row),
             "ep": int(_number(row, "ep", 1)),
-            "etp": int(_number(row, "etp", 1)),
+            "etp": _expert_width(row),
+            **_context_method(row),
             "sequence_parallel": tp > 1 and (row["sp"] == "yes" or (is_late and row["sp"] != "no")),
             "sharding": _sharding(row),
             "stages": "even",
@@ -268,11 +234,40 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
             "chunks": chunks,
             "micro_batch_size": micro_batch_size,
         },
-        "memory": {"recompute": recompute},
+        "memory": _memory(row, recompute),
         "optimizer": {"lr": 1e-4},
         "precision": {"dtype": "bfloat16"},
     }
     return Job.model_validate(values)
+
+
+def _by_source(figures: Mapping[str, int], row: Row) -> int:
+    return next((n for source, n in figures.items() if row["source"].startswith(source)), 0)
+
+
+def _expert_width(row: Row) -> int:
+    """Where a row is silent, experts on ep ranks are cut by tp as attention is, as all were before
+    folding, and others not."""
+    is_cut = bool(row["experts"]) and _number(row, "ep", 1) > 1 and "Folding]" not in row["model"]
+    return int(_number(row, "etp", _number(row, "tp", 1) if is_cut else 1))
+
+
+def _memory(row: Row, recompute: str) -> dict[str, Any]:
+    """Selective recompute is that of attention, but for torchtitan, which keeps products' results and
+    attention's and makes norms and nonlinearities again."""
+    if recompute == "selective" and _is_torchtitan(row):
+        return {"recompute": recompute, "recompute_parts": ("norm", "activation")}
+    return {"recompute": recompute}
+
+
+def _context_method(row: Row) -> dict[str, str]:
+    """torchtitan gathers keys and values; all others are taken to send them around."""
+    gathers = _is_torchtitan(row) and _number(row, "cp", 1) > 1
+    return {"cp_method": "all_gather"} if gathers else {}
+
+
+def _is_torchtitan(row: Row) -> bool:
+    return row["source"].startswith("torchtitan")
 
 
 def _experts(row: Row) -> dict[str, Any]:
@@ -310,7 +305,8 @@ def _software(row: Row) -> Software:
         return Software(
             has_fused_attention=False,
             gradient_bytes=2,
-            hides_gradients=_is_fully_sharded(row),
+            hides_gradients=False,
+            gathers_tensors=_is_fully_sharded(row),
             hides_messages=False,
             has_dropout=True,
         )
@@ -338,6 +334,10 @@ def _number(row: Row, name: str, default: float = 0.0) -> float:
                 remedy="correct that cell of the table",
             )
         ) from None
+
+
+def _printed_gib(row: Row) -> float:
+    return _noted(row, "mem_gib") or _noted(row, "mem_gb")
 
 
 def _noted(row: Row, name: str) -> float:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.levels import Level, level_of, sharers
-from raymega.plan.link_time import Span, all_reduce_s, gather_s, make_span
+from raymega.plan.link_time import Span, all_reduce_s, gather_s, make_span, ring_steps_s
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import Software
 from raymega.plan.state_size import DTYPE_BYTES, Elements
+from raymega.plan.tensors import layer_tensors
 
 BUCKETS = 8
 """Portions in which gradients travel; the last one has no work left to hide behind."""
@@ -84,7 +85,18 @@ def traffic_of(plan: RunPlan, held: Elements, device: Accelerator, software: Sof
         reduce += gather_s(device, span, gradients)
         gather += gather_s(device, span, weights)
         copies += all_reduce_s(device, _across(device, ranks, size, stride), gradients / size)
+        if level_of(parallel) >= Level.GRADIENTS:
+            steps_s = _collectives(plan, software) * ring_steps_s(device, span)
+            reduce, gather = reduce + steps_s, gather + steps_s
     return Traffic(reduce_s=reduce, gather_s=gather, copies_s=copies)
+
+
+def _collectives(plan: RunPlan, software: Software) -> float:
+    """Of one pass over what a rank holds: one a block, or one a tensor of it."""
+    blocks = plan.job.model.num_layers / plan.grid.pp
+    if not software.gathers_tensors:
+        return blocks
+    return blocks * len(layer_tensors(plan.job.model, 0))
 
 
 def _across(device: Accelerator, ranks: int, size: int, stride: int) -> Span:

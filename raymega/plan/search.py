@@ -1,25 +1,30 @@
 """Finds the layouts on which a job would run fastest on so many devices.
 
 It tries every legal choice of degrees, chunks, micro-batch, recompute and sharding, throws away what
-does not fit, and ranks the rest by step_time. It measures nothing.
+does not fit, ranks the rest by the closed forms of step_time, and plays the schedules of the best few.
+It measures nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
 from raymega.errors import Fault, PlanError
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import activation_shape
-from raymega.plan.candidates import Space, candidates
+from raymega.plan.candidates import SHARDINGS, VARIED, Space, candidates
 from raymega.plan.layer_time import BlockTimes, block_times
-from raymega.plan.memory_use import MemoryUse, memory_use, pipeline_elements
-from raymega.plan.rules import job_faults
+from raymega.plan.memory_use import RESERVED_BYTES, MemoryUse, memory_use
+from raymega.plan.played_step import played_step
+from raymega.plan.rank_kinds import RankKind, rank_kinds
+from raymega.plan.rule_memo import RuleMemo
 from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
 from raymega.plan.software import RAYMEGA
-from raymega.plan.state_size import Elements
+from raymega.plan.stage_costs import StageCosts
+from raymega.plan.state_size import ElementCounts, state_of
 from raymega.plan.step_time import Known, StepTime, step_time
 
 
@@ -37,6 +42,10 @@ class Found:
         return tuple(
             f"{path}={_as_yaml(value)}" for path, value in mine.items() if value != theirs[path]
         )
+
+    def played(self, device: Accelerator) -> Found:
+        """With the time that its schedule shows when it is played."""
+        return replace(self, time=played_step(self.plan, device))
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,7 +93,7 @@ def search(
     """
     found: list[Found] = []
     refused: Counter[str] = Counter()
-    judge = _Judge(device)
+    judge = _Judge(job, device)
     space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
     for candidate in candidates(space):
         verdict = judge.verdict(candidate)
@@ -94,55 +103,68 @@ def search(
             found.append(verdict)
     if not found:
         raise PlanError(_nothing_fits(job, device, num_devices, refused))
-    best: dict[str, Found] = {}
+    by_grid: dict[str, Found] = {}
     for each in sorted(found, key=lambda each: each.time.total_s):
-        best.setdefault(each.plan.grid.describe(), each)
-    refused["fit, and are slower"] = len(found) - min(top, len(best))
-    fastest = next(iter(best.values())).time.total_s
-    missed = _least_missed([each for each in judge.missed if each.time.total_s < fastest])
-    return SearchResult(best=tuple(best.values())[:top], refused=refused, missed=missed)
+        by_grid.setdefault(each.plan.grid.describe(), each)
+    few = [each.played(device) for each in list(by_grid.values())[: top + MORE]]
+    best = sorted(few, key=lambda each: each.time.total_s)[:top]
+    refused["fit, and are slower"] = len(found) - len(best)
+    fastest = next(iter(by_grid.values())).time.total_s
+    faster = [each for each in judge.missed if each.time.total_s < fastest]
+    missed = min(faster, key=lambda each: each.memory.total_bytes, default=None)
+    return SearchResult(best=tuple(best), refused=refused, missed=missed and missed.played(device))
 
 
-def _least_missed(faster: list[Found]) -> Found | None:
-    by_memory = sorted(faster, key=lambda each: each.memory.total_bytes)
-    legal = (each for each in by_memory if not job_faults(job_values(each.plan.job)))
-    return next(legal, None)
-
-
+MORE = 3
+"""Grids beyond those that are asked for whose schedules are played as well."""
 BREAKS_A_RULE = "breaks a rule of the job"
 DOES_NOT_FIT = "does not fit into memory"
 FAR_ABOVE = 2.0
 """Times the device's memory: what needs more is not asked how fast it would be."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shared:
+    """What all layouts with the same degrees, chunks and order have in common."""
+
+    plan: RunPlan
+    ranks: tuple[RankKind, ...]
+    least_bytes: int
+
+
 class _Judge:
     """Prices candidates, the cheapest refusal first, and counts once what many of them share."""
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, job: Job, device: Accelerator) -> None:
         self.missed: list[Found] = []
         self._device = device
-        self._shared: dict[tuple[object, ...], tuple[RunPlan, tuple[Elements, ...]] | None] = {}
+        self._counts = ElementCounts(job)
+        self._rules = RuleMemo(VARIED)
+        self._shared: dict[tuple[object, ...], _Shared | None] = {}
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
+        self._costs: dict[tuple[object, ...], StageCosts] = {}
 
     def verdict(self, job: Job) -> Found | str:
         """What is expected of ``job``, or what rules it out."""
         shared = self._share(job)
-        if shared is None:
+        if shared is None or not self._rules.is_legal(job):
             return BREAKS_A_RULE
-        base, elements = shared
-        plan = with_options(base, job)
-        memory = memory_use(plan, elements)
-        if memory.total_bytes > FAR_ABOVE * self._device.memory_bytes:
+        most = FAR_ABOVE * self._device.memory_bytes
+        if shared.least_bytes > most:
             return DOES_NOT_FIT
-        known = Known(blocks=self._blocks_of(job), first_elements=elements[0])
+        plan, costs = with_options(shared.plan, job), self._costs_of(job)
+        memory = memory_use(plan, shared.ranks, costs)
+        if memory.total_bytes > most:
+            return DOES_NOT_FIT
+        known = Known(costs=costs, ranks=shared.ranks)
         found = Found(plan=plan, time=step_time(plan, self._device, known=known), memory=memory)
         if memory.total_bytes > self._device.memory_bytes:
             self.missed.append(found)
             return DOES_NOT_FIT
-        return BREAKS_A_RULE if job_faults(job_values(job)) else found
+        return found
 
-    def _share(self, job: Job) -> tuple[RunPlan, tuple[Elements, ...]] | None:
-        """Grid, stages and parameters of all layouts with these degrees; None when none is legal."""
+    def _share(self, job: Job) -> _Shared | None:
+        """None when no layout with these degrees is legal."""
         parallel, schedule = job.parallel, job.schedule
         degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.etp
         key = (*degrees, parallel.cp_method, schedule.chunks, schedule.name)
@@ -152,16 +174,32 @@ class _Judge:
             except PlanError:
                 self._shared[key] = None
             else:
-                self._shared[key] = plan, pipeline_elements(plan)
+                ranks = rank_kinds(plan, self._counts)
+                self._shared[key] = _Shared(plan=plan, ranks=ranks, least_bytes=_least(plan, ranks))
         return self._shared[key]
 
-    def _blocks_of(self, job: Job) -> BlockTimes:
+    def _costs_of(self, job: Job) -> StageCosts:
         parallel = job.parallel
         cut = parallel.tp, parallel.cp, parallel.cp_method, parallel.ep, parallel.etp
-        key = (*cut, parallel.dp, job.schedule.micro_batch_size)
-        if key not in self._blocks:
-            self._blocks[key] = block_times(activation_shape(job), self._device, RAYMEGA)
-        return self._blocks[key]
+        key = (*cut, parallel.sequence_parallel, job.schedule.micro_batch_size)
+        whole = (*key, job.memory.recompute)
+        if whole not in self._costs:
+            shape = activation_shape(job)
+            if key not in self._blocks:
+                self._blocks[key] = block_times(shape, self._device, RAYMEGA)
+            self._costs[whole] = StageCosts(shape, self._device, self._blocks[key])
+        return self._costs[whole]
+
+
+def _least(plan: RunPlan, ranks: Sequence[RankKind]) -> int:
+    """Bytes below which no sharding brings the fullest rank's state."""
+    parallel = plan.job.parallel.model_copy(
+        update={"sharding": SHARDINGS[-1], "sharding_group": "all"}
+    )
+    job = plan.job.model_copy(update={"parallel": parallel})
+    states = (state_of(job, rank.elements, plan.grid) for rank in ranks)
+    # Without what is gathered for a use, which lower levels have not.
+    return RESERVED_BYTES + max(each.total_bytes - each.passing_bytes for each in states)
 
 
 def _as_yaml(value: object) -> str:

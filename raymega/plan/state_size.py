@@ -110,21 +110,50 @@ def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -
 
 
 def rank_elements(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
-    """Elements that a rank with ``stages`` holds; blocks of one kind are counted once."""
-    found, model = Elements(), job.model
-    in_fp8 = fp8_blocks(model.num_layers, job.precision)
-    for stage in stages:
-        if stage.is_first or stage.is_last:
-            ends = _elements(stage_tensors(model, replace(stage, num_layers=0)), grid, tp_rank)
+    """Elements that a rank with ``stages`` holds."""
+    return ElementCounts(job).of(stages, grid, tp_rank=tp_rank)
+
+
+class ElementCounts:
+    """Counts elements of ranks of one model; each kind of block, and the ends, once for each way to cut them."""
+
+    def __init__(self, job: Job) -> None:
+        self._model = job.model
+        self._in_fp8 = fp8_blocks(job.model.num_layers, job.precision)
+        self._known: dict[tuple[object, ...], Elements] = {}
+
+    def of(self, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
+        """Those of a rank with ``stages``."""
+        found = Elements()
+        for stage in stages:
+            if stage.is_first or stage.is_last:
+                found = found.plus(self._ends(stage, grid, tp_rank))
+        for (layer, is_in_fp8), times in _block_kinds(self._model, stages, self._in_fp8).items():
+            block = self._block(layer, grid, tp_rank, is_in_fp8=is_in_fp8)
+            found = found.plus(block, times=times)
+        return found
+
+    def _ends(self, stage: Stage, grid: Grid, tp_rank: int) -> Elements:
+        """Embedding, head, and what predicts further ahead."""
+        where = stage.is_first, stage.is_last, stage.are_ends_together
+        key = ("ends", *where, grid.tp, grid.ep, grid.etp, tp_rank)
+        if key not in self._known:
+            tensors = stage_tensors(self._model, replace(stage, num_layers=0))
+            ends = _elements(tensors, grid, tp_rank)
             # A rank with both has each as a unit of its own, or one table that both use.
-            are_two = stage.is_first and stage.is_last and not model.is_embedding_tied
-            found = found.plus(replace(ends, end=(ends.dense - ends.small) // (1 + are_two)))
-    for (layer, is_in_fp8), times in _block_kinds(model, stages, in_fp8).items():
-        block = _elements(layer_tensors(model, layer), grid, tp_rank)
-        matrices = block.dense - block.small
-        block = replace(block, block=matrices + block.experts, in_fp8=matrices if is_in_fp8 else 0)
-        found = found.plus(block, times=times)
-    return found
+            are_two = stage.is_first and stage.is_last and not self._model.is_embedding_tied
+            self._known[key] = replace(ends, end=(ends.dense - ends.small) // (1 + are_two))
+        return self._known[key]
+
+    def _block(self, layer: int, grid: Grid, tp_rank: int, *, is_in_fp8: bool) -> Elements:
+        kind = self._model.moe.holds_experts(layer), is_in_fp8
+        key = ("block", *kind, grid.tp, grid.ep, grid.etp, tp_rank)
+        if key not in self._known:
+            block = _elements(layer_tensors(self._model, layer), grid, tp_rank)
+            matrices = block.dense - block.small
+            in_fp8 = matrices if is_in_fp8 else 0
+            self._known[key] = replace(block, block=matrices + block.experts, in_fp8=in_fp8)
+        return self._known[key]
 
 
 def _block_kinds(

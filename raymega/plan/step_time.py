@@ -1,11 +1,12 @@
 """Seconds of one optimizer step by part, before anything runs.
 
-It puts blocks together into stages, stages into a pipeline, and adds what happens once a step. Times
-of kernels are layer_time's, of transfers link_time's.
+It puts stages together into a pipeline, and adds what happens once a step. Times of stages are
+stage_costs', of transfers link_time's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
@@ -13,17 +14,22 @@ from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape, activation_shape
 from raymega.plan.fp8_rules import InEight
 from raymega.plan.kernel_time import memory_s
-from raymega.plan.layer_time import BlockTimes, block_times, embedding_time, head_time, join_time
 from raymega.plan.link_time import gather_s, make_span, message_s
+from raymega.plan.rank_kinds import RankKind, rank_kinds, stage_kind
 from raymega.plan.replica_time import data_parallel_s
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import RAYMEGA, Software
-from raymega.plan.stages import Stage
-from raymega.plan.state_size import Elements, rank_elements, state_of
+from raymega.plan.stage_costs import StageCosts, StageTime, stage_costs
+from raymega.plan.state_size import state_of
 
 OPTIMIZER_BYTES = 34
 """Read and written for one parameter: gradient, master and two moments in, all but the gradient and
 the weight out."""
+WITHOUT_BUBBLE = ("zb_h2", "zb_v")
+FILLED_BY_WEIGHTS = ("zb_h1", "zb_auto", "dualpipe_v")
+INTERLEAVED = ("1f1b", "interleaved")
+UNEVEN_SHARE = 0.35
+"""Of the difference between the longest chunks' sum and the busiest rank's: as orders that are played show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +46,7 @@ class StepTime:
         sharing_s: Waiting for a core that other workers of the node have; 0 on devices that work
             each by itself.
         experts_s: The busiest stage's tokens on their way to experts and back, that nothing hides.
+        straggler_s: Waiting of all for the slowest device, taken to be one of the busiest stage.
     """
 
     compute_s: float
@@ -50,29 +57,18 @@ class StepTime:
     optimizer_s: float
     sharing_s: float = 0.0
     experts_s: float = 0.0
+    straggler_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """The step."""
-        busy = self.compute_s + self.tensor_parallel_s + self.messages_s
-        rest = self.data_parallel_s + self.optimizer_s + self.sharing_s + self.experts_s
-        return busy + self.bubble_s + rest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageTime:
-    """One stage, one micro-batch: forward and backward, and what of both is traffic over tp and cp,
-    and to experts."""
-
-    forward_s: float
-    backward_s: float
-    tensor_parallel_s: float
-    experts_s: float = 0.0
+        return self.pipeline_s + self.data_parallel_s + self.optimizer_s + self.sharing_s
 
     @property
-    def total_s(self) -> float:
-        """Both passes."""
-        return self.forward_s + self.backward_s
+    def pipeline_s(self) -> float:
+        """Forward and backward of all micro-batches."""
+        traffic = self.tensor_parallel_s + self.messages_s + self.experts_s
+        return self.compute_s + traffic + self.bubble_s + self.straggler_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +76,12 @@ class Known:
     """What many layouts share, so that a search counts it once.
 
     Attributes:
-        blocks: Times of a block of each kind as the layout cuts it.
-        first_elements: Parameters of the pipeline's first rank.
+        costs: Of stages as the layout cuts them.
+        ranks: What the pipeline's ranks hold.
     """
 
-    blocks: BlockTimes
-    first_elements: Elements
+    costs: StageCosts
+    ranks: Sequence[RankKind]
 
 
 def step_time(
@@ -101,53 +97,106 @@ def step_time(
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
     ``eight`` are products in fp8 of all blocks, where the job itself says nothing of it.
     """
-    job, grid, placement = plan.job, plan.grid, plan.placement
-    shape = activation_shape(job)
-    shape = replace(shape, eight=eight) if eight else shape
-    blocks = known.blocks if known else block_times(shape, device, software)
-    stages = _stage_times(plan, shape, blocks, device)
-    ranks = [
-        [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)]
-        for pp in range(grid.pp)
-    ]
-    busiest = max(ranks, key=lambda chunks: sum(chunk.total_s for chunk in chunks))
-    once = sum(chunk.total_s for chunk in busiest)
-    mean = sum(stage.total_s for stage in stages) / grid.pp
-    micro_batches = plan.batch.num_micro_batches
-    messages = _messages_s(job, shape, device, software)
-    traffic = sum(chunk.tensor_parallel_s for chunk in busiest)
-    experts = sum(chunk.experts_s for chunk in busiest)
-    held = known.first_elements if known else rank_elements(job, plan.stages_of(0), grid)
-    state = state_of(job, held, grid)
-    fill = bubble_share(job.schedule.name, pp=grid.pp, chunks=placement.chunks)
-    alone = StepTime(
-        compute_s=micro_batches * (once - traffic - experts),
-        tensor_parallel_s=micro_batches * traffic,
-        experts_s=micro_batches * experts,
-        messages_s=micro_batches * messages,
-        bubble_s=fill * (mean + messages),
-        data_parallel_s=data_parallel_s(plan, held, device, software, backward_s=once * 2 / 3),
-        optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
+    job, grid = plan.job, plan.grid
+    known = known or Known(
+        costs=stage_costs(job, device, software, eight=eight), ranks=rank_kinds(plan)
     )
-    busy_s = micro_batches * mean + alone.data_parallel_s + alone.optimizer_s
-    return replace(alone, sharing_s=_sharing_s(alone.total_s, busy_s, device, grid.world_size))
-
-
-def _sharing_s(total_s: float, busy_s: float, device: Accelerator, num_ranks: int) -> float:
-    """What a step takes beyond ``total_s`` where workers have fewer cores than they are.
-
-    A worker that waits leaves its core to others, so that only the work of all of them counts.
-    """
+    pace = _pace(plan, known, device, software)
+    micro_batches = plan.batch.num_micro_batches
+    held = known.ranks[0].elements
+    state = state_of(job, held, grid)
+    compute = micro_batches * (pace.busiest_s - pace.traffic_s - pace.experts_s)
+    alone = StepTime(
+        compute_s=compute,
+        tensor_parallel_s=micro_batches * pace.traffic_s,
+        experts_s=micro_batches * pace.experts_s,
+        messages_s=micro_batches * pace.messages_s,
+        bubble_s=_fill_s(plan, pace) + _interleaved_s(plan, pace),
+        data_parallel_s=data_parallel_s(
+            plan, held, device, software, backward_s=pace.busiest_s * 2 / 3
+        ),
+        optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
+        straggler_s=(device.straggler - 1) * compute,
+    )
     if not device.shared_cores:
-        return 0.0
-    workers = min(num_ranks, device.devices_per_node)
-    return max(0.0, busy_s * workers / device.shared_cores - total_s)
+        return alone
+    workers = min(grid.world_size, device.devices_per_node)
+    all_s = workers * work_s(plan, device, software, known=known) / device.shared_cores
+    return replace(alone, sharing_s=max(0.0, all_s - alone.total_s))
+
+
+def work_s(
+    plan: RunPlan, device: Accelerator, software: Software = RAYMEGA, *, known: Known | None = None
+) -> float:
+    """Of a step those seconds in which a rank occupies a core, the mean of the ranks.
+
+    Where workers have fewer cores than they are, waiting costs nothing, because a worker that waits
+    leaves its core to others; but the work of all counts. Moving bytes is work of a core too, and
+    hides behind nothing.
+    """
+    known = known or Known(costs=stage_costs(plan.job, device, software), ranks=rank_kinds(plan))
+    pace, held = _pace(plan, known, device, software), known.ranks[0].elements
+    state = state_of(plan.job, held, plan.grid)
+    hiding_nothing = replace(software, hides_gradients=False)
+    sums_s = data_parallel_s(plan, held, device, hiding_nothing, backward_s=0.0)
+    passes_s = plan.batch.num_micro_batches * (pace.mean_s + pace.messages_s)
+    return passes_s + sums_s + memory_s(device, state.num_owned * OPTIMIZER_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pace:
+    """Seconds of one micro-batch through all chunks of a rank, forward and backward.
+
+    Attributes:
+        busiest_s: Of the rank that takes longest, traffic of its layers included.
+        mean_s: Of the ranks' mean.
+        mean_backward_s: Of that the backward.
+        mean_weight_s: Of that the part that makes weights' gradients.
+        chunks_s: Of the chunks' sum, each on the rank on which it takes longest.
+        traffic_s: Of the busiest rank's those over tp and cp.
+        experts_s: And those of tokens to experts.
+        messages_s: Messages to neighbours beside, that nothing hides.
+    """
+
+    busiest_s: float
+    mean_s: float
+    mean_backward_s: float
+    mean_weight_s: float
+    chunks_s: float
+    traffic_s: float
+    experts_s: float
+    messages_s: float
+
+
+def _pace(plan: RunPlan, known: Known, device: Accelerator, software: Software) -> _Pace:
+    ranks = [
+        [known.costs.time(*each) for each in zip(rank.kinds, rank.stages, strict=True)]
+        for rank in known.ranks
+    ]
+    seconds = [sum(chunk.total_s for chunk in chunks) for chunks in ranks]
+    busiest = ranks[seconds.index(max(seconds))]
+    shares = [rank.count / plan.grid.pp for rank in known.ranks]
+    messages_s = _messages_s(plan.job, known.costs.shape, device, software)
+    if plan.job.schedule.name in (*WITHOUT_BUBBLE, *FILLED_BY_WEIGHTS):
+        messages_s /= 2  # gradients travel behind the weight parts
+    backwards = [sum(chunk.backward_s for chunk in chunks) for chunks in ranks]
+    weights = [sum(chunk.weight_s for chunk in chunks) for chunks in ranks]
+    return _Pace(
+        busiest_s=max(seconds),
+        mean_s=_mean(seconds, shares),
+        mean_backward_s=_mean(backwards, shares),
+        mean_weight_s=_mean(weights, shares),
+        chunks_s=sum(max(chunk.total_s for chunk in each) for each in zip(*ranks, strict=True)),
+        traffic_s=sum(chunk.tensor_parallel_s for chunk in busiest),
+        experts_s=sum(chunk.experts_s for chunk in busiest),
+        messages_s=messages_s,
+    )
 
 
 def stage_times(plan: RunPlan, device: Accelerator) -> list[StageTime]:
     """Of every stage in layer order."""
-    shape = activation_shape(plan.job)
-    return _stage_times(plan, shape, block_times(shape, device, RAYMEGA), device)
+    costs = stage_costs(plan.job, device, RAYMEGA)
+    return [costs.time(stage_kind(costs.shape, stage), stage) for stage in plan.stages]
 
 
 def message_time(plan: RunPlan, device: Accelerator) -> float:
@@ -157,54 +206,33 @@ def message_time(plan: RunPlan, device: Accelerator) -> float:
     return _messages_s(plan.job, shape, device, RAYMEGA) / both_ways
 
 
-def _stage_times(
-    plan: RunPlan, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
-) -> list[StageTime]:
-    """Of every stage; like stages are counted once."""
-    known: dict[tuple[object, ...], StageTime] = {}
-    found = []
-    for stage in plan.stages:
-        ends = stage.is_first, stage.is_last
-        kind = (stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends)
-        if kind not in known:
-            known[kind] = stage_time(stage, shape, blocks, device)
-        found.append(known[kind])
-    return found
+def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
+    return sum(value * share for value, share in zip(values, shares, strict=True))
 
 
-def bubble_share(schedule: str, *, pp: int, chunks: int) -> float:
-    """Waiting of a rank, in passes of one micro-batch through all its chunks."""
-    fill = (pp - 1) / chunks
-    # Shares of 1f1b's bubble when input and weight gradients take as long as a forward each (Qi et
-    # al. 2023, table 1; V schedules: Qi et al. 2024).
-    left = {"zb_h1": 1 / 3, "zb_h2": 0.0, "zb_v": 0.0, "zb_auto": 1 / 3, "dualpipe_v": 1 / 3}
-    return fill * left.get(schedule, 1.0)
+def _interleaved_s(plan: RunPlan, pace: _Pace) -> float:
+    """What interleaved orders wait for beside filling: a last round that is not full, whose backwards
+    come around before the next chunk's can begin; and chunks of unequal length on different ranks, of
+    which the order takes up most."""
+    chunks, pp = plan.placement.chunks, plan.grid.pp
+    if chunks == 1 or plan.job.schedule.name not in INTERLEAVED:
+        return 0.0
+    missing = -plan.batch.num_micro_batches % pp
+    ragged_s = missing * (chunks - 1) / chunks * pace.mean_backward_s
+    uneven_s = UNEVEN_SHARE * (pace.chunks_s - pace.busiest_s)
+    return ragged_s + plan.batch.num_micro_batches * uneven_s
 
 
-def stage_time(
-    stage: Stage, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
-) -> StageTime:
-    """Its blocks and, at the ends, embedding and head."""
-    passes = 3 if shape.memory.recompute == "full" else 2
-    further = len(shape.further(stage))
-    forward = backward = traffic = experts = 0.0
-    for number, block in blocks.of_stage(shape, stage):
-        once, once_backward = block.pass_s(shape.memory.recompute)
-        forward, backward = forward + number * once, backward + number * once_backward
-        traffic += number * passes * (block.tensor_parallel_s + block.context_parallel_s)
-        experts += number * passes * block.experts_s
-    ends = (
-        (int(stage.is_first), embedding_time),
-        (int(stage.is_last) + further, head_time),
-        (further, join_time),
-    )
-    for number, part in ends:
-        if number:
-            more, more_backward = part(shape, device)
-            forward, backward = forward + number * more, backward + number * more_backward
-    return StageTime(
-        forward_s=forward, backward_s=backward, tensor_parallel_s=traffic, experts_s=experts
-    )
+def _fill_s(plan: RunPlan, pace: _Pace) -> float:
+    """Waiting of a rank while the pipeline fills and drains: (pp - 1) / v passes, or what of them is left
+    where weight parts fill the rest (Qi et al. 2023, table 1; V schedules: Qi et al. 2024)."""
+    name = plan.job.schedule.name
+    passes = (plan.grid.pp - 1) / plan.placement.chunks
+    if name in WITHOUT_BUBBLE:
+        return 0.0
+    filled_s = 2 * pace.mean_weight_s if name in FILLED_BY_WEIGHTS else 0.0
+    # Half of the messages: those of warm-up are not waited for, and every micro-batch's are counted.
+    return passes * (pace.mean_s - filled_s + pace.messages_s / 2)
 
 
 def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software: Software) -> float:
@@ -212,11 +240,11 @@ def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software:
     parallel, chunks = job.parallel, job.schedule.chunks
     if parallel.pp == 1:
         return 0.0
-    if software.hides_messages and chunks > 1:
-        return 2 * chunks * device.fitted.network_latency_s
     whole = shape.tokens * shape.model.width * shape.element
     stride = parallel.tp * parallel.cp * parallel.dp
     inside = stride * parallel.pp <= device.devices_per_node
+    if software.hides_messages and chunks > 1 and not device.shared_cores:
+        return 2 * chunks * message_s(device, 0.0, is_inside=inside)
     seconds = message_s(device, whole / parallel.tp, is_inside=inside)
     if not parallel.sequence_parallel:  # what was sent in tp parts is put together again
         seconds += gather_s(device, make_span(device, size=parallel.tp, stride=1), whole)

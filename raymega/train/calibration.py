@@ -54,15 +54,26 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 
 
 def measure(
-    groups: Groups, device: torch.device, dtype: torch.dtype
+    groups: Groups,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Measurement, tuple[int, ...]]]:
-    """Everything; kernels on the first rank while the others wait, then on all together."""
+    """Everything; kernels on the first rank while the others wait, then on all together.
+
+    Args:
+        groups: Whose transfers are measured.
+        device: This rank's.
+        dtype: Of the products.
+        clock: For kernels: on a CPU that others use, the core's own seconds.
+    """
     world = groups.world
     first = world.index == 0
     element = dtype.itemsize
     if first:
         for kind, sizes, call in kernels(device, dtype):
-            seconds = timed(call, device)
+            seconds = timed(call, device, clock=clock)
             yield Measurement(kind=kind, sizes=sizes, element=element, seconds=seconds), (0,)
     if world.size == 1:
         return
@@ -73,7 +84,7 @@ def measure(
         for num_bytes in REDUCED_BYTES[device.type]:
             barrier(world)
             seconds = _time_reduction(group, num_bytes, device)
-            sizes = (float(num_bytes), float(group.size), 0.0)
+            sizes = (float(num_bytes), float(group.size), 0.0, 0.0)
             measured = Measurement(kind="all_reduce", sizes=sizes, element=4, seconds=seconds)
             yield measured, group.ranks
 
@@ -114,22 +125,27 @@ def kernels(
     yield "launch", (2.0 * LAUNCHES,), launches
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
+def timed(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
     """Median seconds of a call, after one that warms up."""
     call()
     synchronize(device)
-    begun_s = time.monotonic()
+    begun_s = clock()
     call()
     synchronize(device)
-    once = time.monotonic() - begun_s
+    once = clock() - begun_s
     repeats = max(1, int(LEAST_S / max(once, 1e-9)))
     seconds = []
     for _ in range(NUM_ROUNDS):
-        begun_s = time.monotonic()
+        begun_s = clock()
         for _ in range(repeats):
             call()
         synchronize(device)
-        seconds.append((time.monotonic() - begun_s) / repeats)
+        seconds.append((clock() - begun_s) / repeats)
     return sorted(seconds)[NUM_ROUNDS // 2]
 
 

@@ -2,8 +2,13 @@
 
 import pytest
 
+from raymega.orchestrate.calibrate import calibrate_cluster
 from raymega.orchestrate.doctor import check_bandwidth, check_store, examine
 from raymega.orchestrate.probes import living_nodes
+from raymega.plan.accelerator_file import find_accelerator
+from raymega.plan.accelerators import CATALOGUE
+from raymega.plan.calibration import accelerator_yaml
+from raymega.plan.step_time import step_time
 from tests.support.jobs import make_test_plan
 from tests.support.local_ray import leftovers
 
@@ -37,3 +42,17 @@ def test_store_that_cannot_be_written_is_a_problem(tmp_path):
     nodes = living_nodes()
     finding, *_ = check_store(list(nodes), nodes, str(tmp_path / "file"))
     assert finding.status == "problem" and finding.remedy
+
+
+def test_calibration_measures_the_cluster_and_makes_an_accelerator_of_it(tmp_path):
+    plan = make_test_plan("parallel.tp=2", "parallel.pp=1", "parallel.dp=1")
+    found = calibrate_cluster(plan, CATALOGUE["cpu"], name="here")
+    assert found.name == "here" and "Measured kernels and transfers" in found.known_error
+    assert 1 <= found.shared_cores <= 2, "of two workers"
+    assert found.link_bytes_per_s > 1e7 and found.memory_bytes_per_s > 1e8
+    assert found.fitted.launch_s != CATALOGUE["cpu"].fitted.launch_s
+    path = tmp_path / "here.yaml"
+    path.write_text(accelerator_yaml(found, like="cpu", comment="a test"))
+    again = step_time(plan, find_accelerator(str(path))).total_s
+    assert again == pytest.approx(step_time(plan, found).total_s, rel=0.01)
+    assert leftovers() == []

@@ -1,5 +1,6 @@
 """Whole runs on a Ray cluster of three nodes, as a user starts them: kill, resume, stop, refuse."""
 
+import json
 import signal
 
 import pytest
@@ -69,6 +70,23 @@ def test_run_reports_every_step_once_and_its_end(undisturbed):
     assert undisturbed.events[-1]["checkpoint_uri"]
     assert [event["step"] for event in undisturbed.all("checkpoint")] == [3, 6, 9, 12]
     assert {event["grid"]["tp"] for event in undisturbed.all("step")} == {2}
+
+
+def test_a_run_says_how_wrong_its_prediction_was(undisturbed, store, tmp_path):
+    told = raymega("plan", "--calibrate", str(store / "undisturbed"), "--gpu", "cpu", "--json")
+    assert told.returncode == 0, told.stderr
+    shown = json.loads(told.stdout)
+    (layout,) = shown["layouts"]
+    assert layout["grid"]["tp"] == 2 and layout["steps"] == STEPS - 2
+    before, after = (abs(layout[k] / layout["measured_s"] - 1) for k in ("predicted_s", "fitted_s"))
+    assert after < min(before, 0.1)
+    fitted = tmp_path / "fitted.yaml"
+    fitted.write_text(shown["accelerator"])
+    again = raymega(
+        "plan", "--calibrate", str(store / "undisturbed"), "--gpu", str(fitted), "--json"
+    )
+    (layout,) = json.loads(again.stdout)["layouts"]
+    assert layout["predicted_s"] == pytest.approx(layout["measured_s"], rel=0.1)
 
 
 def test_killed_worker_is_replaced_and_the_losses_are_bit_equal(address, store, undisturbed):

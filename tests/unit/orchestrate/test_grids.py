@@ -5,7 +5,7 @@ import pytest
 from raymega.orchestrate.grids import FIRST_CHANGE_S, Grids, growth
 from raymega.orchestrate.placement import Place
 from raymega.plan.accelerators import CATALOGUE
-from raymega.plan.memory_use import memory_use, pipeline_elements
+from raymega.plan.memory_use import memory_use
 from tests.support.jobs import make_test_plan
 
 FULL = (
@@ -26,7 +26,7 @@ def places(*counts):
 
 
 def memory_of(plan):
-    return memory_use(plan, pipeline_elements(plan)).total_bytes
+    return memory_use(plan).total_bytes
 
 
 def make(*overrides):

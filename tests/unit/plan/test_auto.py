@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,14 +83,15 @@ def test_all_faults_of_a_job_that_leaves_its_layout_open_come_at_once(file):
     assert len(caught.value.faults) == 3
 
 
-def test_fewer_workers_are_used_where_all_cannot_be():
+def test_a_grid_that_the_nodes_cannot_hold_is_passed_over():
     job = load_job(JOBS / "llama-7b-16gpu.yaml")
-    held = ("parallel.tp", "parallel.pp", "schedule.micro_batch_size")
-    choice = best_grid(job, 15, CATALOGUE["h100"], fixed=held, is_exact=False)
-    grid = choice.found.plan.grid
-    assert (grid.tp, grid.pp, grid.dp) == (4, 2, 1)
-    assert "7 of 15 workers stay idle" in "\n".join(choice.reasons)
-    assert not job_faults(job_values(choice.job))
+    held = ("parallel.pp", "parallel.sharding", "schedule.chunks", "memory.recompute")
+    best = partial(best_grid, job, 16, CATALOGUE["h100"], fixed=held)
+    free = best().found.plan.grid
+    other = best(fits=lambda grid: grid != free).found.plan.grid
+    assert other != free and other.world_size == 16
+    with pytest.raises(PlanError, match="none of the"):
+        best(fits=lambda _: False)
 
 
 def test_every_number_of_workers_has_a_layout_of_its_own():

@@ -9,9 +9,11 @@ from statistics import median
 import pytest
 
 from raymega.plan.accelerators import CATALOGUE
-from raymega.plan.published import Comparison, compare, published_run, read_runs
+from raymega.plan.comparison import Comparison, compare
+from raymega.plan.published import published_run, read_runs
 
 TABLE = Path(__file__).parents[3] / "benchmarks" / "published_runs.csv"
+LONG = TABLE.with_name("published_long_context.csv")
 FITTED = ("Narayanan2021-SC21-T1", "Korthikanti2022", "Megatron-LM README images/model_table")
 
 
@@ -64,8 +66,25 @@ def test_ways_to_cut_a_model_with_experts_are_ordered_as_published(found):
     for runs in by_model.values():
         published = sorted(runs, key=lambda each: each.run.iter_s)
         assert sorted(runs, key=lambda each: each.iter_s) == published
-        assert len(runs) >= 2
-        assert all(error(each) < 0.25 for each in runs)
+        assert len(runs) >= 3
+        assert all(error(each) < (0.3 if "FSDP" in each.run.model else 0.25) for each in runs)
+
+
+def test_sharded_parameters_that_are_gathered_tensor_by_tensor_are_slower_on_more_gpus(found):
+    """ZeRO-3 on 384 to 2,240 GPUs, where twice the GPUs bring little."""
+    runs = [each for each in found if "ZeRO-3" in each.run.model]
+    assert len(runs) == 6
+    assert sum(error(each) <= 0.2 for each in runs) >= 5 and max(map(error, runs)) < 0.4
+
+
+def test_context_parallelism_of_a_source_that_was_looked_up_after_its_cost_was_built():
+    """1 to 16 ranks of a sequence of up to a million tokens, on a GPU that no run had been compared for."""
+    runs = [run for run in read_runs(LONG) if run.gpu == "b200"]
+    found = [compare(run, CATALOGUE["b200"]) for run in runs]
+    assert sorted({each.plan.grid.cp for each in found}) == [1, 2, 4, 8, 16]
+    assert max(map(error, found)) < 0.08
+    times = [each.iter_s for each in found]
+    assert sorted(times, reverse=True) == times, "as published"
 
 
 def test_schedules_of_one_model_are_ordered_as_published(found):
@@ -99,7 +118,7 @@ def test_what_a_row_states_is_not_searched():
 @pytest.mark.parametrize(
     ("source", "model", "reason"),
     [
-        ("Narayanan2021-SC21-T2", "GPT 174.6B ZeRO-3", "sharded parameters"),
+        ("Megatron-LM README mid-2020", "GPT-2 1B", "not in the catalogue"),
         ("Narayanan2021-SC21 sec 5.8", "GPT 175B", "does not state"),
     ],
 )

@@ -12,6 +12,7 @@ from raymega.errors import PlanError
 from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.candidates import Space, candidates
 from raymega.plan.memory_use import memory_use
+from raymega.plan.played_step import played_step
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values, make_plan
 from raymega.plan.search import search
@@ -95,7 +96,7 @@ def test_a_shared_count_is_what_a_plan_alone_is_given(seven_b):
     for found in result.best:
         alone = make_plan(found.plan.job)
         assert found.plan == alone
-        assert found.time == step_time(alone, H100)
+        assert found.time == played_step(alone, H100)
         assert found.memory == memory_use(alone)
 
 
