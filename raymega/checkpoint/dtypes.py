@@ -20,6 +20,7 @@ ELEMENT_TYPES = {
     "float64": ElementType(num_bytes=8, digits=53, safetensors_code="F64"),
     "float32": ElementType(num_bytes=4, digits=24, safetensors_code="F32"),
     "bfloat16": ElementType(num_bytes=2, digits=8, safetensors_code="BF16"),
+    "uint8": ElementType(num_bytes=1, digits=8, safetensors_code="U8"),
 }
 
 

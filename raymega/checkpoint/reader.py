@@ -22,7 +22,7 @@ from raymega.messages import Box, SavedBox
 from raymega.parallel.blocks import Block
 from raymega.storage.store import Store
 
-_SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by which elements of so many bytes are moved as they are; numpy lacks bfloat16."""
 
 

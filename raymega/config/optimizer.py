@@ -54,6 +54,12 @@ class OptimizerSection(Section):
     newton_schulz_steps: Positive = Field(
         default=5, description="muon only: iterations that make a matrix orthogonal."
     )
+    state_dtype: Literal["master", "bfloat16", "8bit"] = Field(
+        default="master",
+        description="How the state of matrices and tables is kept between steps: in the format of "
+        "masters, in bfloat16, or in 8 bits and a scale for each 256 neighbours of a row. Norms and "
+        "biases keep the masters' format.",
+    )
     embedding_lr: OwnRate = Field(
         default="lr",
         description="Peak learning rate of token and position tables, which does not follow lr; `lr` "

@@ -29,6 +29,7 @@ from raymega.convert.dcp_names import (
     is_turned,
     padded_rows,
     path_of,
+    state_faults,
     turn_pairs,
 )
 from raymega.convert.dcp_writing import NewTensor, write_dcp
@@ -77,7 +78,8 @@ def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> Exported:
     raise_faults(ConfigError, folder_faults(folder))
     store, manifest = open_checkpoint(uri)
     model = model_of(manifest) if manifest.job.get("model") else None
-    raise_faults(ConfigError, dialect_faults(names, model))
+    kinds = {name.partition("/")[0] for name in manifest.tensors()}
+    raise_faults(ConfigError, [*dialect_faults(names, model), *state_faults(kinds)])
     raise_faults(CheckpointError, coverage_faults(manifest))
     dialect = DIALECTS[names]
     with new_folder(folder) as partial_folder:

@@ -7,7 +7,7 @@ Weights keep their name, below ``model.`` or at the top; an optimizer's values l
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +111,21 @@ def path_of(saved: str, dialect: Dialect) -> tuple[str, ...]:
     if kind == WEIGHTS:
         return (*dialect.path, theirs)
     return ("optimizer", "state", theirs, _KIND_OF[kind])
+
+
+def state_faults(kinds: Iterable[str]) -> list[Fault]:
+    """State that torch could not read: codes of 8 bits, with scales beside them."""
+    unknown = sorted(set(kinds) - {WEIGHTS, *_KIND_OF})
+    if not unknown:
+        return []
+    return [
+        Fault(
+            fact=f"the checkpoint holds {', '.join(unknown)}",
+            rule=f"known to torch are {', '.join(_KIND_OF)}",
+            remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
+            "checkpoint.start_from, or export to Hugging Face, which takes weights alone",
+        )
+    ]
 
 
 def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:

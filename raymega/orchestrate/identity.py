@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raymega.config.schema import DataSection, Job, ModelSection
+from raymega.config.schema import DataSection, Job, ModelSection, OptimizerSection
 from raymega.data.checks import dataset_identity
 from raymega.errors import Fault
 from raymega.plan.state_size import DTYPE_BYTES
+
+KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
 
 
 def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fault]:
@@ -23,7 +25,7 @@ def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fa
         Fault(
             fact=f"{path}={now[path]!r}",
             rule=f"run {name!r} was begun with {path}={then[path]!r}, and a run keeps its "
-            "model, seed, data and optimizer.name",
+            "model, seed, data, optimizer.name and optimizer.state_dtype",
             remedy=f"set {path}={then[path]} to continue it, or take another run.name",
         )
         for path in sorted(now)
@@ -33,7 +35,7 @@ def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fa
 
 def identity_of(job: Job) -> dict[str, Any]:
     """Data are known by their content, so that a dataset may move but not change."""
-    kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": {"name"}}
+    kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": KEPT_OF_OPTIMIZER}
     plain = dict(job.model_dump(mode="json", include=kept))
     del plain["data"]["path"]
     plain["data"]["content"] = dataset_identity(job.data.path)
@@ -46,7 +48,11 @@ _DEFAULTS: dict[str, Any] = {
         for field, info in section.model_fields.items()
         if not info.is_required()
     }
-    for name, section in (("model", ModelSection), ("data", DataSection))
+    for name, section in (
+        ("model", ModelSection),
+        ("data", DataSection),
+        ("optimizer", OptimizerSection),
+    )
 }
 """What the record of a build that had not a field yet stands for, as JSON has it."""
 

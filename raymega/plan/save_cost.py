@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raymega.plan.optimizer_state import kinds_of
+from raymega.config.schema import Job
+from raymega.messages import Box
+from raymega.plan.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.run_plan import RunPlan
+from raymega.plan.state_blocks import scale_boxes
 from raymega.plan.state_size import DTYPE_BYTES
-from raymega.plan.tensors import stage_tensors
+from raymega.plan.tensors import Role, stage_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +52,12 @@ def share_bytes(plan: RunPlan, rank: int) -> int:
         for tensor in stage_tensors(job.model, stage):
             if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
                 box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=experts)
-                values = 1 + len(kinds_of(job.optimizer.name, tensor.role))
-                held[tensor.is_expert] += box.num_elements * values
-    num_values = -(-held[False] // grid.replicas) + -(-held[True] // grid.edp)
-    return num_values * max(4, DTYPE_BYTES[job.precision.dtype])
+                held[tensor.is_expert] += _bytes_of(job, tensor.role, box)
+    return -(-held[False] // grid.replicas) + -(-held[True] // grid.edp)
+
+
+def _bytes_of(job: Job, role: Role, box: Box) -> int:
+    """A master and its state."""
+    full, form = max(4, DTYPE_BYTES[job.precision.dtype]), format_of(job.optimizer, role)
+    of_kind = state_bytes(form, box.num_elements, scale_boxes(box).begun.num_elements, full)
+    return box.num_elements * full + of_kind * len(kinds_of(job.optimizer.name, role))

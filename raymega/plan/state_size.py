@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raymega.config.schema import Job, ModelSection
+from raymega.config.schema import Job, ModelSection, OptimizerSection
 from raymega.plan.fp8_rules import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.levels import Level, level_of, sharers
-from raymega.plan.optimizer_state import kinds_of
+from raymega.plan.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.stages import Stage
-from raymega.plan.tensors import GlobalTensor, layer_tensors, model_tensors, stage_tensors
+from raymega.plan.state_blocks import scale_boxes
+from raymega.plan.tensors import GlobalTensor, Role, layer_tensors, model_tensors, stage_tensors
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -62,6 +63,7 @@ class Elements:
         wide: Held as ``dense`` are, in float32 or better: routers.
         small: Of ``dense`` those of vectors, which no level of sharding gathers for a use.
         tables: Of ``dense`` those of embeddings and heads.
+        blocks: Not elements: blocks in which 8-bit state of matrices and tables would lie.
         block: Of the largest block what such a level gathers.
         end: The same of the larger one of embedding and head.
         in_fp8: Of ``dense`` those that linear layers multiply with in fp8.
@@ -72,6 +74,7 @@ class Elements:
     wide: int = 0
     small: int = 0
     tables: int = 0
+    blocks: int = 0
     block: int = 0
     end: int = 0
     in_fp8: int = 0
@@ -94,6 +97,7 @@ class Elements:
             wide=self.wide + times * other.wide,
             small=self.small + times * other.small,
             tables=self.tables + times * other.tables,
+            blocks=self.blocks + times * other.blocks,
             block=max(self.block, other.block),
             end=max(self.end, other.end),
             in_fp8=self.in_fp8 + times * other.in_fp8,
@@ -173,8 +177,10 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
     found: Counter[str] = Counter()
     for tensor in (tensor for tensor in tensors if tensor.role != "state"):
         kind = "experts" if tensor.is_expert else "wide" if tensor.is_wide else "dense"
-        count = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place).num_elements
+        box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place)
+        count = box.num_elements
         found[kind] += count
+        found["blocks"] += scale_boxes(box).all.num_elements if len(box.shape) > 1 else 0
         found["small"] += count if kind == "dense" and tensor.role in ("norm", "bias") else 0
         found["tables"] += count if tensor.role in ("embedding", "head") else 0
     return Elements(**found)
@@ -205,16 +211,24 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         weight_bytes=gathered * compute + held.wide * full + copies,
         gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
-        moment_bytes=_moments(job.optimizer.name, held, owned + owned_wide, ranks) * full,
+        moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),
         passing_bytes=passing,
     )
 
 
-def _moments(name: str, held: Elements, owned: int, ranks: int) -> int:
-    """Elements of state beside the masters: Muon keeps one of matrices, and AdamW's two of the rest.
+def _moment_bytes(
+    optimizer: OptimizerSection, held: Elements, owned: int, ranks: int, full: int
+) -> int:
+    """Of what a rank owns: Muon keeps one kind of matrices and AdamW's two of the rest.
 
-    The mean over ranks that share: which of them owns a vector inside a bucket is not asked.
+    The mean over ranks that share: which of them owns a vector inside a bucket is not asked, nor which
+    blocks of 8-bit state are cut.
     """
-    per_matrix, per_other = len(kinds_of(name, "matrix")), len(kinds_of(name, "norm"))
-    others = -(-(held.tables + held.small) // ranks)
-    return owned * per_matrix + others * (per_other - per_matrix)
+    tables, small = -(-held.tables // ranks), -(-held.small // ranks)
+    counts: dict[Role, int] = {"matrix": owned - tables - small, "head": tables, "norm": small}
+    total = 0
+    for role, count in counts.items():
+        form, kinds = format_of(optimizer, role), kinds_of(optimizer.name, role)
+        blocks = held.blocks * count // max(1, held.total - held.small)
+        total += len(kinds) * state_bytes(form, count, blocks, full)
+    return total

@@ -28,10 +28,10 @@ from raymega.parallel.groups import Store
 from raymega.parallel.warm_up import open_communicators
 from raymega.plan.context import inner_ranks
 from raymega.plan.levels import group_size
-from raymega.plan.optimizer_state import kinds_of
+from raymega.plan.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.start_rules import begins_fresh
-from raymega.plan.tensors import model_tensors
+from raymega.plan.tensors import GlobalTensor, model_tensors
 from raymega.storage.copies import Copies
 from raymega.storage.keeper_store import KeeperStore
 from raymega.storage.open import open_store
@@ -217,12 +217,15 @@ def start_from(
 
 def _all_names(job: Job) -> set[str]:
     """Names of everything that the ranks of a run hold together."""
-    name = job.optimizer.name
     return {
         f"{kind}/{tensor.name}"
         for tensor in model_tensors(job.model)
-        for kind in (WEIGHTS, *(kinds_of(name, tensor.role) if tensor.is_trained else ()))
+        for kind in (WEIGHTS, *_state_kinds(job, tensor))
     }
+
+
+def _state_kinds(job: Job, tensor: GlobalTensor) -> tuple[str, ...]:
+    return saved_kinds(job.optimizer, tensor.role) if tensor.is_trained else ()
 
 
 class _Phases:

@@ -83,7 +83,7 @@ def _blocks(parts: Parts, *, with_state: bool) -> list[tuple[str, Box, np.ndarra
     """This rank's masters, and what the optimizer keeps beside them."""
     return [
         (block.name if block.kind != "model" else block.tensor.name, block.box, _copy(block.values))
-        for block in parts.optimizer.blocks()
+        for block in parts.optimizer.values()
         if with_state or block.kind == "model"
     ]
 

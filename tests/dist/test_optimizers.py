@@ -14,7 +14,14 @@ MUON = ("optimizer.name=muon", "model.num_kv_heads=2", "optimizer.layer_lr_decay
 EXPERTS = (
     *MUON, "model.moe.num_experts=4", "model.moe.width=12", "model.moe.shared_width=8",
 )  # fmt: skip
+EIGHT = ("optimizer.state_dtype=8bit", "model.width=64", "model.ffn_width=320", "model.num_layers=2")
+BFLOAT16 = ("optimizer.name=lion", "optimizer.lr=1e-3", "optimizer.state_dtype=bfloat16")
+EIGHT_EXPERTS = (*EXPERTS, "optimizer.state_dtype=8bit")
 CASES = [
+    (EIGHT, "tp2-dp2", "parallel.sharding=parameters"),
+    (EIGHT, "pp2-dp3", "parallel.sharding=optimizer"),
+    (EIGHT_EXPERTS, "tp2-dp2-etp2", "parallel.sharding=gradients"),
+    (BFLOAT16, "tp2-dp2", "parallel.sharding=optimizer"),
     (LION, "tp2-dp2", "parallel.sharding=optimizer"),
     (MUON, "tp4-pp2", "parallel.sharding=none"),
     (MUON, "dp3", "parallel.sharding=none"),

@@ -43,6 +43,7 @@ BALANCED = (
 BIASED = (*EXPERTS, "model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
 LION = ("optimizer.name=lion", "optimizer.lr=1e-3")
+EIGHT_BITS = ("optimizer.state_dtype=8bit",)
 MUON = ("optimizer.name=muon", "model.num_kv_heads=2")
 LATENT = (
     "model.num_kv_heads=num_heads", "model.is_embedding_tied=false", "model.mtp_depth=1",
@@ -592,6 +593,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         new="1.0 if model.is_embedding_tied else 1 / model.width_ratio",
         layout=Layout(tp=2),
         job=("model.mup_base_width=16",),
+    ),
+    Mutation(
+        name="blocks of 8-bit state are those of a rank's own rows",
+        file="parallel/shared_blocks.py",
+        old="    return size < whole and size % BLOCK > 0\n",
+        new="    return size < 0 < whole\n",
+        layout=Layout(tp=2),
+        job=EIGHT_BITS,
+    ),
+    Mutation(
+        name="a block's scale is that of what this rank owns of it",
+        file="parallel/shared_blocks.py",
+        old="            if alike and alike[0].level > Level.NONE:\n",
+        new="            if alike and alike[0].level > Level.PARAMETERS:\n",
+        layout=Layout(dp=3, sharding="optimizer"),
+        job=EIGHT_BITS,
     ),
     # Latents, and tokens further ahead.
     Mutation(

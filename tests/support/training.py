@@ -1,6 +1,7 @@
 """Whole runs of the verify job on real ranks, and whether two of them are the same run."""
 
 import numpy as np
+import torch
 
 from raymega.messages import Requests
 from raymega.plan.context import inner_ranks
@@ -62,7 +63,12 @@ def _train_rank(env, plan_json, steps):
         state = outcome.state
         curve.append((outcome.loss, outcome.grad_norm, outcome.mtp_loss or 0.0))
     blocks = [
-        (block.name, block.tensor.shape, block.box, block.values.numpy().copy())
+        (block.name, block.tensor.shape, block.box, _as_array(block.values))
         for block in parts.optimizer.blocks()
     ]
     return curve, blocks
+
+
+def _as_array(values):
+    """numpy knows no bfloat16, whose values float32 has all."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy().copy()

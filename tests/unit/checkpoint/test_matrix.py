@@ -15,7 +15,7 @@ from raymega.checkpoint.reader import load
 from raymega.config.schema import Job
 from raymega.parallel import groups
 from raymega.plan.levels import group_size
-from raymega.plan.optimizer_state import KINDS, kinds_of
+from raymega.plan.optimizer_state import KINDS, saved_kinds
 from raymega.plan.run_plan import make_plan
 from raymega.plan.tensors import model_tensors
 from raymega.storage.memory import MemoryStore
@@ -39,6 +39,7 @@ class Kind:
     family: str
     is_tied: bool
     optimizer: str
+    state_dtype: str
 
 
 @functools.cache
@@ -47,6 +48,7 @@ def make_job(kind: Kind) -> Job:
     return make_test_plan(
         f"model.family={kind.family}", f"model.is_embedding_tied={str(kind.is_tied).lower()}",
         f"model.num_kv_heads={heads}", f"optimizer.name={kind.optimizer}", "model.width=16",
+        f"optimizer.state_dtype={kind.state_dtype}",
         "model.ffn_width=24", "model.vocab_size=70", "model.vocab_multiple=24", "model.num_layers=6",
         "model.num_heads=4", "run.eval_samples=0", "parallel.pp=1",
     ).job  # fmt: skip
@@ -76,6 +78,7 @@ def pairs(draw):
             family=st.sampled_from(FAMILIES),
             is_tied=st.booleans(),
             optimizer=st.sampled_from(sorted(KINDS)),
+            state_dtype=st.sampled_from(("master", "bfloat16", "8bit")),
         )
     )
     first = draw(st.sampled_from(range(len(DTYPES))))
@@ -125,13 +128,13 @@ def check(kind, saved, loaded):
     expected = {
         f"{at}/{tensor.name}"
         for tensor in model_tensors(job.model)
-        for at in ("model", *kinds_of(kind.optimizer, tensor.role))
+        for at in ("model", *saved_kinds(job.optimizer, tensor.role))
     }
     assert manifest.tensors().keys() == expected
     for rank, parts in ranks_of(kind, loaded):
         blocks = list(parts.optimizer.blocks())
         for block in blocks:
-            block.values.fill_(torch.nan)
+            block.values.fill_(0 if block.values.dtype == torch.uint8 else torch.nan)
         load(store, manifest, blocks, expected=expected)
         for block in blocks:
             assert torch.equal(block.values, known_values(block)), (rank, block.name)

@@ -158,11 +158,17 @@ def test_sharded_rank_keeps_its_part_of_masters_and_moments(dp, name, moments):
     assert state.total_bytes == pytest.approx((8 + 4 * moments / dp) * count, abs=4 * moments)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_state_of_ranks_is_what_their_buffers_hold(name):
-    """But for padding, which is less than one element a bucket; the mean of the ranks that share it."""
-    sharded = ["parallel.sharding=optimizer", f"optimizer.name={name}"]
-    plan = make_test_plan(*sharded, *layout_overrides("tp1"))
+@pytest.mark.parametrize(
+    ("name", "state_dtype"),
+    [("adamw", "master"), ("muon", "bfloat16"), ("muon", "8bit")],
+)
+def test_state_of_ranks_is_what_their_buffers_hold(name, state_dtype):
+    """But for padding, which is less than one element a bucket; the mean of the ranks that share it.
+
+    Where a rank's part ends inside of a block of 8-bit state, its scale is there twice: less than 1 %.
+    """
+    optimizer = [f"optimizer.name={name}", f"optimizer.state_dtype={state_dtype}"]
+    plan = make_test_plan("parallel.sharding=optimizer", *optimizer, *layout_overrides("tp1"))
     size = rank_state(plan.job, plan.stages, Grid(dp=3), tp_rank=0)
     held = num_buckets = 0
     for index in range(3):
@@ -172,7 +178,8 @@ def test_state_of_ranks_is_what_their_buffers_hold(name):
         blocks = [block for block in parts.optimizer.blocks() if block.kind != "model"]
         held += sum(block.values.nbytes for block in blocks)
         num_buckets += len(parts.optimizer._table.buckets)
-    assert abs(held - 3 * size.moment_bytes) <= 2 * 8 * num_buckets
+    cut_blocks = held // 100 if state_dtype == "8bit" else 0
+    assert abs(held - 3 * size.moment_bytes) <= 2 * 8 * num_buckets + cut_blocks
 
 
 def _rank_state(*overrides):
