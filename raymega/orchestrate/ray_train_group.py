@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 
 from raymega.errors import CapacityError, Fault, InternalError
 from raymega.messages import Report, Requests, StartWorker, WorkerDied
-from raymega.orchestrate.group import AttemptOrder, NoSnapshots, SnapshotKeeping
+from raymega.orchestrate.group import AttemptOrder, Departure, NoSnapshots, SnapshotKeeping
 from raymega.orchestrate.inventory import Device, find_device, list_nodes, worker_resources
 from raymega.orchestrate.mailbox import MAX_CONCURRENCY, Guest, Mailbox
 from raymega.orchestrate.placement import Place, assign_seats, place_ranks
@@ -73,6 +73,10 @@ class RayTrainGroup:
     def ready(self) -> tuple[Place, ...]:
         """See WorkerGroup; no process waits without a rank."""
         return ()
+
+    def departure(self) -> Departure | None:
+        """See WorkerGroup; a node that is taken away is lost when it goes."""
+        return None
 
     def reserve(self, timeout_s: float) -> Fault | None:  # noqa: ARG002  # looking takes no time
         """See WorkerGroup; the trainer itself waits until the room is free."""
