@@ -27,8 +27,11 @@ from raymega.train.evaluate import evaluate
 from raymega.train.state import first_state
 from raymega.train.step import train_step
 
-RECIPES = ("none", "rowwise", "tensorwise")
-COLOURS = {"none": "#22262b", "rowwise": "#2f6fb0", "tensorwise": "#d9772b"}
+RECIPES = ("none", "float32", "rowwise", "tensorwise")
+"""bfloat16, float32 as a measure of what another rounding alone does, and fp8."""
+COLOURS = {
+    "none": "#22262b", "float32": "#8a8f98", "rowwise": "#2f6fb0", "tensorwise": "#d9772b",
+}  # fmt: skip
 SMALL = {"num_layers": 6, "width": 128, "num_heads": 8, "num_kv_heads": 4, "ffn_width": 320}
 LARGE = {"num_layers": 24, "width": 2048, "num_heads": 16, "num_kv_heads": 16, "ffn_width": 5632}
 SEQ_LEN = {"small": 128, "large": 2048}
@@ -45,17 +48,20 @@ class Curve:
 
 def make_bench_plan(recipe: str, data: str, *, steps: int, is_large: bool) -> RunPlan:
     seq_len = SEQ_LEN["large" if is_large else "small"]
-    fp8 = {} if recipe == "none" else {"fp8": recipe}
+    precision = {
+        "none": {"dtype": "bfloat16"},
+        "float32": {"dtype": "float32"},
+    }.get(recipe, {"dtype": "bfloat16", "fp8": recipe})
     values: dict[str, Any] = {
-        "run": {"name": "fp8", "steps": steps, "eval_samples": 256},
+        "run": {"name": "fp8", "steps": steps, "eval_samples": 64},
         "model": {
             "family": "llama", "vocab_size": 2048, "max_positions": seq_len,
             **(LARGE if is_large else SMALL),
         },
-        "data": {"path": data, "seq_len": seq_len, "global_batch_size": 16},
+        "data": {"path": data, "seq_len": seq_len, "global_batch_size": 8},
         "schedule": {"micro_batch_size": 4},
-        "optimizer": {"lr": 3e-4 if is_large else 4e-3, "lr_warmup_steps": 20},
-        "precision": {"dtype": "bfloat16", **fp8},
+        "optimizer": {"lr": 3e-4 if is_large else 1e-3, "lr_warmup_steps": 20},
+        "precision": precision,
     }  # fmt: skip
     if is_large:
         values["run"]["kernels"] = "compile"
@@ -89,7 +95,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     )
     plain = curves["none"].losses
     for recipe, curve in curves.items():
-        name = "bfloat16" if recipe == "none" else f"fp8 {recipe}"
+        name = {"none": "bfloat16", "float32": "float32"}.get(recipe, f"fp8 {recipe}")
         steps = range(1, len(curve.losses) + 1)
         above.plot(steps, curve.losses, color=COLOURS[recipe], label=name, linewidth=1)
         if recipe != "none":
@@ -114,7 +120,8 @@ def main() -> None:
     steps = 2 * WINDOW if options.quick else options.steps
     torch.set_num_threads(1)
     data, curves = str(Path(options.data).absolute()), {}
-    for recipe in RECIPES:
+    recipes = [recipe for recipe in RECIPES if recipe != "float32" or not options.large]
+    for recipe in recipes:
         plan = make_bench_plan(recipe, data, steps=steps, is_large=options.large)
         curve = curves[recipe] = train(plan)
         plain = curves["none"]

@@ -95,7 +95,7 @@ class PrecisionSection(Section):
 
 
 class MemorySection(Section):
-    """What is computed again in backward rather than kept."""
+    """What is computed again in backward rather than kept, and what is kept on the host."""
 
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
@@ -111,6 +111,11 @@ class MemorySection(Section):
         default=1,
         description="full only: so many blocks in a row are kept as one input and computed again "
         "together.",
+    )
+    offload: tuple[Literal["activations"], ...] = Field(
+        default=(),
+        description="What waits in host memory while nothing uses it, copied behind the work. activations: "
+        "what blocks keep for backward. The same bits; on a CPU a plain copy that gains nothing.",
     )
 
 

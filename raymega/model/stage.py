@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
+from raymega.model.away import Away, tensors_in
 from raymega.model.block import Block
 from raymega.model.dropout import ResidualDropout
 from raymega.model.embedding import Embedding
@@ -172,6 +173,7 @@ class StageModule(nn.Module):
             self._make_last(factory, model, experts, token_table)
         self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
+        self.away: Away | None = None
 
     def _make_last(
         self,
@@ -208,7 +210,9 @@ class StageModule(nn.Module):
         return table if table is not None else factory.make(TOKEN_TABLE)
 
     def recompute(self, memory: MemorySection) -> None:
-        """Choose what is made again in backward; nothing until this is called."""
+        """Choose what is made again in backward, and what waits on the host; nothing until then."""
+        is_away = "activations" in memory.offload
+        self.away = Away(next(self.parameters()).device) if is_away else None
         self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
         for block in self._blocks():
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
@@ -343,14 +347,26 @@ class StageModule(nn.Module):
 
     def _run_layers(self, x: Tensor, places: Places) -> Tensor:
         blocks = list(self.layers.values())
-        if not self.blocks_together or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not (self.blocks_together or self.away):
             return self._run_blocks(blocks, x, places)
-        for start in range(0, len(blocks), self.blocks_together):
-            some = blocks[start : start + self.blocks_together]
-            x = checkpoint(
-                self._run_blocks, some, x, places, use_reentrant=False, preserve_rng_state=False
-            )
+        for start in range(0, len(blocks), self.blocks_together or 1):
+            some = blocks[start : start + (self.blocks_together or 1)]
+            run = partial(self._run_blocks, some, x, places)
+            if self.blocks_together:
+                run = partial(
+                    checkpoint, self._run_blocks, some, x, places, use_reentrant=False,
+                    preserve_rng_state=False,
+                )  # fmt: skip
+            x = run() if self.away is None else self.away.run(run, self._staying(some, places))
+        if self.away is not None:
+            self.away.end()
         return x
+
+    def _staying(self, blocks: Sequence[nn.Module], places: Places) -> Iterator[Tensor]:
+        """What backward of ``blocks`` reads that is there anyway."""
+        for block in blocks:
+            yield from block.parameters()
+        yield from tensors_in(places)
 
     def _run_blocks(self, blocks: list[nn.Module], x: Tensor, places: Places) -> Tensor:
         for block in blocks:

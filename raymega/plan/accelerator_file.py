@@ -53,6 +53,7 @@ class AcceleratorFigures(Section):
     link_bytes_per_s: PositiveFloat | None = None
     devices_per_node: Positive | None = None
     network_bytes_per_s: PositiveFloat | None = None
+    host_bytes_per_s: PositiveFloat | None = None
     known_error: str | None = None
     fitted: FittedFigures = FittedFigures()
 

@@ -59,6 +59,7 @@ class Accelerator:
         link_bytes_per_s: To the other devices of the node, in one direction.
         devices_per_node: Devices that such links join.
         network_bytes_per_s: A device's share of the node's network, in one direction.
+        host_bytes_per_s: To the host's memory, in one direction: PCI Express 5.0 with 16 lanes, or other.
         fitted: See Fitted.
         driver_name: What the driver's name of it contains; empty when it gives none.
         shared_cores: Cores of a node that its ``devices_per_node`` workers share, as CPU workers do:
@@ -79,6 +80,7 @@ class Accelerator:
     devices_per_node: int
     network_bytes_per_s: float
     fitted: Fitted
+    host_bytes_per_s: float = 64e9
     driver_name: str = ""
     shared_cores: float = 0.0
     straggler: float = 1.0
@@ -112,7 +114,7 @@ CATALOGUE = {
             name="a100", peak_16_bit_flops=312e12, peak_32_bit_flops=19.5e12,
             peak_8_bit_flops=0.0, memory_bytes=80 * GIB,
             memory_bytes_per_s=2.0e12, num_cores=108, link_bytes_per_s=300e9, devices_per_node=8,
-            network_bytes_per_s=25e9, fitted=_A100, driver_name="A100",
+            network_bytes_per_s=25e9, fitted=_A100, driver_name="A100", host_bytes_per_s=32e9,
         ),
         Accelerator(
             name="h100", peak_16_bit_flops=989e12, peak_32_bit_flops=67e12,
@@ -145,12 +147,13 @@ CATALOGUE = {
             name="gb200", peak_16_bit_flops=2500e12, peak_32_bit_flops=80e12,
             peak_8_bit_flops=5000e12, memory_bytes=186 * 10**9, memory_bytes_per_s=8.0e12,
             num_cores=148, link_bytes_per_s=900e9, devices_per_node=72, network_bytes_per_s=50e9,
-            fitted=_H100, driver_name="GB200",
+            fitted=_H100, driver_name="GB200", host_bytes_per_s=225e9,
         ),
         Accelerator(
             name="cpu", peak_16_bit_flops=60e9, peak_32_bit_flops=100e9, peak_8_bit_flops=0.0,
             memory_bytes=8 * GIB, memory_bytes_per_s=10e9, num_cores=1, link_bytes_per_s=2e9,
             devices_per_node=64, network_bytes_per_s=1.25e9, fitted=_CPU, shared_cores=2,
+            host_bytes_per_s=10e9,
         ),
     )
 }  # fmt: skip

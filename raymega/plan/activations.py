@@ -102,11 +102,14 @@ class StageActivations:
 
     Attributes:
         micro_batch_bytes: For each micro-batch between its forward and its backward.
-        rerun_bytes: Besides, while backward reruns some blocks; 0 but with full recompute.
+        rerun_bytes: Besides, while backward reruns some blocks; 0 but with full recompute. What waits on
+            the host is here of two units at a time, which is counted here too.
+        host_bytes: For each micro-batch in host memory.
     """
 
     micro_batch_bytes: int
     rerun_bytes: int
+    host_bytes: int = 0
 
 
 def peak_bytes(
@@ -154,13 +157,19 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
     with_experts = shape.blocks_with_experts(stage)
     dense, experts = layer_bytes(shape), layer_bytes(shape, has_experts=True)
     blocks = (stage.num_layers + further - with_experts) * dense + with_experts * experts
+    unit = max(dense, experts if with_experts else 0)
     if shape.memory.recompute != "full":
-        return StageActivations(micro_batch_bytes=blocks + ends, rerun_bytes=0)
-    together = min(shape.memory.recompute_every, max(stage.num_layers, min(further, 1)))
-    inputs = ceil(stage.num_layers / together) + further if together else 0
+        kept, rerun = blocks, 0
+    else:
+        together = min(shape.memory.recompute_every, max(stage.num_layers, min(further, 1)))
+        inputs = ceil(stage.num_layers / together) + further if together else 0
+        kept, rerun, unit = inputs * shape.stream_bytes, together * unit, shape.stream_bytes
+    if "activations" not in shape.memory.offload or not stage.num_layers:
+        return StageActivations(micro_batch_bytes=kept + ends, rerun_bytes=rerun)
+    mine = further * unit  # blocks that predict further ahead stay
+    away = kept - mine
     return StageActivations(
-        micro_batch_bytes=inputs * shape.stream_bytes + ends,
-        rerun_bytes=together * max(dense, experts if with_experts else 0),
+        micro_batch_bytes=mine + ends, rerun_bytes=rerun + min(away, 2 * unit), host_bytes=away
     )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from raymega.config.schema import MemorySection
 from raymega.plan.accelerators import Accelerator
-from raymega.plan.activations import ActivationShape
+from raymega.plan.activations import ActivationShape, layer_bytes
 from raymega.plan.context_cost import shape_cost
 from raymega.plan.expert_time import ExpertTime, expert_time
 from raymega.plan.fp8_rules import NONE_IN_EIGHT
@@ -42,6 +43,8 @@ class LayerTime:
         tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
         context_parallel_s: The same over cp, by the way that keys and values travel.
         experts_s: The same of tokens to their experts and back.
+        away_s: Of what a forward keeps, on its way to the host behind the work, or back; 0 where it stays.
+        away_input_s: The same of the block's input alone.
     """
 
     forward_s: float
@@ -52,6 +55,8 @@ class LayerTime:
     tensor_parallel_s: float
     context_parallel_s: float
     experts_s: float = 0.0
+    away_s: float = 0.0
+    away_input_s: float = 0.0
 
     @property
     def traffic_s(self) -> float:
@@ -73,7 +78,9 @@ class LayerTime:
             "selective": sum(selected[part] for part in parts),
             "full": self.forward_s + traffic,
         }
-        return self.forward_s + traffic, self.backward_s + traffic + again[recompute]
+        moving = self.away_input_s if recompute == "full" else self.away_s
+        backward = self.backward_s + traffic + again[recompute]
+        return max(moving, self.forward_s + traffic), max(moving, backward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +153,17 @@ def layer_time(
         ),
         context_parallel_s=_context_parallel_s(shape, device),
         experts_s=experts.travel_s,
+        **_away(shape, device, has_experts=has_experts),
     )
+
+
+def _away(shape: ActivationShape, device: Accelerator, *, has_experts: bool) -> dict[str, float]:
+    """Of a block that keeps all, as most that are worth sending away do."""
+    if "activations" not in shape.memory.offload:
+        return {}
+    whole = layer_bytes(replace(shape, memory=MemorySection()), has_experts=has_experts)
+    speed = device.host_bytes_per_s * device.fitted.link_share
+    return {"away_s": whole / speed, "away_input_s": shape.stream_bytes / speed}
 
 
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:

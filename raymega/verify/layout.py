@@ -53,6 +53,7 @@ class Layout:
     recompute: str = "none"
     recompute_parts: tuple[str, ...] = ("attention",)
     recompute_every: int = 1
+    offload: tuple[str, ...] = ()
     kernels: str = "eager"
 
     @property
@@ -288,6 +289,7 @@ OPTIONS = (
         values=(1, 2),
         matters=lambda layout: layout.recompute == "full",
     ),
+    Option(name="offload", path="memory.offload", values=((), ("activations",))),
     Option(
         name="kernels",
         path="run.kernels",

@@ -553,6 +553,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         layout=Layout(tp=2),
         job=LION,
     ),
+    # Activations on the host.
+    Mutation(
+        name="what comes back from the host is read from where its memory begins",
+        file="model/away.py",
+        old="saved.offset, saved.shape",
+        new="0, saved.shape",
+        layout=Layout(pp=2, offload=("activations",)),
+        job=GPT2,
+    ),
     # fp8: scales that know a layout.
     Mutation(
         name="a token's scale is that of its features on this rank",

@@ -1,0 +1,25 @@
+"""Runs whose activations wait on the host are the runs without, bit for bit, on every kind of layout."""
+
+import numpy as np
+import pytest
+
+from tests.support.jobs import layout_overrides
+from tests.support.training import train
+
+pytestmark = pytest.mark.dist
+
+CASES = [
+    ("pp2-dp2", ("schedule.name=zb_h1", "parallel.sharding=parameters", "model.residual_dropout=0.2")),
+    ("tp2-sp", ("model.moe.num_experts=4", "memory.recompute=selective", "parallel.ep=2")),
+    ("cp2", ("memory.recompute=full", "memory.recompute_every=2", "precision.fp8=rowwise")),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), CASES, ids=lambda value: str(value[0]))
+def test_it_changes_no_bit(layout, options):
+    overrides = [*layout_overrides(layout), *options]
+    wanted_curves, wanted = train(overrides, steps=2)
+    curves, state = train([*overrides, "memory.offload=[activations]"], steps=2)
+    assert curves == wanted_curves
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(state[name], values, err_msg=name)

@@ -1,0 +1,46 @@
+"""What waits on the host by the planner: bytes of two units stay, copies hide behind the work that is there."""
+
+from dataclasses import replace
+
+import pytest
+
+from raymega.plan.accelerators import accelerator
+from raymega.plan.activations import activation_shape, layer_bytes, stage_activations
+from raymega.plan.layer_time import layer_time
+from raymega.plan.software import RAYMEGA
+from tests.support.jobs import make_test_plan
+
+AWAY = "memory.offload=[activations]"
+DEEP = ("model.num_layers=8", "parallel.pp=1", "precision.dtype=bfloat16")
+
+
+def _kept(*overrides):
+    plan = make_test_plan(*DEEP, *overrides)
+    shape = activation_shape(plan.job)
+    return shape, stage_activations(shape, plan.stages[0])
+
+
+def test_two_blocks_stay_and_all_are_on_the_host():
+    shape, here = _kept()
+    _, away = _kept(AWAY)
+    assert away.host_bytes == 8 * layer_bytes(shape)
+    assert here.micro_batch_bytes - away.micro_batch_bytes == away.host_bytes
+    assert away.rerun_bytes == 2 * layer_bytes(shape)
+
+
+def test_with_full_recompute_only_inputs_go():
+    shape, here = _kept("memory.recompute=full", "memory.recompute_every=2")
+    _, away = _kept("memory.recompute=full", "memory.recompute_every=2", AWAY)
+    assert away.host_bytes == 4 * shape.stream_bytes
+    assert away.rerun_bytes - here.rerun_bytes == 2 * shape.stream_bytes
+
+
+def test_a_slow_link_sets_the_pace_and_a_fast_one_is_hidden():
+    shape, _ = _kept(AWAY)
+    h100 = accelerator("h100")
+    slow, fast = (
+        layer_time(shape, replace(h100, host_bytes_per_s=speed), RAYMEGA) for speed in (1e6, 1e15)
+    )
+    assert fast.pass_s("none") == layer_time(_kept()[0], h100, RAYMEGA).pass_s("none")
+    seconds = layer_bytes(shape) / (1e6 * h100.fitted.link_share)
+    assert slow.pass_s("none") == pytest.approx((seconds, seconds))
