@@ -181,6 +181,8 @@ class Ordeal:
     def _strike(self, fault: ChaosFault, arrival: Arrival) -> str:
         target = Target(pid=arrival.pid, node=self.inflicter.box.node_of(arrival.pid))
         family = KINDS[fault.kind].family
+        done = arrival.step - (fault.phase == "step")  # the driver may not have said so yet
+        self._step = max(self._step, done)
         self._note(fault, arrival.rank if family in ("worker", "node") else -1)
         if not KINDS[fault.kind].ends_attempt:
             self._calm_since_s = time.monotonic()
