@@ -228,9 +228,9 @@ class RayWorkerGroup:
                 self._calls.make(slot, "place", answered=self._on_place, is_of_attempt=False)
 
     def _name(self, slot: Slot) -> str:
-        """For people: run, attempt it was made for, rank and coordinates."""
+        """For people: run, attempt it was made for, rank and coordinates; Ray wants no name twice."""
         attempt = self._order.attempt if self._order else 0
-        if slot.home < 0:
+        if slot.home < 0 or not attempt:  # between attempts another slot may have had that rank
             return f"{self._plan.job.run.name}/a{attempt}/spare{slot.index}-{time.monotonic_ns()}"
         return actor_name(self._plan, attempt=attempt, rank=slot.home)
 

@@ -51,6 +51,8 @@ def test_cell(drills, kind, phase, record_property, request):
         faults = [ChaosFault(kind="kill-node", phase="step", at=4), *faults]
         nodes, patience = 2, IMPATIENT
     more = settings_for(faults)
+    if kind == "hang" and phase == "spawn":
+        more = (*more, "elastic.start_timeout_s=40")  # that is how it is noticed
     verdict = drills(faults, *patience, *more, layout=layout, num_nodes=nodes)
     check(verdict, record_property)
 

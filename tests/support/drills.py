@@ -11,7 +11,7 @@ STEPS = 10
 COMMON = (
     f"run.steps={STEPS}", "run.eval_samples=0", "checkpoint.every=2", "tracking.mlflow_uri=off",
     "cluster.cpus_per_worker=1.0", "elastic.snapshot_every=1", "elastic.max_failures=20",
-    "elastic.collective_timeout_s=5", "elastic.start_timeout_s=60",
+    "elastic.collective_timeout_s=10",
 )  # fmt: skip
 PATIENT = ("elastic.replan_after_s=60",)
 IMPATIENT = ("elastic.replan_after_s=0.5", "elastic.min_workers=1")
