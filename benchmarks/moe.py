@@ -2,9 +2,9 @@
 
     python benchmarks/moe.py [--only grouped|transformers|ranks] [--rounds N] [--quick] [--draw FILE]
 
-Forward and backward in float32, one thread a process. Both sides of a pair run in turn. Memory that is
-freed stays with the process (KEEP_MEMORY): else each large gradient of ours is pages fresh from the
-system, and the small ones of a loop are not, which is no difference of the products.
+Forward and backward in float32, one thread a process. Both sides of a pair run in turn, in a process as
+it comes. Ours add their gradients to the sums that a run keeps (parallel.grad_buffer), the others leave
+them in ``param.grad``, which is dropped after each step, as torch's own loops do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,22 +24,45 @@ from torch.nn.functional import linear, silu
 
 from benchmarks.measure import Sample, interleave, median, report, set_threads
 from raymega.config.moe import MoeSection
+from raymega.config.schema import ModelSection
 from raymega.model.experts import Experts
 from raymega.model.moe import MoeLayer
+from raymega.parallel.buckets import Sharing, make_buckets
 from raymega.parallel.comm import barrier
-from raymega.parallel.context import Rows, make_places, mark_tokens, no_context
+from raymega.parallel.context import Places, Rows, make_places, mark_tokens, no_context
 from raymega.parallel.dispatch import ExpertGroups
-from raymega.parallel.groups import alone
+from raymega.parallel.grad_buffer import GradBuffer
+from raymega.parallel.groups import alone, build_groups
+from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
+from raymega.parallel.tensor import ParameterFactory
 from raymega.plan.grid import Grid
+from raymega.plan.tensors import layer_tensors
 from tests.support.moe_reference import Factory, draw_weights
 from tests.support.ranks import RankEnv, run_grid
 
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""glibc's settings, which it reads when a process starts."""
 TOKENS_OF_EXPERT = (1, 4, 16, 64, 256)
 WIDTHS = (64, 256, 1024)
 NUM_EXPERTS = {64: 64, 256: 32, 1024: 8}
+
+
+class Summed:
+    """A module of ours, and the sums that its gradients are added to; a call is a step."""
+
+    def __init__(self, module: torch.nn.Module, forward: Callable[[], Tensor]) -> None:
+        params = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
+        nobody = Sharing(whole=alone(0), inside=alone(0), across=alone(0))
+        table = make_buckets([params], nobody, experts=nobody)
+        self.sums = GradBuffer(table, build_groups(Grid(), 0, timeout_s=60.0))
+        self.forward = forward
+
+    def __call__(self) -> None:
+        """Forward and backward."""
+        self.sums.zero()
+        self.sums.launch_when_full()
+        self.forward().sum().backward()
+        self.sums.launch()
+        self.sums.finish()
 
 
 def grouped_against_looped(*, rounds: int, quick: bool) -> list[dict[str, Any]]:
@@ -48,27 +70,45 @@ def grouped_against_looped(*, rounds: int, quick: bool) -> list[dict[str, Any]]:
     rows = []
     for width in WIDTHS[: 2 if quick else None]:
         for tokens in TOKENS_OF_EXPERT[: 3 if quick else None]:
-            experts, x, counts = _make_experts(width, tokens)
-            looped = _Looped(experts)
-            _same_results(experts, looped, x, counts)
-            pairs = interleave(
-                lambda: _step(lambda: experts(x, counts), experts),  # noqa: B023
-                lambda: _step(lambda: looped(x, counts), looped),  # noqa: B023
-                rounds=rounds if tokens * width < 1 << 16 else max(7, rounds // 3),
-            )
-            name = f"{NUM_EXPERTS[width]} experts of width {width}, {tokens} tokens each"
-            rows.append(report(name, pairs, width=width, tokens=tokens))
+            for spread in sorted({0, tokens // 2}):
+                rows.append(_pair_with_loop(width, tokens, spread, rounds))
     return rows
 
 
-def _make_experts(width: int, tokens: int) -> tuple[Experts, Tensor, Tensor]:
-    moe = MoeSection(num_experts=NUM_EXPERTS[width])
-    weights = draw_weights(moe, width=width, ffn_width=width)
-    weights = {name: values * width**-0.5 for name, values in weights.items()}
-    factory = Factory(weights, Stream(tp=alone(0)), dtype=torch.float32)
-    x = torch.randn(moe.num_experts * tokens, width, requires_grad=True)
-    counts = torch.full((moe.num_experts,), tokens)
-    return Experts(factory, "moe.experts"), x, counts  # type: ignore[arg-type]  # a factory's stand-in
+def _pair_with_loop(width: int, tokens: int, spread: int, rounds: int) -> dict[str, Any]:
+    """``spread``: neighbouring experts have so many more and fewer tokens than the mean."""
+    factory = _factory(MoeSection(num_experts=NUM_EXPERTS[width]), width=width, ffn_width=width)
+    experts = Experts(factory, "layers.0.moe.experts")
+    counts = torch.full((NUM_EXPERTS[width],), tokens)
+    counts[::2] += spread
+    counts[1::2] -= spread
+    x = torch.randn(int(counts.sum()), width, requires_grad=True)
+    looped = _Looped(experts)
+    with torch.no_grad():
+        assert torch.allclose(experts(x, counts), looped(x, counts), rtol=1e-3, atol=1e-4)
+    pairs = interleave(
+        Summed(experts, lambda: experts(x, counts)),
+        lambda: _step(lambda: looped(x, counts), looped),
+        rounds=rounds if tokens * width < 1 << 16 else max(7, rounds // 3),
+    )
+    uneven = f" +- {spread}" if spread else ""
+    name = f"{NUM_EXPERTS[width]} experts of width {width}, {tokens}{uneven} tokens each"
+    return report(name, pairs, width=width, tokens=tokens, spread=spread)
+
+
+def _factory(moe: MoeSection, *, width: int, ffn_width: int) -> ParameterFactory:
+    """Of one block whose every matrix has numbers of a trained model's size."""
+    model = ModelSection(
+        family="llama", num_layers=1, width=width, num_heads=4, ffn_width=ffn_width, vocab_size=64,
+        max_positions=8, moe=moe, init_std=width**-0.5,
+    )  # fmt: skip
+    return ParameterFactory(
+        table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
+        stream=Stream(tp=alone(0)),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seed=1,
+    )
 
 
 class _Looped(torch.nn.Module):
@@ -76,10 +116,10 @@ class _Looped(torch.nn.Module):
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
-        own = (experts.gate, experts.up, experts.down)
+        gate_up, down = experts.up.detach(), experts.down.detach()
         self.parts = torch.nn.ModuleList(
-            torch.nn.ParameterList(weight[number].detach().clone() for weight in own)  # type: ignore[index]  # it has a gate
-            for number in range(experts.up.shape[0])
+            torch.nn.ParameterList(part.clone() for part in (*pair.chunk(2), back))
+            for pair, back in zip(gate_up, down, strict=True)
         )
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -88,10 +128,6 @@ class _Looped(torch.nn.Module):
         for (gate, up, down), rows in zip(self.parts, x.split(counts.tolist()), strict=True):
             outputs.append(linear(silu(linear(rows, gate)) * linear(rows, up), down))
         return torch.cat(outputs)
-
-
-def _same_results(experts: Experts, looped: _Looped, x: Tensor, counts: Tensor) -> None:
-    assert torch.allclose(experts(x, counts), looped(x, counts), rtol=1e-3, atol=1e-4)
 
 
 def _step(forward: Callable[[], Tensor], module: torch.nn.Module) -> None:
@@ -106,11 +142,13 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
 
     shapes = ((64, 16, 256), (256, 16, 512), (512, 8, 256))[: 1 if quick else None]
     for width, num_experts, tokens in shapes:
+        nobody, stream = alone(0), Stream(tp=alone(0))
+        groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, stream=stream)
         moe = MoeSection(num_experts=num_experts)
-        weights = draw_weights(moe, width=width, ffn_width=2 * width)
-        weights = {name: values * width**-0.5 for name, values in weights.items()}
-        layer = _alone_layer(moe, weights)
-        x = torch.randn(tokens, 1, width, requires_grad=True)
+        factory = _factory(moe, width=width, ffn_width=2 * width)
+        layer = MoeLayer(factory, "layers.0.moe", moe, groups)
+        x, places = torch.randn(tokens, 1, width, requires_grad=True), _whole_places(tokens)
+        ours = Summed(layer, lambda: layer(x, places))  # noqa: B023
         for way in ("grouped_mm", "batched_mm", "eager"):
             config = MixtralConfig(
                 hidden_size=width, intermediate_size=2 * width, num_local_experts=num_experts,
@@ -118,17 +156,24 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
             )  # fmt: skip
             config._experts_implementation = way
             block = MixtralSparseMoeBlock(config)
-            _fill(block, weights)
+            _fill(block, layer)
             their_x = x.transpose(0, 1)
-            assert torch.allclose(
-                _output(block(their_x)), layer(x).transpose(0, 1), rtol=1e-3, atol=1e-4
-            )
+            with torch.no_grad():
+                found = _output(block(their_x)), layer(x, places).transpose(0, 1)
+            assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
             pairs = interleave(
-                lambda: _step(lambda: layer(x), layer),  # noqa: B023
+                ours,
                 lambda: _step(lambda: _output(block(their_x)), block),  # noqa: B023
-                rounds=rounds,
+                rounds=rounds if way != "batched_mm" else 3,
             )
             report(f"{num_experts} experts, width {width}, {tokens} tokens: {way}", pairs)
+
+
+def _whole_places(tokens: int) -> Places:
+    """As a stage makes them once a micro-batch, for all layers."""
+    rows, context = Rows(torch.arange(tokens)[None], ((tokens,),)), no_context()
+    marks = mark_tokens(rows, torch.ones(1, tokens), context, Stream(tp=alone(0)))
+    return replace(make_places(rows, context), marks=marks)
 
 
 def _output(found: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -136,18 +181,10 @@ def _output(found: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def _fill(block: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    gate_up = torch.cat((weights["experts.gate.weight"], weights["experts.up.weight"]), 1)
-    block.gate.weight.copy_(weights["router.weight"])  # type: ignore[union-attr, operator]
-    block.experts.gate_up_proj.copy_(gate_up)  # type: ignore[union-attr, operator]
-    block.experts.down_proj.copy_(weights["experts.down.weight"])  # type: ignore[union-attr, operator]
-
-
-def _alone_layer(moe: MoeSection, weights: dict[str, Tensor]) -> MoeLayer:
-    stream, nobody = Stream(tp=alone(0)), alone(0)
-    groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, stream=stream)
-    factory = Factory(weights, stream, dtype=torch.float32)
-    return MoeLayer(factory, "moe", moe, groups)  # type: ignore[arg-type]  # a factory's stand-in
+def _fill(block: torch.nn.Module, layer: MoeLayer) -> None:
+    block.gate.weight.copy_(layer.router.weight)  # type: ignore[union-attr, operator]
+    block.experts.gate_up_proj.copy_(layer.experts.up)  # type: ignore[union-attr, operator]
+    block.experts.down_proj.copy_(layer.experts.down)  # type: ignore[union-attr, operator]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +282,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
     for width in sorted({row["width"] for row in rows}):
-        own = [row for row in rows if row["width"] == width]
+        own = [row for row in rows if row["width"] == width and not row["spread"]]
         xs = [row["tokens"] for row in own]
         ratios = [row["cpu_s"]["ratio"] for row in own]
         errors = [
@@ -272,8 +309,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--draw", type=Path)
     args = parser.parse_args()
-    if not KEEP_MEMORY.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
     set_threads(1)
     torch.manual_seed(0)
     if args.only in (None, "grouped"):

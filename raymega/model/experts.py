@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from raymega.model.kernels import silu_product
+from raymega.model.kernels import swiglu
 from raymega.model.mlp import GeluMlp, SwigluMlp, gelu_tanh
 from raymega.parallel.grouped import group_sizes, grouped_linear
 from raymega.parallel.recompute import consume, produce
@@ -16,6 +18,7 @@ from raymega.parallel.tensor import ParameterFactory
 class Experts(nn.Module):
     """down(silu(gate(x)) * up(x)), or down(gelu(up(x))) without a gate, each row by its expert.
 
+    Gate and up are one product: of each expert they lie one after the other, [E/ep, 2 F/etp, D].
     E/ep experts, of each F/etp features: what comes out are terms of a sum over etp. With
     ``is_remade`` backward makes what lies between the products again.
     """
@@ -25,19 +28,16 @@ class Experts(nn.Module):
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
         self.deferral = factory.deferral
-        self.gate = factory.make_if_any(f"{name}.gate.weight")
-        self.up = factory.make(f"{name}.up.weight")
+        gate_up = factory.make_if_any(f"{name}.gate.weight", f"{name}.up.weight")
+        self.inside: Callable[[Tensor], Tensor] = gelu_tanh if gate_up is None else swiglu
+        self.up = factory.make(f"{name}.up.weight") if gate_up is None else gate_up
         self.down = factory.make(f"{name}.down.weight")
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
-        sizes, deferral = group_sizes(rows, counts, inner=self.up.shape[1]), self.deferral
-        up = grouped_linear(rows, self.up, sizes, deferral)
-        if self.gate is None:
-            inner = produce(gelu_tanh, up) if self.is_remade else gelu_tanh(up)
-        else:
-            gate = grouped_linear(rows, self.gate, sizes, deferral)
-            inner = produce(silu_product, gate, up) if self.is_remade else silu_product(gate, up)
+        sizes, deferral = group_sizes(rows, counts, inner=self.down.shape[2]), self.deferral
+        up, inside = grouped_linear(rows, self.up, sizes, deferral), self.inside
+        inner = produce(inside, up) if self.is_remade else inside(up)
         return consume(lambda x: grouped_linear(x, self.down, sizes, deferral), inner)
 
 

@@ -41,11 +41,6 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return _BiasGelu.apply(x, bias)
 
 
-def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up; both of one shape."""
-    return _SiluProduct.apply(gate, up)
-
-
 class _RmsNorm(torch.autograd.Function):
     """Keeps x and 1 / rms(x), one number a row; computed in max(fp32, dtype)."""
 
@@ -158,19 +153,3 @@ def _gelu_gradients(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 def _gelu_share(wide: Tensor) -> Tensor:
     return (2 * GELU_FACTOR * wide * (1 + GELU_CUBE * wide.square())).sigmoid()
-
-
-class _SiluProduct(torch.autograd.Function):
-    """Keeps gate and up, tensors of their own, like _Swiglu."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return silu(gate).mul_(up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_up = silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), grad_up

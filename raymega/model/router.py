@@ -66,7 +66,8 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         if moe.is_normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights * moe.scaling
+        if moe.scaling != 1.0:
+            weights = weights * moe.scaling
         shares = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
         counts, num_counted = count_load(chosen, marks, moe.num_experts)
         totals = self._totals(counts, num_counted)
@@ -78,13 +79,21 @@ class Router(nn.Module):
         tally = Tally(
             counts=counts,
             tokens=num_counted,
-            kept=(routing.experts < moe.num_experts)[marks.is_counted].sum().to(counts.dtype),
+            kept=self._count_kept(routing, marks, counts),
             entropy=entropy(shares, marks),
             balance=balance.detach(),
             z=z.detach(),
             margin=margin,
         )
         return join(x, balance + z, tally, self.record), routing
+
+    @torch.no_grad()
+    def _count_kept(self, routing: Routing, marks: TokenMarks, counts: Tensor) -> Tensor:
+        """Choices of counted tokens that are not dropped, a scalar; the host does not wait."""
+        if not routing.is_dropping:
+            return counts.sum()
+        is_kept = (routing.experts < self.moe.num_experts) & marks.is_counted[:, None]
+        return is_kept.sum().to(counts.dtype)
 
     def _logits(self, x: Tensor, keys: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])

@@ -230,15 +230,19 @@ def piece_boxes(extent: Extent) -> Iterator[tuple[Piece, Box, int]]:
         The piece, the box in global indices, and its first element counted from the extent's. The
         box's elements follow one another there, so a view of it has the box's shape.
     """
-    row_size = prod(extent.param.shape[1:])  # a weight that is not gathered has no values
-    for piece in extent.param.spec.pieces:
-        start = piece.local.offset[0] * row_size
-        first = max(extent.first - start, 0)
-        last = min(extent.last - start, piece.local.num_elements)
-        for box in boxes_of_range(piece.box.shape, first, last):
-            at = start + linear_index(box.offset, piece.box.shape) - extent.first
-            offset = tuple(a + b for a, b in zip(piece.box.offset, box.offset, strict=True))
-            yield piece, Box(offset=offset, shape=box.shape), at
+    spec = extent.param.spec
+    whole, dim = spec.shape, spec.stack_dim  # a weight that is not gathered has no values
+    row_size, layer_size = prod(whole[dim + 1 :]), prod(whole[dim:])
+    for layer in range(extent.first // layer_size, -(-extent.last // layer_size)):
+        for piece in spec.pieces:
+            size = piece.local.shape[dim] * row_size
+            start = layer * layer_size + piece.local.offset[dim] * row_size
+            first, last = max(extent.first - start, 0), min(extent.last - start, size)
+            before = layer * size
+            for box in boxes_of_range(piece.box.shape, before + first, before + last):
+                at = start + linear_index(box.offset, piece.box.shape) - before - extent.first
+                offset = tuple(a + b for a, b in zip(piece.box.offset, box.offset, strict=True))
+                yield piece, Box(offset=offset, shape=box.shape), at
 
 
 def _make_bucket(  # one an attribute

@@ -43,12 +43,12 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
-def arrange(experts: Tensor, num_experts: int, *, num_rows: int) -> Arrangement:
+def arrange(experts: Tensor, counts: Tensor, *, num_rows: int) -> Arrangement:
     """Rows in the order of experts, those of one in the order of tokens.
 
     Args:
         experts: [T, k] int64, all different in a row; E where a choice was dropped.
-        num_experts: E.
+        counts: [E] int64, how often each is chosen.
         num_rows: How many choices were not dropped; or all T * k, and those that were come last.
     """
     order = experts.flatten().argsort(stable=True)[:num_rows]
@@ -56,7 +56,7 @@ def arrange(experts: Tensor, num_experts: int, *, num_rows: int) -> Arrangement:
     return Arrangement(
         choices=order,
         slots=slots,
-        counts=count_choices(experts, num_experts),
+        counts=counts,
         is_whole=num_rows == experts.numel(),
     )
 
@@ -110,19 +110,17 @@ def reorder_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
 class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
-        ctx.arrangement, ctx.num_tokens = arrangement, x.shape[0]
+        ctx.arrangement = arrangement
         return _select(x, arrangement.sources, is_whole=arrangement.is_whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         arrangement, grad = ctx.arrangement, grad.contiguous()
-        total = grad.new_zeros(
-            ctx.num_tokens,
-            grad.shape[1],
-            dtype=torch.promote_types(grad.dtype, torch.float32),
-        )
-        for slots in arrangement.slots.unbind(1):
+        first, *others = arrangement.slots.unbind(1)
+        total = _select(grad, first, is_whole=arrangement.is_whole)
+        total = total.to(torch.promote_types(grad.dtype, torch.float32))
+        for slots in others:
             total += _select(grad, slots, is_whole=arrangement.is_whole)
         return total.to(grad.dtype), None
 
@@ -132,10 +130,11 @@ class _WeighRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.arrangement = arrangement
-        wide = torch.promote_types(rows.dtype, weights.dtype)
-        total = rows.new_zeros(weights.shape[0], rows.shape[1], dtype=wide)
-        for slots, weight in zip(arrangement.slots.unbind(1), weights.unbind(1), strict=True):
-            total += _select(rows, slots, is_whole=arrangement.is_whole) * weight[:, None]
+        slots, columns = arrangement.slots.unbind(1), weights.unsqueeze(2).unbind(1)
+        is_whole = arrangement.is_whole
+        total = _select(rows, slots[0], is_whole=is_whole) * columns[0]
+        for places, weight in zip(slots[1:], columns[1:], strict=True):
+            total.addcmul_(_select(rows, places, is_whole=is_whole).to(total.dtype), weight)
         return total.to(rows.dtype)
 
     @staticmethod

@@ -43,7 +43,8 @@ class Piece:
 class ShardSpec:
     """Everything about a parameter's place in the whole model.
 
-    A fused parameter (q, k, v; gate, up) has several pieces, stacked along dim 0.
+    A fused parameter (q, k, v; gate, up) has several pieces, stacked along dim 0; of experts along
+    dim 1, so that what belongs to one expert lies together.
 
     Attributes:
         pieces: Blocks that make up the parameter, in local order; they tile it.
@@ -62,8 +63,14 @@ class ShardSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the local parameter."""
-        rest = self.pieces[0].local.shape[1:]
-        return (sum(piece.local.shape[0] for piece in self.pieces), *rest)
+        shape, dim = list(self.pieces[0].local.shape), self.stack_dim
+        shape[dim] = sum(piece.local.shape[dim] for piece in self.pieces)
+        return tuple(shape)
+
+    @property
+    def stack_dim(self) -> int:
+        """Along which dim the pieces follow one another; dim 0 of an expert tensor are experts."""
+        return _stack_dim(tuple(piece.tensor for piece in self.pieces))
 
     @property
     def is_partial_over_tp(self) -> bool:
@@ -101,7 +108,7 @@ def make_spec(  # noqa: PLR0913  # places on axes
     is_tied: bool = False,
     is_tied_copy: bool = False,
 ) -> ShardSpec:
-    """The spec of the parameter that stacks ``tensors``' local blocks along dim 0.
+    """The spec of the parameter that stacks ``tensors``' local blocks.
 
     Args:
         tensors: One, or several that are cut alike.
@@ -112,10 +119,12 @@ def make_spec(  # noqa: PLR0913  # places on axes
         is_tied: The tensor is shared with another stage.
         is_tied_copy: This is the last stage's copy, which does not count.
     """
-    pieces, row = [], 0
+    pieces, at, dim = [], 0, _stack_dim(tensors)
     for tensor in tensors:
         box = tensor.box(tp=tp, tp_rank=tp_rank, experts=experts)
-        local = Box(offset=(row, *([0] * (len(box.shape) - 1))), shape=box.shape)
+        offset = [0] * len(box.shape)
+        offset[dim] = at
+        local = Box(offset=tuple(offset), shape=box.shape)
         sharers = tensor.sharers(tp=tp)
         piece = Piece(
             tensor=tensor,
@@ -130,5 +139,9 @@ def make_spec(  # noqa: PLR0913  # places on axes
             ),
         )
         pieces.append(piece)
-        row += box.shape[0]
+        at += box.shape[dim]
     return ShardSpec(pieces=tuple(pieces), is_tied=is_tied)
+
+
+def _stack_dim(tensors: tuple[GlobalTensor, ...]) -> int:
+    return 1 if tensors[0].is_expert and len(tensors) > 1 else 0

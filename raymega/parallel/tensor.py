@@ -61,7 +61,7 @@ class ParameterFactory:
         return self.stream.tp
 
     def make(self, *names: str) -> ShardedParameter:
-        """This rank's blocks of the tensors ``names``, stacked along dim 0."""
+        """This rank's blocks of the tensors ``names``, stacked as ShardSpec says."""
         is_tied = self.tied in names
         spec = make_spec(
             tuple(self.table[name] for name in names),

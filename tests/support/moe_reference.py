@@ -66,7 +66,8 @@ class Factory:
         for name in names:
             place = self.place(name.removeprefix("moe."))
             blocks.append(self.table[name][place].to(self.dtype))
-        param = torch.nn.Parameter(torch.cat(blocks).contiguous())
+        dim = 1 if len(blocks) > 1 and blocks[0].dim() == 3 else 0
+        param = torch.nn.Parameter(torch.cat(blocks, dim).contiguous())
         self.places[id(param)] = [n.removeprefix("moe.") for n in names]
         return param
 
@@ -94,7 +95,8 @@ class Factory:
             if param.grad is None:
                 continue
             names = self.places[id(param)]
-            for name, grad in zip(names, param.grad.chunk(len(names)), strict=True):
+            dim = 1 if len(names) > 1 and param.dim() == 3 else 0
+            for name, grad in zip(names, param.grad.chunk(len(names), dim), strict=True):
                 found.append((name, self.place(name), grad.clone()))
         return found
 

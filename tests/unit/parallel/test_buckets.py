@@ -1,5 +1,8 @@
 """Buckets: every element has one place and one owner, and a flat range is a few boxes."""
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from raymega.parallel.groups import Group, alone
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import make_spec
 from raymega.plan.boxes import boxes_of_range
+from raymega.plan.grid import ExpertPlace
 from raymega.plan.levels import Level
 from tests.support.params import make_param, make_tensor
 
@@ -104,6 +108,29 @@ def test_blocks_of_all_ranks_are_the_global_tensors(dp):
         for index in range(dp):
             param = ShardedParameter(torch.cat(pieces), spec)
             table = make_buckets([[param]], _dp(dp, index), level=Level.OPTIMIZER)
+            part = table.owned(table.buckets[0])
+            flat = torch.cat((param.detach().flatten(), torch.full((dp,), torch.nan)))
+            values = flat[part.begin : part.end]
+            for block in blocks_of("model", part, values, is_replicated=False):
+                found[block.tensor.name][block.box.within(block.tensor.whole)] += block.values
+    assert all(torch.equal(found[name], values) for name, values in whole.items())
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 5])
+def test_blocks_of_experts_whose_gate_and_up_lie_together_are_the_global_tensors(dp):
+    """Of each expert one follows the other; on ep2 etp2, with blocks that end within rows."""
+    tensors = tuple(replace(make_tensor(name, (4, 6, 3)), etp_dim=1) for name in ("gate", "up"))
+    whole = {t.name: torch.randn(t.shape, dtype=torch.float64) for t in tensors}
+    found = {name: torch.zeros_like(values) for name, values in whole.items()}
+    for ep_rank, etp_rank in product(range(2), repeat=2):
+        place = ExpertPlace(ep=2, ep_rank=ep_rank, etp=2, etp_rank=etp_rank)
+        spec = make_spec(tensors, tp=1, tp_rank=0, experts=place)
+        assert spec.shape == (2, 6, 3) and spec.stack_dim == 1
+        param = ShardedParameter(torch.empty(spec.shape, dtype=torch.float64), spec)
+        for piece in spec.pieces:
+            param.data[piece.place] = whole[piece.tensor.name][piece.box.within(piece.tensor.whole)]
+        for index in range(dp):
+            table = make_buckets([[param]], _dp(1), experts=_dp(dp, index), level=Level.OPTIMIZER)
             part = table.owned(table.buckets[0])
             flat = torch.cat((param.detach().flatten(), torch.full((dp,), torch.nan)))
             values = flat[part.begin : part.end]
