@@ -215,6 +215,8 @@ ROWS = (
             curve("Wait for packs", "data/schedule_wait_s"),
             curve("Sent between context-parallel ranks", "comm/cp_sent_bytes"),
             curve("Share of it behind work", "comm/cp_hidden_share", unit="percentunit"),
+            curve("Sent to experts and back", "comm/experts_sent_bytes"),
+            curve("Share of that behind work", "comm/experts_hidden_share", unit="percentunit"),
         ),
     ),
     Row(

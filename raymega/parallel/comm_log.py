@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -30,10 +30,7 @@ class CommLog:
     """Events of one step: ``reduce 3`` from launch to completion, ``wait_reduce 3`` while waited for.
 
     The micro-batch of an event is the number of its bucket; transfers between context-parallel
-    ranks have no bucket, and those of a name are counted from 0.
-
-    Attributes:
-        sent_bytes: That this rank has sent to context-parallel ranks since :meth:`new_step`.
+    ranks and between experts have no bucket, and those of a name are counted from 0.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -41,11 +38,15 @@ class CommLog:
         self._flights: list[_Flight | _GpuFlight] = []
         self._numbers = Counter[str]()
         self._origin: _Origin | None = None
-        self.sent_bytes = 0
+        self._sent_bytes = Counter[str]()
 
     def new_step(self) -> None:
         """A step begins, recorded or not."""
-        self.sent_bytes = 0
+        self._sent_bytes.clear()
+
+    def sent_bytes(self, names: Collection[str]) -> int:
+        """What this rank has sent in transfers of ``names`` since :meth:`new_step`."""
+        return sum(self._sent_bytes[name] for name in names)
 
     def start(self) -> None:
         """Record from now on, which is time 0."""
@@ -56,9 +57,9 @@ class CommLog:
         """Watch an operation that was just launched, if a step is being recorded."""
         return self._watch(name, (bucket.index, bucket.chunk), pending)
 
-    def track_context(self, name: str, pending: Pending, *, sent_bytes: int) -> Waitable:
-        """The same for one between context-parallel ranks, in which this rank sends so much."""
-        self.sent_bytes += sent_bytes
+    def track_transfer(self, name: str, pending: Pending, *, sent_bytes: int) -> Waitable:
+        """The same for a transfer of activations, in which this rank sends so much."""
+        self._sent_bytes[name] += sent_bytes
         number = self._numbers[name]
         self._numbers[name] += 1
         return self._watch(name, (number, 0), pending)

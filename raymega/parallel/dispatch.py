@@ -15,10 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raymega.parallel.collectives import gather_positions, scatter_to_positions
+from raymega.parallel.collectives import gather_positions
 from raymega.parallel.comm import all_gather
+from raymega.parallel.comm_log import CommLog
 from raymega.parallel.expert_transfers import (
     Flight,
+    Lane,
     Parts,
     gather_parts,
     land,
@@ -51,6 +53,7 @@ class ExpertGroups:
         micro: The tp x cp ranks that share the tokens of a micro-batch.
         stream: How the residual stream lies on the tensor-parallel ranks.
         is_gathered: Tokens are dispatched by all_gather instead of all_to_all.
+        log: Sees what the ranks send each other.
     """
 
     ep: Group
@@ -58,6 +61,17 @@ class ExpertGroups:
     micro: Group
     stream: Stream
     is_gathered: bool = False
+    log: CommLog = field(default_factory=CommLog, compare=False, repr=False)
+
+    @property
+    def to_experts(self) -> Lane:
+        """By which rows travel over ep."""
+        return Lane(group=self.ep, name="ep", log=self.log)
+
+    @property
+    def to_parts(self) -> Lane:
+        """By which they travel over etp."""
+        return Lane(group=self.etp, name="etp", log=self.log)
 
     @property
     def place(self) -> ExpertPlace:
@@ -139,27 +153,27 @@ class _ExchangedTrip:
             self.parts = _even_parts(routing, self.groups)
             rows = take_rows(self.x, self.arrangement)
         else:
-            self.table = _count_table(count_choices(experts, routing.num_experts), self.groups)
-            rows = self._make_rows()
-        self.flight = launch_exchange(rows, self.groups.ep, self.parts)
+            counts = count_choices(experts, routing.num_experts)
+            self.table = _count_table(counts, self.groups)
+            rows = self._make_rows(counts)
+        self.flight = launch_exchange(rows, self.groups.to_experts, self.parts)
 
-    def _make_rows(self) -> Tensor:
+    def _make_rows(self, counts: Tensor) -> Tensor:
         """Rows first, then the host's look at the counts, which says how many there are."""
         routing, experts = self.routing, self.routing.experts
         is_alone = self.groups.ep.size == 1 and self.groups.etp.size == 1
         if not routing.is_dropping:
-            all_rows = arrange(experts, routing.num_experts, num_rows=experts.numel())
-            rows = take_rows(self.x, all_rows)
-            self.arrangement = all_rows
-            self.parts = _whole(experts.numel()) if is_alone else _read_parts(self)
+            self.arrangement = arrange(experts, counts, num_rows=experts.numel())
+            rows = take_rows(self.x, self.arrangement)
+            self.parts = _whole(experts.numel()) if is_alone else _read_parts(self, counts)
             return rows
-        self.parts = _read_parts(self)
-        self.arrangement = arrange(experts, routing.num_experts, num_rows=sum(self.parts.sent))
+        self.parts = _read_parts(self, counts)
+        self.arrangement = arrange(experts, counts, num_rows=sum(self.parts.sent))
         return take_rows(self.x, self.arrangement)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         groups, parts = self.groups, self.parts
-        rows = gather_parts(land(self.flight), groups.etp, parts.of_etp)
+        rows = gather_parts(land(self.flight), groups.to_parts, parts.of_etp)
         counts = self.table.sum(0)
         if self.table.shape[0] > 1 and self.table.shape[1] > 1:
             self.order = _by_expert(self.table, num_rows=rows.shape[0])
@@ -171,8 +185,8 @@ class _ExchangedTrip:
         if self.order is not None:
             order, back = self.order
             rows = reorder_rows(rows, back, order)
-        own = sum_parts(rows, groups.etp, parts.of_etp)
-        self.flight = launch_exchange(own, groups.ep, parts.reversed)
+        own = sum_parts(rows, groups.to_parts, parts.of_etp)
+        self.flight = launch_exchange(own, groups.to_experts, parts.reversed)
 
     def result(self) -> Tensor:
         return weigh_rows(land(self.flight), self.routing.weights, self.arrangement)
@@ -194,8 +208,8 @@ class _GatheredTrip:
         experts = all_gather(all_gather(routing.experts, groups.etp), groups.ep)
         weights = gather_positions(routing.weights, groups.etp)
         self.weights = gather_positions(weights, groups.ep)
-        x = gather_positions(self.x, groups.etp)
-        self.flight = launch_gather(x, groups.ep)
+        x = land(launch_gather(self.x, groups.to_parts))
+        self.flight = launch_gather(x, groups.to_experts)
         self.arrangement = self._arrange(experts)
 
     def _arrange(self, experts: Tensor) -> Arrangement:
@@ -209,30 +223,31 @@ class _GatheredTrip:
             return arrange_evenly(held, num_held, capacity=capacity)
         is_all = groups.ep.size == 1 and not routing.is_dropping
         num_rows = held.numel() if is_all else int((held < num_held).sum())
-        return arrange(held, num_held, num_rows=num_rows)
+        return arrange(held, count_choices(held, num_held), num_rows=num_rows)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         return take_rows(land(self.flight), self.arrangement), self.arrangement.counts
 
     def start_back(self, rows: Tensor) -> None:
         terms = weigh_rows(rows, self.weights, self.arrangement)
-        self.flight = launch_sum(terms, self.groups.ep)
+        self.flight = launch_sum(terms, self.groups.to_experts)
 
     def result(self) -> Tensor:
-        return scatter_to_positions(land(self.flight), self.groups.etp)
+        return land(launch_sum(land(self.flight), self.groups.to_parts))
 
 
 def _count_table(counts: Tensor, groups: ExpertGroups) -> Tensor:
     """Rows that each rank has for each of this rank's experts: [etp * ep, E/ep], etp outermost."""
+    if groups.ep.size == 1 and groups.etp.size == 1:
+        return counts[None]
     everywhere = all_gather(counts, groups.ep).view(groups.ep.size, groups.ep.size, -1)
     own = everywhere[:, groups.ep.index].contiguous()
     return all_gather(own, groups.etp)
 
 
-def _read_parts(trip: _ExchangedTrip) -> Parts:
+def _read_parts(trip: _ExchangedTrip, counts: Tensor) -> Parts:
     """The one wait of the host for the device."""
-    groups, routing = trip.groups, trip.routing
-    counts = count_choices(routing.experts, routing.num_experts)
+    groups = trip.groups
     sent = counts.view(groups.ep.size, -1).sum(1)
     received = trip.table.view(groups.etp.size, groups.ep.size, -1).sum(2)
     numbers = torch.cat((sent, received.flatten())).tolist()

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm import (
-    Pending,
     start_all_gather,
     start_exchange,
     start_reduce_scatter,
 )
+from raymega.parallel.comm_log import CommLog, Waitable
 from raymega.parallel.groups import Group
 
-Start = Callable[[Tensor], tuple[Tensor, Pending]]
+Start = Callable[[Tensor], tuple[Tensor, Waitable]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,42 @@ class Parts:
         return Parts(sent=self.received, received=self.sent, of_etp=self.of_etp)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """Between which ranks rows travel, and who sees it.
+
+    Attributes:
+        group: They.
+        name: How names of transfers begin: ``ep`` or ``etp``.
+        log: Sees them.
+    """
+
+    group: Group
+    name: str
+    log: CommLog
+
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, what: str = "exchange"
+    ) -> tuple[Tensor, Waitable]:
+        """Begin an uneven all-to-all: [sum of sent, N] -> [sum of received, N]."""
+        arriving, pending = start_exchange(rows, self.group, sent=sent, received=received)
+        row_bytes = rows.nbytes // max(1, rows.shape[0])
+        leaving = (sum(sent) - sent[self.group.index]) * row_bytes
+        return arriving, self.log.track_transfer(f"{self.name}_{what}", pending, sent_bytes=leaving)
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, Waitable]:
+        """Begin an all-gather: [T, N] -> [n T, N]."""
+        arriving, pending = start_all_gather(rows, self.group)
+        leaving = rows.nbytes * (self.group.size - 1)
+        return arriving, self.log.track_transfer(f"{self.name}_gather", pending, sent_bytes=leaving)
+
+    def reduce(self, rows: Tensor) -> tuple[Tensor, Waitable]:
+        """Begin a reduce-scatter: [n T, N] -> [T, N]."""
+        arriving, pending = start_reduce_scatter(rows, self.group)
+        leaving = rows.nbytes // self.group.size * (self.group.size - 1)
+        return arriving, self.log.track_transfer(f"{self.name}_reduce", pending, sent_bytes=leaving)
+
+
 class Flight:
     """A transfer under way: its tensor may be read when it has landed."""
 
@@ -55,39 +91,29 @@ class Flight:
     def __init__(self, group: Group, start: Start, start_gradient: Start) -> None:
         self.group, self.start, self.start_gradient = group, start, start_gradient
         self.tensor: Tensor
-        self.pending: Pending
-        self.returned: tuple[Tensor, Pending] | None = None
+        self.pending: Waitable
+        self.returned: tuple[Tensor, Waitable] | None = None
 
 
-def launch_exchange(x: Tensor, group: Group, parts: Parts) -> Flight:
+def launch_exchange(x: Tensor, lane: Lane, parts: Parts) -> Flight:
     """Uneven all-to-all of rows, [sum of sent, N] -> [sum of received, N]; backward the reverse."""
     sent, received = parts.sent, parts.received
     return _launch(
         x,
-        group,
-        lambda rows: start_exchange(rows, group, sent=sent, received=received),
-        lambda rows: start_exchange(rows, group, sent=received, received=sent),
+        lane,
+        lambda rows: lane.exchange(rows, sent, received),
+        lambda rows: lane.exchange(rows, received, sent),
     )
 
 
-def launch_gather(x: Tensor, group: Group) -> Flight:
+def launch_gather(x: Tensor, lane: Lane) -> Flight:
     """All-gather of equal parts, [T, N] -> [n T, N]; backward a reduce-scatter."""
-    return _launch(
-        x,
-        group,
-        lambda rows: start_all_gather(rows, group),
-        lambda rows: start_reduce_scatter(rows, group),
-    )
+    return _launch(x, lane, lane.gather, lane.reduce)
 
 
-def launch_sum(x: Tensor, group: Group) -> Flight:
+def launch_sum(x: Tensor, lane: Lane) -> Flight:
     """Reduce-scatter, [n T, N] -> [T, N]; backward an all-gather."""
-    return _launch(
-        x,
-        group,
-        lambda rows: start_reduce_scatter(rows, group),
-        lambda rows: start_all_gather(rows, group),
-    )
+    return _launch(x, lane, lane.reduce, lane.gather)
 
 
 def land(flight: Flight) -> Tensor:
@@ -98,22 +124,23 @@ def land(flight: Flight) -> Tensor:
     """
     arriving = flight.tensor
     del flight.tensor
-    return _Land.apply(arriving, flight)
+    return arriving if flight.group.size == 1 else _Land.apply(arriving, flight)
 
 
-def gather_parts(x: Tensor, group: Group, parts: Sequence[int]) -> Tensor:
+def gather_parts(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
     """Uneven all-gather: [parts[own], N] -> [sum of parts, N]; backward :func:`sum_parts`."""
-    return x if group.size == 1 else _GatherParts.apply(x, group, parts)
+    return x if lane.group.size == 1 else _GatherParts.apply(x, lane, parts)
 
 
-def sum_parts(x: Tensor, group: Group, parts: Sequence[int]) -> Tensor:
+def sum_parts(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
     """Uneven reduce-scatter: [sum of parts, N] -> [parts[own], N]; backward a gather."""
-    return x if group.size == 1 else _SumParts.apply(x, group, parts)
+    return x if lane.group.size == 1 else _SumParts.apply(x, lane, parts)
 
 
-def _launch(x: Tensor, group: Group, start: Start, start_gradient: Start) -> Flight:
-    flight = Flight(group, start, start_gradient)
-    flight.tensor = _Launch.apply(x, flight)
+def _launch(x: Tensor, lane: Lane, start: Start, start_gradient: Start) -> Flight:
+    """A rank that is alone has its rows already, and autograd nothing to see."""
+    flight = Flight(lane.group, start, start_gradient)
+    flight.tensor = x if lane.group.size == 1 else _Launch.apply(x, flight)
     return flight
 
 
@@ -122,7 +149,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
         arriving, flight.pending = flight.start(x.contiguous())
-        return arriving.view_as(arriving) if arriving is x else arriving
+        return arriving
 
     @staticmethod
     @once_differentiable
@@ -152,38 +179,39 @@ class _Land(torch.autograd.Function):
 
 class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, parts: Sequence[int]) -> Tensor:
-        ctx.group, ctx.parts = group, parts
-        return _gather(x, group, parts)
+    def forward(ctx: Any, x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+        ctx.lane, ctx.parts = lane, parts
+        return _gather(x, lane, parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(grad, ctx.group, ctx.parts), None, None
+        return _sum(grad, ctx.lane, ctx.parts), None, None
 
 
 class _SumParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, parts: Sequence[int]) -> Tensor:
-        ctx.group, ctx.parts = group, parts
-        return _sum(x, group, parts)
+    def forward(ctx: Any, x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+        ctx.lane, ctx.parts = lane, parts
+        return _sum(x, lane, parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.group, ctx.parts), None, None
+        return _gather(grad, ctx.lane, ctx.parts), None, None
 
 
-def _gather(x: Tensor, group: Group, parts: Sequence[int]) -> Tensor:
+def _gather(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    group = lane.group
     copies = x.repeat(group.size, *[1] * (x.dim() - 1))
-    own = [parts[group.index]] * group.size
-    rows, pending = start_exchange(copies, group, sent=own, received=parts)
+    rows, pending = lane.exchange(copies, [parts[group.index]] * group.size, parts, what="gather")
     pending.wait(group.timeout_s)
     return rows
 
 
-def _sum(x: Tensor, group: Group, parts: Sequence[int]) -> Tensor:
+def _sum(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    group = lane.group
     own = [parts[group.index]] * group.size
-    terms, pending = start_exchange(x.contiguous(), group, sent=parts, received=own)
+    terms, pending = lane.exchange(x.contiguous(), parts, own, what="reduce")
     pending.wait(group.timeout_s)
     return terms.view(group.size, own[0], *x.shape[1:]).sum(0)

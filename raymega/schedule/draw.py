@@ -16,7 +16,9 @@ from xml.sax.saxutils import escape
 from raymega.schedule.instructions import COMPUTE, RECEIVE, Op
 from raymega.schedule.timeline import (
     BETWEEN_CP,
+    BETWEEN_EXPERTS,
     COLLECTIVES,
+    TRANSFERS,
     WAITS,
     EventTuple,
     bubble,
@@ -151,7 +153,7 @@ def _row(
 
 
 def _strip_hint(name: str, number: int) -> str:
-    return f"{name}, {'transfer' if name in BETWEEN_CP else 'bucket'} {number}"
+    return f"{name}, {'transfer' if name in TRANSFERS else 'bucket'} {number}"
 
 
 def _legend(rows: Rows, last_chunk: int) -> tuple[list[str], float]:
@@ -174,6 +176,7 @@ def _measures(rows: Rows) -> str:
     found = {
         "gradients and weights": overlap(rows.values()),
         "between context-parallel ranks": overlap(rows.values(), BETWEEN_CP),
+        "between experts": overlap(rows.values(), BETWEEN_EXPERTS),
     }
     strips = [
         f"{what} under way, {hidden.hidden_share:.0%} hidden"

@@ -28,7 +28,11 @@ hybrid sharding and over the two stages of a tied table; weights over dp, those 
 BETWEEN_CP = frozenset({"cp_pass", "cp_gather", "cp_reduce", "cp_exchange"})
 """The same between context-parallel ranks: keys, values and the gradients by them go round, are
 collected, are summed; heads are exchanged."""
-COLLECTIVES = SUMS_AND_WEIGHTS | BETWEEN_CP
+BETWEEN_EXPERTS = frozenset({"ep_exchange", "ep_gather", "ep_reduce", "etp_gather", "etp_reduce"})
+"""The same between the ranks that hold experts: tokens travel to them and back, or are collected and
+summed; ranks that hold parts of the same experts see one another's tokens and sum what they made."""
+TRANSFERS = BETWEEN_CP | BETWEEN_EXPERTS
+COLLECTIVES = SUMS_AND_WEIGHTS | TRANSFERS
 WAITS = frozenset(f"wait_{name}" for name in COLLECTIVES)
 
 EventTuple = tuple[str, int, int, float, float]
@@ -39,7 +43,7 @@ class Event(NamedTuple):
 
     ``name`` is the op's value. Times are seconds since the step's start, or the simulator's units.
     Collectives are events too: ``name`` is one of COLLECTIVES or WAITS, and ``micro_batch`` the
-    number of the bucket, or between context-parallel ranks that of the transfer in the step.
+    number of the bucket, or that of the transfer in the step.
     """
 
     name: str

@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from raymega.schedule.recording import Transfer
-from raymega.schedule.timeline import BETWEEN_CP, COLLECTIVES, SUMS_AND_WEIGHTS, WAITS, EventTuple
+from raymega.schedule.timeline import (
+    BETWEEN_CP,
+    BETWEEN_EXPERTS,
+    COLLECTIVES,
+    SUMS_AND_WEIGHTS,
+    TRANSFERS,
+    WAITS,
+    EventTuple,
+)
 
 US_PER_S = 1e6
-STEP, COLLECTIVE, CONTEXT = 0, 1, 2
+STEP, COLLECTIVE, CONTEXT, EXPERTS = 0, 1, 2, 3
 """Processes of the trace: what ranks do one after the other, and what goes on beside it."""
 BESIDE = {
     COLLECTIVE: (SUMS_AND_WEIGHTS, "gradients and weights"),
     CONTEXT: (BETWEEN_CP, "between context-parallel ranks"),
+    EXPERTS: (BETWEEN_EXPERTS, "between experts"),
 }
 
 
@@ -89,4 +98,4 @@ def _arrow(index: int, transfer: Transfer) -> Iterator[dict[str, object]]:
 def _number_of(name: str) -> str:
     if name not in COLLECTIVES | WAITS:
         return "micro_batch"
-    return "transfer" if name.removeprefix("wait_") in BETWEEN_CP else "bucket"
+    return "transfer" if name.removeprefix("wait_") in TRANSFERS else "bucket"

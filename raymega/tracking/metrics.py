@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raymega.schedule.instructions import COMPUTE, Op
-from raymega.schedule.timeline import BETWEEN_CP, COLLECTIVES, WAITS, bubble, overlap
+from raymega.schedule.timeline import (
+    BETWEEN_CP,
+    BETWEEN_EXPERTS,
+    COLLECTIVES,
+    WAITS,
+    bubble,
+    overlap,
+)
 from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
@@ -107,12 +114,13 @@ def _timeline_metrics(event: TimelineReady) -> dict[str, float]:
     hidden = overlap(rows)
     if hidden is not None:
         metrics |= {"comm/exposed_s": hidden.exposed_s, "comm/hidden_share": hidden.hidden_share}
-    passing = overlap(rows, BETWEEN_CP)
-    if passing is not None:
-        metrics |= {
-            "comm/cp_exposed_s": passing.exposed_s,
-            "comm/cp_hidden_share": passing.hidden_share,
-        }
+    for who, names in (("cp", BETWEEN_CP), ("experts", BETWEEN_EXPERTS)):
+        travel = overlap(rows, names)
+        if travel is not None:
+            metrics |= {
+                f"comm/{who}_exposed_s": travel.exposed_s,
+                f"comm/{who}_hidden_share": travel.hidden_share,
+            }
     return metrics
 
 

@@ -121,6 +121,7 @@ def build_parts(
         micro=groups.micro,
         stream=stream,
         is_gathered=job.parallel.dispatch == "all_gather",
+        log=comm_log,
     )
     modules = _build_modules(plan, stages, context=context, experts=experts, device=device)
     parameters, states = _parameters_by_chunk(modules)

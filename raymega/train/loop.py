@@ -19,6 +19,7 @@ from raymega.messages import (
     WorkerFinished,
 )
 from raymega.parallel.comm import barrier
+from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS
 from raymega.train.build import Parts
 from raymega.train.evaluate import evaluate
 from raymega.train.expert_load import expert_metrics, expert_report
@@ -57,8 +58,7 @@ def run_loop(
             )
             seconds = time.monotonic() - began
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
-        if job.parallel.cp > 1 or job.parallel.dynamic_cp:
-            metrics["comm/cp_sent_bytes"] = float(parts.comm_log.sent_bytes)
+        metrics |= _sent_bytes(parts)
         if isinstance(parts.loader, DynamicLoader):
             metrics |= parts.loader.metrics()
         metrics |= packing | _statistics(parts, state, outcome, activations)
@@ -81,6 +81,17 @@ def run_loop(
     saving.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
     return state
+
+
+def _sent_bytes(parts: Parts) -> dict[str, float]:
+    """What activations that travelled in the step took, where any do."""
+    parallel, log = parts.plan.job.parallel, parts.comm_log
+    metrics: dict[str, float] = {}
+    if parallel.cp > 1 or parallel.dynamic_cp:
+        metrics["comm/cp_sent_bytes"] = float(log.sent_bytes(BETWEEN_CP))
+    if parallel.ep * parallel.etp > 1:
+        metrics["comm/experts_sent_bytes"] = float(log.sent_bytes(BETWEEN_EXPERTS))
+    return metrics
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -7,7 +7,7 @@ from raymega.messages import Requests
 from raymega.plan.context import inner_ranks
 from raymega.plan.context_cost import context_cost
 from raymega.plan.run_plan import read_plan
-from raymega.schedule.timeline import BETWEEN_CP, overlap
+from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, overlap
 from raymega.train.build import build_parts
 from raymega.train.evaluate import evaluate
 from raymega.train.state import TrainState
@@ -80,7 +80,7 @@ def _step_between_cp(env, plan_json):
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     outcome = train_step(parts, TrainState(), Requests(), is_recording=True)
-    return outcome.events, parts.comm_log.sent_bytes
+    return outcome.events, parts.comm_log.sent_bytes(BETWEEN_CP)
 
 
 METHODS = {
@@ -111,6 +111,40 @@ def test_transfers_between_cp_ranks_are_recorded_and_their_bytes_are_what_the_fo
                 assert launched[number].start_s <= wait.start_s <= wait.end_s
                 assert any(w.start_s <= wait.start_s <= wait.end_s <= w.end_s for w in work)
         assert 0 <= overlap([events], BETWEEN_CP).hidden_share <= 1
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "all_gather"])
+def test_transfers_between_experts_are_recorded_and_counted(dispatch):
+    """What all ranks send is what they say; each transfer is waited for once, inside a layer's work."""
+    plan = make_test_plan(
+        *layout_overrides("dp4-ep2-etp2"), "model.moe.num_experts=4", "model.num_layers=2",
+        f"parallel.dispatch={dispatch}",
+    )  # fmt: skip
+    kinds = {"ep_exchange"} if dispatch == "all_to_all" else {"ep_gather", "ep_reduce"}
+    kinds |= {"etp_gather", "etp_reduce"}
+    for events, sent in run_grid(_step_between_experts, plan.grid, plan.to_json()):
+        names = {event.name for event in events} & BETWEEN_EXPERTS
+        assert names == kinds and sent.keys() == kinds and min(sent.values()) > 0
+        work = [event for event in events if event.name in ("forward", "backward")]
+        for name in names:
+            launched, waits = _of(events, name), _of(events, f"wait_{name}")
+            assert launched.keys() == waits.keys() == set(range(len(waits)))
+            for number, wait in waits.items():
+                assert launched[number].start_s <= wait.start_s <= wait.end_s
+                assert any(w.start_s <= wait.start_s <= wait.end_s <= w.end_s for w in work)
+    if dispatch == "all_gather":
+        rows = plan.job.data.seq_len * plan.batch.micro_batch_size * plan.job.model.width * 8
+        layers = plan.job.model.num_layers * plan.batch.num_micro_batches
+        # Of etp's two ranks each sends its tokens to the other; of ep's each those of both.
+        assert sent["etp_gather"] == 2 * rows * layers and sent["ep_gather"] == 4 * rows * layers
+
+
+def _step_between_experts(env, plan_json):
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    outcome = train_step(parts, TrainState(), Requests(), is_recording=True)
+    sent = {name: parts.comm_log.sent_bytes([name]) for name in BETWEEN_EXPERTS}
+    return outcome.events, {name: count for name, count in sent.items() if count}
 
 
 def _after_update(env, plan_json):

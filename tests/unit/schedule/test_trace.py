@@ -70,6 +70,13 @@ def test_transfers_between_context_parallel_ranks_have_rows_of_their_own():
     assert spans[1]["args"] == spans[2]["args"] == {"transfer": 5, "chunk": 0}
 
 
+def test_transfers_between_experts_have_rows_of_their_own():
+    row = [("forward", 0, 0, 0.0, 2.0), ("ep_exchange", 3, 0, 0.5, 1.5)]
+    names, spans = _split(merge_trace({0: row}))
+    assert names[1]["args"]["name"] == "rank 0, between experts"
+    assert spans[1]["pid"] == 3 and spans[1]["args"] == {"transfer": 3, "chunk": 0}
+
+
 def _split(trace):
     events = trace["traceEvents"]
     return [e for e in events if e["ph"] == "M"], [e for e in events if e["ph"] == "X"]

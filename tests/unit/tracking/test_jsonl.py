@@ -61,6 +61,8 @@ def test_timeline_line_has_the_bubble_and_not_the_events():
         "hidden_share": 0.5,
         "cp_exposed_s": 0.125,
         "cp_hidden_share": 0.75,
+        "experts_exposed_s": 0.125,
+        "experts_hidden_share": 0.5,
     }
     assert line == {
         "event": "timeline",
