@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import lcm
 
+from raymega.config.moe import MoeSection
 from raymega.errors import Fault
 
 
@@ -111,9 +112,13 @@ def dynamic_length_faults(
     tp: int,
     seq_len: int,
     is_cut: bool,  # noqa: FBT001
+    moe: MoeSection,
 ) -> list[Fault]:
-    """The longest document must fit cp ranks of seq_len / cp tokens, in equal chunks."""
-    unit = cp * lcm(2, tp if is_cut else 1)
+    """The longest document must fit cp ranks of seq_len / cp tokens, in equal chunks.
+
+    tp ranks share out the tokens that are routed to experts, sequence parallel or not.
+    """
+    unit = cp * lcm(2, tp if is_cut or moe.num_experts else 1)
     if not is_dynamic or seq_len % unit == 0:
         return []
     return [
@@ -211,6 +216,7 @@ DOCUMENT_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Fault]]], ...] 
             "parallel.tp",
             "data.seq_len",
             "parallel.sequence_parallel",
+            "model.moe",
         ),
         dynamic_length_faults,
     ),

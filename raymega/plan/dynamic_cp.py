@@ -51,7 +51,7 @@ class Limits:
     Attributes:
         num_ranks: dp * cp, a power of two.
         max_tokens: That one rank holds in one micro-batch.
-        multiple: Of a rank's tokens: tp where positions are cut over tp.
+        multiple: Of a rank's tokens: tp where positions are cut over tp, or what experts get.
     """
 
     num_ranks: int

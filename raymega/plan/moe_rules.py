@@ -81,17 +81,37 @@ def cut_width_faults(tp: int, ffn_width: int, moe: MoeSection, num_layers: int) 
     ]
 
 
-def dynamic_faults(moe: MoeSection, is_dynamic: bool) -> list[Fault]:  # noqa: FBT001
-    """Under dynamic context parallelism a micro-batch is another on each layout."""
+def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> list[Fault]:  # noqa: FBT001
+    """Under dynamic context parallelism a micro-batch is another on each layout.
+
+    What a token's experts are may then go by the token alone and by the last step's load.
+    """
     if not moe.num_experts or not is_dynamic:
         return []
+    rules = (
+        (
+            moe.capacity_factor > 0,
+            f"model.moe.capacity_factor={moe.capacity_factor:g}",
+            "capacity is of the tokens of a micro-batch, which are others on each layout",
+            "set model.moe.capacity_factor=0",
+        ),
+        (
+            moe.balance in ("micro_batch", "sequence", "sinkhorn"),
+            f"model.moe.balance={moe.balance}",
+            "it goes by the tokens of a micro-batch or of a row, whose documents are in several packs",
+            "set model.moe.balance=global, or none with model.moe.has_bias=true",
+        ),
+        (
+            dispatch == "all_gather",
+            "parallel.dispatch=all_gather",
+            "it collects equally many tokens of each rank, and packs have different numbers",
+            "set parallel.dispatch=all_to_all",
+        ),
+    )
     return [
-        Fault(
-            fact=f"parallel.dynamic_cp=true with model.moe.num_experts={moe.num_experts}",
-            rule="routing counts the tokens of a micro-batch over tp * cp ranks, and with it these are "
-            "other ranks for each pack of documents",
-            remedy="set parallel.dynamic_cp=false",
-        )
+        Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
+        for is_broken, fact, rule, remedy in rules
+        if is_broken
     ]
 
 

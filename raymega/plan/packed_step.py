@@ -61,10 +61,11 @@ class DynamicStep:
 def step_limits(plan: RunPlan) -> Limits:
     """What schedules of this run's documents keep to."""
     job = plan.job
+    is_cut = job.parallel.sequence_parallel or job.model.moe.num_experts > 0
     return Limits(
         num_ranks=plan.grid.replicas,
         max_tokens=job.data.seq_len // job.parallel.cp,
-        multiple=job.parallel.tp if job.parallel.sequence_parallel else 1,
+        multiple=job.parallel.tp if is_cut else 1,
     )
 
 

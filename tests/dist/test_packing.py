@@ -32,6 +32,10 @@ UNPADDED = (*PACKED[:2], "data.document_multiple=1")
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
 DROPOUT = ("model.residual_dropout=0.1",)
 SHARDED = ("parallel.sharding=optimizer",)
+ROUTED = (
+    "model.moe.num_experts=4", "model.moe.width=16", "model.moe.balance=global",
+    "model.moe.balance_coefficient=0.1", "model.moe.jitter=0.1",
+)  # fmt: skip
 DYNAMIC = ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")
 CASES = [
     (UNPADDED, "dp2", ()),
@@ -50,6 +54,7 @@ CASES = [
     (PACKED, "tp2-cp2-dp2-sp", (*DYNAMIC, "parallel.cp_method=all_gather")),
     ((*PACKED, *GPT2), "cp2-dp4", (*DYNAMIC, "memory.recompute=full")),
     (UNPADDED, "dp4-pp2", (*DYNAMIC, "schedule.name=zb_h1", "parallel.order=dp-pp-cp-tp-ep")),
+    ((*UNPADDED, *ROUTED), "tp2-dp2-ep4", DYNAMIC),
 ]
 
 

@@ -126,7 +126,26 @@ def test_tp_cuts_dense_blocks_and_shared_experts_only():
     assert "divide model.moe.shared_width=10 (remainder 2); use one of 1, 2, 5, 10" in str(fault)
 
 
-def test_dynamic_context_parallelism_is_refused_with_experts():
-    assert dynamic_faults(MoeSection(), True) == []
-    (fault,) = dynamic_faults(MoeSection(num_experts=8), True)
-    assert "parallel.dynamic_cp=true with model.moe.num_experts=8" in str(fault)
+@pytest.mark.parametrize(
+    ("fields", "dispatch", "told"),
+    [
+        ({"capacity_factor": 1.5}, "all_to_all", "capacity_factor=1.5; capacity is of the tokens"),
+        ({"balance": "micro_batch"}, "all_to_all", "balance=micro_batch; it goes by the tokens"),
+        ({"balance": "sequence"}, "all_to_all", "balance=sequence; it goes by the tokens"),
+        ({"balance": "sinkhorn"}, "all_to_all", "balance=sinkhorn; it goes by the tokens"),
+        ({}, "all_gather", "parallel.dispatch=all_gather; it collects equally many tokens"),
+    ],
+)
+def test_what_goes_by_micro_batches_is_refused_under_dynamic_context_parallelism(
+    fields, dispatch, told
+):
+    moe = MoeSection(num_experts=8, **fields)
+    (fault,) = dynamic_faults(moe, True, dispatch)
+    assert "parallel.dynamic_cp=true with " in str(fault) and told in str(fault)
+    assert dynamic_faults(moe, False, dispatch) == []
+    assert dynamic_faults(MoeSection(), True, dispatch) == []
+
+
+def test_what_goes_by_the_token_or_the_last_step_is_not():
+    for fields in ({}, {"balance": "global"}, {"has_bias": True}, {"z_coefficient": 0.1}):
+        assert dynamic_faults(MoeSection(num_experts=8, **fields), True, "all_to_all") == []
