@@ -17,7 +17,7 @@ from raymega.checkpoint.manifest import list_manifests
 from raymega.checkpoint.start import resume_faults, start_faults
 from raymega.config.fields import Section
 from raymega.config.load import parse_job
-from raymega.config.schema import CheckpointSection, Job, ModelSection
+from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
 from raymega.data.checks import data_faults
 from raymega.data.first_step import first_rows
 from raymega.data.remote import meta_at
@@ -347,7 +347,10 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             return faults + [
                 fault
                 for model in _section(values, "model", ModelSection)
-                for fault in resume_faults(open_store(uri), model)
+                for schedule in _section(values, "schedule", ScheduleSection)
+                for fault in resume_faults(
+                    open_store(uri), model, micro_batch_size=schedule.micro_batch_size
+                )
             ]
     if values.get("checkpoint.start_from", "none") != "none":
         faults += [

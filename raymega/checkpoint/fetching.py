@@ -75,7 +75,10 @@ def fetch(
 
 
 def plan_requests(manifest: Manifest, boxes: Iterable[SavedBox], size: int) -> list[Request]:
-    """Few requests of at most ``size`` bytes, in order of the files; a longer box is one by itself."""
+    """Few requests of at most ``size`` bytes, in order of the files; a longer box is one by itself.
+
+    Bytes that stand for several boxes are read once.
+    """
     requests: list[Request] = []
     gathered: list[SavedBox] = []
     for box in sorted(boxes, key=lambda box: (box.file, box.start)):
@@ -90,6 +93,8 @@ def plan_requests(manifest: Manifest, boxes: Iterable[SavedBox], size: int) -> l
 
 def _is_near(gathered: Sequence[SavedBox], box: SavedBox, size: int) -> bool:
     last = gathered[-1]
+    if (box.file, box.start) == (last.file, last.start):
+        return True
     return (
         box.file == last.file
         and box.start - (last.start + last.num_bytes) <= GAP_BYTES
@@ -123,7 +128,7 @@ def _carry_out_all(
 
 def _carry_out(store: Store, request: Request, use: Use, size: int) -> None:
     try:
-        if request.num_bytes > size:
+        if request.num_bytes > size and len(request.boxes) == 1:
             _stream(store, request.key, request.boxes[0], use, size)
         else:
             _get_together(store, request, use)

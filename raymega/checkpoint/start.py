@@ -15,6 +15,7 @@ from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import Manifest, broken_files, find_restore
 from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.errors import Fault, RaymegaError
+from raymega.messages import SavedBox
 from raymega.plan.renames import make_renames
 from raymega.plan.start_rules import (
     CHANGED,
@@ -26,6 +27,7 @@ from raymega.plan.start_rules import (
     start_names,
 )
 from raymega.plan.tensors import model_tensors
+from raymega.plan.upcycling import Upcycling, make_upcycling, upcycling_faults
 from raymega.storage.store import Store
 
 WEIGHTS = "model"
@@ -58,12 +60,15 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
     if broken:
         return broken
     saved, wanted = _weight_shapes(manifest), _shapes_of(model)
+    upcycling = upcycling_of(manifest, section, model)
     faults = _idle_faults(section, saved, wanted)
-    faults += _tensor_faults(section, saved, wanted)
+    if section.start_upcycle:
+        faults += upcycling_faults(upcycling, _given(section, saved), wanted)
+    faults += _tensor_faults(section, saved, wanted, upcycling)
     return faults or _field_faults(section, manifest, model)
 
 
-def resume_faults(store: Store, model: ModelSection) -> list[Fault]:
+def resume_faults(store: Store, model: ModelSection, *, micro_batch_size: int) -> list[Fault]:
     """What keeps a run of ``model`` from going on where its own newest whole checkpoint is."""
     try:
         manifest = find_restore(store).manifest
@@ -73,7 +78,7 @@ def resume_faults(store: Store, model: ModelSection) -> list[Fault]:
         return []
     unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
     if not unlike:
-        return []
+        return _routing_faults(manifest, model, micro_batch_size)
     saved, asked = manifest.job.get("model"), model.model_dump(mode="json")
     before = saved if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
@@ -87,15 +92,58 @@ def resume_faults(store: Store, model: ModelSection) -> list[Fault]:
     ]
 
 
-def starting_manifest(manifest: Manifest, section: CheckpointSection) -> Manifest:
-    """What a run starts with, by its own names: as if it had been saved so."""
-    names = start_names(section, _weight_shapes(manifest))
-    boxes = [
-        replace(box, tensor=f"{WEIGHTS}/{names[name]}")
-        for box in manifest.boxes
-        if (name := _weight_name(box.tensor)) in names
+def _routing_faults(manifest: Manifest, model: ModelSection, size: int) -> list[Fault]:
+    """A micro-batch of another size is another unit of capacity, and of the load that balances."""
+    schedule = manifest.job.get("schedule")
+    before = schedule.get("micro_batch_size", size) if isinstance(schedule, dict) else size
+    if before == size or not model.moe.goes_by_micro_batch:
+        return []
+    return [
+        Fault(
+            fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
+            f"{manifest.step}",
+            rule=f"with model.moe.balance={model.moe.balance} and model.moe.capacity_factor="
+            f"{model.moe.capacity_factor:g} routing goes by the tokens of a micro-batch, and with "
+            "others it would be another run",
+            remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
+            "checkpoint.start_from takes the weights",
+        )
     ]
+
+
+def starting_manifest(
+    manifest: Manifest, section: CheckpointSection, model: ModelSection
+) -> Manifest:
+    """What a run starts with, by its own names: as if it had been saved so.
+
+    A dense block of which experts are made is there once for each of them.
+    """
+    names = start_names(section, _weight_shapes(manifest))
+    upcycling, wanted = upcycling_of(manifest, section, model), _shapes_of(model)
+    experts = {old: new for new, old in upcycling.sources.items()}
+    boxes: list[SavedBox] = []
+    for box in manifest.boxes:
+        name = names.get(_weight_name(box.tensor), "")
+        if name in experts:
+            new = experts[name]
+            boxes += (
+                replace(box, tensor=f"{WEIGHTS}/{new}", global_shape=wanted[new], box=placed)
+                for placed in upcycling.boxes(new, box.box, wanted[new])
+            )
+        elif name:
+            boxes.append(replace(box, tensor=f"{WEIGHTS}/{name}"))
     return replace(manifest, boxes=tuple(boxes))
+
+
+def upcycling_of(manifest: Manifest, section: CheckpointSection, model: ModelSection) -> Upcycling:
+    """Which experts of ``model`` begin as dense layers of the checkpoint; none unless asked for."""
+    given = _given(section, _weight_shapes(manifest)) if section.start_upcycle else {}
+    return make_upcycling(model.moe, given, _shapes_of(model))
+
+
+def _given(section: CheckpointSection, saved: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Shapes of a checkpoint's tensors that are of use, by the run's names."""
+    return {new: saved[old] for old, new in start_names(section, saved).items()}
 
 
 def _weight_shapes(manifest: Manifest) -> dict[str, Shape]:
@@ -162,7 +210,10 @@ def _idle_faults(
 
 
 def _tensor_faults(
-    section: CheckpointSection, saved: Mapping[str, Shape], wanted: Mapping[str, Shape]
+    section: CheckpointSection,
+    saved: Mapping[str, Shape],
+    wanted: Mapping[str, Shape],
+    upcycling: Upcycling,
 ) -> list[Fault]:
     names = start_names(section, saved)
     met = Counter(names.values())
@@ -176,9 +227,10 @@ def _tensor_faults(
         for new, count in met.items()
         if count > 1
     ]
-    fresh = {name for name in wanted if begins_fresh(section, name)}
-    given = {new: saved[old] for old, new in names.items() if new not in fresh}
-    taken = {name: shape for name, shape in wanted.items() if name not in fresh}
+    apart = {name for name in wanted if begins_fresh(section, name)} | upcycling.routers
+    apart |= {*upcycling.sources, *upcycling.sources.values()}
+    given = {new: saved[old] for old, new in names.items() if new not in apart}
+    taken = {name: shape for name, shape in wanted.items() if name not in apart}
     unlike = _unlike(given, taken)
     if unlike:
         faults.append(_other_model(section.start_from, f"holds {_first(unlike)}"))

@@ -55,6 +55,11 @@ class CheckpointSection(Section):
         description="Fields of the model section in which this run differs on purpose from what "
         "start_from was made with, such as [rope_base] for longer sequences. Others are refused.",
     )
+    start_upcycle: bool = Field(
+        default=False,
+        description="Where start_from has a dense feed-forward layer and this model experts, each expert "
+        "begins as a copy of it, or with a smaller model.moe.width as a part; routers begin fresh.",
+    )
     every: NonNegative = Field(
         default=100, description="Steps between checkpoints; 0 is only at the end."
     )

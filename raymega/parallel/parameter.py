@@ -14,6 +14,7 @@ from raymega.errors import Fault, InternalError, raise_faults
 from raymega.messages import Box
 from raymega.parallel import rng
 from raymega.parallel.sharding import Piece, ShardSpec
+from raymega.plan.tensors import GlobalTensor
 
 
 class ShardedParameter(torch.nn.Parameter):
@@ -36,7 +37,21 @@ def initialise(param: ShardedParameter, seed: int) -> None:
     """Fill each piece with the values that its block has in the whole tensor, on any layout."""
     for piece in param.spec.pieces:
         with torch.no_grad():
-            param[piece.place].copy_(_initial_values(piece, seed, param.device))
+            values = initial_values(piece.tensor, piece.box, seed=seed, device=param.device)
+            param[piece.place].copy_(values)
+
+
+def initial_values(
+    tensor: GlobalTensor, box: Box, *, seed: int, device: torch.device
+) -> torch.Tensor:
+    """First values of a block of a global tensor: [*box.shape], float64."""
+    if tensor.init == "normal":
+        stream = rng.key(seed, "init", tensor.name)
+        values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
+        values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
+        return values.mul_(tensor.init_std)
+    constants = {"zeros": 0.0, "ones": 1.0}
+    return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
 
 
 def check_specs(params: Sequence[ShardedParameter]) -> None:
@@ -48,17 +63,6 @@ def check_specs(params: Sequence[ShardedParameter]) -> None:
     faults = [fault for param in params for fault in _spec_faults(param)]
     pieces = [piece for param in params for piece in param.spec.pieces]
     raise_faults(InternalError, faults + _overlap_faults(pieces))
-
-
-def _initial_values(piece: Piece, seed: int, device: torch.device) -> torch.Tensor:
-    tensor, box = piece.tensor, piece.box
-    if tensor.init == "normal":
-        stream = rng.key(seed, "init", tensor.name)
-        values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
-        values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
-        return values.mul_(tensor.init_std)
-    constants = {"zeros": 0.0, "ones": 1.0}
-    return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
 
 
 def _spec_faults(param: ShardedParameter) -> list[Fault]:

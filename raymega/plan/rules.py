@@ -263,7 +263,7 @@ RULES = (
         reads=("model.moe", "model.ffn_width", "parallel.ep", "parallel.etp"),
         check=expert_place_faults,
     ),
-    Rule(reads=("model.moe", "parallel.dynamic_cp"), check=dynamic_faults),
+    Rule(reads=("model.moe", "parallel.dynamic_cp", "parallel.dispatch"), check=dynamic_faults),
     Rule(
         reads=(
             "model.moe",
@@ -312,7 +312,8 @@ RULES = (
     Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),
     Rule(
         reads=tuple(
-            f"checkpoint.start_{name}" for name in ("from", "rename", "fresh", "ignore", "changed")
+            f"checkpoint.start_{name}"
+            for name in ("from", "upcycle", "rename", "fresh", "ignore", "changed")
         ),
         check=start_rule_faults,
     ),

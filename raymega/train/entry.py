@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -16,15 +16,17 @@ from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.manifest import read_manifest
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.snapshot_writer import SnapshotWriter
-from raymega.checkpoint.start import WEIGHTS, starting_manifest
+from raymega.checkpoint.start import WEIGHTS, starting_manifest, upcycling_of
 from raymega.checkpoint.tiers import NearFirst, NearTier
 from raymega.checkpoint.writer import NO_NEAR_TIER, CheckpointWriter, Limits, Near
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
-from raymega.messages import Channel, Entered, StartWorker
+from raymega.messages import Box, Channel, Entered, StartWorker
 from raymega.parallel import groups as world
+from raymega.parallel.blocks import Block
 from raymega.parallel.comm import is_communication_error
 from raymega.parallel.groups import Store
+from raymega.parallel.parameter import initial_values
 from raymega.parallel.warm_up import open_communicators
 from raymega.plan.context import inner_ranks
 from raymega.plan.levels import group_size
@@ -32,6 +34,7 @@ from raymega.plan.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.start_rules import begins_fresh
 from raymega.plan.tensors import GlobalTensor, model_tensors
+from raymega.plan.upcycling import Upcycling
 from raymega.storage.copies import Copies
 from raymega.storage.keeper_store import KeeperStore
 from raymega.storage.open import open_store
@@ -204,15 +207,33 @@ def start_from(
     if section.start_from == "none":
         return
     store, manifest = open_checkpoint(section.start_from)
-    weights = [
+    model, seed = parts.plan.job.model, parts.plan.job.run.seed
+    weights = [block for block in parts.optimizer.blocks() if block.kind == WEIGHTS]
+    upcycling = upcycling_of(manifest, section, model)
+    taken = [
         block
-        for block in parts.optimizer.blocks()
-        if block.kind == WEIGHTS and not begins_fresh(section, block.tensor.name)
+        for block in weights
+        if not begins_fresh(section, block.tensor.name)
+        and block.tensor.name not in upcycling.routers
     ]
-    source = starting_manifest(manifest, section)
-    load(store, source, weights, is_narrowing_allowed=True, pulse=pulse)
+    source = starting_manifest(manifest, section, model)
+    load(store, source, taken, is_narrowing_allowed=True, pulse=pulse)
+    _finish_upcycling(upcycling, weights, seed)
     parts.optimizer.sync_weights()
     log.info("started from the weights of step %d in %s", manifest.step, section.start_from)
+
+
+def _finish_upcycling(upcycling: Upcycling, weights: Sequence[Block], seed: int) -> None:
+    """Experts made of a dense layer are scaled, and their routers begin alike for parts of a copy."""
+    for block in weights:
+        held = block.values.detach()
+        if block.tensor.name in upcycling.sources:
+            held.mul_(upcycling.factor(block.tensor.name))
+        if block.tensor.name in upcycling.routers:
+            first, columns = block.box.offset
+            for number, row in enumerate(held, first):
+                drawn = Box(offset=(upcycling.router_row(number), columns), shape=(1, len(row)))
+                row.copy_(initial_values(block.tensor, drawn, seed=seed, device=row.device)[0])
 
 
 def _all_names(job: Job) -> set[str]:

@@ -1,6 +1,7 @@
 """Whether a run can start with a checkpoint's weights, asked before anything starts."""
 
 import shutil
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from raymega.api import load_job
 from raymega.checkpoint.inspection import open_checkpoint
 from raymega.checkpoint.keys import ROOT
-from raymega.checkpoint.start import start_faults, starting_manifest
+from raymega.checkpoint.manifest import commit
+from raymega.checkpoint.start import resume_faults, start_faults, starting_manifest
 from raymega.config.schema import (
     CheckpointSection,
     FunctionField,
@@ -18,6 +20,7 @@ from raymega.config.schema import (
 )
 from raymega.convert.hf_import import hf_import
 from raymega.errors import ConfigError
+from raymega.plan.start_rules import begins_fresh
 from raymega.storage.open import open_store
 from tests.support.jobs import VERIFY
 from tests.unit.convert.folders import NOW, make_model, write_folder
@@ -132,6 +135,34 @@ def test_fields_that_shapes_do_not_tell_matter_only_for_what_is_taken(imported):
     assert _start(imported.uri, other, fresh=fresh) == []
 
 
+def test_experts_begin_as_the_dense_layer_or_parts_of_it_where_the_job_says_so(imported):
+    moe = MoeSection(num_experts=4, width=12, first_dense_layers=1)
+    upcycled = _changed(imported.model, moe=moe)
+    assert _start(imported.uri, upcycled, upcycle=True) == []
+    assert "layers.1.mlp.down.weight, which this model" in str(_start(imported.uri, upcycled)[0])
+    (fault,) = _start(imported.uri, imported.model, upcycle=True)
+    assert "here is no block that has experts and was dense" in str(fault)
+    shared = _changed(upcycled, moe=moe.model_copy(update={"shared_width": 8}))
+    (fault,) = _start(imported.uri, shared, upcycle=True)
+    assert "layers.1.moe.shared.gate.weight as nothing" in str(fault)
+    fresh = ("layers.*.moe.shared.*",)
+    assert _start(imported.uri, shared, upcycle=True, fresh=fresh) == []
+
+
+def test_load_of_the_last_step_is_left_behind(imported):
+    """It is the other run's; a job that balances by it begins with none."""
+    _, manifest = open_checkpoint(imported.uri)
+    counts = "layers.1.moe.router.counts"
+    box = replace(manifest.boxes[0], tensor=f"model/{counts}")
+    began = starting_manifest(
+        replace(manifest, boxes=(*manifest.boxes, box)),
+        CheckpointSection(start_from=imported.uri),
+        imported.model,
+    )
+    assert began.boxes == manifest.boxes
+    assert begins_fresh(CheckpointSection(start_from=imported.uri), counts)
+
+
 def test_start_holds_what_is_renamed_and_nothing_else(imported):
     _, manifest = open_checkpoint(imported.uri)
     section = CheckpointSection(
@@ -139,7 +170,7 @@ def test_start_holds_what_is_renamed_and_nothing_else(imported):
         start_rename=("layers.1=layers.0",),
         start_ignore=("layers.0.*", "head.*"),
     )
-    began = starting_manifest(manifest, section)
+    began = starting_manifest(manifest, section, _changed(imported.model, num_layers=1))
     assert {box.tensor for box in began.boxes if "layers" in box.tensor} == {
         box.tensor for box in manifest.boxes if "layers.0." in box.tensor
     }
@@ -154,6 +185,7 @@ def test_start_holds_what_is_renamed_and_nothing_else(imported):
         "start_fresh=[head.*]",
         "start_ignore=[head.*]",
         "start_changed=[norm_eps]",
+        "start_upcycle=true",
     ],
 )
 def test_rules_without_a_start_are_refused(override):
@@ -166,6 +198,21 @@ def test_run_of_another_model_is_refused_before_it_goes_on(tmp_path, imported):
     with pytest.raises(ConfigError, match=r"manifest-a0000.json holds .* instead of") as caught:
         load_job(VERIFY, [f"checkpoint.uri={tmp_path / 'runs'}"], is_for_training=True)
     assert "give another run.name" in str(caught.value)
+
+
+def test_other_micro_batches_are_refused_where_routing_goes_by_them(imported):
+    store, manifest = open_checkpoint(imported.uri)
+    store.delete(manifest.key)
+    commit(store, replace(manifest, job=manifest.job | {"schedule": {"micro_batch_size": 2}}))
+    by_token, by_micro = (
+        _changed(imported.model, moe=MoeSection(balance=balance))
+        for balance in ("global", "micro_batch")
+    )
+    assert resume_faults(store, by_token, micro_batch_size=4) == []
+    assert resume_faults(store, by_micro, micro_batch_size=2) == []
+    (fault,) = resume_faults(store, by_micro, micro_batch_size=4)
+    assert "schedule.micro_batch_size=4: the run has trained with 2 up to step 0" in fault.fact
+    assert "set schedule.micro_batch_size=2" in fault.remedy
 
 
 def test_missing_files_are_told(imported):

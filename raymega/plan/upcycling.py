@@ -1,0 +1,150 @@
+"""Sparse upcycling: experts that begin as a dense feed-forward layer, whole or cut into parts.
+
+Komatsuzaki et al. 2022 copy the layer to every expert; He et al. 2024 (arXiv 2410.07524) also cut it
+along F into G parts, so that G experts are one copy, and begin the router so that all parts of a copy
+are chosen together. Names, shapes and numbers alone; reading is checkpoint.reader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from raymega.config.moe import MoeSection
+from raymega.errors import Fault
+from raymega.messages import Box
+
+FIELD = "checkpoint.start_upcycle"
+DENSE, EXPERTS = ".mlp.", ".moe.experts."
+ROUTER = ".moe.router.weight"
+BACK = ".down.weight"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upcycling:
+    """Which tensors of a model begin so.
+
+    Attributes:
+        sources: By tensor of experts the dense tensor that they are copies of, as it is called here.
+        moe: Of the model.
+        granularity: G, experts that make up one copy.
+    """
+
+    sources: Mapping[str, str]
+    moe: MoeSection
+    granularity: int
+
+    @property
+    def routers(self) -> frozenset[str]:
+        """Weights of the routers of these experts, which begin fresh."""
+        return frozenset(f"{new.partition(EXPERTS)[0]}{ROUTER}" for new in self.sources)
+
+    def factor(self, name: str) -> float:
+        """What a tensor's elements are times, so that the layer begins as the dense one.
+
+        A token's weights add up to moe.scaling over its experts, so to a G-th of it over its copies.
+        Where they are not normalised that is so for even scores, which a new router nearly has.
+        """
+        if name not in self.sources or not name.endswith(BACK):
+            return 1.0
+        moe = self.moe
+        share = 1.0
+        if not moe.is_normalised:
+            share = moe.top_k * (1 / moe.num_experts if moe.score == "softmax" else 0.5)
+        return self.granularity / (moe.scaling * share)
+
+    def router_row(self, expert: int) -> int:
+        """The row of first values that a router has for ``expert``: one for all parts of a copy."""
+        return expert - expert % self.granularity
+
+    def boxes(self, name: str, box: Box, shape: Shape) -> Iterator[Box]:
+        """Where a block of the dense tensor lies in the experts' tensor, once for each that it meets.
+
+        Args:
+            name: The experts' tensor.
+            box: Block of the dense one.
+            shape: Of the experts' tensor, [E, F/G, D] or [E, D, F/G].
+
+        Yields:
+            The block as one expert has it; what belongs to other experts hangs over the edge.
+        """
+        whole = Box(offset=(0,) * len(shape), shape=shape)
+        dim = 1 if name.endswith(BACK) else 0
+        for expert in range(shape[0]):
+            offset = list(box.offset)
+            offset[dim] -= expert % self.granularity * shape[1 + dim]
+            placed = Box(offset=(expert, *offset), shape=(1, *box.shape))
+            if placed.intersect(whole) is not None:
+                yield placed
+
+
+def make_upcycling(
+    moe: MoeSection, given: Mapping[str, Shape], wanted: Mapping[str, Shape]
+) -> Upcycling:
+    """What a model that wants tensors ``wanted`` can make experts of among those ``given``."""
+    sources = {
+        new: new.replace(EXPERTS, DENSE)
+        for new in wanted
+        if EXPERTS in new and new not in given and new.replace(EXPERTS, DENSE) in given
+    }
+    parts = {_granularity(given[old], wanted[new], new) for new, old in sources.items()}
+    return Upcycling(sources=sources, moe=moe, granularity=max(parts, default=1))
+
+
+def upcycling_faults(
+    upcycling: Upcycling, given: Mapping[str, Shape], wanted: Mapping[str, Shape]
+) -> list[Fault]:
+    """What keeps experts from beginning as the dense layers."""
+    moe, parts = upcycling.moe, upcycling.granularity
+    if not upcycling.sources:
+        return [
+            _fault(
+                "true",
+                "it makes experts of dense feed-forward layers, and here is no block that has "
+                "experts and was dense",
+                f"set {FIELD}=false, or model.moe.num_experts",
+            )
+        ]
+    for new, old in upcycling.sources.items():
+        if not _is_cut_of(given[old], wanted[new], new):
+            return [
+                _fault(
+                    f"true: {old} is {given[old]}, {new} is {wanted[new]}",
+                    "experts are the dense layer, or equal parts of it along its features",
+                    "set model.moe.width to the dense layer's, or to a whole part of it",
+                )
+            ]
+    rules = (
+        (moe.num_experts, f"model.moe.num_experts={moe.num_experts}"),
+        (moe.top_k, f"model.moe.top_k={moe.top_k}"),
+        (moe.num_experts // moe.num_groups, f"num_experts / num_groups={moe.num_groups}"),
+    )
+    return [
+        _fault(
+            f"true with {what}",
+            f"{parts} experts are one copy of the dense layer, and all or none of a copy are chosen, so "
+            f"{parts} must divide it (remainder {number % parts})",
+            f"use a multiple of {parts}, or a larger model.moe.width",
+        )
+        for number, what in rules
+        if number % parts
+    ]
+
+
+def _granularity(dense: Shape, experts: Shape, name: str) -> int:
+    dim = 1 if name.endswith(BACK) else 0
+    return max(1, dense[dim] // experts[1 + dim])
+
+
+def _is_cut_of(dense: Shape, experts: Shape, name: str) -> bool:
+    """Whether [F, D] is G times [F/G, D], or [D, F] that of [D, F/G]."""
+    dim, parts = (1 if name.endswith(BACK) else 0), _granularity(dense, experts, name)
+    part = list(experts[1:])
+    part[dim] *= parts
+    return dense == tuple(part)
+
+
+def _fault(fact: str, rule: str, remedy: str) -> Fault:
+    return Fault(fact=f"{FIELD}={fact}", rule=rule, remedy=remedy)

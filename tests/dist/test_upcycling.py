@@ -1,0 +1,71 @@
+"""A dense checkpoint becomes a mixture of experts that begins as the dense model, on any grid."""
+
+import numpy as np
+import pytest
+
+from raymega.checkpoint.manifest import commit
+from raymega.checkpoint.writer import CheckpointWriter
+from raymega.messages import Requests
+from raymega.plan.run_plan import read_plan
+from raymega.storage.local import LocalStore
+from raymega.storage.open import open_store
+from raymega.train.build import build_parts
+from raymega.train.entry import start_from
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.ranks import run_grid
+from tests.unit.checkpoint.support import assemble_shards
+
+pytestmark = pytest.mark.dist
+
+SMALL = ("model.num_layers=2", "model.ffn_width=24", "data.global_batch_size=8")
+COPIES = ("model.moe.num_experts=4", "model.moe.first_dense_layers=1")
+PARTS = (*COPIES, "model.moe.width=12", "model.moe.top_k=4", "model.moe.num_experts=8")
+STEPS = 2
+
+
+def _plan(layout, *overrides):
+    return make_test_plan(*SMALL, *layout_overrides(layout), *overrides)
+
+
+def _save(env, plan_json, uri):
+    """Trains a few steps from the first values and saves; the loss of the step after that."""
+    parts = build_parts(read_plan(plan_json), rank=env.rank, groups=env.groups, device=env.device)
+    state, shards = TrainState(), []
+    for _ in range(STEPS):
+        state = train_step(parts, state, Requests(), is_recording=False).state
+    writer = CheckpointWriter(open_store(uri), rank=env.rank, attempt=1, report=shards.append)
+    writer.save(state.step, list(parts.optimizer.blocks()), state.scalars())
+    assert writer.wait()
+    return shards[-1], train_step(parts, TrainState(), Requests(), is_recording=False).loss
+
+
+def _begin(env, plan_json):
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    start_from(parts, plan.job.checkpoint)
+    outcome = train_step(parts, TrainState(), Requests(), is_recording=False)
+    return outcome.loss, outcome.grad_norm
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Where a dense model of two ranks lies, and its next loss on the first samples."""
+    folder, plan = tmp_path_factory.mktemp("dense"), _plan("tp2")
+    results = run_grid(_save, plan.grid, plan.to_json(), str(folder))
+    commit(LocalStore(folder), assemble_shards([shard for shard, _ in results], plan.grid))
+    return folder, results[0][1]
+
+
+@pytest.mark.parametrize("experts", [COPIES, PARTS], ids=["copies", "parts"])
+def test_upcycled_model_begins_as_the_dense_one_on_any_grid(dense, experts):
+    folder, loss = dense
+    start = (f"checkpoint.start_from={folder}", "checkpoint.start_upcycle=true")
+    found = []
+    for layout in ("tp1", "tp2-dp2-ep2-etp2"):
+        sharding = "none" if layout == "tp1" else "optimizer"
+        plan = _plan(layout, *experts, *start, f"parallel.sharding={sharding}")
+        found += run_grid(_begin, plan.grid, plan.to_json())
+    np.testing.assert_allclose([begun for begun, _ in found], loss, rtol=1e-12)
+    np.testing.assert_allclose([norm for _, norm in found], found[0][1], rtol=1e-9)
