@@ -190,14 +190,16 @@ def _matrices_of(bucket: Bucket, cut: Group) -> Iterator[_Matrix]:
     """In the order in which they lie there; owners are not chosen yet."""
     for param, start in bucket.spans:
         if param.spec.role == "matrix":
-            row_size = prod(param.shape[1:])
+            shape, dim = param.spec.shape, param.spec.stack_dim
             for piece in param.spec.pieces:
-                yield from _matrices_of_piece(
-                    piece, bucket, start + piece.local.offset[0] * row_size, cut
-                )
+                first = start + piece.local.offset[dim] * prod(shape[dim + 1 :])
+                yield from _matrices_of_piece(piece, bucket, first, prod(shape[1:]), cut)
 
 
-def _matrices_of_piece(piece: Piece, bucket: Bucket, start: int, cut: Group) -> Iterator[_Matrix]:
+def _matrices_of_piece(
+    piece: Piece, bucket: Bucket, start: int, expert_size: int, cut: Group
+) -> Iterator[_Matrix]:
+    """``expert_size`` elements further on, whatever is stacked, lies the next expert."""
     tensor, places = piece.tensor, range(cut.size)
     if not tensor.is_expert:
         boxes = tuple(tensor.box(tp=cut.size, tp_rank=place) for place in places)
@@ -207,7 +209,7 @@ def _matrices_of_piece(piece: Piece, bucket: Bucket, start: int, cut: Group) -> 
     whole = (tensor.box(tp=1, tp_rank=0, experts=place) for place in cuts)
     boxes = tuple(Box(offset=box.offset[1:], shape=box.shape[1:]) for box in whole)
     for expert in range(piece.box.shape[0]):
-        first = start + expert * boxes[cut.index].num_elements
+        first = start + expert * expert_size
         yield _Matrix(bucket=bucket, start=first, shape=tensor.shape[1:], boxes=boxes)
 
 

@@ -89,13 +89,20 @@ def replicas_for(plan, keepers):
     ]  # fmt: skip
 
 
+EXPERTS = ("model.moe.num_experts=4", "model.moe.balance=global", "model.moe.balance_coefficient=0.1")
+
+
 @pytest.mark.parametrize(
-    ("saved", "loaded", "sharding"),
-    [("tp2-pp1-dp2", "tp2-pp1-dp2", "none"), ("tp1-pp2-dp2", "tp2-pp1-dp1", "optimizer")],
-    ids=["same-grid", "other-grid"],
+    ("saved", "loaded", "sharding", "model"),
+    [
+        ("tp2-pp1-dp2", "tp2-pp1-dp2", "none", ()),
+        ("tp1-pp2-dp2", "tp2-pp1-dp1", "optimizer", ()),
+        ("tp2-dp2-ep2", "tp2-ep1", "optimizer", EXPERTS),
+    ],
+    ids=["same-grid", "other-grid", "experts"],
 )
-def test_run_goes_on_from_memory_after_a_node_is_lost(keepers, saved, loaded, sharding):
-    plan = plan_of(saved, f"parallel.sharding={sharding}")
+def test_run_goes_on_from_memory_after_a_node_is_lost(keepers, saved, loaded, sharding, model):
+    plan = plan_of(saved, f"parallel.sharding={sharding}", *model)
     replicas = replicas_for(plan, keepers)
     results = run_grid(_train, plan.grid, plan.to_json(), replicas, None)
     curve, _ = results[0]
@@ -111,7 +118,7 @@ def test_run_goes_on_from_memory_after_a_node_is_lost(keepers, saved, loaded, sh
     snapshot = find_snapshot(stores, job={}, now="")
     assert snapshot.manifest.step == STEPS - 1, "the last step saves to the store instead"
 
-    plan = plan_of(loaded, f"parallel.sharding={sharding}", f"run.steps={STEPS}")
+    plan = plan_of(loaded, f"parallel.sharding={sharding}", f"run.steps={STEPS}", *model)
     source = (snapshot.holders, snapshot.manifest, list(stores))
     after, _ = run_grid(_train, plan.grid, plan.to_json(), replicas_for(plan, left), source)[0]
     assert list(after) == [STEPS]

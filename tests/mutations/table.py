@@ -41,6 +41,8 @@ BALANCED = (
     "model.moe.capacity_factor=1.0",
 )  # fmt: skip
 BIASED = (*EXPERTS, "model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
+LAST_LOAD = (*EXPERTS, "model.moe.balance=global", "model.moe.balance_coefficient=0.5")
+DROPPED = (*EXPERTS, "model.moe.capacity_factor=0.5", "model.moe.drop_by=position")
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
 LION = ("optimizer.name=lion", "optimizer.lr=1e-3")
 EIGHT_BITS = ("optimizer.state_dtype=8bit",)
@@ -436,6 +438,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         new="            offset[0] = shape[0] * (experts.ep - 1 - experts.ep_rank)",
         layout=Layout(dp=2, ep=2, micro_batch_size=2),
         job=EXPERTS,
+    ),
+    Mutation(
+        name="padding is counted in the load of experts",
+        file="model/balance.py",
+        old="    counted = marks.is_counted.to(torch.float64)\n    counts",
+        new="    counted = torch.ones_like(marks.is_counted, dtype=torch.float64)\n    counts",
+        layout=Layout(micro_batch_size=4),
+        job=LAST_LOAD,
+    ),
+    Mutation(
+        name="probabilities are applied on both ends where tokens are gathered",
+        file="parallel/dispatch.py",
+        old="        self.weights = gather_positions(weights, groups.ep)\n",
+        new="        self.weights = gather_positions(weights, groups.ep).square()\n",
+        layout=Layout(dp=2, ep=2, dispatch="all_gather", micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="what experts drop goes by the order of ranks",
+        file="model/capacity.py",
+        old="    order = keys.argsort(stable=True)\n",
+        new="    order = torch.arange(keys.shape[0], device=keys.device)\n",
+        layout=Layout(cp=2, ep=2, micro_batch_size=2),
+        job=DROPPED,
     ),
     # Packed documents.
     Mutation(

@@ -29,6 +29,14 @@ NUM_PAIRS, MAX_RANKS = 40, 8
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
 DTYPES = ("bfloat16", "float32", "float64")
 """From few digits to many: values may widen on the way."""
+EXPERTS = {
+    0: (),
+    4: (
+        "model.moe.num_experts=4", "model.moe.width=8", "model.moe.every=2", "model.moe.has_bias=true",
+        "model.moe.balance=global", "model.moe.balance_coefficient=0.1",
+    ),
+}  # fmt: skip
+"""In every other block, with state of routers: a bias, and the last step's load."""
 CPU = torch.device("cpu")
 
 
@@ -40,6 +48,7 @@ class Kind:
     is_tied: bool
     optimizer: str
     state_dtype: str
+    num_experts: int
 
 
 @functools.cache
@@ -50,7 +59,7 @@ def make_job(kind: Kind) -> Job:
         f"model.num_kv_heads={heads}", f"optimizer.name={kind.optimizer}", "model.width=16",
         f"optimizer.state_dtype={kind.state_dtype}",
         "model.ffn_width=24", "model.vocab_size=70", "model.vocab_multiple=24", "model.num_layers=6",
-        "model.num_heads=4", "run.eval_samples=0", "parallel.pp=1",
+        "model.num_heads=4", "run.eval_samples=0", "parallel.pp=1", *EXPERTS[kind.num_experts],
     ).job  # fmt: skip
 
 
@@ -64,7 +73,8 @@ def layouts(draw, kind):
     """A legal layout; every option of verify's table takes part where it matters."""
     job, layout = make_job(kind), draw(st.sampled_from(shapes_of(kind)))
     for option in OPTIONS:
-        candidate = layout.with_value(option.name, draw(st.sampled_from(option.values)))
+        values = (*option.values, *option.others(job, layout))
+        candidate = layout.with_value(option.name, draw(st.sampled_from(values)))
         if option.matters(layout) and is_legal(job, candidate):
             layout = candidate
     return layout
@@ -79,6 +89,7 @@ def pairs(draw):
             is_tied=st.booleans(),
             optimizer=st.sampled_from(sorted(KINDS)),
             state_dtype=st.sampled_from(("master", "bfloat16", "8bit")),
+            num_experts=st.sampled_from(sorted(EXPERTS)),
         )
     )
     first = draw(st.sampled_from(range(len(DTYPES))))
@@ -165,6 +176,6 @@ def test_forty_drawn_pairs_of_layouts_keep_every_bit():
     }
     assert {axis for name, axis, *_ in seen if name == "axis"} == legal
     for option in OPTIONS:
-        if option.name in ("sharding", "sequence_parallel", "chunks"):
+        if option.name in ("sharding", "sequence_parallel", "chunks", "ep", "etp"):
             values = {value for name, value, *_ in seen if name == option.name}
             assert len(values) > 1, option.name

@@ -10,7 +10,7 @@ from raymega.plan.grid import Coords
 from raymega.plan.memory_use import memory_use
 from raymega.plan.run_plan import make_plan
 from raymega.plan.search import search
-from raymega.plan.state_size import count_parameters, rank_state
+from raymega.plan.state_size import count_parameters, rank_elements, rank_state
 from raymega.plan.step_time import step_time
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -41,6 +41,34 @@ def test_job_has_the_published_size_and_its_state_fits(
         assert 0 <= state.total_bytes - wanted <= 2 * 12, "two kinds of buckets are rounded up"
         assert state.total_bytes < state_share * GPU_BYTES, "the larger part is left to activations"
     assert job.data.global_batch_size * job.data.seq_len == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "num_gpus", "num_tokens"),
+    [
+        ("mixtral-8x7b-64gpu", 46_702_792_704, 64, 4 * 2**20),
+    ],
+)
+def test_job_with_experts_has_the_published_size_and_its_state_fits(
+    name, num_parameters, num_gpus, num_tokens
+):
+    plan = make_plan(parse_job(JOBS / f"{name}.yaml").job())
+    job, grid = plan.job, plan.grid
+    assert count_parameters(job.model) == num_parameters
+    assert (
+        grid.world_size == num_gpus and job.data.global_batch_size * job.data.seq_len == num_tokens
+    )
+    for pp in range(grid.pp):
+        rank = grid.rank(Coords(tp=0, cp=0, dp=0, pp=pp))
+        held = rank_elements(job.model, plan.stages_of(rank), grid)
+        state = rank_state(job, plan.stages_of(rank), grid, tp_rank=0)
+        layers = sum(stage.num_layers for stage in plan.stages_of(rank))
+        own = job.model.moe.num_experts // grid.ep
+        assert held.experts == layers * own * 3 * job.model.width * job.model.ffn_width
+        wanted = (6 + 12 / grid.replicas) * held.dense + (6 + 12 / grid.edp) * held.experts
+        wanted += (8 + 8 / grid.replicas) * held.wide
+        assert state.total_bytes == pytest.approx(wanted, rel=1e-6)
+        assert state.total_bytes < GPU_BYTES / 2
 
 
 def test_a_trillion_parameters_fit_on_3072_a100s_near_the_fastest_layout():

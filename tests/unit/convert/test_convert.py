@@ -15,6 +15,7 @@ from raymega.checkpoint.inspection import open_checkpoint, verify_checkpoints
 from raymega.checkpoint.manifest import commit
 from raymega.checkpoint.planner import MAX_BOX_BYTES
 from raymega.config.load import parse_mapping
+from raymega.config.schema import MlaSection, MoeSection
 from raymega.convert import native
 from raymega.convert.hf_export import hf_export
 from raymega.convert.hf_import import hf_import, model_yaml
@@ -88,6 +89,40 @@ def test_old_names_buffers_and_a_doubled_head_are_understood(tmp_path):
     folder = write_folder(tmp_path / "theirs", model, values=old)
     hf_export(_import(folder, tmp_path / "ours").uri, tmp_path / "back")
     assert _read(tmp_path / "back").keys() == values.keys()
+
+
+DEEPSEEK = {
+    "num_kv_heads": "num_heads", "mtp_depth": 1, "is_embedding_tied": False, "norm_eps": 1e-6,
+    "mla": MlaSection(kv_rank=8, q_rank=6, nope_features=4, rope_features=2, value_features=3),
+    "moe": MoeSection(
+        num_experts=4, width=12, first_dense_layers=1, shared_width=12, score="sigmoid", has_bias=True,
+        num_groups=2, top_groups=1, group_score="top2",
+    ),
+}  # fmt: skip
+
+
+def test_blocks_that_predict_further_ahead_come_and_go(tmp_path):
+    """They follow the last block over there, with a table and a head of their own that are copies."""
+    model = make_model(**DEEPSEEK)
+    values = draw_values(model)
+    assert "model.layers.2.mlp.experts.3.up_proj.weight" in values
+    assert values["model.layers.2.eh_proj.weight"].shape == (16, 32)
+    copies = {
+        "model.layers.2.embed_tokens.weight": values["model.embed_tokens.weight"],
+        "model.layers.2.shared_head.head.weight": values["lm_head.weight"],
+    }
+    folder = write_folder(tmp_path / "theirs", model, values=values | copies)
+    done = _import(folder, tmp_path / "ours")
+    assert done.model == model
+    hf_export(done.uri, tmp_path / "back")
+    found = _read(tmp_path / "back")
+    assert found.keys() == values.keys()
+    for name, array in values.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    copies["model.layers.2.embed_tokens.weight"] = values["model.embed_tokens.weight"] + 1
+    other = write_folder(tmp_path / "other", model, values=values | copies)
+    with pytest.raises(ConfigError, match=r"layers.2.embed_tokens.weight differs from model.embed"):
+        _import(other, tmp_path / "ours2")
 
 
 def _drop(values):
