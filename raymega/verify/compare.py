@@ -107,7 +107,7 @@ class Comparison:
 
 def make_reference(result: RankResult) -> Reference:
     """The reference from its only rank."""
-    tensors = {(block.step, block.name): block.values for block in result.blocks}
+    tensors = _put_together(result.blocks)
     sizes: dict[str, float] = defaultdict(float)
     for (_, name), values in tensors.items():
         kind, slash, _ = name.partition("/")
@@ -178,6 +178,20 @@ def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> l
         for (step, name), value in worst.items()
         if name not in reference.undecided
     ]
+
+
+def _put_together(blocks: Iterable[Block]) -> dict[tuple[int, str], Array]:
+    """Whole tensors from all their blocks; one that is stacked with others comes in several."""
+    parts: dict[tuple[int, str], list[Block]] = defaultdict(list)
+    for block in blocks:
+        parts[block.step, block.name].append(block)
+    tensors = {}
+    for key, found in parts.items():
+        ends = [[o + n for o, n in zip(b.box.offset, b.box.shape, strict=True)] for b in found]
+        tensors[key] = np.full([max(dims) for dims in zip(*ends, strict=True)], np.nan)
+        for block in found:
+            tensors[key][_slices(block.box)] = block.values
+    return tensors
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
