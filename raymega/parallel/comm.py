@@ -51,16 +51,9 @@ class Pending:
         return self._work is None
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once when it is complete, from the thread that completes it.
-
-        A reduce-scatter over gloo never tells; whoever waits for it knows.
-        """
+        """Call ``callback`` once when it is complete, from the thread that completes it."""
         assert self._work is not None, "nothing was launched"
-        try:
-            future = self._work.get_future()
-        except RuntimeError:
-            return
-        future.add_done_callback(lambda _: callback())
+        self._work.get_future().add_done_callback(lambda _: callback())
 
     def is_done(self) -> bool:
         """True only if waiting would not block; a transfer over gloo never tells before."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -123,7 +124,8 @@ class _Flight:
         self._launched_s = origin.now()
         # The callback must not hold this object: the operation would keep itself and its tensors.
         self._done_s = done_s = list[float]()
-        pending.on_done(lambda: done_s.append(origin.now()))
+        with suppress(RuntimeError):  # a reduce-scatter over gloo has nobody to tell
+            pending.on_done(lambda: done_s.append(origin.now()))
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is complete."""
