@@ -60,7 +60,7 @@ def test_job_with_experts_has_the_published_size_and_its_state_fits(
     )
     for pp in range(grid.pp):
         rank = grid.rank(Coords(tp=0, cp=0, dp=0, pp=pp))
-        held = rank_elements(job.model, plan.stages_of(rank), grid)
+        held = rank_elements(job, plan.stages_of(rank), grid)
         state = rank_state(job, plan.stages_of(rank), grid, tp_rank=0)
         layers = sum(stage.num_layers for stage in plan.stages_of(rank))
         own = job.model.moe.num_experts // grid.ep
