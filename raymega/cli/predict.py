@@ -184,6 +184,7 @@ def _run_object(run: PublishedRun, found: Comparison | None) -> dict[str, object
         "published_tflops_per_gpu": run.tflops or None,
         "published_iter_s": run.iter_s or None,
         "published_memory_gib": run.memory_gib or None,
+        "published_reserved_gib": run.reserved_gib or None,
     }
     if found is None:
         return {**line, "skipped": run.skipped}

@@ -157,7 +157,8 @@ CATALOGUE = {
         ),
     )
 }  # fmt: skip
-"""Makers' figures. Constants of h200, b200 and gb200 are the H100's: no run on them has been compared.
+"""Makers' figures. Constants of h200, b200 and gb200 are the H100's: of runs on them only eight on
+b200 have been compared.
 A node of gb200 is a rack of 72. h100-96gb runs at 500 W, at a peak that lies between that of the module and
 that of the card (835e12): the middle is taken. cpu is one thread of a worker on the machine that its constants were
 measured on, whose workers share two cores; another machine's are what `raymega doctor` writes."""

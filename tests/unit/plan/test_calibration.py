@@ -67,11 +67,16 @@ def test_shares_stay_shares_however_fast_the_measured_is():
 
 
 def test_a_cpus_peaks_are_what_was_measured_and_workers_share_its_cores():
-    cpu = replace(CATALOGUE["cpu"], peak_32_bit_flops=300e9, memory_bytes_per_s=50e9)
+    cpu = replace(
+        CATALOGUE["cpu"], peak_32_bit_flops=300e9, memory_bytes_per_s=50e9, shared_cores=4.0
+    )
     shown = measured_on(cpu, element=4)
     shown.append(Measurement(kind="share", sizes=(8.0,), element=4, seconds=2.0))
     found = fit_device(CATALOGUE["cpu"], shown, name="box")
     assert found.shared_cores == 4.0
+    # Eight workers reduced at once on four cores; the latency is that of one with a core of its own.
+    latency_s = cpu.fitted.link_latency_s
+    assert found.fitted.link_latency_s == pytest.approx(latency_s, rel=0.1)
     reached = found.peak_32_bit_flops * found.fitted.matmul_share
     assert reached == pytest.approx(300e9 * cpu.fitted.matmul_share, rel=0.3)
 

@@ -21,7 +21,7 @@ from raymega.plan.link_time import all_reduce_s, gather_s, make_span, message_s
 from raymega.plan.memory_use import micro_batches_in_flight
 from raymega.plan.run_plan import make_plan
 from raymega.plan.software import RAYMEGA
-from raymega.plan.step_time import step_time
+from raymega.plan.step_time import step_time, work_s
 from raymega.schedule.instructions import FREES_ACTIVATIONS, Op
 from raymega.schedule.order import make_sizes
 from raymega.schedule.simulate import Durations, simulate
@@ -118,6 +118,27 @@ def test_parts_add_up_to_the_step(overrides):
     time = step_time(plan_of(*overrides), H100)
     parts = [getattr(time, name) for name in time.__slots__]
     assert time.total_s == pytest.approx(sum(parts)) and min(parts) >= 0
+
+
+def test_workers_that_share_cores_wait_for_the_work_of_all_and_for_nothing_else():
+    """Two cores: four ranks' work over two, or the longest chain; enough cores: as on devices apart."""
+    sizes = ("parallel.tp=1", "parallel.pp=4", "parallel.dp=1", "data.global_batch_size=4")
+    plan = plan_of(*sizes, "schedule.micro_batch_size=1")
+    cores = {n: replace(CATALOGUE["cpu"], shared_cores=n) for n in (1.0, 2.0, 64.0)}
+    total = {n: step_time(plan, device).total_s for n, device in cores.items()}
+    work = 4 * work_s(plan, cores[1.0])
+    assert total[1.0] == pytest.approx(work)
+    assert total[64.0] == pytest.approx(
+        step_time(plan, replace(cores[1.0], shared_cores=0.0)).total_s
+    )
+    assert total[64.0] <= total[2.0] == pytest.approx(max(total[64.0], work / 2))
+
+
+def test_traffic_that_hides_on_a_gpu_is_work_where_cores_are_shared():
+    plan = plan_of("parallel.tp=1", "parallel.pp=1", "parallel.dp=4", "data.global_batch_size=4")
+    alone = replace(CATALOGUE["cpu"], shared_cores=1.0)
+    slow_links = replace(alone, link_bytes_per_s=alone.link_bytes_per_s / 2)
+    assert work_s(plan, slow_links) > work_s(plan, alone)
 
 
 def test_twice_the_batch_takes_twice_the_compute():
