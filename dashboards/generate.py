@@ -26,6 +26,10 @@ TIMELINE = "tracking.timeline_every"
 PART_SETTINGS = {
     ("train", "group"): "tracking.norms_every",
     ("train", "layer"): "tracking.activations_every",
+    (
+        "train",
+        "role",
+    ): "a rate of its own for a role, optimizer.layer_lr_decay or model.mup_base_width",
     ("moe", "layer"): "model.moe.num_experts",
 }
 
@@ -185,6 +189,7 @@ ROWS = (
             part_curve(
                 "Gradients by outputs: largest magnitude", "train/output_grad_max_abs", is_log=True
             ),
+            part_curve("Learning rates of roles", "train/role_lr"),
             curve("Loss scale", "train/loss_scale", "train/skipped_steps", is_log=True),
         ),
     ),

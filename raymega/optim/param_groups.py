@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection, OptimizerSection
 from raymega.plan.optimizer_state import update_of
-from raymega.plan.tensors import GlobalTensor, Role
+from raymega.plan.tensors import (
+    GlobalTensor,
+    Role,
+    embedding_tensors,
+    head_tensors,
+    layer_tensors,
+)
 
 WIDTH_POWERS = {"adamw": (-1.0, 0.0), "lion": (-1.0, 0.0), "muon": (-0.5, 0.0), "sgd": (0.0, 1.0)}
 """muP: with which power of the width's ratio the rates of matrices, and of all others, grow.
@@ -40,6 +46,14 @@ def rates_of(tensor: GlobalTensor, optimizer: OptimizerSection, model: ModelSect
         lr_scale=layers * width * (1.0 if peak == "lr" else float(peak) / optimizer.lr),
         weight_decay=optimizer.weight_decay if _is_decayed(tensor.role, optimizer) else 0.0,
     )
+
+
+def role_rates(optimizer: OptimizerSection, model: ModelSection) -> dict[Role, float]:
+    """By role: ``lr_scale`` of tables, head and the last block's tensors; empty where all are 1."""
+    last = layer_tensors(model, model.num_layers - 1)
+    tensors = [t for t in (*embedding_tensors(model), *head_tensors(model), *last) if t.is_trained]
+    scales = {t.role: rates_of(t, optimizer, model).lr_scale for t in tensors}
+    return scales if set(scales.values()) != {1.0} else {}
 
 
 def _peak(role: Role, optimizer: OptimizerSection) -> float | str:

@@ -69,6 +69,12 @@ METRICS = (
     _gauge("train/mtp_loss", "nats", "The same of tokens further ahead, mean of depths; MTP only."),
     _gauge("train/grad_norm", "1", "L2 norm of the whole gradient, before clipping."),
     _gauge("train/lr", "1", "Learning rate of the step."),
+    _part_gauge(
+        "train/role_lr",
+        "role",
+        "1",
+        "The same of tables, head and the last block, where it differs.",
+    ),
     _gauge("train/global_batch_size", "sequences", "Sequences of the step, all ranks."),
     _gauge("train/loss_scale", "1", "Loss scale of the next step; float16 only."),
     _counter("train/skipped_steps", "steps", "Steps without update, of an overflow; float16 only."),

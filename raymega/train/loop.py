@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.messages import (
     Channel,
@@ -18,6 +19,7 @@ from raymega.messages import (
     TimelineRecorded,
     WorkerFinished,
 )
+from raymega.optim.param_groups import role_rates
 from raymega.parallel.comm import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS
 from raymega.train.build import Parts
@@ -62,7 +64,7 @@ def run_loop(
         if isinstance(parts.loader, DynamicLoader):
             metrics |= parts.loader.metrics()
         metrics |= packing | _statistics(parts, state, outcome, activations)
-        metrics |= expert_metrics(outcome.loads)
+        metrics |= expert_metrics(outcome.loads) | _rates(outcome.lr, job)
         state = outcome.state
         metrics |= saving.observe(outcome)
         _report_step(channel, rank, outcome, metrics)
@@ -141,6 +143,12 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         metrics["train/loss_scale"] = state.loss_scale.factor
         metrics["train/skipped_steps"] = float(state.skipped_steps)
     return metrics
+
+
+def _rates(lr: float, job: Job) -> dict[str, float]:
+    """Of roles that have rates of their own."""
+    scales = role_rates(job.optimizer, job.model)
+    return {f"train/role_lr/{role}": lr * scale for role, scale in scales.items()}
 
 
 def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:

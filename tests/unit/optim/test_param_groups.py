@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.config.schema import OptimizerSection
-from raymega.optim.param_groups import Rates, rates_of
+from raymega.optim.param_groups import Rates, rates_of, role_rates
 from raymega.plan.tensors import model_tensors
 from tests.support.params import MODEL, make_tensor
 from tests.support.reference import make_model
@@ -49,6 +49,14 @@ def test_rates_decay_from_the_head_down_to_the_tables():
         for name in ("attention.q", "attention_norm", "mlp.down"):
             assert scales[f"layers.{layer}.{name}.weight"] == wanted
     assert scales["embedding.tokens.weight"] == 0.125
+
+
+def test_rates_by_role_are_told_where_they_differ():
+    assert role_rates(OptimizerSection(lr=1.0), MODEL) == {}
+    wanted = {"embedding": 2.0, "matrix": 1.0, "norm": 4.0}
+    assert role_rates(SECTION, MODEL) == wanted
+    below = role_rates(OptimizerSection(lr=1.0, layer_lr_decay=0.5), MODEL)
+    assert below == {"embedding": 0.25, "matrix": 0.5, "norm": 0.5}
 
 
 @pytest.mark.parametrize(

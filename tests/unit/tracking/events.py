@@ -51,6 +51,7 @@ def step_finished(step, attempt=1, loss=0.0):
         "train/mtp_loss": 3.0,
         "train/grad_norm": 0.5,
         "train/lr": 3e-4,
+        "train/role_lr/embedding": 6e-4,
         "train/global_batch_size": 8.0,
         "train/loss_scale": 65536.0,
         "train/skipped_steps": 0.0,
