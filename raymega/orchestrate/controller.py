@@ -301,7 +301,8 @@ class Controller:
         self._grids.add_step(step_s)
         if report.metrics.get("checkpoint/snapshot_step"):
             self._group.keeping.settle()
-        self._sink.emit(events.step_finished(self.state, report, spares=self._num_spares()))
+        spares, age_s = self._num_spares(), self._lease.age_s
+        self._sink.emit(events.step_finished(self.state, report, spares=spares, age_s=age_s))
         source = self._restore.start.source
         recovered = self._losses.end(
             self._work.attempt, number=self.state.attempt, step=report.step, source=source
@@ -366,8 +367,7 @@ class Controller:
         except LeaseError as error:
             self._error = error
         self._journal.end(self.state, DRAIN_S)
-        uri = f"{self._store.uri}/{self._restore.key}" if self._restore.key else ""
-        now_s = self._clock.monotonic()
+        uri, now_s = self._restore.uri, self._clock.monotonic()
         ended = events.run_finished(
             self.state, self._meter, error=self._error, checkpoint_uri=uri, now_s=now_s
         )

@@ -75,9 +75,9 @@ def nodes_passed(state: RunState, report: NodesChecked) -> NodesPassed:
     return NodesPassed(attempt=state.attempt, seconds=report.seconds, detail=report.detail)
 
 
-def step_finished(state: RunState, report: StepDone, *, spares: int) -> StepFinished:
-    """One more step."""
-    metrics = report.metrics | {"run/spares": float(spares)}
+def step_finished(state: RunState, report: StepDone, *, spares: int, age_s: float) -> StepFinished:
+    """One more step; the driver's lease was confirmed ``age_s`` ago."""
+    metrics = report.metrics | {"run/spares": float(spares), "run/lease_age_s": age_s}
     return StepFinished(attempt=state.attempt, step=report.step, metrics=metrics)
 
 

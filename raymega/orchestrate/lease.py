@@ -75,6 +75,11 @@ class Lease:
         """The newest that this driver has; 0 before it has any."""
         return self._grant.epoch if self._grant else 0
 
+    @property
+    def age_s(self) -> float:
+        """Since the store last said that the run is this driver's."""
+        return self._clock.monotonic() - self._confirmed_s
+
     def take(self) -> None:
         """Become the run's driver. Blocks as long as the present one's lease lasts, at most.
 

@@ -50,6 +50,11 @@ class RestorePoint:
         self._store, self._job, self._keeping = store, job, keeping
         self._unreadable: dict[StateSource, set[str]] = {"store": set(), "memory": set()}
 
+    @property
+    def uri(self) -> str:
+        """Where the newest checkpoint is; empty when there is none."""
+        return f"{self._store.uri}/{self.key}" if self.key else ""
+
     def give_up_on_newest(self) -> None:
         """A worker could not read it."""
         self._unreadable[self.start.source].add(self.start.key)

@@ -135,6 +135,11 @@ METRICS = (
     _gauge("run/total_steps", "steps", "The job's run.steps."),
     _gauge("run/last_step_unix_s", "s", "Unix time of the last completed step."),
     _gauge("run/world_size", "workers", "Workers of the attempt that are at work."),
+    _gauge(
+        "run/lease_age_s",
+        "s",
+        "Since the store last said that the run is this driver's; beyond elastic.lease_s another may take it.",
+    ),
     _gauge("run/spares", "workers", "Workers that are loaded and wait without a rank."),
     _gauge("run/attempt", "1", "Number of the worker group at work, from 1."),
     _gauge("run/bubble", "1", "Measured pipeline idle time over busy time, all ranks."),

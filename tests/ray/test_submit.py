@@ -137,22 +137,26 @@ def test_stop_saves_and_the_same_command_continues_the_same_runs(client, tmp_pat
     assert parents == 1
 
 
-def test_killed_driver_is_continued_as_the_second_attempt_of_one_mlflow_run(client, tmp_path):
+def test_run_whose_driver_and_head_are_lost_goes_on_elsewhere_in_one_mlflow_run(
+    client, project, tmp_path
+):
     settings = _settings(
         **{"run.name": "torn", "run.steps": "100000", "checkpoint.every": "5",
            "checkpoint.uri": str(tmp_path), "tracking.console_every": "1"}
     )  # fmt: skip
-    following = client.start("submit", "jobs/verify.yaml", *client.at(), "--follow", *settings)
-    for line in following.stdout:
-        if line.startswith("Checkpoint of step"):
-            break
-    deadline_s = time.monotonic() + LIMIT_S
-    while not _attempts_in(tmp_path / "torn" / "mlflow.db"):  # MLflow is written behind the run
-        assert time.monotonic() < deadline_s
-        time.sleep(0.5)
-    os.kill(_driver_pid("run.name=torn"), signal.SIGKILL)
-    following.communicate(timeout=LIMIT_S)
-    assert following.returncode == 137, "the shell's word for SIGKILL: it had no time to save"
+    with head() as lost:
+        first = Client(lost, project)
+        following = first.start("submit", "jobs/verify.yaml", *first.at(), "--follow", *settings)
+        for line in following.stdout:
+            if line.startswith("Checkpoint of step"):
+                break
+        deadline_s = time.monotonic() + LIMIT_S
+        while not _attempts_in(tmp_path / "torn" / "mlflow.db"):  # MLflow is written behind the run
+            assert time.monotonic() < deadline_s
+            time.sleep(0.5)
+        os.kill(_driver_pid("run.name=torn"), signal.SIGKILL)
+        following.communicate(timeout=LIMIT_S)
+        assert following.returncode == 137, "the shell's word for SIGKILL: it had no time to save"
     store = open_store(str(tmp_path / "torn"))
     assert read_record(store).status == "running"
     saved_step = find_restore(store).manifest.step
@@ -161,6 +165,9 @@ def test_killed_driver_is_continued_as_the_second_attempt_of_one_mlflow_run(clie
     code, out, err = client.submit("--follow", "--json", *settings, *more)
     assert code == 0, out + err
     events = [json.loads(line) for line in out.splitlines()]
+    assert events[0]["submission_id"] == "torn-a2", (
+        "this cluster has not seen the run, its store has"
+    )
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert steps == [saved_step + 1, saved_step + 2]
     assert _attempts_in(tmp_path / "torn" / "mlflow.db") == ["FINISHED", "KILLED"]

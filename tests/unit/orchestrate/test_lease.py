@@ -226,11 +226,12 @@ def test_store_that_fails_takes_nobodys_run_away(world):
     world.store.is_down = True
     world.clock.advance(5 * DURATION_S)
     lease.renew()
+    assert lease.age_s == 5 * DURATION_S
     lease.refuse_if_lost()
     lease.release()
     world.store.is_down = False
     lease.renew()
-    assert lease.begin_attempt() == 1
+    assert lease.begin_attempt() == 1 and lease.age_s == 0
 
 
 def test_renewals_are_signs_of_life(world):

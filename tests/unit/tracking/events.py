@@ -56,6 +56,7 @@ def step_finished(step, attempt=1, loss=0.0):
         "train/loss_scale": 65536.0,
         "train/skipped_steps": 0.0,
         "run/spares": 1.0,
+        "run/lease_age_s": 2.0,
         "train/group_weight_norm/attention.q": 3.0,
         "train/group_grad_norm/attention.q": 0.25,
         "train/output_mean/0": 0.0,
