@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from raymega.chaos.faults import KINDS, ChaosFault, first_of, legal_cells
+from raymega.chaos.faults import KINDS, START_PHASES, ChaosFault, first_of, legal_cells
 from raymega.chaos.schedule import covering_pairs
 from tests.support.drills import IMPATIENT, PATIENT
 
@@ -51,8 +51,8 @@ def test_cell(drills, kind, phase, record_property, request):
         faults = [ChaosFault(kind="kill-node", phase="step", at=4), *faults]
         nodes, patience = 2, IMPATIENT
     more = settings_for(faults)
-    if kind == "hang" and phase == "spawn":
-        more = (*more, "elastic.start_timeout_s=40")  # that is how it is noticed
+    if kind == "hang" and phase in START_PHASES:
+        more = (*more, "elastic.start_timeout_s=60")  # that is how it is noticed where nobody waits
     verdict = drills(faults, *patience, *more, layout=layout, num_nodes=nodes)
     check(verdict, record_property)
 
