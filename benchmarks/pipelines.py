@@ -1,8 +1,8 @@
 """Pipelined steps against torch.distributed.pipelining: the same stages, four gloo ranks, one after the other.
 
 Stages are residual feed-forward layers with the same weights and the same code, but for schedules that cut
-backwards in two: torch cuts torch's own linear, ours get raymega's, which puts its weight gradient off. Losses and gradients of both are compared
-before the clock runs. Then come steps in interleaved pairs, then one step of each that is recorded (bubble) and
+backwards in two: torch cuts torch's own linear, ours get raymega's, which puts its weight gradient off, and the
+buffer of gradients that a run has. Losses and gradients of both are compared before the clock runs. Then come steps in interleaved pairs, then one step of each that is recorded (bubble) and
 one whose tensors are counted (peak). Two cores hide idle time: one rank's wait is another's work. So a second
 part, pipeline_bubbles, takes sleeps for work and measures bubbles only.
 
@@ -32,10 +32,13 @@ from benchmarks import pipeline_bubbles
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import Sample, interleave, report
 from raymega.parallel.deferral import Deferral
+from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups, build_groups, open_world
+from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.sharding import make_spec
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import column_linear
-from raymega.pipeline.executor import Executor
+from raymega.pipeline.executor import Executor, StepOutput
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid
 from raymega.schedule.order import Sizes
@@ -43,6 +46,7 @@ from raymega.schedule.placement import Placement
 from raymega.schedule.recording import Recording
 from raymega.schedule.table import make_schedule
 from raymega.schedule.timeline import Event, bubble
+from tests.support.params import make_table, make_tensor
 
 RANKS = 4
 CUT_IN_TWO = ("zb_v", "dualpipe_v")
@@ -101,15 +105,34 @@ def make_stage(
     return module
 
 
+def shard(modules: list[nn.Module], groups: Groups) -> GradBuffer:
+    """Make the matrices of these stages a run's parameters, and the buffer of their gradients."""
+    chunks: list[list[ShardedParameter]] = []
+    for module in modules:
+        chunks.append([])
+        for number, layer in enumerate(module):
+            for name in ("up", "down"):
+                values = getattr(layer, name).detach()
+                spec = make_spec((make_tensor(f"{number}.{name}", values.shape),), tp=1, tp_rank=0)
+                setattr(layer, name, ShardedParameter(values, spec))
+                chunks[-1].append(getattr(layer, name))
+    return GradBuffer(make_table(chunks, groups), groups)
+
+
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
 class Side:
-    """One rank's stages and what runs them; ``step`` returns the loss of the last stage, else 0."""
+    """One rank's stages and what runs them; ``step`` returns the loss of the last stage, else 0.
+
+    What a ``step`` adds to is forgotten by ``zero``.
+    """
 
     modules: list[nn.Module]
     step: Callable[[], float]
+    zero: Callable[[], None]
+    gradient: Callable[[nn.Parameter], Tensor]
     record: Callable[[], list[Event]]
     standing_bytes: Callable[[], int]
 
@@ -158,9 +181,28 @@ def make_ours(
         for stage, module in zip(stages, side.modules, strict=True)
     ]
     executor = Executor(program.lists[rank], fns, p2p, deferrals=deferrals)
-    micro_batches = range(shape.num_micro_batches)
-    side.step = lambda: float(executor.run(micro_batches, is_recording=False).loss_sum)
-    side.record = lambda: list(executor.run(micro_batches, is_recording=True).events)
+    gradients = shard(side.modules, groups) if name in CUT_IN_TWO else None
+
+    def run(*, is_recording: bool) -> StepOutput:
+        micro_batches = range(shape.num_micro_batches)
+        if gradients is None:
+            return executor.run(micro_batches, is_recording=is_recording)
+        gradients.zero()
+        output = executor.run(
+            micro_batches,
+            is_recording=is_recording,
+            before_last_backward=gradients.launch_when_full,
+            after_backward=gradients.launch,
+        )
+        gradients.finish()
+        return output
+
+    def gradient(param: nn.Parameter) -> Tensor:
+        return gradients.view(param) if isinstance(param, ShardedParameter) else param.grad
+
+    side.step = lambda: float(run(is_recording=False).loss_sum)
+    side.record = lambda: list(run(is_recording=True).events)
+    side.zero, side.gradient = partial(_zero, side.modules), gradient
     side.standing_bytes = lambda: 0
     return side
 
@@ -205,6 +247,7 @@ def make_theirs(
         return events
 
     side.step, side.record = step, record
+    side.zero, side.gradient = partial(_zero, side.modules), lambda param: param.grad
     side.standing_bytes = lambda: sum(map(_buffer_bytes, stages))
     return side
 
@@ -239,6 +282,11 @@ def _buffer_bytes(stage: pipelining.PipelineStage) -> int:
     return sum(i.buffer.nbytes for i in infos if i is not None and i.buffer is not None)
 
 
+def _zero(modules: list[nn.Module]) -> None:
+    for module in modules:
+        module.zero_grad(set_to_none=False)
+
+
 def _peak_bytes(side: Side) -> int:
     with LiveBytes() as live:
         side.step()
@@ -249,18 +297,15 @@ def _compare_results(ours: Side, theirs: Side) -> float:
     """The loss of both, equal, and equal gradients of every stage."""
     losses = []
     for side in (ours, theirs):
-        for module in side.modules:
-            for param in module.parameters():
-                param.grad.zero_()
+        side.zero()
         losses.append(side.step())
     total = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(total)
     torch.testing.assert_close(total[0], total[1], rtol=1e-6, atol=0)
     for mine, other in zip(ours.modules, theirs.modules, strict=True):
-        for a, b in zip(mine.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(
-                a.grad, b.grad, rtol=1e-4, atol=1e-4 * float(b.grad.abs().max())
-            )
+        for params in zip(mine.parameters(), other.parameters(), strict=True):
+            a, b = (s.gradient(p) for s, p in zip((ours, theirs), params, strict=True))
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
     return float(total[0])
 
 

@@ -46,7 +46,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, is_fused: bool) -> Tensor:  # noqa: FBT001
-        make = fused(_rms_norm, is_on=is_fused)
+        make = fused(_rms_norm, is_on=True) if is_fused else _rms_norm_in_steps
         y, inverse = make(x.detach(), weight.detach(), eps)
         ctx.save_for_backward(x, weight, inverse)
         ctx.is_fused = is_fused
@@ -56,6 +56,9 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
+        is_narrow = x.dtype != inverse.dtype or weight.dim() > 1
+        if not ctx.is_fused and not is_narrow:
+            return *_rms_norm_gradients_in_steps(grad, x, weight, inverse), None, None
         make = fused(_rms_norm_gradients, is_on=ctx.is_fused)
         return *make(grad, x.detach(), weight.detach(), inverse), None, None
 
@@ -64,6 +67,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm, and 1 / rms(x) [..., 1] in max(fp32, dtype)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse).mul_(weight).to(x.dtype), inverse
+
+
+def _rms_norm_in_steps(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same by the fewest of torch's own kernels."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * inverse).mul_(weight).to(x.dtype), inverse
 
 
@@ -78,6 +89,21 @@ def _rms_norm_gradients(
     along = product.mul_(weight).mean(-1, keepdim=True)
     grad_x = (grad * weight).addcmul_(normal, along, value=-1).mul_(inverse)
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def _rms_norm_gradients_in_steps(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for one weight and one format, by torch's kernel for LayerNorm.
+
+    With a mean of 0 it differs in what it takes out of dx: the mean of g w over a row.
+    """
+    size = weight.shape[0]
+    grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, x, [size], torch.zeros_like(inverse), inverse, weight, None, [True, True, False]
+    )
+    taken = (grad @ weight).unsqueeze(-1).mul_(inverse).div_(size)
+    return grad_x.add_(taken), grad_weight
 
 
 class _Swiglu(torch.autograd.Function):
@@ -116,8 +142,9 @@ def _swiglu_gradient_in_steps(grad: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     grad_gate_up = torch.empty_like(gate_up)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-    torch.mul(silu(gate), grad, out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
+    torch.mul(grad, up, out=grad_gate)
+    torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
     return grad_gate_up
 
 

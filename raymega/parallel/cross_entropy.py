@@ -65,8 +65,8 @@ def num_real_columns(num_columns: int, tp: Group, vocab_size: int) -> int:
 class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits' memory and one number a token, and gives the gradient in the same memory.
 
-    In max(fp32, dtype) the exponentials are made there too. Logits of fewer bits stay as they are,
-    and backward makes the exponentials again.
+    In max(fp32, dtype) the exponentials are made there too, with the rank's own peak: a portion is
+    read from memory once. Logits of fewer bits stay as they are, and backward makes them again.
     """
 
     @staticmethod
@@ -75,22 +75,28 @@ class _CrossEntropy(torch.autograd.Function):
         rows, is_elsewhere = local_rows(labels, logits.shape[-1], tp)
         num_real = num_real_columns(logits.shape[-1], tp, terms.vocab_size)
         real = logits[..., :num_real]
-        peak = all_reduce(_peak(real).to(wide), tp, op="max")
-        picked = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1) - peak
-        aim = picked.masked_fill_(is_elsewhere, 0.0)
-        sum_exp, mean = torch.empty_like(peak), torch.empty_like(peak)
+        picked = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1).to(wide)
+        own_peak, sum_exp, total = (torch.empty_like(picked) for _ in range(3))
         for part in _portions(logits):
-            shifted = _minus(real[part], peak[part])
+            own_peak[part] = _peak(real[part])
+            shifted = _minus(real[part], own_peak[part])
             if terms.label_smoothing:
-                mean[part] = shifted.sum(-1) / terms.vocab_size
+                total[part] = shifted.sum(-1)
             sum_exp[part] = shifted.exp_().sum(-1)
+        peak = all_reduce(own_peak.clone(), tp, op="max")
+        # Of a rank that has padding only, whose own peak is -inf, the sums are 0.
+        lift = (own_peak - peak).clamp_(min=torch.finfo(wide).min)
+        scale = lift.exp()
+        sum_exp.mul_(scale)
+        aim = (picked - peak).masked_fill_(is_elsewhere, 0.0)
         if terms.label_smoothing:
+            mean = (total + num_real * lift) / terms.vocab_size
             aim = torch.lerp(aim, mean, terms.label_smoothing)
         sum_exp, aim = all_reduce(torch.stack((sum_exp, aim)), tp)
         log_sum = sum_exp.log()
         log_sum_exp = peak + log_sum
         ctx.is_narrow = logits.dtype != wide
-        number = log_sum_exp if ctx.is_narrow else _z_factor(log_sum_exp, terms) / sum_exp
+        number = log_sum_exp if ctx.is_narrow else _z_factor(log_sum_exp, terms) / sum_exp * scale
         ctx.save_for_backward(logits, number, rows, is_elsewhere)
         ctx.terms, ctx.num_real = terms, num_real
         loss = log_sum - aim

@@ -1,35 +1,58 @@
-"""Weight gradients that are put off: backward leaves them here, and they are made later.
+"""Gradients of weights: added to their sums at once, or put off until the schedule wants them.
 
-Only linear layers put theirs off, which are nearly all of the work; gradients of norms, biases and
-tables are cheap and come at once. When to make what was put off is the schedule's business.
+Only products put theirs off, which are nearly all of the work; gradients of norms, biases and tables
+are cheap and come at once. When to make what was put off is the schedule's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from raymega.parallel.parameter import ShardedParameter
 
-@dataclass(frozen=True, slots=True)
-class OwedGradient:
-    """A parameter, and how its gradient is made when it is time."""
+
+class Term(Protocol):
+    """What one use of a weight adds to its gradient, not yet computed."""
+
+    def make(self) -> Tensor:
+        """The term itself, of the weight's shape and format."""
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        """Add it to ``total`` of the weight's shape, in float32 or better; the first overwrites."""
+
+
+class Made(NamedTuple):
+    """A term that ``function`` makes and no kernel adds where it belongs."""
+
+    function: Callable[[], Tensor]
+
+    def make(self) -> Tensor:
+        return self.function()
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        add(self.function(), total, is_first=is_first)
+
+
+class Debt(NamedTuple):
+    """A parameter, and a term of its gradient that is made when it is time."""
 
     param: Tensor
-    make: Callable[[], Tensor]
+    term: Term
 
 
 class Deferral:
-    """Where the linear layers of one stage leave their weight gradients; they are handed it.
+    """Where the linear layers of one stage leave terms of weight gradients; they are handed it.
 
-    It is closed but while :meth:`collecting`, and layers of a closed one make theirs at once.
+    It is closed but while :meth:`collecting`, and layers of a closed one settle theirs at once.
     """
 
     def __init__(self) -> None:
-        self._owed: list[OwedGradient] | None = None
+        self._owed: list[Debt] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -37,35 +60,65 @@ class Deferral:
         return self._owed is not None
 
     @contextmanager
-    def collecting(self) -> Iterator[list[OwedGradient]]:
+    def collecting(self) -> Iterator[list[Debt]]:
         """Let what backward reaches meanwhile be left in the list."""
-        owed: list[OwedGradient] = []
+        owed: list[Debt] = []
         self._owed = owed
         try:
             yield owed
         finally:
             self._owed = None
 
-    def settle_or_owe(self, param: Tensor, make: Callable[[], Tensor]) -> Tensor | None:
-        """The gradient that ``make`` makes, or None when it was put off."""
+    def settle_or_owe(self, weight: Tensor, term: Term) -> Tensor | None:
+        """What backward returns for ``weight``: see :func:`settle`; None too when it was put off."""
         if self._owed is None:
-            return make()
-        self._owed.append(OwedGradient(param, make))
+            return settle(weight, term)
+        self._owed.append(Debt(weight, term))
         return None
 
 
-def make_owed(owed: list[OwedGradient]) -> None:
-    """Make the gradients now; hooks of the parameters see them like any other.
+def settle(weight: Tensor, term: Term) -> Tensor | None:
+    """Add ``term`` to the weight's sum and return None; or return it, for autograd to add.
+
+    A product adds to a large matrix in the pass that makes it. Autograd would get a new matrix, which
+    is written, read and added. It does where nobody sums, or a hook wants to see the gradient.
+    """
+    if not isinstance(weight, ShardedParameter) or weight.intake is None or weight._backward_hooks:
+        return term.make()
+    total, is_first = weight.intake.place(weight)
+    term.add_to(total, is_first=is_first)
+    return None
+
+
+def add(made: Tensor, total: Tensor, *, is_first: bool) -> None:
+    """For terms that no kernel adds where they belong."""
+    if is_first:
+        total.copy_(made)
+    else:
+        total.add_(made)
+
+
+def make_owed(owed: list[Debt]) -> None:
+    """Settle debts now; hooks of the parameters see gradients like any other.
 
     As in any backward, a parameter that was used several times, as a head is that also predicts further
     ahead, gets the sum at once: its bucket may leave with it.
     """
-    while owed:
-        param = owed[0].param
-        same = [debt for debt in owed if debt.param is param]
-        owed[:] = [debt for debt in owed if debt.param is not param]
-        with torch.no_grad():
-            gradient = same[0].make()
-            for debt in same[1:]:
-                gradient = gradient + debt.make()
-        torch.autograd.backward(param, gradient)
+    terms: dict[Tensor, list[Term]] = {}
+    for weight, term in owed:
+        terms.setdefault(weight, []).append(term)
+    owed.clear()
+    for weight in list(terms):
+        _settle_all(weight, terms.pop(weight))
+
+
+def _settle_all(weight: Tensor, terms: list[Term]) -> None:
+    gradient: Tensor | None = None
+    with torch.no_grad():
+        for term in terms:
+            made = settle(weight, term)
+            gradient = made if gradient is None or made is None else gradient + made
+    if gradient is not None:
+        torch.autograd.backward(weight, gradient)
+    elif isinstance(weight, ShardedParameter) and weight.intake is not None:
+        weight.intake.take(weight)

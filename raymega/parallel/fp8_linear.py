@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm import all_reduce
-from raymega.parallel.deferral import Deferral
+from raymega.parallel.deferral import Deferral, Made
 from raymega.parallel.fp8 import (
     FORWARD,
     GRADIENT,
@@ -211,7 +211,7 @@ class _Fp8Linear(torch.autograd.Function):
                 return product(eight.turned(), whole.turned(), x.dtype)
             return grad.flatten(0, -2).T @ _gathered(x, place).flatten(0, -2)
 
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, make)
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, Made(make))
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         if summing is not None:
             summing.wait(place.stream.tp.timeout_s)

@@ -6,8 +6,9 @@ updates with it is optim's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from raymega.errors import Fault, InternalError
 from raymega.parallel.buckets import Bucket, BucketTable, Range, piece_boxes
 from raymega.parallel.comm import start_all_reduce, start_reduce_scatter_in_place
 from raymega.parallel.comm_log import CommLog, Waitable
-from raymega.parallel.gradient_sums import GradientSum
+from raymega.parallel.gradient_sums import GradientSum, Intake
 from raymega.parallel.groups import Group, Groups
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import Piece
@@ -36,7 +37,7 @@ class _Travelling(NamedTuple):
 
 
 class GradBuffer:
-    """Gradients in float32 or better; a hook takes each ``param.grad`` and drops it.
+    """Gradients in float32 or better, which layers add here or a hook takes from ``param.grad``.
 
     Up to level ``optimizer`` a bucket sums all micro-batches on its rank, and leaves in the last
     backward, as soon as its last gradient is there and all buckets that should be full before it have
@@ -60,10 +61,11 @@ class GradBuffer:
         self._launched: dict[int, Waitable] = {}
         self._summing: _PartialSum | None = None
         for bucket in table.buckets:
-            add = self._adder(bucket) if bucket.index in self._sums else self._sender(bucket)
+            intake = Intake(partial(self._sum_of, bucket), partial(self._complete, bucket))
             for param, _ in bucket.spans:
                 if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(add)
+                    param.intake = intake
+                    param.register_post_accumulate_grad_hook(intake.take)
         self._expect_all()
 
     def view(self, param: ShardedParameter) -> torch.Tensor:
@@ -147,37 +149,24 @@ class GradBuffer:
         self._last_chunks, self._left, self._launched = set(), set(), {}
         self._without_any = {b.index for b in self._table.buckets} - self._sums.keys()
 
-    def _adder(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
-        """What the hooks of a bucket do that sums all micro-batches here."""
-        sums = self._sums[bucket.index]
+    def _sum_of(self, bucket: Bucket) -> GradientSum:
+        """Where gradients of a bucket are added now."""
+        if bucket.index not in self._sums:
+            return self._filling.get(bucket.index) or self._fill(bucket)
+        if bucket.index in self._left:
+            raise _late(bucket)
+        return self._sums[bucket.index]
 
-        def add_gradient(param: torch.Tensor) -> None:
-            if param.grad is None:  # put off: backward came by without one
-                return
-            if bucket.index in self._left:
-                raise _late(bucket)
-            sums.add(cast(ShardedParameter, param), param.grad)
-            param.grad = None
-            if bucket.chunk in self._last_chunks:
-                sums.missing.discard(cast(ShardedParameter, param))
-                self._launch_in_order(is_end=False)
-
-        return add_gradient
-
-    def _sender(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
-        """What they do for one that leaves in every backward."""
-
-        def send_gradient(param: torch.Tensor) -> None:
-            if param.grad is None:
-                return
-            sums = self._filling.get(bucket.index) or self._fill(bucket)
-            sums.add(cast(ShardedParameter, param), param.grad)
-            param.grad = None
-            sums.missing.discard(cast(ShardedParameter, param))
+    def _complete(self, bucket: Bucket, param: ShardedParameter) -> None:
+        """A backward has added all that it has for ``param``."""
+        if bucket.index not in self._sums:
+            sums = self._filling[bucket.index]
+            sums.missing.discard(param)
             if not sums.missing:
                 self._send(bucket.index)
-
-        return send_gradient
+        elif bucket.chunk in self._last_chunks:
+            self._sums[bucket.index].missing.discard(param)
+            self._launch_in_order(is_end=False)
 
     def _fill(self, bucket: Bucket) -> GradientSum:
         while len(self._travelling) > MOST_TRAVELLING:

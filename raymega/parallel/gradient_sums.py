@@ -6,11 +6,13 @@ micro-batch's until it has left. What leaves when, and over which ranks, is grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 
 from raymega.parallel.buckets import Bucket
+from raymega.parallel.deferral import add
 from raymega.parallel.parameter import ShardedParameter
 
 
@@ -35,13 +37,16 @@ class GradientSum:
         """Each parameter's sum, of its shape."""
         yield from self._views.items()
 
+    def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
+        """Where the caller now adds one more term, and whether it is the first and overwrites."""
+        is_first = param in self._untouched
+        self._untouched.discard(param)
+        return self._views[param], is_first
+
     def add(self, param: ShardedParameter, gradient: torch.Tensor) -> None:
         """One more term."""
-        if param in self._untouched:
-            self._untouched.remove(param)
-            self._views[param].copy_(gradient)
-        else:
-            self._views[param].add_(gradient)
+        total, is_first = self.place(param)
+        add(gradient, total, is_first=is_first)
 
     def settle(self) -> None:
         """Zero what got no gradient."""
@@ -54,3 +59,38 @@ class GradientSum:
         self.flat[self.bucket.spans[-1].stop :] = 0.0
         self._untouched = set(self._views)
         self.missing = {param for param in self._views if param.requires_grad}
+
+
+class Intake:
+    """Takes the gradients of a bucket's parameters, however they come.
+
+    Layers that can add to a sum where it lies, as a matrix product can, ask for the :meth:`place` and
+    give autograd nothing. What comes through autograd is in ``param.grad``. Either way :meth:`take`
+    is called when a backward has come by all uses of a parameter.
+
+    Args:
+        sums: Gives what sums now.
+        complete: Called when a backward has added all that it has for a parameter.
+    """
+
+    def __init__(
+        self, sums: Callable[[], GradientSum], complete: Callable[[ShardedParameter], None]
+    ) -> None:
+        self._sums, self._complete = sums, complete
+        self._added: set[ShardedParameter] = set()
+
+    def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
+        """Where the caller now adds a term, and whether it is the first and overwrites."""
+        self._added.add(param)
+        return self._sums().place(param)
+
+    def take(self, param: torch.Tensor) -> None:
+        """All terms of a backward are there, in place or in ``param.grad``; or were put off."""
+        param = cast(ShardedParameter, param)
+        if param.grad is not None:
+            self._sums().add(param, param.grad)
+            param.grad = None
+        elif param not in self._added:
+            return
+        self._added.discard(param)
+        self._complete(param)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
-from raymega.parallel.deferral import Deferral
+from raymega.parallel.deferral import Deferral, add
 
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROW_ALIGNMENT_BYTES = 16
@@ -81,6 +81,28 @@ def grouped_outer(grad: Tensor, rows: Tensor, sizes: GroupSizes) -> Tensor:
     return torch.bmm(_as_batch(grad, sizes)[0].mT, _as_batch(rows, sizes)[0])
 
 
+class _OuterProducts(NamedTuple):
+    """The term of a weight's gradient: see :func:`grouped_outer`."""
+
+    grad: Tensor
+    rows: Tensor
+    sizes: GroupSizes
+
+    def make(self) -> Tensor:
+        return grouped_outer(self.grad, self.rows, self.sizes)
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        """total: [E, out, in]; only what is one batch is added where it lies."""
+        if self.sizes.largest < 0 or total.dtype != self.rows.dtype:
+            add(self.make(), total, is_first=is_first)
+            return
+        batches = _as_batch(self.grad, self.sizes)[0].mT, _as_batch(self.rows, self.sizes)[0]
+        if is_first:
+            torch.bmm(*batches, out=total)
+        else:
+            total.baddbmm_(*batches)
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -94,9 +116,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (rows, weight), sizes, grad = ctx.saved_tensors, ctx.sizes, grad.contiguous()
-        grad_weight = ctx.deferral.settle_or_owe(
-            ctx.param, lambda: grouped_outer(grad, rows, sizes)
-        )
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, _OuterProducts(grad, rows, sizes))
         return grouped_product(grad, weight, sizes), grad_weight, None, None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Protocol
 
 import torch
 
@@ -17,19 +18,32 @@ from raymega.parallel.sharding import Piece, ShardSpec
 from raymega.plan.tensors import GlobalTensor
 
 
+class GradientIntake(Protocol):
+    """Who sums the gradients of a parameter; see gradient_sums.Intake."""
+
+    def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
+        """Where the caller now adds a term, and whether it is the first and overwrites."""
+
+    def take(self, param: torch.Tensor) -> None:
+        """A backward has come by all uses of the parameter."""
+
+
 class ShardedParameter(torch.nn.Parameter):
     """A rank's part of one or several global tensors.
 
     Attributes:
         spec: Which part, who else holds it, and who counts it.
+        intake: Where terms of its gradient go; None leaves them to autograd.
     """
 
     spec: ShardSpec
+    intake: GradientIntake | None
 
     def __new__(cls, data: torch.Tensor, spec: ShardSpec) -> ShardedParameter:
         """Wrap ``data`` ([*spec.shape]), which gets no values here."""
         param = super().__new__(cls, data)
         param.spec = spec
+        param.intake = None
         return param
 
 

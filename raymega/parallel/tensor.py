@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
-from raymega.parallel.deferral import Deferral
+from raymega.parallel.comm import Pending
+from raymega.parallel.deferral import Deferral, add, settle
 from raymega.parallel.fp8_linear import Fp8, Place, fp8_linear
 from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter, initialise
@@ -118,14 +119,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S, B, in/tp] -> [S/sp, B, out]."""
-        y = self.stream.sum(self._term(x))
-        return y if self.bias is None else y + self.bias
-
-    def _term(self, x: Tensor) -> Tensor:
         if self.fp8 is None:
-            return _Linear.apply(x, self.weight, self.deferral)
+            return _RowLinear.apply(x, self.weight, self.bias, self.stream, self.deferral)
         place = Place(fp8=self.fp8, inner=self.stream.tp)
-        return fp8_linear(x, self.weight, None, place, self.deferral)
+        y = self.stream.sum(fp8_linear(x, self.weight, None, place, self.deferral))
+        return y if self.bias is None else y + self.bias
 
 
 class WholeLinear(nn.Module):
@@ -163,9 +161,10 @@ class VocabParallelEmbedding(nn.Module):
 def vocab_embedding(tokens: Tensor, weight: Tensor, stream: Stream) -> Tensor:
     """Look up rows of a table cut over tp. tokens: [S, B] int64, weight: [V/tp, D] -> [S/sp, B, D]."""
     if stream.tp.size == 1:
-        return embedding(tokens, weight)
+        return _Lookup.apply(tokens, weight)
     rows, is_elsewhere = local_rows(tokens, weight.shape[0], stream.tp)
-    return stream.sum(embedding(rows, weight).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
+    found = _Lookup.apply(rows, weight)
+    return stream.sum(found.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
 
 
 def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
@@ -200,9 +199,58 @@ def column_linear(
     return _ColumnLinear.apply(x.contiguous(), weight, bias, stream, deferral)
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of W in y = x W^T from that of y. grad: [..., out], x: [..., in] -> [out, in]."""
-    return grad.flatten(0, -2).T @ x.flatten(0, -2)
+class OuterProducts(NamedTuple):
+    """The term of W's gradient in y = x W^T from that of y. grad: [..., out], x: [..., in]."""
+
+    grad: Tensor
+    x: Tensor
+
+    def make(self) -> Tensor:
+        """[out, in]."""
+        return self.grad.flatten(0, -2).T @ self.x.flatten(0, -2)
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        """total: [out, in]; sums of a wider format get the product rounded to that of W."""
+        rows, columns = self.grad.flatten(0, -2).T, self.x.flatten(0, -2)
+        if total.dtype != columns.dtype:
+            add(rows @ columns, total, is_first=is_first)
+        elif is_first:
+            torch.mm(rows, columns, out=total)
+        else:
+            total.addmm_(rows, columns)
+
+
+class _Rows(NamedTuple):
+    """The term of a table's gradient from that of rows looked up. grad: [..., D], rows: [...]."""
+
+    grad: Tensor
+    rows: Tensor
+    num_rows: int
+
+    def make(self) -> Tensor:
+        table = self.grad.new_zeros(self.num_rows, self.grad.shape[-1])
+        return table.index_add_(0, self.rows.flatten(), self.grad.flatten(0, -2))
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        if is_first:
+            total.zero_()
+        total.index_add_(0, self.rows.flatten(), self.grad.flatten(0, -2).to(total.dtype))
+
+
+class _Lookup(torch.autograd.Function):
+    """weight[rows]; what backward adds to a sum of the table is as many rows as there are tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.param = weight
+        return embedding(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (rows,) = ctx.saved_tensors
+        return None, settle(ctx.param, _Rows(grad, rows, ctx.param.shape[0]))
 
 
 class _Linear(torch.autograd.Function):
@@ -218,8 +266,28 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, lambda: weight_gradient(grad, x))
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, x))
         return grad @ weight, grad_weight, None
+
+
+class _GatheredProducts(NamedTuple):
+    """OuterProducts with all of x, of which this rank has a part; gathering it may be under way."""
+
+    grad: Tensor
+    part: Tensor
+    stream: Stream
+    gather: tuple[Tensor, Pending] | None
+
+    def make(self) -> Tensor:
+        return self._whole().make()
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        self._whole().add_to(total, is_first=is_first)
+
+    def _whole(self) -> OuterProducts:
+        x, gathering = self.gather or self.stream.start_gather(self.part)
+        gathering.wait(self.stream.tp.timeout_s)
+        return OuterProducts(self.grad, x)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -243,18 +311,41 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        timeout_s = ctx.stream.tp.timeout_s
-        is_put_off = ctx.deferral.is_open
         # The gather of what is put off is left for then too, so that only a part of x is kept.
-        gather = None if is_put_off else ctx.stream.start_gather(x)
+        gather = None if ctx.deferral.is_open else ctx.stream.start_gather(x)
         grad_x, summing = ctx.stream.start_sum(grad @ weight)
-
-        def make() -> Tensor:
-            whole, gathering = gather or ctx.stream.start_gather(x)
-            gathering.wait(timeout_s)
-            return weight_gradient(grad, whole)
-
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, make)
+        term = _GatheredProducts(grad, x, ctx.stream, gather)
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, term)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        summing.wait(timeout_s)
+        summing.wait(ctx.stream.tp.timeout_s)
         return grad_x, grad_weight, grad_bias, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """Each rank's term of y, their sum, and then the bias; backward needs the positions of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stream: Stream,
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.param, ctx.has_bias = weight, bias is not None
+        ctx.stream, ctx.deferral = stream, deferral
+        y, summing = stream.start_sum(linear(x, weight))
+        summing.wait(stream.tp.timeout_s)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        whole, gathering = ctx.stream.start_gather(grad.contiguous())
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        gathering.wait(ctx.stream.tp.timeout_s)
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(whole, x))
+        return whole @ weight, grad_weight, grad_bias, None, None

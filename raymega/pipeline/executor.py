@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raymega.errors import Fault, InternalError
-from raymega.parallel.deferral import Deferral, OwedGradient, make_owed
+from raymega.parallel.deferral import Debt, Deferral, make_owed
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import (
     FREES_ACTIVATIONS,
@@ -188,7 +188,7 @@ class _Step(Generic[MicroBatch]):
         self._outputs: dict[Key, Tensor] = {}
         self._edges: dict[Key, GradientEdge] = {}
         self._gradients: dict[Key, Tensor] = {}
-        self._owed: dict[Key, list[OwedGradient]] = {}
+        self._owed: dict[Key, list[Debt]] = {}
         wide = torch.promote_types(p2p.dtype, torch.float32)
         self.loss_sum = torch.zeros((), dtype=wide, device=p2p.device)
         self.actions: dict[Op, Callable[[Instruction], None]] = {

@@ -235,10 +235,12 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="every rank adds a row layer's bias",
         file="parallel/tensor.py",
-        old="        y = self.stream.sum(_Linear.apply(x, self.weight, self.deferral))\n"
-        "        return y if self.bias is None else y + self.bias",
-        new="        y = _Linear.apply(x, self.weight, self.deferral)\n"
-        "        return self.stream.sum(y if self.bias is None else y + self.bias)",
+        old="        y, summing = stream.start_sum(linear(x, weight))\n"
+        "        summing.wait(stream.tp.timeout_s)\n"
+        "        return y if bias is None else y.add_(bias)",
+        new="        y, summing = stream.start_sum(linear(x, weight, bias))\n"
+        "        summing.wait(stream.tp.timeout_s)\n"
+        "        return y",
         layout=Layout(tp=2),
         job=GPT2,
     ),
@@ -253,23 +255,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="cross entropy takes the peak of its own columns",
         file="parallel/cross_entropy.py",
-        old='all_reduce(_peak(real).to(wide), tp, op="max")',
-        new="_peak(real).to(wide)",
+        old='all_reduce(own_peak.clone(), tp, op="max")',
+        new="own_peak",
         layout=Layout(tp=2),
     ),
     Mutation(
         name="smoothing is spread over the rank's own columns",
         file="parallel/cross_entropy.py",
-        old="shifted.sum(-1) / terms.vocab_size",
-        new="shifted.sum(-1) / logits.shape[-1]",
+        old="mean = (total + num_real * lift) / terms.vocab_size",
+        new="mean = (total + num_real * lift) / logits.shape[-1]",
         layout=Layout(tp=2),
         job=LOSSES,
     ),
     Mutation(
         name="z-loss takes the rank's own sum of exponentials",
         file="parallel/cross_entropy.py",
-        old="_z_factor(log_sum_exp, terms) / sum_exp",
-        new="_z_factor(log_sum_exp - torch.tensor(float(tp.size)).log(), terms) / sum_exp",
+        old="_z_factor(log_sum_exp, terms) / sum_exp * scale",
+        new="_z_factor(log_sum_exp - torch.tensor(float(tp.size)).log(), terms) / sum_exp * scale",
         layout=Layout(tp=2),
         job=LOSSES,
     ),
@@ -524,9 +526,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="a weight gradient that was put off is forgotten",
         file="parallel/deferral.py",
-        old="    while owed:",
-        new="    while len(owed) > 1:",
+        old="    for weight in list(terms):",
+        new="    for weight in list(terms)[1:]:",
         layout=Layout(pp=2, schedule="zb_h1"),
+    ),
+    Mutation(
+        name="products of a micro-batch overwrite those of the one before",
+        file="parallel/deferral.py",
+        old="term.add_to(total, is_first=is_first)",
+        new="term.add_to(total, is_first=True)",
+        layout=Layout(tp=2),
     ),
     Mutation(
         name="ranks train on the same samples",

@@ -1,11 +1,12 @@
-"""Weight gradients that are put off are the ones that come at once, in bits, and come by hooks."""
+"""Weight gradients that are put off, or added where sums lie, are the ones that come by autograd."""
 
 import pytest
 import torch
 
 from raymega.model.stage import StageModule
-from raymega.parallel.deferral import OwedGradient, make_owed
+from raymega.parallel.deferral import Debt, Made, make_owed
 from raymega.plan.stages import even_stages
+from tests.support.params import make_buffer
 from tests.support.reference import draw_batch, make_model
 from tests.unit.model.parts import make_stream
 
@@ -74,6 +75,65 @@ def test_a_weight_that_is_used_twice_gets_one_gradient():
     weight = torch.zeros(2, requires_grad=True)
     seen = []
     weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.tolist()))
-    owed = [OwedGradient(weight, lambda by=by: torch.full((2,), by)) for by in (1.0, 2.0)]
+    owed = [Debt(weight, Made(lambda by=by: torch.full((2,), by))) for by in (1.0, 2.0)]
     make_owed(owed)
     assert seen == [[3.0, 3.0]] and owed == []
+
+
+def _work(stage, batches, *, is_put_off):
+    for batch in batches:
+        if not is_put_off:
+            stage(*batch, None).backward()
+            continue
+        with stage.deferral.collecting() as owed:
+            stage(*batch, None).backward()
+        make_owed(owed)
+
+
+@pytest.mark.parametrize("is_put_off", [False, True], ids=["at once", "put off"])
+def test_sums_get_terms_where_they_lie_and_those_of_autograd(stage, is_put_off):
+    model, stage = stage
+    batches = [draw_batch(model, seed=seed) for seed in (1, 2)]
+    _work(stage, batches, is_put_off=False)
+    wanted = _gradients(stage)
+    by_autograd = set()
+    for name, param in stage.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param, name=name: by_autograd.add(name) if param.grad is not None else None
+        )
+    buffer = make_buffer(list(stage.parameters()))
+    for _ in range(2):
+        buffer.zero()
+        _work(stage, batches, is_put_off=is_put_off)
+        buffer.finish()
+        for name, param in stage.named_parameters():
+            torch.testing.assert_close(
+                buffer.view(param), wanted[name], rtol=1e-13, atol=1e-13, msg=name
+            )
+    matrices = {name for name in wanted if wanted[name].dim() == 2 and "positions" not in name}
+    assert by_autograd == wanted.keys() - matrices
+
+
+def test_a_hook_on_the_gradient_sees_it_and_sums_stay_as_they_are(stage):
+    model, stage = stage
+    params = dict(stage.named_parameters())
+    buffer, batch, seen = make_buffer(list(params.values())), draw_batch(model), {}
+    _work(stage, [batch], is_put_off=False)
+    wanted = {name: buffer.view(param).clone() for name, param in params.items()}
+    for name, param in params.items():
+        param.register_hook(lambda grad, name=name: seen.__setitem__(name, grad.clone()))
+    buffer.zero()
+    _work(stage, [batch], is_put_off=False)
+    for name, param in params.items():
+        for found in (seen[name], buffer.view(param)):
+            torch.testing.assert_close(found, wanted[name], rtol=1e-13, atol=1e-13, msg=name)
+
+
+def test_a_weight_of_two_uses_lets_its_bucket_leave_once(stage, monkeypatch):
+    """The tied table adds as a head first and as an embedding last."""
+    model, stage = stage
+    buffer, left = make_buffer(list(stage.parameters()), bucket_bytes=1), []
+    monkeypatch.setattr(buffer, "_leave", lambda bucket, _flat: left.append(bucket.index))
+    buffer.launch_when_full()
+    stage(*draw_batch(model), None).backward()
+    assert len(left) == len(set(left)) == len(list(stage.parameters()))
