@@ -88,6 +88,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
+    mpl.rcParams["axes.unicode_minus"] = False
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(

@@ -112,10 +112,11 @@ class MemorySection(Section):
         description="full only: so many blocks in a row are kept as one input and computed again "
         "together.",
     )
-    offload: tuple[Literal["activations"], ...] = Field(
+    offload: tuple[Literal["activations", "optimizer"], ...] = Field(
         default=(),
         description="What waits in host memory while nothing uses it, copied behind the work. activations: "
-        "what blocks keep for backward. The same bits; on a CPU a plain copy that gains nothing.",
+        "what blocks keep for backward. optimizer: masters and state, but for while they are updated. The same "
+        "bits; on a CPU a plain copy that gains nothing.",
     )
 
 

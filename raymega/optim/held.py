@@ -15,10 +15,7 @@ from raymega.optim.state_formats import AsMasters, Kept, Place, keep
 from raymega.optim.updates import Slot
 from raymega.parallel.blocks import Block
 from raymega.parallel.buckets import Range
-from raymega.plan.optimizer_state import MOST_KINDS, format_of, kinds_of
-
-PORTION_ELEMENTS = 2**24
-"""Owned elements that are updated at once, so that what lasts for the update alone stays small."""
+from raymega.plan.optimizer_state import MOST_KINDS, PORTION_ELEMENTS, format_of, kinds_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +54,14 @@ class Held:
     gradient: torch.Tensor
     master: torch.Tensor
     members: tuple[Member, ...]
+
+    @property
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All that only an update reads."""
+        if self.weights.dtype != self.master.dtype:
+            yield self.master
+        for member in self.members:
+            yield from (kept.memory for kept in member.kept)
 
     def blocks(self) -> Iterator[Block]:
         """Masters, then state, each kind of all extents in turn."""

@@ -8,11 +8,13 @@ neither is kept twice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.optim.held import hold, portions
+from raymega.optim.held import Held, hold, portions
+from raymega.optim.host_state import HostState
 from raymega.optim.portion import Portion
 from raymega.parallel.blocks import Block, StateTensor
 from raymega.parallel.buckets import BucketTable
@@ -40,10 +42,11 @@ class Optimizer:
         groups: Groups,
         *,
         states: Sequence[StateTensor] = (),
+        is_on_host: bool = False,
     ) -> None:
-        """``states`` are kept beside the masters and not updated here."""
+        """``states`` are kept beside the masters and not updated here; the rest may lie on the host."""
         self._table, self._weights, self._section = table, weights, section
-        self._states = states
+        self._states, self._is_on_host = states, is_on_host
         # torch reads and raises a count per slot. Views of one vector are set by one write.
         num_extents = sum(len(list(table.owned(bucket).extents())) for bucket in table.buckets)
         device = table.buckets[0].spans[0].param.device
@@ -59,9 +62,14 @@ class Optimizer:
             )
             for bucket in table.buckets
         ]
-        self._portions = [
-            Portion(held, table, section, model, groups) for held in portions(self._held)
-        ]
+        self._portions = list(portions(self._held))
+        self._updates = [Portion(held, table, section, model, groups) for held in self._portions]
+        # Views are made while there is memory.
+        self._blocks = [block for held in self._held for block in held.blocks()]
+        on_host = self._portions if is_on_host else []
+        self._host = HostState(
+            [[t for held in some for t in held.memory] for some in on_host], device
+        )
 
     def step(self, *, lr: float, step: int, gradient_factor: float = 1.0) -> None:
         """Make the update number ``step``, counted from 1, with ``gradient_factor`` times the gradients.
@@ -71,9 +79,10 @@ class Optimizer:
         self._weights.wait_for_all()
         self._num_steps.fill_(step - 1)
         divisor = self._divisor(gradient_factor)
-        for portion in self._portions:
-            portion.update(lr=lr, divisor=divisor)
-        self.sync_weights()
+        for number in self._host.turns() if self._is_on_host else range(len(self._portions)):
+            self._updates[number].update(lr=lr, divisor=divisor)
+            self._round(self._portions[number])
+        self._weights.mark_updated()
 
     def _divisor(self, factor: float) -> torch.Tensor | None:
         """What the update divides gradients by on its way; wider ones than that has are scaled here."""
@@ -89,26 +98,32 @@ class Optimizer:
         """What a checkpoint keeps; a load fills the values and then calls :meth:`sync_weights`."""
         for state in self._states:
             yield from state.blocks()
-        for held in self._held:
-            yield from held.blocks()
+        for block in self._blocks:
+            yield replace(block, values=self._host.on_host(block.values))
 
     def values(self) -> Iterator[Block]:
         """Masters and state, all in the masters' format, whatever the state is kept in."""
         for state in self._states:
             yield from state.blocks()
-        for held in self._held:
-            yield from held.values(self._section.name)
+        with self._host.all_here():
+            for held in self._held:
+                yield from held.values(self._section.name)
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Masters that this rank counts, flat, by tensor: over all ranks each element once."""
         for held in self._held:
             part = self._table.share(held.part.bucket)
-            yield from counted(part, held.master, begin=held.part.begin)
+            master = self._host.on_host(held.master).to(held.weights.device)
+            yield from counted(part, master, begin=held.part.begin)
 
-    @torch.no_grad()
     def sync_weights(self) -> None:
         """Round the masters into the weights that are not their own masters."""
-        for held in self._held:
-            if held.weights.dtype != held.master.dtype:
-                held.weights.copy_(held.master)
+        self._round(self._held)
         self._weights.mark_updated()
+
+    @torch.no_grad()
+    def _round(self, some: Sequence[Held]) -> None:
+        for held in some:
+            if held.weights.dtype != held.master.dtype:
+                is_here = held.master.untyped_storage().nbytes() > 0
+                held.weights.copy_(held.master if is_here else self._host.on_host(held.master))

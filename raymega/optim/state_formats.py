@@ -48,7 +48,13 @@ class Place:
 
 
 class Kept(Protocol):
-    """State of one kind at one place. An update opens it, changes the values, and closes it."""
+    """State of one kind at one place. An update opens it, changes the values, and closes it.
+
+    ``memory`` is what has a value for each element.
+    """
+
+    @property
+    def memory(self) -> torch.Tensor: ...
 
     def open(self) -> torch.Tensor:
         """The values, flat, in the masters' format."""
@@ -80,6 +86,10 @@ class AsMasters:
     def __init__(self, kind: str, place: Place) -> None:
         self._kind, self._place, self._values = kind, place, place.zeros(place.dtype)
 
+    @property
+    def memory(self) -> torch.Tensor:
+        return self._values
+
     def open(self) -> torch.Tensor:
         return self._values
 
@@ -98,6 +108,10 @@ class InBfloat16:
 
     def __init__(self, kind: str, place: Place) -> None:
         self._kind, self._place, self._values = kind, place, place.zeros(torch.bfloat16)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self._values
 
     def open(self) -> torch.Tensor:
         return self._values.to(self._place.dtype)
@@ -172,6 +186,10 @@ class InBlocks:
             if self._is_square:  # nothing is divided by a zero that was none
                 codes = torch.maximum(codes, (shares > 0).int())
             part.of(self._codes).copy_(codes)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self._codes
 
     def _shared_scales(self, part: _Part, shared: SharedBlocks) -> torch.Tensor:
         at = self._place.extent.param, part.piece, self._kind

@@ -85,3 +85,8 @@ def attention_s(
 def memory_s(device: Accelerator, num_bytes: float) -> float:
     """Reading and writing ``num_bytes`` of the device's memory."""
     return num_bytes / (device.memory_bytes_per_s * device.fitted.memory_share)
+
+
+def host_s(device: Accelerator, num_bytes: float) -> float:
+    """To the host's memory or back; both ways go at once."""
+    return num_bytes / (device.host_bytes_per_s * device.fitted.link_share)

@@ -17,7 +17,7 @@ from raymega.plan.context_cost import shape_cost
 from raymega.plan.expert_time import ExpertTime, expert_time
 from raymega.plan.fp8_rules import NONE_IN_EIGHT
 from raymega.plan.hardware import fitted_hardware
-from raymega.plan.kernel_time import BACKWARD_ATTENTION, attention_s, matmul_s, memory_s
+from raymega.plan.kernel_time import BACKWARD_ATTENTION, attention_s, host_s, matmul_s, memory_s
 from raymega.plan.link_time import all_reduce_s, make_span
 from raymega.plan.software import Software
 from raymega.plan.stages import Stage
@@ -162,8 +162,7 @@ def _away(shape: ActivationShape, device: Accelerator, *, has_experts: bool) -> 
     if "activations" not in shape.memory.offload:
         return {}
     whole = layer_bytes(replace(shape, memory=MemorySection()), has_experts=has_experts)
-    speed = device.host_bytes_per_s * device.fitted.link_share
-    return {"away_s": whole / speed, "away_input_s": shape.stream_bytes / speed}
+    return {"away_s": host_s(device, whole), "away_input_s": host_s(device, shape.stream_bytes)}
 
 
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:

@@ -17,6 +17,8 @@ KINDS = {
     "muon": ("muon.momentum",),
 }
 """State tensors of each update, each shaped like the parameter and zero at the start."""
+PORTION_ELEMENTS = 2**24
+"""Owned elements that are updated at once, so that what lasts for the update alone stays small."""
 MOST_KINDS = max(map(len, KINDS.values()))
 Format = Literal["master", "bfloat16", "8bit"]
 SHORT_ROLES = ("matrix", "embedding", "head")

@@ -14,7 +14,7 @@ from raymega.config.schema import Job, ModelSection, OptimizerSection
 from raymega.plan.fp8_rules import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.levels import Level, level_of, sharers
-from raymega.plan.optimizer_state import format_of, kinds_of, state_bytes
+from raymega.plan.optimizer_state import PORTION_ELEMENTS, format_of, kinds_of, state_bytes
 from raymega.plan.stages import Stage
 from raymega.plan.state_blocks import scale_boxes
 from raymega.plan.tensors import GlobalTensor, Role, layer_tensors, model_tensors, stage_tensors
@@ -30,7 +30,8 @@ class StateSize:
     copies in fp8. ``master_bytes`` is 0
     when the compute format is already float32 or better, because the optimizer then works on the
     weights themselves. ``passing_bytes`` are of sharded weights that are gathered for a use, and of
-    sharded gradients of one micro-batch: two units of the model each, one at work and one on its way.
+    sharded gradients of one micro-batch: two units of the model each, one at work and one on its way;
+    with optimizer state on the host, of which ``host_bytes`` is all, also of what is being updated.
     """
 
     num_parameters: int
@@ -40,6 +41,7 @@ class StateSize:
     master_bytes: int
     moment_bytes: int
     passing_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -205,7 +207,7 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         passing += held.pair * compute
     # Rows and columns of a weight are multiplied, each by its own copy; without one where it is gathered.
     copies = 2 * held.in_fp8 if level < Level.PARAMETERS or not passing else 0
-    return StateSize(
+    size = StateSize(
         num_parameters=held.total,
         num_owned=owned + owned_wide,
         weight_bytes=gathered * compute + held.wide * full + copies,
@@ -214,6 +216,17 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),
         passing_bytes=passing,
     )
+    return _with_state_on_host(size) if "optimizer" in job.memory.offload else size
+
+
+def _with_state_on_host(size: StateSize) -> StateSize:
+    """The same, where masters and moments are on the device a portion after the other: three at most."""
+    away = size.master_bytes + size.moment_bytes
+    here = round(away * min(1.0, 3 * PORTION_ELEMENTS / max(1, size.num_owned)))
+    return replace(
+        size, master_bytes=0, moment_bytes=0, passing_bytes=size.passing_bytes + here,
+        host_bytes=away,
+    )  # fmt: skip
 
 
 def _moment_bytes(

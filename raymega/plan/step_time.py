@@ -13,7 +13,7 @@ from raymega.config.schema import Job
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape, activation_shape
 from raymega.plan.fp8_rules import InEight
-from raymega.plan.kernel_time import memory_s
+from raymega.plan.kernel_time import host_s, memory_s
 from raymega.plan.link_time import gather_s, make_span, message_s
 from raymega.plan.rank_kinds import RankKind, rank_kinds, stage_kind
 from raymega.plan.replica_time import data_parallel_s
@@ -115,7 +115,9 @@ def step_time(
         data_parallel_s=data_parallel_s(
             plan, held, device, software, backward_s=pace.busiest_s * 2 / 3
         ),
-        optimizer_s=memory_s(device, state.num_owned * OPTIMIZER_BYTES),
+        optimizer_s=max(
+            memory_s(device, state.num_owned * OPTIMIZER_BYTES), host_s(device, state.host_bytes)
+        ),
         straggler_s=(device.straggler - 1) * compute,
     )
     if not device.shared_cores:

@@ -171,6 +171,7 @@ def build_parts(
             job.model,
             groups,
             states=[StateTensor(param=state, group=groups.replicas) for state in states],
+            is_on_host="optimizer" in job.memory.offload,
         ),
         routers=find_routers(job.model, modules, device),
         comm_log=comm_log,

@@ -289,7 +289,7 @@ OPTIONS = (
         values=(1, 2),
         matters=lambda layout: layout.recompute == "full",
     ),
-    Option(name="offload", path="memory.offload", values=((), ("activations",))),
+    Option(name="offload", path="memory.offload", values=((), ("activations", "optimizer"))),
     Option(
         name="kernels",
         path="run.kernels",

@@ -1,4 +1,4 @@
-"""Runs whose activations wait on the host are the runs without, bit for bit, on every kind of layout."""
+"""Runs whose activations and state wait on the host are the runs without, bit for bit, on every kind of layout."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ CASES = [
 def test_it_changes_no_bit(layout, options):
     overrides = [*layout_overrides(layout), *options]
     wanted_curves, wanted = train(overrides, steps=2)
-    curves, state = train([*overrides, "memory.offload=[activations]"], steps=2)
+    curves, state = train([*overrides, "memory.offload=[activations,optimizer]"], steps=2)
     assert curves == wanted_curves
     for name, values in wanted.items():
         np.testing.assert_array_equal(state[name], values, err_msg=name)

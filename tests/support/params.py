@@ -52,8 +52,11 @@ def make_buffer(params, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_B
     return GradBuffer(make_table([params], groups, level=level, bucket_bytes=bucket_bytes), groups)
 
 
-def make_optimizer(params, section, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES):
+def make_optimizer(
+    params, section, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES, **options
+):
     """Gradients, weights and the optimizer of one model chunk."""
     table = make_table([params], groups, level=level, bucket_bytes=bucket_bytes)
     gradients, weights = GradBuffer(table, groups), WeightBuffer(table)
-    return gradients, weights, Optimizer(table, gradients, weights, section, MODEL, groups)
+    optimizer = Optimizer(table, gradients, weights, section, MODEL, groups, **options)
+    return gradients, weights, optimizer

@@ -8,6 +8,8 @@ from raymega.plan.accelerators import accelerator
 from raymega.plan.activations import activation_shape, layer_bytes, stage_activations
 from raymega.plan.layer_time import layer_time
 from raymega.plan.software import RAYMEGA
+from raymega.plan.state_size import rank_state
+from raymega.plan.step_time import step_time
 from tests.support.jobs import make_test_plan
 
 AWAY = "memory.offload=[activations]"
@@ -44,3 +46,20 @@ def test_a_slow_link_sets_the_pace_and_a_fast_one_is_hidden():
     assert fast.pass_s("none") == layer_time(_kept()[0], h100, RAYMEGA).pass_s("none")
     seconds = layer_bytes(shape) / (1e6 * h100.fitted.link_share)
     assert slow.pass_s("none") == pytest.approx((seconds, seconds))
+
+
+def test_state_on_the_host_leaves_three_portions_and_takes_the_links_time():
+    large = (
+        "model.width=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_width=14336",
+        "model.num_layers=8", "parallel.pp=1", "precision.dtype=bfloat16",
+    )  # fmt: skip
+    here, away = (
+        make_test_plan(*large, f"memory.offload={text}") for text in ("[]", "[optimizer]")
+    )
+    mine, theirs = (rank_state(p.job, p.stages, p.grid, tp_rank=0) for p in (away, here))
+    assert mine.host_bytes == theirs.master_bytes + theirs.moment_bytes == 12 * mine.num_owned
+    assert theirs.total_bytes - mine.total_bytes == mine.host_bytes - 3 * 2**24 * 12
+    h100 = accelerator("h100")
+    seconds = mine.host_bytes / (64e9 * h100.fitted.link_share)
+    assert step_time(away, h100).optimizer_s == pytest.approx(seconds)
+    assert step_time(here, h100).optimizer_s < seconds
