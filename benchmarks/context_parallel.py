@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from raymega.parallel import context_attention, context_transfers
-from raymega.parallel.comm import Pending
 from raymega.parallel.context import Context, Places, Rows, held_positions, make_places
 from raymega.parallel.groups import alone
+from raymega.parallel.pending import Pending
 from raymega.plan.grid import Grid
 from tests.support.ranks import RankEnv, run_grid
 

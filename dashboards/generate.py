@@ -241,6 +241,8 @@ ROWS = (
             rank_curve("Forward", "worker/forward_s", needs=TIMELINE),
             rank_curve("Backward", "worker/backward_s", needs=TIMELINE),
             rank_curve("Transfers", "worker/transfer_s", needs=TIMELINE),
+            rank_curve("Work, waits taken off", "worker/work_s"),
+            curve("Slowest rank over the others of its stage", "worker/max_work_ratio"),
         ),
     ),
     Row(
@@ -280,6 +282,10 @@ ROWS = (
             curve("Detection and recovery", "run/detection_s", "run/recovery_s", width=6),
             curve("Steps done again", "run/lost_steps", width=6),
             curve("Goodput, at the end", "run/goodput", width=6, unit="percentunit"),
+            curve(
+                "Steps done twice for bad numbers", "run/doubted_steps", "run/rollbacks", width=6
+            ),
+            curve("Look at replicas", "train/divergence_check_s", width=6),
         ),
     ),
     Row(

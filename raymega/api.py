@@ -53,6 +53,7 @@ from raymega.storage.open import apart_faults, folder_faults, local_path, open_s
 from raymega.storage.patient import PatientStore
 from raymega.storage.store import Store
 from raymega.tracking.composite import CompositeSink
+from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
 from raymega.tracking.pictures import PicturesSink
@@ -305,7 +306,8 @@ def _watching(job: Job, sinks: Sequence[Sink], choice: Choice | None) -> Iterato
         watcher=others,
         files=_keep_choice(choice, folder),
     )
-    sink = CompositeSink([pictures, others])
+    incidents = IncidentsSink(folder / "incidents", clock=_unix_s, watcher=others)
+    sink = CompositeSink([incidents, pictures, others])
     try:
         yield sink
     finally:

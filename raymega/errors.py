@@ -76,6 +76,15 @@ class LeaseError(RaymegaError):
     exit_code = 6
 
 
+class RollbackError(NumericsError):
+    """A step's numbers or a rank's weights are no good, and the job wants to go back for it.
+
+    ``next_sample`` is where the data go on after the steps that are undone; -1 where they left off.
+    """
+
+    next_sample = -1
+
+
 class CheckpointError(RaymegaError):
     """A checkpoint is missing, torn, or of another model."""
 

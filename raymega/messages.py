@@ -100,6 +100,8 @@ class StartWorker:
         restore: Key of the manifest to restore from, relative to the run; empty for a fresh start.
         device: ``cpu`` or ``cuda``.
         replicas: State in other nodes' memory.
+        passed_over: Ranges of global samples, first and end, that the run is not to train on: where it
+            comes upon the first one, it goes on at the end.
     """
 
     plan_json: str
@@ -111,6 +113,7 @@ class StartWorker:
     restore: str
     device: str
     replicas: Replicas = field(default_factory=Replicas)
+    passed_over: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +136,22 @@ class StepDone:
     rank: int
     step: int
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDoubted:
+    """The first pass of the step just done had numbers that are no good; reported by rank 0.
+
+    ``kind`` is ``nan`` or ``spike``, ``fact`` the numbers, ``where`` the first that is not finite, if
+    it was found, and ``ruling`` what became of the step.
+    """
+
+    rank: int
+    step: int
+    kind: str
+    fact: str
+    where: str
+    ruling: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +262,8 @@ class WorkerFailed:
 
     ``error`` is the class name, ``faults`` its text. ``is_secondary`` marks a failure that another
     rank's failure caused (a lost connection), which the driver shows only when nothing else is
-    known. ``exit_code`` is the error's own when it is a RaymegaError, else 1.
+    known. ``exit_code`` is the error's own when it is a RaymegaError, else 1. ``next_sample`` is a
+    RollbackError's.
     """
 
     rank: int
@@ -253,6 +273,7 @@ class WorkerFailed:
     traceback: str
     is_secondary: bool
     exit_code: int = 1
+    next_sample: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +295,7 @@ class NodesChecked:
 Report = (
     Entered
     | StepDone
+    | StepDoubted
     | Progress
     | Working
     | Evaluated

@@ -14,6 +14,7 @@ from raymega.config.checkpoint import CheckpointSection as CheckpointSection
 from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
+from raymega.config.elastic import ElasticSection as ElasticSection
 from raymega.config.fields import NonNegative, Positive, PositiveFloat, Section
 from raymega.config.mla import MlaSection as MlaSection
 from raymega.config.model import ModelSection as ModelSection
@@ -117,75 +118,6 @@ class MemorySection(Section):
         description="What waits in host memory while nothing uses it, copied behind the work. activations: "
         "what blocks keep for backward. optimizer: masters and state, but for while they are updated. The same "
         "bits; on a CPU a plain copy that gains nothing.",
-    )
-
-
-class ElasticSection(Section):
-    """How the driver meets failures."""
-
-    max_failures: NonNegative = Field(
-        default=3, description="Restarts of the worker group before the run gives up (exit 4)."
-    )
-    collective_timeout_s: PositiveFloat = Field(
-        default=300.0, description="Longest wait of a collective or a pipeline transfer."
-    )
-    start_timeout_s: PositiveFloat = Field(
-        default=180.0, description="Longest wait for workers to start and to meet."
-    )
-    stop_timeout_s: PositiveFloat = Field(
-        default=120.0, description="Longest wait for the last save when a run is asked to stop."
-    )
-    lease_s: PositiveFloat = Field(
-        default=30.0,
-        description="How long a driver that shows no sign of life keeps the run to itself. A driver that "
-        "takes it up elsewhere waits so long; one that finds the other's process gone does not wait.",
-    )
-    spares: NonNegative = Field(
-        default=0,
-        description="Workers held ready beside the grid, loaded and idle; one takes a lost worker's rank "
-        "at once, and another is made behind it. A multiple of parallel.tp where tp groups stay on a "
-        "node: they move as a whole.",
-    )
-    min_workers: Positive | Literal["grid"] = Field(
-        default=1,
-        description="Fewest workers that a run which has lost some goes on with, on the best smaller "
-        "grid; `grid` waits for the job's own instead.",
-    )
-    replan_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=5.0,
-        description="How long a run that has lost workers waits for others before it takes a smaller "
-        "grid.",
-    )
-    grow: bool = Field(
-        default=True,
-        description="Go back to the job's own grid when there are workers for it again and that saves "
-        "more time than it costs.",
-    )
-    grow_horizon_s: PositiveFloat = Field(
-        default=3600.0,
-        description="How long workers that came back are trusted to stay: time saved beyond it does "
-        "not count when the cost of growing is weighed.",
-    )
-    drain_margin_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=30.0,
-        description="How long before a draining node is taken away the run leaves it, with a save, even "
-        "when no process is ready elsewhere; it leaves at once when one is.",
-    )
-    snapshot_every: NonNegative = Field(
-        default=0,
-        description="Steps between snapshots of the state in host memory of the worker's own node "
-        "and of a partner node, from which a lost worker or node is made up for; 0 is never.",
-    )
-    snapshot_when_late: Literal["wait", "skip"] = Field(
-        default="wait",
-        description="When a snapshot is due and the one before is still on its way. wait: training "
-        "stands still, so that a loss costs no more than snapshot_every says. skip: it is taken "
-        "after a later step.",
-    )
-    snapshot_timeout_s: PositiveFloat = Field(
-        default=60.0,
-        description="Longest wait for a file of a snapshot to reach another node's memory, or to "
-        "come back.",
     )
 
 

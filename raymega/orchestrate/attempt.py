@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from raymega.config.schema import ElasticSection
+from raymega.errors import CheckpointError
 from raymega.messages import (
     Entered,
     Evaluated,
@@ -24,6 +25,8 @@ from raymega.messages import (
     Working,
 )
 from raymega.orchestrate.policies import Failure, FailureKind
+from raymega.orchestrate.signs import Answered, ProcessSeen, Sign, Standing
+from raymega.orchestrate.watch import Watch
 
 SETTLE_S = 2.0
 """How long a lost connection waits for its cause: the death or the error of another rank."""
@@ -36,13 +39,21 @@ class Attempt:
     """One worker group, from its start to its end."""
 
     def __init__(
-        self, *, world_size: int, first_step: int, elastic: ElasticSection, now_s: float
+        self,
+        *,
+        world_size: int,
+        first_step: int,
+        elastic: ElasticSection,
+        now_s: float,
+        steps_s: Iterable[float] = (),
     ) -> None:
+        """``steps_s`` are the run's earlier steps on the same grid, the newest last."""
         self.first_step = first_step
         self.step = first_step
         self.last_sign_s = now_s
         self._begun_s = now_s
         self._elastic = elastic
+        self._watch = Watch(elastic, steps_s)
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._finished: set[int] = set()
         self._steps = dict.fromkeys(range(world_size), first_step)
@@ -59,9 +70,11 @@ class Attempt:
         """Every rank has left its loop in good order."""
         return len(self._finished) == len(self._steps)
 
-    def observe(self, report: Report, now_s: float) -> None:
+    def observe(self, report: Report | Sign, now_s: float) -> None:
         """Take in one report, in order of arrival."""
         match report:
+            case Answered() | Standing() | ProcessSeen():
+                self._watch.observe(report, now_s)
             case WorkerDied():
                 self._lose(_death(report, step=self.step))
             case WorkerFailed(is_secondary=True):
@@ -72,7 +85,7 @@ class Attempt:
                 self._entered[report.phase].add(report.rank)
                 self.last_sign_s = now_s
             case StepDone() | Progress():
-                self._advance(report.rank, report.step, now_s)
+                self._advance(report, now_s)
             case WorkerFinished():
                 self._finished.add(report.rank)
                 self.last_sign_s = now_s
@@ -87,9 +100,26 @@ class Attempt:
             return self._primary
         if self._secondary:
             return self._settled(now_s)
+        is_training = self.has_passed("restored")
+        hang = self._watch.hang(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
+        if hang is not None:
+            return self._hang({hang.rank}, hang.message)
         if not self.has_met:
             return self._late_start(now_s)
         return self._standstill(now_s)
+
+    def look_due(self, now_s: float) -> frozenset[int] | None:
+        """Ranks that do not answer, when it is time to look where everybody stands; else None."""
+        is_training = self.has_passed("restored")
+        return self._watch.look_due(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
+
+    def whereabouts(self) -> dict[int, str]:
+        """By rank where it was last seen."""
+        seen = self._watch.standings
+        return {
+            rank: str(seen[rank]) if rank in seen else f"after step {step}"
+            for rank, step in self._steps.items()
+        }
 
     def has_passed(self, phase: str) -> bool:
         """Every rank has passed ``phase`` of its start."""
@@ -99,14 +129,20 @@ class Attempt:
         """``rank`` has loaded its state, or had none to load."""
         return rank in self._entered["restored"]
 
+    def could_not_restore(self, failure: Failure) -> bool:
+        """``failure`` is of a checkpoint that cannot be read."""
+        return failure.error == CheckpointError.__name__ and not self.has_restored(failure.rank)
+
     def _lose(self, failure: Failure) -> None:
         if self._primary is None:
             self._primary = failure
 
-    def _advance(self, rank: int, step: int, now_s: float) -> None:
-        if step > self._steps[rank]:
-            self._steps[rank] = step
-            self.step = max(step, self.step)
+    def _advance(self, report: StepDone | Progress, now_s: float) -> None:
+        if isinstance(report, StepDone):
+            self._watch.add_step(report.metrics.get("train/step_time_s", 0.0))
+        if report.step > self._steps[report.rank]:
+            self._steps[report.rank] = report.step
+            self.step = max(report.step, self.step)
             self.last_sign_s = now_s
 
     def _error(self, report: WorkerFailed) -> Failure:
@@ -118,6 +154,7 @@ class Attempt:
             message=report.message,
             traceback=report.traceback,
             exit_code=report.exit_code,
+            next_sample=report.next_sample,
         )
 
     def _settled(self, now_s: float) -> Failure | None:

@@ -15,9 +15,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raymega.messages import Report
 from raymega.orchestrate.ray_errors import FETCH_TIMEOUT_S, broken_call
+from raymega.orchestrate.signs import Sign
 from raymega.orchestrate.slots import Slot
 
-Answered = Callable[[Slot, Any], list[Report]]  # answers differ by call
+Reports = list[Report | Sign]
+Meet = Callable[[Slot, Any], Reports]  # answers differ by call
 Died = Callable[[Slot, RayActorError], list[Report]]
 
 
@@ -26,7 +28,7 @@ class _Call:
     """To whom, what to do with its answer, and whether it ends with the attempt."""
 
     slot: Slot
-    answered: Answered
+    answered: Meet
     is_of_attempt: bool
 
 
@@ -46,7 +48,7 @@ class Calls:
         slot: Slot,
         method: str,
         *args: object,
-        answered: Answered,
+        answered: Meet,
         is_of_attempt: bool = True,
     ) -> None:
         """Call the slot's process, if it has one."""
@@ -54,7 +56,7 @@ class Calls:
             ref = getattr(slot.actor, method).remote(*args)
             self._calls[ref] = _Call(slot=slot, answered=answered, is_of_attempt=is_of_attempt)
 
-    def meet(self, ref: ray.ObjectRef[Any], died: Died) -> list[Report]:
+    def meet(self, ref: ray.ObjectRef[Any], died: Died) -> Reports:
         """Deal with one answer, or with its absence: then ``died`` is called, once a process."""
         call = self._calls.pop(ref, None)
         if call is None:
@@ -63,7 +65,7 @@ class Calls:
             answer = ray.get(ref, timeout=FETCH_TIMEOUT_S)
         except RayActorError as error:
             self.forget(call.slot)
-            return died(call.slot, error)
+            return [*died(call.slot, error)]
         except (RayTaskError, GetTimeoutError) as error:
             return [broken_call(call.slot.rank, error)]
         return call.answered(call.slot, answer)
@@ -84,6 +86,6 @@ class Calls:
         self._calls = {ref: call for ref, call in self._calls.items() if is_kept(call)}
 
 
-def nothing(_slot: Slot, _answer: object) -> list[Report]:
+def nothing(_slot: Slot, _answer: object) -> Reports:
     """What to do with an answer that says nothing."""
     return []

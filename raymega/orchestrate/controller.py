@@ -10,7 +10,7 @@ import logging
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from raymega.errors import CapacityError, CheckpointError, LeaseError, RaymegaError
+from raymega.errors import CapacityError, LeaseError, RaymegaError
 from raymega.messages import (
     Entered,
     Evaluated,
@@ -20,6 +20,7 @@ from raymega.messages import (
     Report,
     Requests,
     StepDone,
+    StepDoubted,
     TimelineRecorded,
 )
 from raymega.orchestrate import events, verdicts
@@ -30,15 +31,10 @@ from raymega.orchestrate.group import AttemptOrder, WorkerGroup
 from raymega.orchestrate.journal import Journal
 from raymega.orchestrate.lease import Lease
 from raymega.orchestrate.losses import Losses
-from raymega.orchestrate.policies import (
-    Action,
-    Failure,
-    FailurePolicy,
-    give_up_error,
-    unsaved,
-)
+from raymega.orchestrate.policies import Action, Failure, give_up_error, policy_of, unsaved
 from raymega.orchestrate.restore import RestorePoint
 from raymega.orchestrate.saves import Committed, Refused, Superseded
+from raymega.orchestrate.signs import Sign
 from raymega.orchestrate.states import State
 from raymega.orchestrate.work import Work, begin_work
 from raymega.plan.run_plan import RunPlan
@@ -84,9 +80,8 @@ class Controller:
         self._clock, self._executor = clock, executor
         self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
         past = self._journal.past
-        policy = FailurePolicy(max_failures=plan.job.elastic.max_failures)
         self._grids = Grids(plan, num_before=past.num_workers)
-        self._losses = Losses(policy, clock, earlier=past.failures)
+        self._losses = Losses(policy_of(plan.job.elastic), clock, earlier=past.failures)
         self._restore = RestorePoint(lease.store, plan.job, group.keeping)
         self._error: RaymegaError | None = None
         self._is_stop_asked = False
@@ -259,6 +254,7 @@ class Controller:
                 attempt=self.state.attempt,
                 restore=start.key,
                 holders=start.holders,
+                passed_over=self._restore.passed_over,
             )
         )
 
@@ -270,15 +266,19 @@ class Controller:
             self._work.attempt.observe(report, self._clock.monotonic())
             self._take(report)
         self._take_outcomes()
-        return self._work.attempt.failure(self._clock.monotonic())
+        now_s = self._clock.monotonic()
+        if (silent := self._work.attempt.look_due(now_s)) is not None:
+            self._group.look(silent)
+        return self._work.attempt.failure(now_s)
 
     def _announce_workers(self) -> None:
         members = self._group.members()
         if members and not self._work.is_announced:
             self._work.is_announced = True
+            self._work.ranks.nodes = {rank: members[rank].node_id for rank in members}
             self._sink.emit(events.workers_started(self.state, members))
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: Report | Sign) -> None:
         for told in self._work.saves.take(report):
             self._sink.emit(told)
         match report:
@@ -286,13 +286,11 @@ class Controller:
                 self._losses.mark_start(report.phase, self._work.attempt)
             case StepDone():
                 self._take_step(report)
-            case Evaluated():
-                self._sink.emit(events.evaluation_finished(self.state, report))
             case TimelineRecorded() | MemoryMeasured() | ExpertsLoaded():
                 for event in self._work.ranks.take(report, attempt=self.state.attempt):
                     self._sink.emit(event)
-            case NodesChecked():
-                self._sink.emit(events.nodes_passed(self.state, report))
+            case Evaluated() | NodesChecked() | StepDoubted():
+                self._sink.emit(events.of_report(self.state, report))
 
     def _take_step(self, report: StepDone) -> None:
         self.state = replace(self.state, step=report.step)
@@ -328,14 +326,14 @@ class Controller:
 
     def _lose(self, failure: Failure) -> None:
         """The attempt is lost; the policy says what follows."""
-        if self._is_unreadable_checkpoint(failure) and self.state.state is State.RUNNING:
+        if self.state.state is State.RUNNING and self._work.attempt.could_not_restore(failure):
             self._restore.give_up_on_newest()
-            self._note(failure)
-            self._move(State.RESTARTING, "the checkpoint cannot be read, the one before is next")
+            self._note(failure, decided := "the checkpoint cannot be read, the one before is next")
+            self._move(State.RESTARTING, decided)
             return
         decision = self._losses.decide(failure)
         self._journal.lose(failure)
-        self._note(failure)
+        self._note(failure, decision.reason)
         if failure.traceback:
             log.error("%s; %s\n%s", failure.headline, decision.reason, failure.traceback)
         if decision.action is Action.GIVE_UP:
@@ -344,15 +342,16 @@ class Controller:
         elif self.state.state is State.STOPPING:
             self._move(State.PREEMPTED, f"the last save was lost: {failure.cause}")
         else:
+            if decision.action is Action.ROLL_BACK:
+                self._restore.roll_back(failure, attempt=self.state.attempt)
             self._move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
-    def _note(self, failure: Failure) -> None:
-        self._sink.emit(events.failure_seen(self.state, failure))
+    def _note(self, failure: Failure, decision: str) -> None:
+        where = self._work.attempt.whereabouts()
+        self._sink.emit(
+            events.failure_seen(self.state, failure, decision=decision, whereabouts=where)
+        )
         self._losses.begin(failure, self._work.attempt)
-
-    def _is_unreadable_checkpoint(self, failure: Failure) -> bool:
-        has_restored = self._work.attempt.has_restored(failure.rank)
-        return failure.error == CheckpointError.__name__ and not has_restored
 
     def _go_back_to_checkpoint(self) -> None:
         """Take the state back to the newest checkpoint or snapshot that can be restored."""
@@ -391,8 +390,8 @@ class Controller:
         return self._clock.monotonic() - self.state.since_s
 
     def _new_work(self) -> Work:
-        plan, store, executor = self._grids.now, self._store, self._executor
-        return begin_work(plan, self.state, store=store, executor=executor, clock=self._clock)
+        grids, store, executor = self._grids, self._store, self._executor
+        return begin_work(grids, self.state, store=store, executor=executor, clock=self._clock)
 
     def _move(self, to: State, reason: str) -> None:
         log.debug("%s -> %s: %s", self.state.state, to, reason)

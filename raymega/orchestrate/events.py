@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from raymega.errors import LeaseError
-from raymega.messages import Evaluated, NodesChecked, StepDone
+from raymega.messages import Evaluated, NodesChecked, StepDone, StepDoubted
 from raymega.orchestrate.goodput import GoodputMeter
 from raymega.orchestrate.journal import RunRecord
 from raymega.orchestrate.placement import Place
@@ -16,6 +16,7 @@ from raymega.plan.run_plan import RunPlan
 from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
+    DoubtSeen,
     EvaluationFinished,
     FailureSeen,
     NodesPassed,
@@ -70,20 +71,25 @@ def workers_started(state: RunState, members: Mapping[int, Place]) -> WorkersSta
     )
 
 
-def nodes_passed(state: RunState, report: NodesChecked) -> NodesPassed:
-    """Nothing keeps the nodes from training."""
-    return NodesPassed(attempt=state.attempt, seconds=report.seconds, detail=report.detail)
-
-
 def step_finished(state: RunState, report: StepDone, *, spares: int, age_s: float) -> StepFinished:
     """One more step; the driver's lease was confirmed ``age_s`` ago."""
     metrics = report.metrics | {"run/spares": float(spares), "run/lease_age_s": age_s}
     return StepFinished(attempt=state.attempt, step=report.step, metrics=metrics)
 
 
-def evaluation_finished(state: RunState, report: Evaluated) -> EvaluationFinished:
-    """Held-out metrics."""
-    return EvaluationFinished(attempt=state.attempt, step=report.step, metrics=report.metrics)
+def of_report(
+    state: RunState, report: Evaluated | NodesChecked | StepDoubted
+) -> EvaluationFinished | NodesPassed | DoubtSeen:
+    """What one rank says for all, or one worker for its node, as it is."""
+    attempt = state.attempt
+    if isinstance(report, Evaluated):
+        return EvaluationFinished(attempt=attempt, step=report.step, metrics=report.metrics)
+    if isinstance(report, NodesChecked):
+        return NodesPassed(attempt=attempt, seconds=report.seconds, detail=report.detail)
+    return DoubtSeen(
+        attempt=attempt, step=report.step, kind=report.kind, fact=report.fact, where=report.where,
+        ruling=report.ruling,
+    )  # fmt: skip
 
 
 def checkpoint_committed(state: RunState, commit: Committed) -> CheckpointCommitted:
@@ -103,11 +109,14 @@ def save_failed(state: RunState, refusal: Refused) -> SaveFailed:
     return SaveFailed(attempt=state.attempt, step=refusal.step, reason=refusal.reason)
 
 
-def failure_seen(state: RunState, failure: Failure) -> FailureSeen:
+def failure_seen(
+    state: RunState, failure: Failure, *, decision: str, whereabouts: Mapping[int, str]
+) -> FailureSeen:
     """The attempt is lost."""
     return FailureSeen(
-        attempt=state.attempt, rank=failure.rank, step=failure.step, cause=failure.cause
-    )
+        attempt=state.attempt, rank=failure.rank, step=failure.step, cause=failure.cause,
+        is_rollback=failure.wants_rollback, decision=decision, whereabouts=whereabouts,
+    )  # fmt: skip
 
 
 def run_finished(

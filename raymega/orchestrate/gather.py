@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from raymega.messages import ExpertsLoaded, MemoryMeasured, TimelineRecorded
+from raymega.orchestrate.stragglers import Stragglers, ratios
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.recording import Recording
-from raymega.tracking.sink import ExpertsSeen, MemoryReady, TimelineReady, WorkEvent
+from raymega.tracking.sink import ExpertsSeen, MemoryReady, StragglerSeen, TimelineReady, WorkEvent
 
 T = TypeVar("T")
 
@@ -36,10 +38,14 @@ class RankReports:
         self._plan = plan
         self._timelines: Gather[tuple[WorkEvent, ...]] = Gather(plan.grid.world_size)
         self._memory: Gather[dict[str, float]] = Gather(plan.grid.world_size)
+        self._stragglers = Stragglers(plan.grid, ratio=plan.job.elastic.straggler_ratio)
+        self._num_looks = 0
+        self.nodes: Mapping[int, str] = {}
+        """Of each rank, once it is known."""
 
     def take(
         self, report: TimelineRecorded | MemoryMeasured | ExpertsLoaded, *, attempt: int
-    ) -> list[TimelineReady | MemoryReady | ExpertsSeen]:
+    ) -> list[TimelineReady | MemoryReady | StragglerSeen | ExpertsSeen]:
         """The event of all ranks when this was the last one missing."""
         rank, step = report.rank, report.step
         if isinstance(report, ExpertsLoaded):  # of all ranks already
@@ -48,7 +54,24 @@ class RankReports:
             rows = self._timelines.add(rank=rank, step=step, value=report.events)
             return [_timeline(self._plan, rows, attempt=attempt, step=step)] if rows else []
         ranks = self._memory.add(rank=rank, step=step, value=report.metrics)
-        return [MemoryReady(attempt=attempt, step=step, ranks=ranks)] if ranks else []
+        return self._measured(ranks, attempt=attempt, step=step) if ranks else []
+
+    def _measured(
+        self, ranks: dict[int, dict[str, float]], *, attempt: int, step: int
+    ) -> list[TimelineReady | MemoryReady | StragglerSeen | ExpertsSeen]:
+        """The first look of an attempt is its first step, in which ranks load and compile."""
+        self._num_looks += 1
+        work_s = {r: own["worker/work_s"] for r, own in ranks.items() if "worker/work_s" in own}
+        slow = self._stragglers.take(work_s) if self._num_looks > 1 else []
+        worst = max((ratio for _, ratio in ratios(work_s, self._plan.grid)), default=0.0)
+        told = [
+            StragglerSeen(
+                attempt=attempt, step=step, rank=rank, node=self.nodes.get(rank, "unknown"),
+                work_s=work_s[rank], ratio=ratio,
+            )
+            for rank, ratio in slow
+        ]  # fmt: skip
+        return [MemoryReady(attempt=attempt, step=step, ranks=ranks, work_ratio=worst), *told]
 
 
 def _timeline(

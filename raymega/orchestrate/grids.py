@@ -77,6 +77,10 @@ class Grids:
         times.append(seconds)
         del times[:-100]
 
+    def steps_s(self) -> tuple[float, ...]:
+        """Of the present grid, the newest last."""
+        return tuple(self._step_s.get(self.now.grid.describe(), ()))
+
     def shrink(self, places: Sequence[Place]) -> RunPlan | None:
         """The best plan for the processes in ``places``; None when no legal one needs so few."""
         least = self.full.job.elastic.min_workers

@@ -13,6 +13,7 @@ from raymega.checkpoint.snapshots import Snapshot
 from raymega.errors import Fault
 from raymega.messages import Report, Requests
 from raymega.orchestrate.placement import Place
+from raymega.orchestrate.signs import Sign
 from raymega.plan.run_plan import RunPlan
 
 
@@ -25,6 +26,7 @@ class AttemptOrder:
     attempt: int
     restore: str
     holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    passed_over: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +110,11 @@ class WorkerGroup(Protocol):
     def members(self) -> Mapping[int, Place]:
         """Where each rank lives; empty until all workers have said so. Never blocks."""
 
-    def poll(self, timeout_s: float) -> list[Report]:
+    def poll(self, timeout_s: float) -> list[Report | Sign]:
         """Reports in order of arrival; returns with the first, or empty after ``timeout_s``.
 
-        A process that is gone is reported as WorkerDied, once.
+        A process that is gone is reported as WorkerDied, once. One that lives gives a sign each second
+        or two.
 
         Raises:
             ConfigError: A node that hosts workers cannot take part; none of them has trained.
@@ -119,6 +122,10 @@ class WorkerGroup(Protocol):
 
     def request(self, requests: Requests) -> None:
         """Tell every worker what to do at its next step boundary. Never blocks."""
+
+    def look(self, silent: Collection[int]) -> None:
+        """Ask ranks where they stand, and of ``silent`` ones how their process is; what is found shows
+        in poll. Never blocks."""
 
     def release(self, *, keep_warm: bool) -> None:
         """End the attempt, if there is one; blocks for some seconds at most.

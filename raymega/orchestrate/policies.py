@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+from raymega.config.elastic import ElasticSection
 from raymega.errors import (
     CommunicationError,
     ConfigError,
@@ -18,6 +19,7 @@ from raymega.errors import (
     NumericsError,
     PlanError,
     RaymegaError,
+    RollbackError,
     WorkerError,
 )
 
@@ -53,6 +55,7 @@ class Failure:
         message: What happened, one line.
         traceback: The worker's own; empty unless something was raised.
         exit_code: The error's own; 1 unless it is one of raymega's.
+        next_sample: Of a RollbackError, where the data go on; -1 where they left off.
     """
 
     kind: FailureKind
@@ -62,6 +65,12 @@ class Failure:
     message: str
     traceback: str = ""
     exit_code: int = 1
+    next_sample: int = -1
+
+    @property
+    def wants_rollback(self) -> bool:
+        """Nobody broke: the numbers are no good, and the job goes back for it."""
+        return self.error == RollbackError.__name__
 
     @property
     def headline(self) -> str:
@@ -93,6 +102,7 @@ class Action(StrEnum):
     """What the controller can do about a failure."""
 
     RESTART = "restart"
+    ROLL_BACK = "roll back"
     GIVE_UP = "give up"
 
 
@@ -106,12 +116,15 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailurePolicy:
-    """Restart ``max_failures`` times, unless restarting cannot help."""
+    """Restart ``max_failures`` times, unless restarting cannot help; go back ``max_rollbacks`` times."""
 
     max_failures: int
+    max_rollbacks: int = 0
 
     def decide(self, earlier: Sequence[Failure], failure: Failure) -> Decision:
         """Weigh ``failure`` against the ``earlier`` ones of this driver, oldest first."""
+        if failure.wants_rollback:
+            return self._roll_back(1 + sum(before.wants_rollback for before in earlier))
         if failure.exit_code in {kind.exit_code for kind in _HOPELESS}:
             return _give_up(f"{failure.error} comes again however often the run restarts")
         repeats = 1 + _count_equal_at_end(earlier, failure)
@@ -125,11 +138,24 @@ class FailurePolicy:
             action=Action.RESTART, reason=f"restart {number} of at most {self.max_failures}"
         )
 
+    def _roll_back(self, number: int) -> Decision:
+        """A budget of its own: that is no fault of a machine."""
+        if number > self.max_rollbacks:
+            return _give_up(f"elastic.max_bad_steps={self.max_rollbacks} rollbacks are spent")
+        reason = f"rollback {number} of at most {self.max_rollbacks}"
+        return Decision(action=Action.ROLL_BACK, reason=reason)
+
+
+def policy_of(section: ElasticSection) -> FailurePolicy:
+    """What a job says."""
+    return FailurePolicy(max_failures=section.max_failures, max_rollbacks=section.max_bad_steps)
+
 
 def give_up_error(failure: Failure, reason: str) -> RaymegaError:
     """What the driver raises: the error's own kind when that asks for an exit code, else 4."""
     akin = [kind for kind in _HOPELESS if kind.exit_code == failure.exit_code]
-    named = [kind for kind in akin if kind.__name__ == failure.error]
+    name = NumericsError.__name__ if failure.wants_rollback else failure.error
+    named = [kind for kind in akin if kind.__name__ == name]
     kinds: list[type[RaymegaError]] = [*named, *akin, WorkerError]
     remedy = "read that rank's log; the same job continues from the last checkpoint"
     return kinds[0](Fault(fact=failure.cause, rule=reason, remedy=remedy))
@@ -150,7 +176,7 @@ def _count_losses(failures: Sequence[Failure]) -> int:
         before.kind is died and before.rank >= 0 and after.kind is died and after.rank < 0
         for before, after in pairwise(failures)
     )
-    return len(failures) - echoes
+    return sum(not failure.wants_rollback for failure in failures) - echoes
 
 
 def _count_equal_at_end(earlier: Sequence[Failure], failure: Failure) -> int:

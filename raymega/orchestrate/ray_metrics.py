@@ -18,6 +18,8 @@ from raymega.tracking.metrics import metrics_of, rank_metrics_of, standing_metri
 from raymega.tracking.names import Metric, find_metric
 from raymega.tracking.sink import (
     AttemptStarted,
+    DoubtSeen,
+    FailureSeen,
     RunEvent,
     RunStarted,
     SaveFailed,
@@ -31,6 +33,10 @@ REFRESH_S = 2.0
 """Ray forgets a gauge that is not set again within two of its report intervals (20 s)."""
 TAGS = ("run", "attempt")
 RANK_TAG = "rank"
+SINCE_BEGIN = (
+    "checkpoint/failed_saves", "checkpoint/skipped_saves", "run/doubted_steps", "run/rollbacks",
+)  # fmt: skip
+"""What is counted from the driver's begin on."""
 NO_RANK = -1
 
 
@@ -99,8 +105,8 @@ class RayMetricsSink:
         match event:
             case RunStarted():
                 self._run = event.name
-                self._stand("checkpoint/failed_saves", 0)
-                self._stand("checkpoint/skipped_saves", 0)
+                for name in SINCE_BEGIN:
+                    self._stand(name, 0)
                 self._stand("run/last_step_unix_s", self._clock())
             case AttemptStarted():
                 self._attempt = event.attempt
@@ -111,6 +117,10 @@ class RayMetricsSink:
                 self._count("checkpoint/failed_saves")
             case SavePassedOver():
                 self._count("checkpoint/skipped_saves")
+            case DoubtSeen():
+                self._count("run/doubted_steps")
+            case FailureSeen(is_rollback=True):
+                self._count("run/rollbacks")
 
     def _count(self, name: str) -> None:
         self._stand(name, self._standing.get(_Key(name, NO_RANK), 0) + 1)

@@ -9,7 +9,7 @@ retries, so that the driver alone decides.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
@@ -24,6 +24,7 @@ from raymega.orchestrate.inventory import Device, find_device, list_nodes, worke
 from raymega.orchestrate.mailbox import MAX_CONCURRENCY, Guest, Mailbox
 from raymega.orchestrate.placement import Place, assign_seats, place_ranks
 from raymega.orchestrate.ray_train_worker import run_guest
+from raymega.orchestrate.signs import Sign
 from raymega.orchestrate.worker_group import TRAIN_ENTRY
 from raymega.plan.run_plan import RunPlan
 
@@ -105,12 +106,12 @@ class RayTrainGroup:
         """See WorkerGroup."""
         return dict(self._members)
 
-    def poll(self, timeout_s: float) -> list[Report]:
+    def poll(self, timeout_s: float) -> list[Report | Sign]:
         """See WorkerGroup."""
         if self._mailbox is None:
             return []
         is_over = not self._thread.is_alive()  # before the last reports are taken
-        reports: list[Report] = self._ask(self._mailbox.take.remote(timeout_s), timeout_s)
+        reports: list[Report | Sign] = self._ask(self._mailbox.take.remote(timeout_s), timeout_s)
         if not self._members:
             self._seat()
         if is_over and self._end is not None:
@@ -122,6 +123,9 @@ class RayTrainGroup:
         """See WorkerGroup."""
         if self._mailbox is not None:
             self._mailbox.wish.remote(requests)
+
+    def look(self, silent: Collection[int]) -> None:
+        """See WorkerGroup; Train's workers are not asked, so only the upper bounds end a hang."""
 
     def release(self, *, keep_warm: bool) -> None:  # noqa: ARG002  # Train keeps no process
         """See WorkerGroup."""
@@ -184,6 +188,7 @@ class RayTrainGroup:
                 rendezvous=guests[host].rendezvous,
                 restore=order.restore,
                 device=self._device,
+                passed_over=order.passed_over,
             )
             for index, seat in zip(indices, seats, strict=True)
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raymega.checkpoint.keys import CheckpointId, checkpoint_of
 from raymega.checkpoint.manifest import Manifest, find_restore
@@ -18,6 +18,8 @@ from raymega.orchestrate import verdicts
 from raymega.orchestrate.group import SnapshotKeeping
 from raymega.orchestrate.identity import precision_faults
 from raymega.orchestrate.journal import RunRecord
+from raymega.orchestrate.policies import Failure
+from raymega.orchestrate.rollbacks import Rollback, read_rollbacks, write_rollback
 from raymega.storage.store import Store
 from raymega.tracking.sink import StateSource
 
@@ -33,12 +35,14 @@ class Start:
         key: The manifest; empty for a fresh start.
         source: Where it is.
         holders: By key, who holds the objects of a snapshot in memory.
+        samples: Samples of the run that the state has consumed.
     """
 
     step: int = 0
     key: str = ""
     source: StateSource = "nothing"
     holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    samples: int = 0
 
 
 class RestorePoint:
@@ -49,6 +53,8 @@ class RestorePoint:
         self.start = Start()
         self._store, self._job, self._keeping = store, job, keeping
         self._unreadable: dict[StateSource, set[str]] = {"store": set(), "memory": set()}
+        self._rollbacks = read_rollbacks(store)
+        self._going_back: Rollback | None = None
 
     @property
     def uri(self) -> str:
@@ -58,6 +64,18 @@ class RestorePoint:
     def give_up_on_newest(self) -> None:
         """A worker could not read it."""
         self._unreadable[self.start.source].add(self.start.key)
+
+    @property
+    def passed_over(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of samples that rollbacks left out; see StartWorker."""
+        return tuple(each.samples for each in self._rollbacks if each.passes_over)
+
+    def roll_back(self, failure: Failure, *, attempt: int) -> None:
+        """What is found next is a checkpoint: memory may hold what ``failure`` of ``attempt`` undoes."""
+        self._going_back = Rollback(
+            attempt=attempt, from_step=failure.step, to_step=0, samples=(0, failure.next_sample),
+            cause=failure.cause,
+        )  # fmt: skip
 
     def find(self, record: RunRecord, *, saved_step: int) -> int:
         """Look for what to start from, and return the step of the newest checkpoint, 0 for none.
@@ -73,18 +91,18 @@ class RestorePoint:
         restore = find_restore(self._store, skip=self._unreadable["store"])
         for fault in restore.broken:
             log.warning("passed over: %s", fault)
-        snapshot = self._find_snapshot(record.num_attempts)
+        snapshot = None if self._going_back else self._find_snapshot(record.num_attempts)
         saved, self.key = restore.manifest, restore.key
         if snapshot is not None and (saved is None or snapshot.id >= _id(saved)):
-            step, key = snapshot.manifest.step, snapshot.manifest.key
-            self.start = Start(step=step, key=key, source="memory", holders=snapshot.holders)
+            self.start = _start(snapshot.manifest, "memory", snapshot.holders)
         elif saved is not None:
             raise_faults(ConfigError, precision_faults(saved.job, self._job))
-            self.start = Start(step=saved.step, key=restore.key, source="store")
+            self.start = _start(saved, "store", {})
         elif restore.broken or self._unreadable["store"] or max(record.step, saved_step) > 0:
             raise CheckpointError(*restore.broken, verdicts.nothing_readable(record, self._store))
         else:
             self.start = Start()
+        self._end_rollback()
         return saved.step if saved else 0
 
     def _find_snapshot(self, attempt: int) -> Snapshot | None:
@@ -101,6 +119,27 @@ class RestorePoint:
             log.warning("passed over: %s came after attempt %d had begun without it", key, attempt)
             skip.add(key)
         return None
+
+    def _end_rollback(self) -> None:
+        """On record before anything is trained from here, so that a later driver keeps to it too."""
+        if self._going_back is None:
+            return
+        end = self._going_back.samples[1]
+        rollback = replace(
+            self._going_back, to_step=self.start.step, samples=(self.start.samples, end)
+        )
+        write_rollback(self._store, rollback)
+        self._rollbacks = (*self._rollbacks, rollback)
+        self._going_back = None
+
+
+def _start(
+    manifest: Manifest, source: StateSource, holders: Mapping[str, tuple[str, ...]]
+) -> Start:
+    return Start(
+        step=manifest.step, key=manifest.key, source=source, holders=holders,
+        samples=int(manifest.state.get("samples", 0)),
+    )  # fmt: skip
 
 
 def _id(manifest: Manifest) -> CheckpointId:

@@ -21,6 +21,7 @@ from raymega.messages import Evaluated, Report, SaveAdvanced, SaveSkipped, Shard
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.gather import Gather
 from raymega.orchestrate.save_requests import SaveRequests
+from raymega.orchestrate.signs import Sign
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
 from raymega.tracking.sink import SavePassedOver, SaveUnderWay
@@ -84,7 +85,7 @@ class Saves:
         """Every save that all ranks have reported has an outcome, and it was taken."""
         return not self._under_way
 
-    def take(self, report: Report) -> list[SaveUnderWay | SavePassedOver]:
+    def take(self, report: Report | Sign) -> list[SaveUnderWay | SavePassedOver]:
         """Take in what concerns saves, and return what is to be told of it. Never blocks."""
         match report:
             case ShardSaved():

@@ -240,6 +240,13 @@ def kill(slots: Sequence[Slot]) -> None:
         slot.clear()
 
 
+def name_of(slot: Slot, plan: RunPlan, *, attempt: int) -> str:
+    """Of its process, for people: run, attempt, rank and coordinates; Ray wants no name twice."""
+    if slot.home < 0 or not attempt:  # between attempts another slot may have had that rank
+        return f"{plan.job.run.name}/a{attempt}/spare{slot.index}-{time.monotonic_ns()}"
+    return actor_name(plan, attempt=attempt, rank=slot.home)
+
+
 def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
     """Such as ``demo/a1/rank3-tp1-pp0-dp1``."""
     coords = plan.grid.coords(rank)

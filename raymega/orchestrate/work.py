@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from raymega.orchestrate.attempt import Attempt
 from raymega.orchestrate.clock import Clock
 from raymega.orchestrate.gather import RankReports
+from raymega.orchestrate.grids import Grids
 from raymega.orchestrate.saves import Saves
 from raymega.orchestrate.states import RunState
 from raymega.plan.run_plan import RunPlan
@@ -26,9 +27,10 @@ class Work:
 
 
 def begin_work(
-    plan: RunPlan, state: RunState, *, store: Store, executor: Executor, clock: Clock
+    grids: Grids, state: RunState, *, store: Store, executor: Executor, clock: Clock
 ) -> Work:
-    """Nothing of ``state``'s attempt has happened yet."""
+    """Nothing of ``state``'s attempt has happened yet; it is on the present one of ``grids``."""
+    plan = grids.now
     return Work(
         plan=plan,
         attempt=Attempt(
@@ -36,6 +38,7 @@ def begin_work(
             first_step=state.step,
             elastic=plan.job.elastic,
             now_s=clock.monotonic(),
+            steps_s=grids.steps_s(),
         ),
         saves=Saves(plan=plan, attempt=state.attempt, store=store, executor=executor, clock=clock),
         ranks=RankReports(plan),

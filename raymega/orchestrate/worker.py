@@ -32,6 +32,8 @@ from raymega.messages import (
 from raymega.orchestrate.outbox import Outbox
 from raymega.orchestrate.placement import ACCELERATOR_LABEL, DOMAIN_LABEL, Place
 from raymega.orchestrate.preflight import Answer, Question, answer_question
+from raymega.orchestrate.signs import Standing
+from raymega.orchestrate.stand import process_state, stand_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class Worker:
         self._entry_name = entry
         self._rendezvous: object = None
         self._outbox = Outbox()
+        self._steps = _Steps(self._outbox)
+        self._rank = -1
         self._thread = Thread()
         self._loading = Lock()
         self._run_uri = ""
@@ -114,10 +118,11 @@ class Worker:
             raise LeaseError(_stale_fault(start.attempt, self._attempt))
         self._attempt = start.attempt
         _write_output_to(Path(log_path), start)
-        self._outbox, self._run_uri = Outbox(), start.run_uri
+        self._outbox, self._run_uri, self._rank = Outbox(), start.run_uri, start.rank
+        self._steps = _Steps(self._outbox)
         self._thread = Thread(
             target=self._train,
-            args=(start, _Steps(self._outbox), self._rendezvous),
+            args=(start, self._steps, self._rendezvous),
             name=f"training-{start.attempt}",
             daemon=True,
         )
@@ -132,6 +137,14 @@ class Worker:
         """What the loop of ``attempt`` shall do at its next step boundary; calls may come late."""
         if not self._is_older(attempt):
             self._outbox.set_requests(requests)
+
+    def stand(self) -> Standing:
+        """Where the training thread is; see Standing."""
+        return stand_of(self._thread, rank=self._rank, step=self._steps.step)
+
+    def look_at(self, pid: int) -> str:
+        """What the kernel says of another process of this node."""
+        return process_state(pid)
 
     def abort(self, timeout_s: float, attempt: int) -> bool:
         """End ``attempt``; whether its training thread is gone, so that the process can go on."""
@@ -196,6 +209,7 @@ def last_words(rank: int, step: int, error: BaseException) -> WorkerFailed:
         traceback="".join(traceback.format_exception(error)),
         is_secondary=isinstance(error, CommunicationError),
         exit_code=getattr(error, "exit_code", 1),
+        next_sample=getattr(error, "next_sample", -1),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from ray.exceptions import RayActorError
 
 from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
 from raymega.messages import Replicas, Report, Requests, StartWorker, StepDone, WorkerDied
-from raymega.orchestrate.calls import Calls, nothing
+from raymega.orchestrate.calls import Calls, Reports, nothing
 from raymega.orchestrate.group import AttemptOrder, Departure, NoSnapshots, SnapshotKeeping
 from raymega.orchestrate.inventory import list_nodes, node_memory
 from raymega.orchestrate.keepers import Keepers
+from raymega.orchestrate.looks import Looks
 from raymega.orchestrate.placement import (
     Place,
     assign_seats,
@@ -32,7 +33,8 @@ from raymega.orchestrate.placement import (
 )
 from raymega.orchestrate.preflight import Answer, Preflight
 from raymega.orchestrate.ray_errors import death_cause
-from raymega.orchestrate.slots import Slot, Slots, abort, actor_name, kill
+from raymega.orchestrate.signs import Answered
+from raymega.orchestrate.slots import Slot, Slots, abort, kill, name_of
 from raymega.plan.replicas import memory_faults
 from raymega.plan.run_plan import RunPlan
 
@@ -74,6 +76,7 @@ class RayWorkerGroup:
         self._is_tp_free = plan.job.parallel.is_tp_across_nodes_allowed
         self._slots = Slots(plan.job.cluster, can_grow=can_grow)
         self._calls = Calls()
+        self._looks = Looks(self._calls)
         self._order: AttemptOrder | None = None
         self._preflight, self._keepers = preflight, keepers
         self._rendezvous, self._looked_s = "", 0.0
@@ -138,7 +141,7 @@ class RayWorkerGroup:
         """See WorkerGroup."""
         return {slot.rank: slot.place for slot in self._slots.slots if slot.seat and slot.place}
 
-    def poll(self, timeout_s: float) -> list[Report]:
+    def poll(self, timeout_s: float) -> Reports:
         """See WorkerGroup."""
         reports = self._listen(timeout_s)
         if self._keepers:
@@ -147,7 +150,11 @@ class RayWorkerGroup:
         self._is_stepping |= any(isinstance(report, StepDone) for report in reports)
         if self._is_stepping:  # before that, loading would take its cores from those who start
             self._fill_later()
-        return reports + self._missing_nodes()
+        return [*self._looks.take(), *reports, *self._missing_nodes()]
+
+    def look(self, silent: Collection[int]) -> None:
+        """See WorkerGroup."""
+        self._looks.ask(self._slots.slots, silent)
 
     def request(self, requests: Requests) -> None:
         """See WorkerGroup."""
@@ -165,6 +172,7 @@ class RayWorkerGroup:
             self._preflight.cancel()
         seated = self._seated()
         if keep_warm:
+            self._kill(self._looks.take_stopped())
             free = abort(seated, attempt)
             stuck = self._slots.stuck(self._plan.job.elastic.start_timeout_s)
             self._kill([*(slot for slot in seated if slot not in free), *stuck])
@@ -217,9 +225,11 @@ class RayWorkerGroup:
     def _fill(self, slots: list[Slot]) -> None:
         """Order a process for each of ``slots`` that has none."""
         self._has_begun = True
+        attempt = self._order.attempt if self._order else 0
         for slot in slots:
             if slot.actor is None:
-                self._slots.spawn(slot, name=self._name(slot), entry=self._entry)
+                name = name_of(slot, self._plan, attempt=attempt)
+                self._slots.spawn(slot, name=name, entry=self._entry)
                 self._calls.make(slot, "hold", answered=nothing, is_of_attempt=False)
                 self._calls.make(
                     slot, "preload", self._plan.to_json(), self._slots.device,
@@ -227,21 +237,14 @@ class RayWorkerGroup:
                 )  # fmt: skip
                 self._calls.make(slot, "place", answered=self._on_place, is_of_attempt=False)
 
-    def _name(self, slot: Slot) -> str:
-        """For people: run, attempt it was made for, rank and coordinates; Ray wants no name twice."""
-        attempt = self._order.attempt if self._order else 0
-        if slot.home < 0 or not attempt:  # between attempts another slot may have had that rank
-            return f"{self._plan.job.run.name}/a{attempt}/spare{slot.index}-{time.monotonic_ns()}"
-        return actor_name(self._plan, attempt=attempt, rank=slot.home)
-
-    def _on_place(self, slot: Slot, place: Place) -> list[Report]:
+    def _on_place(self, slot: Slot, place: Place) -> Reports:
         slot.place = place
         if self._is_seated:
             self._place_keepers()
         self._seat_when_all_are_there()
         return []
 
-    def _on_warm(self, slot: Slot, _answer: None) -> list[Report]:
+    def _on_warm(self, slot: Slot, _answer: None) -> Reports:
         slot.is_warm = True
         self._seat_when_all_are_there()
         self._let_go_when_clear()
@@ -323,7 +326,7 @@ class RayWorkerGroup:
         if self._keepers:
             self._keepers.place({slot.place.node_id for slot in self._slots.slots if slot.place})
 
-    def _on_rendezvous(self, _host: Slot, address: str) -> list[Report]:
+    def _on_rendezvous(self, _host: Slot, address: str) -> Reports:
         self._rendezvous = address
         self._let_go_when_clear()
         return []
@@ -336,7 +339,7 @@ class RayWorkerGroup:
         for node in new:
             self._calls.make(by_node[node], "answer", question, answered=self._on_answer)
 
-    def _on_answer(self, slot: Slot, answer: Answer) -> list[Report]:
+    def _on_answer(self, slot: Slot, answer: Answer) -> Reports:
         assert self._preflight and slot.place, "only a slot with a place was asked"
         reports = self._preflight.take(slot.place.node_id, answer)
         self._let_go_when_clear()
@@ -361,13 +364,12 @@ class RayWorkerGroup:
         for slot in by_rank:
             log_path = self._log_dir / f"rank-{slot.rank:05d}.log"
             message = self._start_message(slot, self._rendezvous, nodes)
-            self._calls.make(slot, "start", message, str(log_path), answered=self._on_started)
+            self._calls.make(slot, "start", message, str(log_path), answered=self._on_reports)
 
     def _start_message(self, slot: Slot, rendezvous: str, nodes: list[str]) -> StartWorker:
         assert self._order and slot.seat, "an attempt has begun and everybody is seated"
-        replicas = Replicas()
-        if self._keepers:
-            replicas = self._keepers.replicas(nodes, slot.rank, self._order.holders)
+        at, keepers = self._order.holders, self._keepers
+        replicas = keepers.replicas(nodes, slot.rank, at) if keepers else Replicas()
         return StartWorker(
             plan_json=self._order.plan_json,
             run_uri=self._order.run_uri,
@@ -378,16 +380,14 @@ class RayWorkerGroup:
             restore=self._order.restore,
             device=self._slots.device,
             replicas=replicas,
+            passed_over=self._order.passed_over,
         )
 
-    def _on_started(self, slot: Slot, _answer: None) -> list[Report]:
-        return self._on_reports(slot, [])
-
-    def _on_reports(self, slot: Slot, reports: list[Report]) -> list[Report]:
+    def _on_reports(self, slot: Slot, reports: list[Report] | None) -> Reports:
         self._calls.make(slot, "next_reports", LONG_POLL_S, answered=self._on_reports)
-        return reports
+        return [Answered(rank=slot.rank), *(reports or ())]
 
-    def _listen(self, timeout_s: float) -> list[Report]:
+    def _listen(self, timeout_s: float) -> Reports:
         """Meet the answers that are there, or the first one to come."""
         starting = self._keepers.pending() if self._keepers else []
         refs = [*self._calls.refs, *starting]

@@ -8,76 +8,29 @@ for whom. It owns no group, and differentiates nothing: that is parallel.collect
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from raymega.errors import CommunicationError, Fault
+from raymega.errors import CommunicationError
 from raymega.parallel.comm_checks import check_peer, check_rows, check_tensor
 from raymega.parallel.groups import Group
+from raymega.parallel.pending import (
+    Pending,
+    Wait,
+    failure,
+    wait_in_turns,
+    wait_on_stream,
+    wait_once,
+)
 
 REDUCTIONS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
-# How often a rank that waits for a collective looks whether its world was aborted.
-TURN_S = 0.1
-# torch cuts timeouts to whole milliseconds, and takes 0 for no limit.
-TICK_S = 1e-3
-# How to wait for an operation in at most so many seconds.
-Wait = Callable[[dist.Work, float], None]
-
-
-class Pending:
-    """An operation under way; torch keeps its tensors alive until it is done.
-
-    On a GPU, waiting only orders the current stream behind it, and NCCL's watchdog keeps the
-    timeout that the group was made with.
-    """
-
-    __slots__ = ("_wait", "_what", "_work")
-
-    def __init__(self, what: Callable[[], str], work: dist.Work | None, wait: Wait) -> None:
-        self._what, self._work, self._wait = what, work, wait
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing was launched, because the group has one rank."""
-        return self._work is None
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once when it is complete, from the thread that completes it."""
-        assert self._work is not None, "nothing was launched"
-        self._work.get_future().add_done_callback(lambda _: callback())
-
-    def is_done(self) -> bool:
-        """True only if waiting would not block; a transfer over gloo never tells before."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when it is complete.
-
-        Raises:
-            CommunicationError: It failed, was aborted, or took longer than ``timeout_s``.
-        """
-        if self._work is None:
-            return
-        began = time.monotonic()
-        try:
-            self._wait(self._work, timeout_s)
-        except RuntimeError as error:
-            waited_s = time.monotonic() - began
-            raise _failure(self._what(), waited_s, timeout_s, error) from error
-
-
-def nothing_pending() -> Pending:
-    """For a caller that has nothing to wait for after all."""
-    return Pending(str, None, _wait_once)
 
 
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pending:
@@ -90,7 +43,7 @@ def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pen
         tensor,
         group,
         lambda handle: handle.allreduce([tensor], options),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -112,7 +65,7 @@ def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
         tensor,
         group,
         lambda handle: handle._allgather_base(gathered, tensor),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -136,7 +89,7 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tens
         tensor,
         group,
         lambda handle: handle._reduce_scatter_base(rows, tensor, options),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -163,7 +116,7 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Pending
         tensor,
         group,
         lambda handle: handle._reduce_scatter_base(_own_part(tensor, group), tensor, options),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -176,7 +129,7 @@ def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Pending:
         tensor,
         group,
         lambda handle: handle._allgather_base(tensor, _own_part(tensor, group)),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -190,7 +143,7 @@ def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group)
         whole,
         group,
         lambda handle: handle._allgather_base(whole, part),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -204,7 +157,7 @@ def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
         tensor,
         group,
         lambda handle: handle.alltoall_base(received, tensor, [], [], c10d.AllToAllOptions()),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -234,7 +187,7 @@ def start_exchange(
         tensor,
         group,
         lambda handle: handle.alltoall_base(rows, tensor, [*received], [*sent], options),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -261,7 +214,7 @@ def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.T
             sizes(group.index + by),
             c10d.AllToAllOptions(),
         ),
-        _wait_in_turns,
+        wait_in_turns,
     )
 
 
@@ -275,7 +228,7 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
         tensor,
         group,
         lambda handle: handle.broadcast([tensor], options),
-        _wait_in_turns,
+        wait_in_turns,
     ).wait(group.timeout_s)
     return tensor
 
@@ -301,7 +254,7 @@ def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
         tensor,
         group,
         lambda handle: handle.send([tensor], peer, tag),
-        _wait_once,
+        wait_once,
     )
 
 
@@ -317,7 +270,7 @@ def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
         tensor,
         group,
         lambda handle: handle.recv([tensor], peer, tag),
-        _wait_once,
+        wait_once,
     )
 
 
@@ -336,65 +289,23 @@ def _start(
     """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
     what = partial(_name, operation, group)
     if tensor.device.type != "cpu":
-        wait = _wait_on_stream
+        wait = wait_on_stream
     if group.handle is None:
-        return Pending(what, None, wait)
+        return Pending(what, None, wait, group.waited)
     try:
-        return Pending(what, launch(group.resolve()), wait)
+        return Pending(what, launch(group.resolve()), wait, group.waited)
     except RuntimeError as error:
-        raise _failure(what(), 0.0, group.timeout_s, error) from error
+        raise failure(what(), 0.0, group.timeout_s, error) from error
 
 
 def _name(operation: str, group: Group) -> str:
     return f"{operation} on group {group.name} of ranks {_ranks(group)}"
 
 
-def _wait_on_stream(work: dist.Work, _timeout_s: float) -> None:
-    work.wait()
-
-
-def _wait_once(work: dist.Work, timeout_s: float) -> None:
-    """For a transfer over gloo, which closes the pair at the first timeout."""
-    work.wait(_duration(timeout_s))
-
-
-def _wait_in_turns(work: dist.Work, timeout_s: float) -> None:
-    """Wait for a collective of gloo, which nothing interrupts, and look for an abort in between."""
-    end = time.monotonic() + timeout_s
-    while True:
-        turn_end = min(time.monotonic() + TURN_S, end)
-        try:
-            work.wait(_duration(turn_end - time.monotonic()))
-            return
-        except RuntimeError:
-            if time.monotonic() < turn_end - TICK_S or turn_end == end:
-                raise
-        if not dist.is_initialized():
-            raise RuntimeError("the world was aborted")
-
-
 def _own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor.chunk(group.size)[group.index]
-
-
-def _duration(seconds: float) -> timedelta:
-    return timedelta(seconds=max(seconds, TICK_S))
 
 
 def _ranks(group: Group) -> str:
     shown = ", ".join(map(str, group.ranks[:8]))
     return shown if group.size <= 8 else f"{shown}, ... ({group.size} in all)"
-
-
-def _failure(
-    what: str, waited_s: float, timeout_s: float, error: RuntimeError
-) -> CommunicationError:
-    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return CommunicationError(
-        Fault(
-            fact=f"{what} failed after {waited_s:.1f} s: {cause}",
-            rule=f"every rank must take part within elastic.collective_timeout_s={timeout_s:g} s",
-            remedy="look at the rank that failed first; if all are only slow, raise "
-            "elastic.collective_timeout_s",
-        )
-    )

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from raymega.parallel.buckets import Bucket
-from raymega.parallel.comm import Pending
+from raymega.parallel.pending import Pending
 from raymega.schedule.timeline import Event
 
 

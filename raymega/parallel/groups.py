@@ -6,7 +6,7 @@ Who belongs to a group is plan.grid's; what is sent over one is parallel.comm's.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 
+@dataclass(slots=True)
+class Waited:
+    """How long this rank's host has waited for others, in all operations of all its groups."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """One communicator as one of its ranks sees it.
@@ -33,6 +40,7 @@ class Group:
         index: Own place in ``ranks``; peers are named by their place as well.
         timeout_s: Longest wait of one operation.
         handle: torch's name for it; None when the group has one rank and nothing is ever sent.
+        waited: Where waits for its operations add up; groups of one rank share it.
     """
 
     name: str
@@ -40,6 +48,7 @@ class Group:
     index: int
     timeout_s: float
     handle: GroupName | None
+    waited: Waited = field(default_factory=Waited, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -194,8 +203,11 @@ def build_groups(
         CommunicationError: A member did not come in time.
     """
 
+    waited = Waited()
+
     def make(name: str, ranks: tuple[int, ...]) -> Group:
-        return _make_group(name, tuple(sorted(ranks)), rank=rank, timeout_s=timeout_s)
+        group = _make_group(name, tuple(sorted(ranks)), rank=rank, timeout_s=timeout_s)
+        return replace(group, waited=waited)
 
     tp, cp, dp = (make(axis, grid.group(axis, rank)) for axis in ("tp", "cp", "dp"))
 

@@ -18,13 +18,12 @@ from raymega.parallel.collectives import (
     scatter_to_positions,
 )
 from raymega.parallel.comm import (
-    Pending,
-    nothing_pending,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
 from raymega.parallel.groups import Group
+from raymega.parallel.pending import Pending, nothing_pending
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

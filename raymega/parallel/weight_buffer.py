@@ -7,16 +7,17 @@ layers before; at level ``parameters`` one unit of the model ahead of each use, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.buckets import Bucket, BucketTable
-from raymega.parallel.comm import Pending, start_all_gather_in_place, start_all_gather_into
+from raymega.parallel.comm import start_all_gather_in_place, start_all_gather_into
 from raymega.parallel.comm_log import CommLog, Waitable
 from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.pending import Pending
 from raymega.plan.levels import Level
 
 
@@ -83,6 +84,16 @@ class WeightBuffer:
         self._free(keep=())
         for tell in self.after_update:
             tell()
+
+    def whole(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Buckets of which all ranks hold everything, with their flat weights.
+
+        They are up to date, and alike on those ranks, after :meth:`start_gather` and
+        :meth:`wait_for_all`.
+        """
+        for bucket, flat in zip(self._table.buckets, self._flats, strict=True):
+            if not _is_kept_in_part(bucket):
+                yield bucket, flat
 
     def start_gather(self) -> None:
         """Begin to get the other ranks' parts, in the order of first use; nothing if none is old.

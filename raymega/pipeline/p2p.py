@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from raymega.errors import CommunicationError, Fault, InternalError
-from raymega.parallel.comm import Pending, irecv, isend
+from raymega.parallel.comm import irecv, isend
 from raymega.parallel.groups import Group, Groups
+from raymega.parallel.pending import Pending
 from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.placement import Message, Placement
 

@@ -47,3 +47,29 @@ def min_workers_faults(least: int | str, degrees: tuple[int, ...]) -> list[Fault
             remedy=f"use at most {world_size}, or `grid` to wait for the whole grid",
         )
     ]
+
+
+def ratio_faults(**ratios: float) -> list[Fault]:
+    """Times something usual: at most once that is every second value."""
+    return [
+        Fault(
+            fact=f"elastic.{name}={ratio:g}",
+            rule="what is usual itself may not be above the bound: it must be more than 1, or 0 for never",
+            remedy="use 1.5 or more, or 0",
+        )
+        for name, ratio in ratios.items()
+        if 0 < ratio <= 1
+    ]
+
+
+def hang_faults(least_s: float, most_s: float) -> list[Fault]:
+    """The bounds of the deadline, in order."""
+    if least_s <= most_s:
+        return []
+    return [
+        Fault(
+            fact=f"elastic.hang_min_s={least_s:g}",
+            rule=f"it may not be above elastic.hang_max_s={most_s:g}",
+            remedy=f"use at most {most_s:g}, or raise elastic.hang_max_s",
+        )
+    ]

@@ -20,7 +20,13 @@ from raymega.plan.context_rules import (
     position_faults,
     weight_dropout_faults,
 )
-from raymega.plan.elastic_rules import host_faults, min_workers_faults, spares_faults
+from raymega.plan.elastic_rules import (
+    hang_faults,
+    host_faults,
+    min_workers_faults,
+    ratio_faults,
+    spares_faults,
+)
 from raymega.plan.fp8_rules import FP8_CHECKS
 from raymega.plan.grid import grid_faults, world_fault
 from raymega.plan.head_rules import HEAD_CHECKS
@@ -290,6 +296,13 @@ RULES = (
         reads=("elastic.min_workers", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.pp"),
         check=lambda least, *degrees: min_workers_faults(least, degrees),
     ),
+    *(
+        Rule(
+            reads=(f"elastic.{name}",), check=lambda ratio, name=name: ratio_faults(**{name: ratio})
+        )
+        for name in ("spike_loss", "spike_grad_norm", "straggler_ratio")
+    ),
+    Rule(reads=("elastic.hang_min_s", "elastic.hang_max_s"), check=hang_faults),
     Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
     Rule(
         reads=(

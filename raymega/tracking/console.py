@@ -16,6 +16,7 @@ from raymega.tracking.sink import (
     ArtefactWritten,
     AttemptStarted,
     CheckpointCommitted,
+    DoubtSeen,
     EvaluationFinished,
     ExpertsSeen,
     FailureSeen,
@@ -29,6 +30,7 @@ from raymega.tracking.sink import (
     SavePassedOver,
     SaveUnderWay,
     StepFinished,
+    StragglerSeen,
     TimelineReady,
     WorkersStarted,
 )
@@ -74,7 +76,7 @@ class ConsoleSink:
             case RunFinished():
                 style = "bold green" if event.status == "finished" else "bold red"
                 self._print(_run_finished(event, self._name), style=style)
-            case SaveFailed() | FailureSeen():
+            case SaveFailed() | FailureSeen() | DoubtSeen() | StragglerSeen():
                 self._print(_trouble(event), style="red")
             case MemoryReady():
                 pass  # a number for curves
@@ -165,9 +167,17 @@ def _run_finished(event: RunFinished, name: str) -> str:
     )
 
 
-def _trouble(event: SaveFailed | FailureSeen) -> str:
+def _trouble(event: SaveFailed | FailureSeen | DoubtSeen | StragglerSeen) -> str:
     if isinstance(event, SaveFailed):
         return f"The checkpoint of step {event.step} failed, training goes on: {event.reason}"
+    if isinstance(event, StragglerSeen):
+        return (
+            f"Rank {event.rank} on node {event.node} is slow: {event.work_s * 1000:.0f} ms of work a step, "
+            f"{event.ratio:.1f} times the others of its stage."
+        )
+    if isinstance(event, DoubtSeen):
+        where = f"; {event.where}" if event.where else ""
+        return f"Step {event.step} was done once more, and {event.ruling}: {event.fact}{where}"
     return f"Attempt {event.attempt} was lost after step {event.step}: {event.cause}"
 
 

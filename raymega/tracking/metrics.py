@@ -59,7 +59,8 @@ def metrics_of(event: RunEvent) -> Mapping[str, float]:
             return _timeline_metrics(event)
         case MemoryReady():
             peaks = [metrics.get("memory/peak_bytes", 0.0) for metrics in event.ranks.values()]
-            return {"memory/max_peak_bytes": max(peaks)}
+            ratio = {"worker/max_work_ratio": event.work_ratio} if event.work_ratio else {}
+            return {"memory/max_peak_bytes": max(peaks)} | ratio
         case RunFinished():
             return {"run/goodput": event.goodput, "run/wall_s": event.wall_s}
         case _:

@@ -30,12 +30,14 @@ from raymega.tracking.sink import (
     ArtefactWritten,
     AttemptStarted,
     CheckpointCommitted,
+    DoubtSeen,
     EvaluationFinished,
     FailureSeen,
     RunFinished,
     RunStarted,
     SaveFailed,
     StepFinished,
+    StragglerSeen,
     WorkersStarted,
 )
 from raymega.tracking.spool import Stamped
@@ -111,6 +113,8 @@ class Recorder:
                 self._tag(self._parent, tags)
             case SaveFailed() as event:
                 self._tag(self._parent, {"raymega.failed_save": f"{event.step}: {event.reason}"})
+            case DoubtSeen() | StragglerSeen() as event:
+                self._tag(self._child, _sign_tag(event))
             case FailureSeen() as event:
                 self._fail_attempt(event)
             case ArtefactWritten() as event:
@@ -190,7 +194,10 @@ class Recorder:
         self._tag(self._parent, grid | {ATTEMPT_TAG: number})
 
     def _fail_attempt(self, event: FailureSeen) -> None:
-        facts = {"cause": event.cause, "rank": event.rank, "step": event.step}
+        facts = {
+            "cause": event.cause, "rank": event.rank, "step": event.step,
+            "decision": event.decision,
+        }  # fmt: skip
         self._tag(self._child, {f"failure.{name}": value for name, value in facts.items()})
         self._end_attempt("FAILED")
 
@@ -240,6 +247,13 @@ class Recorder:
         pairs = [Param(name, str(value)[:MAX_VALUE_CHARS]) for name, value in params.items()]
         for chunk in _chunks(pairs, MAX_PAIRS_PER_BATCH):
             self._client.log_batch(run_id, params=chunk)
+
+
+def _sign_tag(event: DoubtSeen | StragglerSeen) -> dict[str, str]:
+    if isinstance(event, DoubtSeen):
+        return {f"doubt.{event.step}": f"{event.ruling}: {event.fact} {event.where}".strip()}
+    told = f"{event.ratio:.2f} at step {event.step}, node {event.node}"
+    return {f"straggler.{event.rank}": told}
 
 
 def is_refusal(error: Exception) -> bool:

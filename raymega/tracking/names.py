@@ -77,13 +77,14 @@ METRICS = (
     ),
     _gauge("train/global_batch_size", "sequences", "Sequences of the step, all ranks."),
     _gauge("train/loss_scale", "1", "Loss scale of the next step; float16 only."),
-    _counter("train/skipped_steps", "steps", "Steps without update, of an overflow; float16 only."),
+    _counter("train/skipped_steps", "steps", "Steps without update: an overflow, or a bad batch."),
     _gauge("data/packing_efficiency", "1", "Share of packed rows that is no padding."),
     _gauge("data/imbalance", "1", "Largest over mean work of ranks, as planned; dynamic cp only."),
     _gauge("data/micro_batches", "1", "Micro-batches of the step; dynamic cp only."),
     _gauge("data/pack_ranks", "ranks", "Ranks that share a pack, mean of tokens; dynamic cp only."),
     _gauge("data/most_pack_ranks", "ranks", "The most ranks that share one; dynamic cp only."),
     _gauge("data/schedule_wait_s", "s", "Time rank 0 waited for its packs; dynamic cp only."),
+    _gauge("train/divergence_check_s", "s", "Time of the look whether replicas' bits are equal."),
     _counter("train/tokens", "tokens", "Unmasked tokens trained on since the run began."),
     _counter("train/samples", "sequences", "Sequences trained on since the run began."),
     _gauge("train/step_time_s", "s", "Wall time of the step on rank 0."),
@@ -161,6 +162,8 @@ METRICS = (
         "run/recovery_s", "s", "From a failure's detection until its lost steps are made up for."
     ),
     _gauge("run/lost_steps", "steps", "Completed steps that a failure made to be done again."),
+    _gauge("run/doubted_steps", "steps", "Steps done once more for bad numbers, since the start."),
+    _gauge("run/rollbacks", "1", "Times that the driver went back for bad numbers."),
     _gauge("run/goodput", "1", "Share of the driver's wall time spent on steps that count."),
     _gauge("run/wall_s", "s", "Wall time of the driver."),
     _rank_gauge(
@@ -170,6 +173,10 @@ METRICS = (
     ),
     _rank_gauge(
         "memory/allocated_bytes", "bytes", "What torch holds on the GPU; on CPUs, resident size."
+    ),
+    _rank_gauge("worker/work_s", "s", "Time of a step less waits for other ranks; CPUs only."),
+    _gauge(
+        "worker/max_work_ratio", "1", "Largest worker/work_s over the median of its stage's others."
     ),
     _rank_gauge("worker/forward_s", "s", "Time in forward work of one step, by time line."),
     _rank_gauge("worker/backward_s", "s", "Time in backward work of one step, by time line."),

@@ -159,12 +159,40 @@ class SavePassedOver:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureSeen:
-    """The attempt is lost; ``rank`` is where it began, -1 when unknown, ``step`` the last done."""
+    """The attempt is lost; ``rank`` is where it began, -1 when unknown, ``step`` the last done.
+
+    ``is_rollback`` when nothing broke, but the run goes back for numbers that are no good. ``decision``
+    is what the driver does about it, ``whereabouts`` by rank where each was last seen.
+    """
 
     attempt: int
     rank: int
     step: int
     cause: str
+    is_rollback: bool = False
+    decision: str = ""
+    whereabouts: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoubtSeen:
+    """The first pass of ``step`` had a loss or a norm that is no good, and the run goes on.
+
+    Attributes:
+        attempt: Of the workers.
+        step: The step.
+        kind: ``nan`` or ``spike``.
+        fact: The number, and what it is held against.
+        where: The first number that is not finite, when it was looked for.
+        ruling: What became of the step, such as ``used the second pass`` or ``left out``.
+    """
+
+    attempt: int
+    step: int
+    kind: str
+    fact: str
+    where: str
+    ruling: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,14 +243,34 @@ class TimelineReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReady:
-    """Memory of every rank after ``step``: metrics by rank, names as in StepFinished."""
+    """What each rank measures of itself, memory above all, after ``step``; names as in StepFinished.
+
+    ``work_ratio`` is the largest of worker/work_s over the median of the stage's other ranks; 0 when
+    there are none.
+    """
 
     attempt: int
     step: int
     ranks: Mapping[int, Mapping[str, float]]
+    work_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         check_names({name for metrics in self.ranks.values() for name in metrics})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StragglerSeen:
+    """A rank has worked longer than the others of its stage for a while; told once.
+
+    ``work_s`` is its time in a step less its waits, ``ratio`` that over the median of the others.
+    """
+
+    attempt: int
+    step: int
+    rank: int
+    node: str
+    work_s: float
+    ratio: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,9 +324,11 @@ RunEvent = (
     | SaveUnderWay
     | SavePassedOver
     | FailureSeen
+    | DoubtSeen
     | Recovered
     | TimelineReady
     | MemoryReady
+    | StragglerSeen
     | ExpertsSeen
     | ArtefactWritten
     | RunFinished

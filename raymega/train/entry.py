@@ -132,7 +132,9 @@ def _train(
             plan, rank=start.rank, attempt=start.attempt, replicas=start.replicas
         )
     saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=start.rank)
-    run_loop(parts, state, channel=channel, saving=saving, rank=start.rank)
+    run_loop(
+        parts, state, channel=channel, saving=saving, rank=start.rank, passed_over=start.passed_over
+    )
 
 
 def _limits(plan: RunPlan) -> Limits:

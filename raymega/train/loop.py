@@ -6,6 +6,7 @@ It decides when; the parts know how. It never retries and never decides to resum
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from raymega.config.schema import Job
@@ -16,6 +17,7 @@ from raymega.messages import (
     MemoryMeasured,
     Progress,
     StepDone,
+    StepDoubted,
     TimelineRecorded,
     WorkerFinished,
 )
@@ -23,31 +25,41 @@ from raymega.optim.param_groups import role_rates
 from raymega.parallel.comm import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS
 from raymega.train.build import Parts
+from raymega.train.divergence import DivergenceCheck
 from raymega.train.evaluate import evaluate
 from raymega.train.expert_load import expert_metrics, expert_report
-from raymega.train.meters import Speedometer, memory_metrics, reset_peak_memory
+from raymega.train.meters import Speedometer, WorkMeter, memory_metrics, reset_peak_memory
 from raymega.train.saving import Saving
 from raymega.train.state import TrainState
 from raymega.train.statistics import Activations, activations_of, norm_metrics
-from raymega.train.step import StepOutcome, train_step
+from raymega.train.step import Doubted, StepOutcome, train_step
 
 
 def run_loop(
-    parts: Parts, state: TrainState, *, channel: Channel, saving: Saving, rank: int
+    parts: Parts,
+    state: TrainState,
+    *,
+    channel: Channel,
+    saving: Saving,
+    rank: int,
+    passed_over: Sequence[tuple[int, int]] = (),
 ) -> TrainState:
-    """Train from ``state`` to the job's last step, or until the driver asks to stop."""
+    """Train from ``state`` to the job's last step, or until the driver asks to stop.
+
+    ``passed_over`` are ranges of samples that the run is to leave out; see StartWorker.
+    """
     job = parts.plan.job
-    source = parts.loader.source
-    speed = Speedometer(parts.plan, parts.device, context=source.context)
-    packing = {"data/packing_efficiency": source.efficiency} if job.data.packing != "none" else {}
+    speed = Speedometer(parts.plan, parts.device, context=parts.loader.source.context)
+    check, work = DivergenceCheck(parts), WorkMeter(parts.device, parts.groups.world.waited)
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
     while state.step < job.run.steps and not stopped:
+        state = state.past(passed_over)
         is_recording = _is_due(state.step + 1, job.tracking.timeline_every)
         if is_recording:
             barrier(parts.groups.world)
         watches_activations = _is_due(state.step + 1, job.tracking.activations_every)
-        with activations_of(parts, is_due=watches_activations) as activations:
+        with activations_of(parts, is_due=watches_activations) as activations, work:
             began = time.monotonic()
             wishes = channel.requests()
             outcome = train_step(
@@ -60,22 +72,24 @@ def run_loop(
             )
             seconds = time.monotonic() - began
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
-        metrics |= _sent_bytes(parts)
-        if isinstance(parts.loader, DynamicLoader):
-            metrics |= parts.loader.metrics()
-        metrics |= packing | _statistics(parts, state, outcome, activations)
+        metrics |= (
+            _data_metrics(parts)
+            | _sent_bytes(parts)
+            | _statistics(parts, state, outcome, activations)
+        )
         metrics |= expert_metrics(outcome.loads) | _rates(outcome.lr, job)
-        state = outcome.state
+        state, stopped = outcome.state, outcome.stop
+        is_last = stopped or state.step == job.run.steps
         metrics |= saving.observe(outcome)
+        is_saving = saving.is_checkpoint_due(outcome, is_last=is_last)
+        metrics |= check.look(state.step, is_saving=is_saving)
         _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
-            memory = memory_metrics(parts.device)
-            channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=memory))
+            own = memory_metrics(parts.device) | work.take()
+            channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=own))
             if rank == 0 and outcome.loads:
                 channel.report(expert_report(outcome.loads, rank=rank, step=state.step))
-        stopped = outcome.stop
 
-        is_last = stopped or state.step == job.run.steps
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
         saving.save_what_is_due(outcome, is_last=is_last)
@@ -93,6 +107,16 @@ def _sent_bytes(parts: Parts) -> dict[str, float]:
         metrics["comm/cp_sent_bytes"] = float(log.sent_bytes(BETWEEN_CP))
     if parallel.ep * parallel.etp > 1:
         metrics["comm/experts_sent_bytes"] = float(log.sent_bytes(BETWEEN_EXPERTS))
+    return metrics
+
+
+def _data_metrics(parts: Parts) -> dict[str, float]:
+    """How well documents are packed, and shared out."""
+    metrics: dict[str, float] = {}
+    if parts.plan.job.data.packing != "none":
+        metrics["data/packing_efficiency"] = parts.loader.source.efficiency
+    if isinstance(parts.loader, DynamicLoader):
+        metrics |= parts.loader.metrics()
     return metrics
 
 
@@ -123,6 +147,8 @@ def _report_step(
     if rank != 0:
         channel.report(Progress(rank=rank, step=step))
         return
+    if outcome.doubted is not None:
+        channel.report(_doubted(outcome.doubted, rank=rank, step=step))
     metrics = _step_metrics(outcome)
     channel.report(StepDone(rank=rank, step=step, metrics=metrics | others))
 
@@ -141,6 +167,7 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         metrics["train/mtp_loss"] = outcome.mtp_loss
     if state.loss_scale is not None:
         metrics["train/loss_scale"] = state.loss_scale.factor
+    if state.loss_scale is not None or state.skipped_steps:
         metrics["train/skipped_steps"] = float(state.skipped_steps)
     return metrics
 
@@ -149,6 +176,13 @@ def _rates(lr: float, job: Job) -> dict[str, float]:
     """Of roles that have rates of their own."""
     scales = role_rates(job.optimizer, job.model)
     return {f"train/role_lr/{role}": lr * scale for role, scale in scales.items()}
+
+
+def _doubted(doubted: Doubted, *, rank: int, step: int) -> StepDoubted:
+    return StepDoubted(
+        rank=rank, step=step, kind=doubted.kind, fact=doubted.fact, where=doubted.where,
+        ruling=doubted.ruling.value,
+    )  # fmt: skip
 
 
 def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from pathlib import Path
 
 import torch
 
+from raymega.parallel.groups import Waited
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware import peak_flops
 from raymega.plan.run_plan import RunPlan
@@ -39,6 +41,34 @@ class Speedometer:
             "train/tflops_per_worker": flops / 1e12,
         }
         return speeds | ({"train/mfu": flops / self._peak} if self._peak else {})
+
+
+class WorkMeter:
+    """How long a rank works in a step itself: wall time less its waits for other ranks.
+
+    It reads the host's time, so on a GPU, whose work the host only queues, there is nothing to say.
+    """
+
+    def __init__(self, device: torch.device, waited: Waited) -> None:
+        self._is_host, self._waited = device.type == "cpu", waited
+        self._began_s = self._waited_s = self._work_s = 0.0
+        self._num_steps = 0
+
+    def __enter__(self) -> None:
+        """A step begins."""
+        self._began_s, self._waited_s = time.monotonic(), self._waited.seconds
+
+    def __exit__(self, *_: object) -> None:
+        """It is over."""
+        wall_s = time.monotonic() - self._began_s
+        self._work_s += wall_s - (self._waited.seconds - self._waited_s)
+        self._num_steps += 1
+
+    def take(self) -> dict[str, float]:
+        """Mean of the steps since the last call."""
+        mean_s = self._work_s / max(1, self._num_steps)
+        self._work_s, self._num_steps = 0.0, 0
+        return {"worker/work_s": mean_s} if self._is_host else {}
 
 
 def reset_peak_memory(device: torch.device) -> None:

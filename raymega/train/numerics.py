@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 
 import torch
 
 from raymega.checkpoint.start import WEIGHTS
 from raymega.data.loader import MicroBatch
-from raymega.errors import Fault, NumericsError
+from raymega.errors import Fault, NumericsError, RollbackError
 from raymega.parallel.comm import all_gather
 from raymega.train.build import Parts
+from raymega.train.doubts import Doubt
 from raymega.train.passes import forward_backward
 from raymega.train.taps import Seen, tapped
 
@@ -31,30 +31,21 @@ FORMS = {
 }
 
 
-def refuse_non_finite_step(
-    parts: Parts,
-    micro_batches: Sequence[MicroBatch],
-    *,
-    step: int,
-    loss: float,
-    grad_norm: float,
-    loss_gradient: float,
-) -> None:
-    """Let a step go on only with a finite loss and norm; all ranks decide alike.
+def refuse_step(fact: str, *, doubt: Doubt, roll_back_to: int = -1) -> NumericsError:
+    """The error that ends the attempt at a step whose numbers are no good, as the job wishes.
 
-    Raises:
-        NumericsError: They are not. It says where the first such number is; parameters are untouched.
+    With ``roll_back_to``, a sample, the run goes back and passes over the data before it.
     """
-    if isfinite(loss) and isfinite(grad_norm):
-        return
-    where = locate_non_finite(parts, micro_batches, loss_gradient=loss_gradient)
-    raise NumericsError(
-        Fault(
-            fact=f"step {step}: loss={loss!r}, gradient norm={grad_norm!r}; {where}",
-            rule="both must be finite numbers; the parameters were not updated",
-            remedy="lower optimizer.lr, raise precision.dtype or look at the data of this step",
-        )
+    rule = (
+        "both must be finite numbers" if doubt.kind == "nan" else f"elastic.on_spike={doubt.policy}"
     )
+    remedy = "lower optimizer.lr, raise precision.dtype or look at the data of this step"
+    fault = Fault(fact=fact, rule=f"{rule}; the parameters were not updated", remedy=remedy)
+    if roll_back_to < 0:
+        return NumericsError(fault)
+    error = RollbackError(fault)
+    error.next_sample = roll_back_to
+    return error
 
 
 def refuse_non_finite_state(parts: Parts, step: int) -> None:

@@ -62,13 +62,17 @@ class Saving:
             self._snapshots.observe(again, step=step)
         return self._snapshots.metrics()
 
+    def is_checkpoint_due(self, outcome: StepOutcome, *, is_last: bool) -> bool:
+        """Whether :meth:`save_what_is_due` makes a checkpoint, unless the one before is still written."""
+        every = self._parts.plan.job.checkpoint.every
+        return is_last or outcome.save or (every > 0 and outcome.state.step % every == 0)
+
     def save_what_is_due(self, outcome: StepOutcome, *, is_last: bool) -> None:
         """After a step: a checkpoint when it is time for one, and a snapshot unless it is the last."""
         state, section = outcome.state, self._parts.plan.job.checkpoint
-        if is_last or outcome.save:
-            self._save_checkpoint(state)
-        elif section.every > 0 and state.step % section.every == 0:
-            if self._is_writing and section.when_busy == "skip":
+        if self.is_checkpoint_due(outcome, is_last=is_last):
+            is_free_to_skip = not (is_last or outcome.save)
+            if is_free_to_skip and self._is_writing and section.when_busy == "skip":
                 self._report_skip(state.step)
             else:
                 self._save_checkpoint(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import PrecisionSection
@@ -19,15 +19,22 @@ class TrainState:
         step: Completed steps.
         samples: Sequences consumed; the next step starts at this global sample.
         tokens: Unmasked tokens consumed.
-        skipped_steps: Completed steps whose gradients overflowed, so that they updated nothing.
+        skipped_steps: Completed steps that updated nothing: their gradients overflowed float16, or
+            their batch was left out.
+        bad_steps: How many batches were left out in a row up to here.
         loss_scale: Scale of the next step; None for formats that need none.
+        losses: Of the newest steps that updated something, oldest first: what is usual.
+        grad_norms: The same.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    bad_steps: int = 0
     loss_scale: LossScale | None = None
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
 
     @property
     def updates(self) -> int:
@@ -52,6 +59,19 @@ class TrainState:
             loss_scale=loss_scale,
         )
 
+    def remember(self, *, loss: float, grad_norm: float, window: int) -> TrainState:
+        """A step was as it should be, or is taken for it; the newest ``window`` steps are kept."""
+        losses, grad_norms = (*self.losses, loss), (*self.grad_norms, grad_norm)
+        return replace(self, bad_steps=0, losses=losses[-window:], grad_norms=grad_norms[-window:])
+
+    def past(self, ranges: Iterable[tuple[int, int]]) -> TrainState:
+        """The same, beyond ranges of samples (first, end) that the run is to pass over."""
+        state = self
+        for first, end in sorted(ranges):
+            if first <= state.samples < end:
+                state = replace(state, samples=end)
+        return state
+
     def scalars(self) -> Scalars:
         """As a checkpoint's manifest keeps it."""
         scalars: Scalars = {
@@ -59,6 +79,9 @@ class TrainState:
             "samples": self.samples,
             "tokens": self.tokens,
             "skipped_steps": self.skipped_steps,
+            "bad_steps": self.bad_steps,
+            "losses": _text(self.losses),
+            "grad_norms": _text(self.grad_norms),
         }
         if self.loss_scale is not None:
             scalars |= {
@@ -92,5 +115,17 @@ def state_from(scalars: Mapping[str, int | float | str], precision: PrecisionSec
         samples=samples,
         tokens=tokens,
         skipped_steps=int(scalars.get("skipped_steps", 0)),
+        bad_steps=int(scalars.get("bad_steps", 0)),
         loss_scale=loss_scale,
+        losses=_numbers(scalars.get("losses", "")),
+        grad_norms=_numbers(scalars.get("grad_norms", "")),
     )
+
+
+def _text(numbers: Iterable[float]) -> str:
+    """Every digit, so that reading gives the same bits."""
+    return " ".join(map(repr, numbers))
+
+
+def _numbers(text: object) -> tuple[float, ...]:
+    return tuple(map(float, str(text).split()))

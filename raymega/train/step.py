@@ -7,7 +7,8 @@ learns the same totals from one small all-reduce, so every rank takes the same d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, sqrt
 
 import torch
@@ -23,7 +24,8 @@ from raymega.parallel.comm import all_reduce
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
 from raymega.train.build import Parts
-from raymega.train.numerics import refuse_non_finite_step
+from raymega.train.doubts import Doubt, Ruling, find_doubt, rule
+from raymega.train.numerics import locate_non_finite, refuse_step
 from raymega.train.passes import forward_backward
 from raymega.train.state import TrainState
 
@@ -36,7 +38,8 @@ class StepOutcome:
     tokens further ahead, mean of depths, by the same count; None without them. ``grad_norm`` is the
     global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
     ``save`` are true when the driver asked any rank for it. ``summed`` is what the ranks gave to be
-    summed, ``loads`` by layer what the routing of all tokens was.
+    summed, ``loads`` by layer what the routing of all tokens was. ``doubted`` says what was wrong with
+    the step's first pass, if anything was.
     """
 
     state: TrainState
@@ -52,6 +55,17 @@ class StepOutcome:
     summed: tuple[float, ...]
     loads: Mapping[int, Load]
     events: tuple[Event, ...]
+    doubted: Doubted | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doubted:
+    """A step whose first pass had no good numbers; ``where`` they come from, if that was found."""
+
+    kind: str
+    fact: str
+    ruling: Ruling
+    where: str = ""
 
 
 def _do_nothing() -> None:
@@ -73,49 +87,137 @@ def train_step(
     the totals, before the update.
 
     A float16 gradient that overflows shows in the norm, hence on every rank: the step updates
-    nothing, and the loss scale sinks. ``before_update`` is called when masters and moments are about
-    to change.
+    nothing, and the loss scale sinks. A step whose numbers are no good is done once more, and then is
+    what the job says of it. ``before_update`` is called when masters and moments are about to change.
 
     Raises:
-        NumericsError: The loss or the gradient norm is not finite; parameters are untouched.
+        NumericsError: The loss or the gradient norm is no good, and the job has the run end or go back
+            for it; parameters are untouched.
         DataError: No token of the batch has a label that counts; the same.
     """
     job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
     micro_batches = parts.loader.micro_batches(batch, state.samples)
     scale = loss_gradient(parts.plan, state)
-    output = forward_backward(parts, micro_batches, loss_gradient=scale, is_recording=is_recording)
-
-    others = (wishes.stop, wishes.save, *summed)
-    totals = _totals_of(parts, output.loss_sum, micro_batches, others)
-    if not totals.tokens:
-        raise DataError(no_labels(f"step {state.step + 1}"))
-    loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
-    depth = job.model.mtp_depth
-    mtp_loss = totals.mtp_loss_sum / totals.tokens / depth if depth else None
-    is_overflow = state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm)
+    asked = (wishes.stop, wishes.save, *summed)
+    do_pass = partial(_do_pass, parts, state, micro_batches, asked, scale)
+    seen, doubted = do_pass(is_recording=is_recording), None
+    doubt = _doubt(parts, state, seen)
+    if doubt:
+        seen, doubted = _settle(parts, state, doubt, seen, do_pass, micro_batches)
+    totals = seen.totals
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
-    if not is_overflow:
-        refuse_non_finite_step(
-            parts, micro_batches, step=state.step + 1, loss=loss, grad_norm=grad_norm,
-            loss_gradient=scale,
-        )  # fmt: skip
-        factor = clip_factor(grad_norm, job.optimizer.clip_norm)
+    is_left_out = doubted is not None and doubted.ruling is Ruling.SKIP
+    if not (seen.is_overflow or is_left_out):
+        factor = clip_factor(seen.grad_norm, job.optimizer.clip_norm)
         before_update()
         factor = factor / totals.tokens / scale
         parts.optimizer.step(lr=lr, step=state.updates + 1, gradient_factor=factor)
         parts.routers.update(totals.loads)
         parts.weights.start_gather()  # goes on beside reports, saves and the next step's data
-    after = state.advance(
-        samples=batch.global_batch_size,
-        tokens=round(totals.tokens),
-        is_skipped=is_overflow,
-        loss_scale=next_loss_scale(state.loss_scale, job.precision, is_overflow=is_overflow),
-    )
     return StepOutcome(
-        state=after, loss=loss, mtp_loss=mtp_loss, grad_norm=grad_norm, lr=lr, samples=batch.global_batch_size,
-        tokens=round(totals.tokens), is_skipped=is_overflow, stop=totals.stop, save=totals.save,
-        summed=totals.summed, loads=totals.loads, events=output.events,
+        state=_state_after(parts, state, seen, is_left_out=is_left_out),
+        loss=seen.loss, mtp_loss=seen.mtp_loss, grad_norm=seen.grad_norm, lr=lr,
+        samples=batch.global_batch_size, tokens=round(totals.tokens),
+        is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save,
+        summed=totals.summed, loads=totals.loads, events=seen.events, doubted=doubted,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """One forward and backward over a step's micro-batches, summed over all ranks."""
+
+    loss: float
+    mtp_loss: float | None
+    grad_norm: float
+    is_overflow: bool
+    totals: _Totals
+    events: tuple[Event, ...]
+
+
+def _do_pass(
+    parts: Parts,
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    asked: Sequence[float],
+    scale: float,
+    *,
+    is_recording: bool,
+) -> _Pass:
+    """What was ``asked`` for is summed beside."""
+    output = forward_backward(parts, micro_batches, loss_gradient=scale, is_recording=is_recording)
+    totals = _totals_of(parts, output.loss_sum, micro_batches, asked)
+    if not totals.tokens:
+        raise DataError(no_labels(f"step {state.step + 1}"))
+    loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
+    depth = parts.plan.job.model.mtp_depth
+    return _Pass(
+        loss=loss,
+        mtp_loss=totals.mtp_loss_sum / totals.tokens / depth if depth else None,
+        grad_norm=grad_norm,
+        is_overflow=state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm),
+        totals=totals,
+        events=output.events,
+    )
+
+
+def _doubt(parts: Parts, state: TrainState, seen: _Pass) -> Doubt | None:
+    if seen.is_overflow:
+        return None
+    section = parts.plan.job.elastic
+    return find_doubt(section, state, loss=seen.loss, grad_norm=seen.grad_norm)
+
+
+def _settle(  # all of a step
+    parts: Parts,
+    state: TrainState,
+    doubt: Doubt,
+    seen: _Pass,
+    do_pass: Callable[..., _Pass],
+    micro_batches: Sequence[MicroBatch],
+) -> tuple[_Pass, Doubted]:
+    """Do the step once more, and what the job says if that leaves a doubt too.
+
+    No weight has changed, and a pass depends on weights and samples alone: the second one has the
+    bits that the first would have had without a fault.
+    """
+    if doubt.policy != "stop":
+        first = doubt
+        seen = replace(do_pass(is_recording=False), events=seen.events)
+        left = _doubt(parts, state, seen)
+        if left is None:
+            return seen, Doubted(kind=first.kind, fact=first.fact, ruling=Ruling.SECOND_PASS)
+        doubt = left
+    where = ""
+    if doubt.kind == "nan":
+        scale = loss_gradient(parts.plan, state)
+        where = locate_non_finite(parts, micro_batches, loss_gradient=scale)
+    ruling = rule(parts.plan.job.elastic, state, doubt)
+    fact = f"step {state.step + 1}: {doubt.fact}" + (f"; {where}" if where else "")
+    if ruling is Ruling.STOP:
+        raise refuse_step(fact, doubt=doubt)
+    if ruling is Ruling.ROLL_BACK:
+        end = state.samples + parts.plan.batch_at(state.samples).global_batch_size
+        raise refuse_step(fact, doubt=doubt, roll_back_to=end)
+    return seen, Doubted(kind=doubt.kind, fact=doubt.fact, ruling=ruling, where=where)
+
+
+def _state_after(parts: Parts, state: TrainState, seen: _Pass, *, is_left_out: bool) -> TrainState:
+    job = parts.plan.job
+    after = state.advance(
+        samples=parts.plan.batch_at(state.samples).global_batch_size,
+        tokens=round(seen.totals.tokens),
+        is_skipped=seen.is_overflow or is_left_out,
+        loss_scale=state.loss_scale
+        if is_left_out
+        else next_loss_scale(state.loss_scale, job.precision, is_overflow=seen.is_overflow),
+    )
+    if is_left_out:
+        return replace(after, bad_steps=state.bad_steps + 1)
+    if seen.is_overflow:
+        return after
+    window = job.elastic.spike_window
+    return after.remember(loss=seen.loss, grad_norm=seen.grad_norm, window=window)
 
 
 def no_labels(what: str) -> Fault:
@@ -156,7 +258,7 @@ class _Totals:
 def _totals_of(
     parts: Parts,
     loss_sum: torch.Tensor,
-    micro_batches: list[MicroBatch],
+    micro_batches: Sequence[MicroBatch],
     others: Sequence[float],
 ) -> _Totals:
     """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it, each

@@ -13,6 +13,7 @@ from raymega.parallel import comm
 from raymega.parallel.comm_checks import DTYPES
 from raymega.parallel.groups import abort_world, close_world
 from raymega.plan.grid import Grid
+from raymega.parallel.pending import TURN_S
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
@@ -99,7 +100,7 @@ def _late_by_more_than_a_turn(env):
         lambda: comm.all_gather(x, group),
     ):
         if env.rank == 1:
-            time.sleep(2.5 * comm.TURN_S)
+            time.sleep(2.5 * TURN_S)
         results.append(operation().tolist())
     return results
 

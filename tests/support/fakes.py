@@ -102,7 +102,7 @@ class FakeWorkerGroup:
         self.script = [list(polls) for polls in script]
         self.lacking = list(lacking)
         self.orders, self.requested, self.releases, self.plans = [], [], [], []
-        self.places, self.departures = [], []
+        self.places, self.departures, self.looks = [], [], []
         self._polls = []
 
     @property
@@ -148,6 +148,9 @@ class FakeWorkerGroup:
 
     def request(self, requests):
         self.requested.append(requests)
+
+    def look(self, silent):
+        self.looks.append(silent)
 
     def release(self, *, keep_warm):
         self.releases.append(keep_warm)

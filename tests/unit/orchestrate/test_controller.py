@@ -1,6 +1,7 @@
 """The controller stepped through its states by a fake group; no process, no disk, no waiting."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,7 @@ from raymega.messages import (
     SaveAdvanced,
     SaveSkipped,
     StepDone,
+    StepDoubted,
     TimelineRecorded,
 )
 from raymega.orchestrate.attempt import PROGRESS_MARGIN_S
@@ -33,6 +35,7 @@ from raymega.storage.memory import MemoryStore
 from raymega.tracking.sink import (
     AttemptStarted,
     CheckpointCommitted,
+    DoubtSeen,
     EvaluationFinished,
     FailureSeen,
     Recovered,
@@ -312,6 +315,74 @@ def test_numerics_guard_is_exit_5_without_a_restart(world):
         world.drive(lost_run(lambda w: w.fail(0, "NumericsError", exit_code=5))).run()
     assert caught.value.exit_code == 5
     assert len(world.group.orders) == 1
+
+
+# Numbers that are no good.
+
+
+def wants_rollback(workers, *, next_sample):
+    (report,) = workers.fail(1, "RollbackError", exit_code=5)[0]
+    return [[replace(report, next_sample=next_sample)]]
+
+
+def test_rollback_goes_to_the_checkpoint_and_passes_over_samples_for_good(world):
+    """Also for the next driver, and from a checkpoint although memory has a newer state."""
+    lost = lost_run(lambda w: wants_rollback(w, next_sample=96))
+    world.keeping.is_begun = True
+    world.keeping.take(3)
+    controller = world.drive(lost, whole_run(attempt=2, step=2)[:2])
+    world.tick_until(State.RUNNING)
+    while len(world.group.orders) < 2:
+        controller.tick()
+    first, second = world.group.orders
+    assert (first.passed_over, second.passed_over) == ((), ((0, 96),))
+    assert second.restore == "checkpoints/step-00000002/manifest-a0001.json"
+    (seen,) = world.sink.of(FailureSeen)
+    assert seen.is_rollback and seen.decision == "rollback 1 of at most 5"
+    world.keeping.snapshots.clear()
+    world.drive(whole_run(attempt=3, step=2)).run()
+    assert world.group.orders[0].passed_over == ((0, 96),)
+
+
+def test_rollback_without_samples_does_the_same_steps_again(world):
+    lost = lost_run(lambda w: wants_rollback(w, next_sample=-1))
+    world.drive(lost, whole_run(attempt=2, step=2)).run()
+    assert [order.passed_over for order in world.group.orders] == [(), ()]
+    assert world.steps_seen() == [1, 2, 3, 3, 4]
+
+
+def test_rollbacks_have_a_budget_of_their_own_and_end_with_exit_5(world):
+    def attempt(number):
+        workers = FakeWorkers(4, attempt=number)
+        return workers.enter() + workers.steps(1) + wants_rollback(workers, next_sample=-1)
+
+    with pytest.raises(NumericsError, match="max_bad_steps=2 rollbacks are spent") as caught:
+        world.drive(
+            *map(attempt, range(1, 9)),
+            overrides=["elastic.max_bad_steps=2", "elastic.max_failures=0"],
+        ).run()
+    assert caught.value.exit_code == 5 and len(world.group.orders) == 3
+
+
+def test_step_that_was_done_once_more_is_told(world):
+    polls = whole_run()
+    polls[2:2] = [
+        [StepDoubted(rank=0, step=2, kind="spike", fact="loss 9", where="", ruling="kept")]
+    ]
+    world.drive(polls).run()
+    (doubt,) = world.sink.of(DoubtSeen)
+    assert (doubt.attempt, doubt.step, doubt.ruling) == (1, 2, "kept")
+
+
+def test_group_is_asked_to_look_before_a_silent_run_is_given_up(world):
+    workers = FakeWorkers(4)
+    polls = workers.enter() + workers.steps(3, seconds=0.1)
+    world.drive(polls, whole_run(attempt=2))
+    while not world.sink.of(FailureSeen):
+        world.controller.tick()
+        if len(world.group.looks) == 1 and not world.group.orders[1:]:
+            break
+    assert world.group.looks == [frozenset()]
 
 
 # Saves.

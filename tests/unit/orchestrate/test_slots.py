@@ -1,13 +1,11 @@
 """Slots without Ray: who is ready, who hangs, who must leave, and that no two processes have one name."""
 
 import time
-from pathlib import Path
 
 import pytest
 
 from raymega.orchestrate.placement import Place, Seat
-from raymega.orchestrate.slots import Slot, Slots
-from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.orchestrate.slots import Slot, Slots, name_of
 from tests.support.jobs import make_test_plan
 
 PLAN = make_test_plan("parallel.tp=2")
@@ -66,6 +64,5 @@ def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots):
 
 
 def test_processes_that_are_ordered_between_attempts_have_names_of_their_own():
-    group = RayWorkerGroup(PLAN, log_dir=Path("logs"), can_grow=True)
-    names = {group._name(slot(index, home=0)) for index in (0, 1)}
+    names = {name_of(slot(index, home=0), PLAN, attempt=0) for index in (0, 1)}
     assert len(names) == 2

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from raymega.errors import InternalError
-from raymega.parallel.comm import Pending
 from raymega.parallel.grad_buffer import GradBuffer
+from raymega.parallel.groups import Waited
+from raymega.parallel.pending import Pending
 from tests.support.params import ALONE, make_buffer, make_param, make_table, make_tensor
 
 
@@ -79,7 +80,7 @@ def sent(monkeypatch):
 
     def launch(bucket, _group):
         buckets.append(bucket.numel())
-        return Pending(str, None, None)
+        return Pending(str, None, None, Waited())
 
     monkeypatch.setattr("raymega.parallel.grad_buffer.start_all_reduce", launch)
     return buckets

@@ -1,6 +1,25 @@
+"""Bounds of what is odd or silent, refused where they would make everything so."""
+
 import pytest
 
+from raymega.errors import PlanError
 from raymega.plan.elastic_rules import host_faults
+from tests.support.jobs import make_test_plan
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["elastic.spike_loss=1.0", "elastic.spike_grad_norm=0.5", "elastic.straggler_ratio=1.0"],
+)
+def test_ratio_that_what_is_usual_exceeds_is_refused(override):
+    with pytest.raises(PlanError, match=override.removesuffix(".0")):
+        make_test_plan(override)
+    assert make_test_plan(override.partition("=")[0] + "=0.0")
+
+
+def test_deadline_bounds_come_in_order():
+    with pytest.raises(PlanError, match=r"elastic.hang_min_s=9; .*elastic.hang_max_s=8"):
+        make_test_plan("elastic.hang_min_s=9.0", "elastic.hang_max_s=8.0")
 
 
 @pytest.mark.parametrize("field", ["elastic.spares", "elastic.snapshot_every"])

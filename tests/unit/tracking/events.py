@@ -4,6 +4,7 @@ from raymega.tracking.sink import (
     ArtefactWritten,
     AttemptStarted,
     CheckpointCommitted,
+    DoubtSeen,
     EvaluationFinished,
     FailureSeen,
     MemoryReady,
@@ -15,6 +16,7 @@ from raymega.tracking.sink import (
     SavePassedOver,
     SaveUnderWay,
     StepFinished,
+    StragglerSeen,
     TimelineReady,
     WorkersStarted,
 )
@@ -74,6 +76,7 @@ def step_finished(step, attempt=1, loss=0.0):
         "train/tokens": 1024.0 * step,
         "train/samples": 8.0 * step,
         "train/step_time_s": 0.125,
+        "train/divergence_check_s": 0.002,
         "train/tokens_per_s": 8192.0,
         "train/tokens_per_s_per_worker": 1024.0,
         "train/tflops_per_worker": 0.5,
@@ -138,10 +141,15 @@ MEMORY = MemoryReady(
     attempt=2,
     step=4,
     ranks={
-        0: {"memory/peak_bytes": 64.0, "memory/allocated_bytes": 32.0},
-        1: {"memory/peak_bytes": 96.0, "memory/allocated_bytes": 48.0},
+        0: {"memory/peak_bytes": 64.0, "memory/allocated_bytes": 32.0, "worker/work_s": 0.1},
+        1: {"memory/peak_bytes": 96.0, "memory/allocated_bytes": 48.0, "worker/work_s": 0.2},
     },
+    work_ratio=2.0,
 )
+DOUBT = DoubtSeen(
+    attempt=1, step=2, kind="nan", fact="loss=nan", where="", ruling="used the second pass"
+)
+STRAGGLER = StragglerSeen(attempt=2, step=4, rank=1, node="a", work_s=0.2, ratio=2.0)
 RECOVERED = Recovered(
     attempt=2, rank=3, step=3, restored_step=2, lost_steps=1, detection_s=0.5, recovery_s=3.0
 )
@@ -154,6 +162,7 @@ def whole_run(artefact="/tmp/loss.png"):
         WorkersStarted(attempt=1, pids={0: 100, 1: 101}, nodes={0: "a", 1: "a"}),
         NodesPassed(attempt=1, seconds=0.25, detail="versions are right on 1 node"),
         step_finished(1),
+        DOUBT,
         step_finished(2),
         EvaluationFinished(
             attempt=1, step=2, metrics={"eval/loss": 5.25, "eval/perplexity": 190.57}
@@ -170,6 +179,7 @@ def whole_run(artefact="/tmp/loss.png"):
         step_finished(4, attempt=2),
         TIMELINE,
         MEMORY,
+        STRAGGLER,
         checkpoint(4, attempt=2),
         ArtefactWritten(path=artefact, title="Loss curve"),
         run_finished(),

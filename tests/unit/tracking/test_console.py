@@ -52,12 +52,13 @@ def test_every_event_is_one_sentence_on_one_line():
     assert lines[1] == "Attempt 1 starts at step 0 on tp=2 pp=2 dp=2: first start."
     assert lines[2] == "2 workers at work on 1 node."
     assert lines[3] == "Checked in 0.2 s: versions are right on 1 node."
-    assert lines[6] == "Validation at step 2: loss 5.2500, perplexity 190.57."
-    assert lines[7].startswith("Checkpoint of step 2: 12.0 MiB, training stood still 12 ms")
-    assert lines[10] == "Saving step 3: 25% of 2.0 MiB are written."
-    assert lines[11].startswith("The checkpoint of step 3 is left out")
-    assert lines[12] == "Attempt 1 was lost after step 3: killed by signal 9"
-    assert lines[15] == (
+    assert lines[5] == "Step 2 was done once more, and used the second pass: loss=nan"
+    assert lines[7] == "Validation at step 2: loss 5.2500, perplexity 190.57."
+    assert lines[8].startswith("Checkpoint of step 2: 12.0 MiB, training stood still 12 ms")
+    assert lines[11] == "Saving step 3: 25% of 2.0 MiB are written."
+    assert lines[12].startswith("The checkpoint of step 3 is left out")
+    assert lines[13] == "Attempt 1 was lost after step 3: killed by signal 9"
+    assert lines[16] == (
         "Recovered: noticed in 0.5 s, back where it was 3.0 s later, from the state of step 2; "
         "1 step done again."
     )

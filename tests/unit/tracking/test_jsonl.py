@@ -30,8 +30,8 @@ def test_lines_tell_the_whole_run_in_order():
     lines = lines_of(whole_run())
     names = [line["event"] for line in lines]
     assert names[:3] == ["run", "attempt", "workers"]
-    assert names[-4:] == ["memory", "checkpoint", "artefact", "finished"]
-    assert {"evaluation", "save_failed", "failure", "recovered"} <= set(names)
+    assert names[-5:] == ["memory", "straggler", "checkpoint", "artefact", "finished"]
+    assert {"evaluation", "save_failed", "failure", "recovered", "doubt"} <= set(names)
 
 
 def test_workers_line_has_pids_by_rank():

@@ -37,6 +37,8 @@ def test_names_hold_every_metric_that_a_run_emits():
         "run/last_step_unix_s",
         "checkpoint/failed_saves",
         "checkpoint/skipped_saves",
+        "run/doubted_steps",
+        "run/rollbacks",
     }
     rows = {find_metric(name).name for name in emitted}
     assert {metric.name for metric in METRICS} - rows == kept_by_the_sink
@@ -62,7 +64,7 @@ def test_rank_metrics_split_a_rank_s_time():
 
 def test_memory_is_of_each_rank_and_its_largest_peak_of_the_run():
     assert rank_metrics_of(MEMORY)[1]["memory/peak_bytes"] == 96.0
-    assert metrics_of(MEMORY) == {"memory/max_peak_bytes": 96.0}
+    assert metrics_of(MEMORY) == {"memory/max_peak_bytes": 96.0, "worker/max_work_ratio": 2.0}
 
 
 def test_timeline_tells_how_much_of_the_collectives_was_hidden():

@@ -1,0 +1,123 @@
+"""Guards on real workers: bad numbers, flipped bits, hung and slow ranks are seen, named and made good."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import pytest
+
+from raymega.orchestrate.clock import SystemClock
+from raymega.orchestrate.controller import Controller
+from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.storage.open import open_store
+from raymega.tracking.composite import CompositeSink
+from raymega.tracking.incidents import IncidentsSink
+from raymega.tracking.sink import (
+    DoubtSeen,
+    FailureSeen,
+    StepFinished,
+    StragglerSeen,
+    WorkersStarted,
+)
+from tests.support.fakes import MemorySink
+from tests.support.jobs import make_test_plan
+from tests.support.leases import take_lease
+from tests.support.local_ray import leftovers
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
+
+SMALL = (
+    "parallel.tp=1", "parallel.pp=1", "parallel.dp=2", "run.steps=12", "run.eval_samples=0",
+    "checkpoint.every=2", "optimizer.lr_decay_steps=100", "tracking.console_every=2",
+    "elastic.divergence_every=2", "elastic.max_failures=5",
+)  # fmt: skip
+
+
+class Stopper(MemorySink):
+    """Keeps every event with its time, and stops rank 1 with SIGSTOP after step 9 of attempt 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.pids, self.at_s, self.stopped_s = {}, {}, 0.0
+
+    def emit(self, event):
+        super().emit(event)
+        self.at_s[id(event)] = time.monotonic()
+        if isinstance(event, WorkersStarted):
+            self.pids = event.pids
+        if isinstance(event, StepFinished) and (event.attempt, event.step) == (3, 9):
+            os.kill(self.pids[1], signal.SIGSTOP)
+            self.stopped_s = time.monotonic()
+
+    @property
+    def losses(self):
+        return {event.step: event.metrics["train/loss"] for event in self.of(StepFinished)}
+
+
+def run(folder, name, *overrides):
+    plan = make_test_plan(*SMALL, f"run.name={name}", *overrides)
+    sink, clock = Stopper(), SystemClock()
+    incidents = IncidentsSink(folder / name / "incidents", clock=time.time, watcher=MemorySink())
+    with ThreadPoolExecutor(1) as executor:
+        controller = Controller(
+            plan,
+            lease=take_lease(open_store(str(folder / name))),
+            group=RayWorkerGroup(
+                plan, log_dir=folder, can_grow=False, entry="tests.support.faulty_entry"
+            ),
+            sink=CompositeSink([incidents, sink]),
+            clock=clock,
+            executor=executor,
+        )
+        assert controller.run().status == "finished"
+    assert leftovers() == []
+    return sink
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory, local_ray):
+    return run(tmp_path_factory.mktemp("runs"), "calm").losses
+
+
+def test_run_through_all_faults_ends_with_the_bits_of_the_calm_one(tmp_path, calm, record_property):
+    name = "all.slow-1-4-1.nan-1-3-1.flip-1-5-1.hang-1-7-2"
+    seen = run(tmp_path, name)
+    assert seen.losses == calm
+
+    assert {event.rank for event in seen.of(StragglerSeen)} == {1}
+    (doubt,) = seen.of(DoubtSeen)
+    assert (doubt.step, doubt.kind, doubt.ruling) == (3, "nan", "used the second pass")
+    flipped, hung, stopped = seen.of(FailureSeen)
+    assert flipped.is_rollback and "one of ranks 0, 1 differs" in flipped.cause
+    assert hung.rank == 1 and "faulty_entry.py" in hung.cause, hung.cause
+    assert "all_reduce" in hung.whereabouts[0]
+    assert stopped.rank == 1 and "state T" in stopped.cause
+
+    usual_s = median(event.metrics["train/step_time_s"] for event in seen.of(StepFinished))
+    found_s = seen.at_s[id(stopped)] - seen.stopped_s
+    record_property("stop_found_s", found_s)
+    record_property("deadline_s", 3 * usual_s + 2)
+    pages = sorted((tmp_path / name / "incidents").glob("*.md"))
+    assert len(pages) == 3
+    text = pages[1].read_text()
+    assert (
+        "- What: rank 1 hung" in text and "| steps |" in text and "it waits for all_reduce" in text
+    )
+
+
+def test_bad_batch_is_gone_back_for_and_passed_over_for_good(tmp_path, calm):
+    seen = run(tmp_path, "x.bad-1-8-0", "elastic.on_nan=rollback", "elastic.divergence_every=0")
+    (failure,) = seen.of(FailureSeen)
+    assert failure.is_rollback and "rollback 1 of at most 5" in failure.decision
+    assert "rank 1 (tp 0, cp 0, pp 0, dp 1)" in failure.cause
+    steps = seen.of(StepFinished)
+    assert [event.step for event in steps] == [*range(1, 8), *range(7, 13)]
+    size = steps[0].metrics["train/global_batch_size"]
+    samples = [event.metrics["train/samples"] / size for event in steps]
+    assert samples == [*range(1, 8), *range(9, 15)], "batches 7 and 8 are left out"
+    assert {step: loss for step, loss in seen.losses.items() if step < 7} == {
+        step: calm[step] for step in range(1, 7)
+    }
+    assert list((tmp_path / "x.bad-1-8-0" / "rollbacks").iterdir())

@@ -1,0 +1,74 @@
+"""raymega.train.entry with faults planted by the run's name: what real workers run in tests of guards.
+
+``x.flip-1-5-2``: rank 1, in step 5 of attempt 2. nan: one pass makes a NaN. bad: every pass of the step
+does, in every attempt, as a bad batch would; 0 for the attempt. flip: the lowest bit of a weight changes
+after the step. hang: the training thread waits for nothing. slow: all steps up to this one take 0.3 s
+of work more.
+"""
+
+import math
+import time
+from threading import Event
+
+import torch
+
+from raymega.train import entry, loop
+
+warm_up, host_rendezvous, abort = entry.warm_up, entry.host_rendezvous, entry.abort
+TRAIN_STEP = loop.train_step
+
+
+def run_worker(start, channel, rendezvous):
+    name = start.plan_json.partition('"name":"')[2].partition('"')[0]
+    faults = [fault.split("-") for fault in name.split(".")[1:]]
+    mine = [
+        (kind, int(step))
+        for kind, rank, step, attempt in faults
+        if int(rank) == start.rank and int(attempt) in (0, start.attempt)
+    ]
+
+    def train_step(parts, state, wishes, **options):
+        begin(parts, state, mine)
+        outcome = TRAIN_STEP(parts, state, wishes, **options)
+        end(parts, outcome.state, mine)
+        return outcome
+
+    loop.train_step = train_step
+    try:
+        entry.run_worker(start, channel, rendezvous)
+    finally:
+        loop.train_step = TRAIN_STEP
+
+
+def begin(parts, state, faults):
+    step, size = state.step + 1, parts.plan.batch.global_batch_size
+    for kind, at in faults:
+        if kind == "hang" and at == step:
+            Event().wait()
+        if kind == "slow" and step <= at:
+            work_until(time.monotonic() + 0.3)
+        is_bad_batch = kind == "bad" and state.samples == (at - 1) * size
+        if is_bad_batch or (kind == "nan" and at == step):
+            spoil(parts, is_once=kind == "nan")
+
+
+def spoil(parts, *, is_once):
+    def make_nan(_module, _args, output):
+        if is_once:
+            hook.remove()
+        return output * math.nan
+
+    hook = next(iter(parts.modules[0].layers.values())).mlp.register_forward_hook(make_nan)
+
+
+def end(parts, state, faults):
+    for kind, at in faults:
+        if kind == "flip" and at == state.step:
+            parts.weights.wait_for_all()
+            param = next(iter(parts.modules[0].layers.values())).mlp.down.weight
+            param.data.view(-1)[:1].view(torch.int64).bitwise_xor_(1)
+
+
+def work_until(end_s):
+    while time.monotonic() < end_s:
+        pass
