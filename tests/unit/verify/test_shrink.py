@@ -136,6 +136,13 @@ def test_what_is_not_tested_is_said():
         assert part in gaps
 
 
+def test_a_narrower_job_is_as_many_times_as_wide_as_its_mup_base():
+    model = make_job(file="llama-70b-512gpu.yaml").model
+    job = make_job(f"model.mup_base_width={model.width // 4}", file="llama-70b-512gpu.yaml")
+    small = _shrink(job).job.model
+    assert small.width < model.width and small.width_ratio == 4
+
+
 def test_bound_below_the_smallest_model_is_refused_with_its_size():
     with pytest.raises(ConfigError, match=r"--max-params 100; the smallest model .* parameters"):
         _shrink(make_job(), max_params=100)
