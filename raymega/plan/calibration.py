@@ -38,7 +38,7 @@ class Measurement:
         kind: ``matmul`` (rows, inner, columns), ``attention`` (query rows, keys, head width, all
             causal), ``memory`` (bytes), ``launch`` (kernels), ``all_reduce`` (bytes, ranks, ranks on
             one node, workers that reduce on that node at once) or ``share`` (workers that measured
-            together).
+            together, cores of the node).
         sizes: Of it.
         element: Bytes of a number.
         seconds: Median of some rounds.
@@ -177,7 +177,7 @@ def _with_peaks(device: Accelerator, measured: Sequence[Measurement]) -> Acceler
     shares = [m for m in measured if m.kind == "share"]
     if shares:
         # So many workers together took so many times as long as one alone: seconds is that ratio.
-        cores = [min(m.sizes[0], max(1.0, m.sizes[0] / m.seconds)) for m in shares]
+        cores = [min(*m.sizes, max(1.0, m.sizes[0] / m.seconds)) for m in shares]
         device = replace(device, shared_cores=sorted(cores)[len(cores) // 2])
     links = [
         2 * m.sizes[0] * (m.sizes[1] - 1) / m.sizes[1] / m.seconds * sharing(device, m.sizes[3])

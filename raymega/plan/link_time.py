@@ -46,7 +46,13 @@ def gather_s(device: Accelerator, span: Span, num_bytes: float) -> float:
         return 0.0
     latency = device.fitted.link_latency_s if span.is_inside else device.fitted.network_latency_s
     share = (span.size - 1) / span.size
-    return share * num_bytes / _ring_bytes_per_s(device, span) + latency * log2(span.size)
+    return share * num_bytes / _ring_bytes_per_s(device, span) + latency * _steps(device, span)
+
+
+def _steps(device: Accelerator, span: Span) -> float:
+    """Latencies of a collective: gloo's rings, between CPU workers, pay for every step around; NCCL's
+    protocols for as many as a tree has."""
+    return span.size - 1 if device.shared_cores else log2(span.size)
 
 
 def all_reduce_s(device: Accelerator, span: Span, num_bytes: float) -> float:

@@ -59,8 +59,10 @@ def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
     busy_s = time.compute_s + time.tensor_parallel_s + time.experts_s
     # The rest of the micro-batches go through at the busiest rank's pace.
     pipeline_s += (micro_batches - played) * (busy_s + time.messages_s) / micro_batches
-    messages_s = min(time.messages_s, max(0.0, pipeline_s - busy_s))
-    return replace(time, messages_s=messages_s, bubble_s=max(0.0, pipeline_s - busy_s - messages_s))
+    waiting_s = max(0.0, pipeline_s - busy_s)
+    # Messages are what is waited for beyond filling and draining; what the closed forms have not, waits too.
+    messages_s = min(time.messages_s, max(0.0, waiting_s - time.bubble_s))
+    return replace(time, messages_s=messages_s, bubble_s=waiting_s - messages_s)
 
 
 def play(plan: RunPlan, device: Accelerator, *, num_micro_batches: int) -> Simulation:

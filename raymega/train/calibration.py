@@ -7,6 +7,7 @@ figures say of the machine is plan.calibration's.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -160,7 +161,7 @@ def _shares(
     barrier(world)
     if is_first:
         measured = Measurement(
-            kind="share", sizes=(float(world.size),), element=dtype.itemsize,
+            kind="share", sizes=(float(world.size), float(os.cpu_count() or 1)), element=dtype.itemsize,
             seconds=together / alone,
         )  # fmt: skip
         yield measured, world.ranks

@@ -71,7 +71,7 @@ def test_a_cpus_peaks_are_what_was_measured_and_workers_share_its_cores():
         CATALOGUE["cpu"], peak_32_bit_flops=300e9, memory_bytes_per_s=50e9, shared_cores=4.0
     )
     shown = measured_on(cpu, element=4)
-    shown.append(Measurement(kind="share", sizes=(8.0,), element=4, seconds=2.0))
+    shown.append(Measurement(kind="share", sizes=(8.0, 64.0), element=4, seconds=2.0))
     found = fit_device(CATALOGUE["cpu"], shown, name="box")
     assert found.shared_cores == 4.0
     # Eight workers reduced at once on four cores; the latency is that of one with a core of its own.
@@ -79,6 +79,13 @@ def test_a_cpus_peaks_are_what_was_measured_and_workers_share_its_cores():
     assert found.fitted.link_latency_s == pytest.approx(latency_s, rel=0.1)
     reached = found.peak_32_bit_flops * found.fitted.matmul_share
     assert reached == pytest.approx(300e9 * cpu.fitted.matmul_share, rel=0.3)
+
+
+def test_workers_have_no_more_cores_than_there_are():
+    """On a machine that others use, more workers get more of it than one does."""
+    share = Measurement(kind="share", sizes=(8.0, 2.0), element=4, seconds=1.5)
+    shown = [*measured_on(CATALOGUE["cpu"], element=4), share]
+    assert fit_device(CATALOGUE["cpu"], shown, name="box").shared_cores == 2.0
 
 
 def test_the_file_is_read_back_as_the_same_accelerator(tmp_path):
