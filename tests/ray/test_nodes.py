@@ -18,6 +18,7 @@ from raymega.errors import CapacityError, ConfigError, PreemptedError
 from raymega.orchestrate.clock import SystemClock
 from raymega.orchestrate.controller import Controller
 from raymega.orchestrate.inventory import find_device, list_nodes
+from raymega.orchestrate.journal import Entry
 from raymega.orchestrate.preflight import Preflight
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.storage.open import open_store
@@ -128,6 +129,18 @@ def test_run_that_fits_only_in_torn_groups_waits_and_gives_up(make_controller):
     overrides = ("parallel.dp=4", "cluster.capacity_timeout_s=0.5")
     with pytest.raises(CapacityError, match=r"in tp groups of 2.*there is room for 6"):
         make_controller("torn", *overrides).run()
+
+
+def test_next_driver_goes_on_with_as_many_workers_as_the_run_had(make_controller, tmp_path):
+    torn_away = Entry(
+        attempt=1, grid={}, world_size=4, num_micro_batches=1, spares=0, restored="", state="running"
+    )  # fmt: skip
+    store = open_store(str(tmp_path / "fewer"))
+    store.put(torn_away.key, [torn_away.to_json()], overwrite=False)
+    controller = make_controller("fewer", "parallel.dp=4", "elastic.replan_after_s=0.5")
+    assert controller.run().status == "finished"
+    (workers,) = make_controller.sink.of(WorkersStarted)
+    assert len(workers.pids) == 4, "there is no room for 8"
 
 
 def test_lost_node_is_replaced_by_a_spare_one_and_survivors_stay(cluster, make_controller):
