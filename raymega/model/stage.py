@@ -211,8 +211,8 @@ class StageModule(nn.Module):
 
     def recompute(self, memory: MemorySection) -> None:
         """Choose what is made again in backward, and what waits on the host; nothing until then."""
-        is_away = "activations" in memory.offload
-        self.away = Away(next(self.parameters()).device) if is_away else None
+        is_away, first = "activations" in memory.offload, next(self.parameters(), None)
+        self.away = Away(first.device) if is_away and first is not None else None
         self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
         for block in self._blocks():
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
