@@ -107,7 +107,11 @@ class Optimizer:
             yield from state.blocks()
         with self._host.all_here():
             for held in self._held:
-                yield from held.values(self._section.name)
+                for block in held.values(self._section.name):
+                    # numpy forbids for ever to resize what it was shown.
+                    yield replace(
+                        block, values=block.values.clone() if self._is_on_host else block.values
+                    )
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Masters that this rank counts, flat, by tensor: over all ranks each element once."""

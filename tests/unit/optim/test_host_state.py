@@ -36,7 +36,8 @@ class _Trainer:
             if b.values.numel()
         }
         opened = {
-            ("open", b.kind, b.tensor.name): b.values.clone() for b in self.optimizer.values()
+            ("open", b.kind, b.tensor.name): torch.tensor(b.values.numpy())
+            for b in self.optimizer.values()
         }
         return kept | opened | {i: p.detach().clone() for i, p in enumerate(self.params)}
 
