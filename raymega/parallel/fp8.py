@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raymega.parallel.comm import Pending
 from raymega.parallel.fusing import fused
+from raymega.parallel.pending import Pending
 from raymega.parallel.stream import Stream
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
-from raymega.parallel.comm import Pending
 from raymega.parallel.deferral import Deferral, add, settle
 from raymega.parallel.fp8_linear import Fp8, Place, fp8_linear
 from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter, initialise
+from raymega.parallel.pending import Pending
 from raymega.parallel.sharding import make_spec
 from raymega.parallel.stream import Stream
 from raymega.plan.grid import ExpertPlace
