@@ -50,6 +50,7 @@ class Factory:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 7
     is_fused: bool = False
+    fp8: None = None
     deferral: Deferral = field(default_factory=Deferral)
     places: dict = field(default_factory=dict)
 
