@@ -19,6 +19,9 @@ from raymega.parallel.deferral import Deferral, add
 
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROW_ALIGNMENT_BYTES = 16
+FRESH_BYTES = 2**20
+"""From here on a CPU's memory for a result comes fresh from the system, page by page, which takes longer
+than one product after another into sums that are there."""
 
 
 class GroupSizes(NamedTuple):
@@ -92,15 +95,30 @@ class _OuterProducts(NamedTuple):
         return grouped_outer(self.grad, self.rows, self.sizes)
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        """total: [E, out, in]; only what is one batch is added where it lies."""
-        if self.sizes.largest < 0 or total.dtype != self.rows.dtype:
+        """total: [E, out, in]; what is one batch, or long on a CPU, is added where it lies."""
+        is_uneven = self.sizes.largest < 0
+        is_short = total.device.type != "cpu" or total.nbytes < FRESH_BYTES
+        if total.dtype != self.rows.dtype or (is_uneven and is_short):
             add(self.make(), total, is_first=is_first)
+            return
+        if is_uneven:
+            self._add_one_by_one(total, is_first=is_first)
             return
         batches = _as_batch(self.grad, self.sizes)[0].mT, _as_batch(self.rows, self.sizes)[0]
         if is_first:
             torch.bmm(*batches, out=total)
         else:
             total.baddbmm_(*batches)
+
+    def _add_one_by_one(self, total: Tensor, *, is_first: bool) -> None:
+        counts = self.sizes.counts.tolist()
+        for one, grad, rows in zip(
+            total.unbind(0), self.grad.split(counts), self.rows.split(counts), strict=True
+        ):
+            if is_first:
+                torch.mm(grad.mT, rows, out=one)
+            else:
+                one.addmm_(grad.mT, rows)
 
 
 class _GroupedLinear(torch.autograd.Function):
