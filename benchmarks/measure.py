@@ -6,6 +6,7 @@ median by order statistics, which assumes nothing of how times are spread.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -46,15 +47,20 @@ def timed(call: Callable[[], object]) -> Sample:
 def interleave(
     ours: Callable[[], object], theirs: Callable[[], object], *, rounds: int, warmup: int = 2
 ) -> list[tuple[Sample, Sample]]:
-    """Samples of both; who begins alternates."""
+    """Samples of both; who begins alternates. What stands after the first is not looked through by
+    Python's collector again, as in a worker."""
     pairs = []
     for number in range(warmup + rounds):
+        if number == 1:
+            gc.collect()
+            gc.freeze()
         if number % 2:
             b, a = timed(theirs), timed(ours)
         else:
             a, b = timed(ours), timed(theirs)
         if number >= warmup:
             pairs.append((a, b))
+    gc.unfreeze()
     return pairs
 
 
