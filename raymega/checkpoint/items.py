@@ -17,7 +17,7 @@ def holding_of(block: Block) -> Holding:
         global_shape=block.tensor.shape,
         box=block.box,
         is_primary=block.is_primary,
-        num_replicas=block.num_replicas,
+        holders=block.holders,
         replica=block.replica,
     )
 

@@ -31,7 +31,7 @@ class Holding:
         global_shape: Shape of the whole tensor.
         box: Which block of it.
         is_primary: Of all tp ranks and stages that hold the block, this one saves it.
-        num_replicas: So many ranks hold it and are primary: dp * cp ranks a dense weight, edp ranks
+        holders: Global ranks that hold it and are primary: dp * cp ranks a dense weight, edp ranks
             an expert, one what is sharded.
         replica: This rank's place among them.
     """
@@ -41,7 +41,7 @@ class Holding:
     global_shape: tuple[int, ...]
     box: Box
     is_primary: bool
-    num_replicas: int = 1
+    holders: tuple[int, ...] = (0,)
     replica: int = 0
 
 
@@ -77,18 +77,18 @@ def share_boxes(
     What it holds alone it writes whole. What it holds with the same others, laid end to end, is cut
     into as many stretches of equal bytes as there are of them; a row (all indices but the last dim's)
     belongs to the stretch in which it begins. So no replica has more than one row too many of it, and
-    at most num_replicas - 1 holdings are cut at all. Boxes have at most ``max_box_bytes``, which
+    fewer holdings than there are replicas are cut at all. Boxes have at most ``max_box_bytes``, which
     cannot be more than MAX_BOX_BYTES, or one row if that is more.
     """
-    together: dict[tuple[int, int], list[Share]] = defaultdict(list)
+    together: dict[tuple[tuple[int, ...], int], list[Share]] = defaultdict(list)
     for index, holding in enumerate(holdings):
         if holding.is_primary:
-            together[-holding.num_replicas, holding.replica].append(_whole(index, holding))
+            together[holding.holders, holding.replica].append(_whole(index, holding))
     max_box_bytes = min(max_box_bytes, MAX_BOX_BYTES)
     shares: list[Share] = []
-    for (negative, replica), wholes in sorted(together.items()):
+    for (holders, replica), wholes in sorted(together.items(), key=lambda at: -len(at[0][0])):
         total = sum(share.num_bytes for share in wholes)
-        begin, end = (total * place // -negative for place in (replica, replica + 1))
+        begin, end = (total * place // len(holders) for place in (replica, replica + 1))
         for share in wholes:
             shares += _rows_between(share, begin, end, max_box_bytes)
             begin, end = begin - share.num_bytes, end - share.num_bytes

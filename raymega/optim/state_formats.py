@@ -213,7 +213,7 @@ class InBlocks:
                         box=box,
                         values=part.scales[box.within(everything)],
                         is_primary=is_primary,
-                        num_replicas=block.num_replicas,
+                        holders=block.holders,
                         replica=block.replica,
                     )
 

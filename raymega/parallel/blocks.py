@@ -27,7 +27,7 @@ class Block:
         box: Which block of it.
         values: A view of the rank's memory, [*box.shape].
         is_primary: Of all tp ranks and stages that hold the block, this one counts.
-        num_replicas: So many ranks hold the same values, this one among them: all replicas, or of
+        holders: Global ranks that hold the same values, this one among them: all replicas, or of
             what is sharded none but this.
         replica: Its place among them.
     """
@@ -37,7 +37,7 @@ class Block:
     box: Box
     values: torch.Tensor
     is_primary: bool
-    num_replicas: int = 1
+    holders: tuple[int, ...] = (0,)
     replica: int = 0
 
     @property
@@ -76,7 +76,7 @@ def extent_blocks(
             box=box,
             values=values[at : at + box.num_elements].view(box.shape),
             is_primary=piece.is_primary,
-            num_replicas=group.size,
+            holders=group.ranks,
             replica=group.index,
         )
 
@@ -102,6 +102,6 @@ class StateTensor:
                 box=piece.box,
                 values=self.param.detach()[piece.place],
                 is_primary=piece.is_primary,
-                num_replicas=self.group.size,
+                holders=self.group.ranks,
                 replica=self.group.index,
             )

@@ -45,7 +45,11 @@ def _run(layout, *overrides, steps=6, **changes):
 def test_ramp_trains_the_same_run_on_any_layout(layout):
     wanted, found = _run("tp1", RAMP), _run(layout, RAMP)
     assert [outcome.samples for outcome in wanted] == [4, 4, 4, 7, 7, 16]
-    assert [outcome.state for outcome in found] == [outcome.state for outcome in wanted]
+    exact = {"losses": (), "grad_norms": ()}  # to rounding, below
+    assert [replace(o.state, **exact) for o in found] == [replace(o.state, **exact) for o in wanted]
+    for name in exact:
+        usual = [getattr(outcomes[-1].state, name) for outcomes in (found, wanted)]
+        np.testing.assert_allclose(*usual, rtol=1e-9)
     np.testing.assert_allclose(
         [(o.loss, o.grad_norm) for o in found], [(o.loss, o.grad_norm) for o in wanted], rtol=1e-9
     )

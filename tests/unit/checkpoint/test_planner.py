@@ -26,7 +26,7 @@ def _holdings(specs, dtypes=("float32",), *, num_replicas=1, replica=0):
             global_shape=piece.tensor.shape,
             box=piece.box,
             is_primary=piece.is_primary,
-            num_replicas=num_replicas,
+            holders=tuple(range(num_replicas)),
             replica=replica,
         )
         for kind in ("model", "adam.exp_avg")
@@ -107,7 +107,7 @@ def test_block_that_one_replica_holds_alone_is_written_whole_by_it(replica):
     specs = [make_spec((_tensor("t", 10, 6),), tp=1, tp_rank=0)]
     held = _holdings(specs, num_replicas=2, replica=replica)[0]
     rows = Box(offset=(5 * replica, 0), shape=(5, 6))
-    alone = replace(held, tensor="model/alone", box=rows, num_replicas=1, replica=0)
+    alone = replace(held, tensor="model/alone", box=rows, holders=(0,), replica=0)
     shares = share_boxes([alone, held])
     assert [(s.tensor, s.box) for s in shares] == [("model/t", rows), ("model/alone", rows)]
 
@@ -158,3 +158,23 @@ def test_packed_stretches_hold_everything_in_order_within_the_limit(sizes, limit
         assert sum(sizes[part]) <= limit or part.stop - part.start == 1
         if following is not None:
             assert sum(sizes[part]) + sizes[following.start] > limit, "no part is closed too early"
+
+
+def test_as_many_but_other_ranks_share_apart():
+    """A router's state is held by ranks 0 and 1, an expert by 0 and 2, as with dp before tp."""
+    state, expert = (make_spec((_tensor(n, 8, 2),), tp=1, tp_rank=0) for n in ("state", "expert"))
+    first, second = _holdings([state])[0], _holdings([expert])[0]
+    ranks = {
+        0: [replace(first, holders=(0, 1)), replace(second, holders=(0, 2))],
+        1: [replace(first, holders=(0, 1), replica=1)],
+        2: [replace(second, holders=(0, 2), replica=1)],
+    }
+    rows = {
+        rank: [(s.tensor, s.box.offset[0], s.box.shape[0]) for s in share_boxes(held)]
+        for rank, held in ranks.items()
+    }
+    assert rows == {
+        0: [("model/state", 0, 4), ("model/expert", 0, 4)],
+        1: [("model/state", 4, 4)],
+        2: [("model/expert", 4, 4)],
+    }
