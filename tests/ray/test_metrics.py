@@ -88,7 +88,8 @@ def _watched(address, folder):
 
 
 def _packed(address, folder):
-    """What only a run on packed documents has, whose packs take as many ranks as they need."""
+    """What only a run on packed documents has, whose packs take as many ranks as they need; its experts
+    are spread over them, and ranks that hold the same weights are compared."""
     return _run(
         address,
         folder,
@@ -101,6 +102,10 @@ def _packed(address, folder):
         "data.packing=best_fit",
         "data.document_multiple=4",
         "schedule.micro_batch_size=1",
+        "parallel.ep=2",
+        "model.moe={num_experts: 4, width: 16, balance: none}",
+        "optimizer.embedding_lr=0.002",
+        "elastic.divergence_every=5",
     )
 
 
