@@ -90,12 +90,14 @@ class NodeAgent:
             log.warning("the node could not be drained: %s", error)
 
     def _see_off(self, child: subprocess.Popen[bytes] | None, notice: Notice) -> int:
-        """Give runs their time, then end Ray."""
-        until_s = time.monotonic() + max(0.0, notice.seconds - END_MARGIN_S)
-        while time.monotonic() < until_s and (child is None or child.poll() is None):
-            time.sleep(0.1)
+        """Give runs their time, then end Ray; without a child a SIGTERM ends the wait."""
+        left_s = max(0.0, notice.seconds - END_MARGIN_S)
         if child is None:
+            self._told.wait(left_s)
             return 0
+        until_s = time.monotonic() + left_s
+        while time.monotonic() < until_s and child.poll() is None:
+            time.sleep(0.1)
         child.terminate()
         try:
             return child.wait(END_MARGIN_S)

@@ -27,7 +27,7 @@ SMALL = (
 )
 
 
-OF_RAY_TRAIN = {"TrainStateActor", "_AutoscalingCoordinatorActor"}
+OF_RAY_TRAIN = {"TrainStateActor", "_AutoscalingCoordinatorActor", "DatasetManager"}
 
 
 @pytest.fixture
@@ -65,4 +65,4 @@ def test_killed_worker_is_recovered_from_the_commit_and_trainers_are_gone(drive)
     assert drive.sink.of(FailureSeen)[0].attempt == 1
     assert in_train_tab() == {"x.kill-1-7-a1": "ERRORED", "x.kill-1-7-a2": "FINISHED"}
     living = [a["ActorClassName"] for a in actors().values() if a["State"] == "ALIVE"]
-    assert set(living) <= OF_RAY_TRAIN, "two small processes of Ray Train's own stay"
+    assert set(living) <= OF_RAY_TRAIN, "small processes of Ray Train's own stay"
