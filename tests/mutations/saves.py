@@ -32,7 +32,7 @@ SAVE_MUTATIONS = (
     SaveMutation(
         name="every replica writes all that they share",
         file="checkpoint/planner.py",
-        old="begin, end = (total * place // -negative for place in (replica, replica + 1))",
+        old="begin, end = (total * place // len(holders) for place in (replica, replica + 1))",
         new="begin, end = 0, total",
         caught="save: CheckpointError",
     ),
