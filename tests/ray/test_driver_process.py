@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,26 +13,6 @@ from raymega.storage.open import open_store
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 JOB = ("run.steps=100000", "checkpoint.every=5")
-
-
-@pytest.fixture
-def start_driver(tmp_path):
-    """A driver as the leader of its own process group, as a shell would start it."""
-    drivers = []
-
-    def start():
-        command = [sys.executable, "-m", "tests.support.driver", str(tmp_path), *JOB]
-        driver = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        drivers.append(driver)
-        return driver
-
-    yield start
-    for driver in drivers:
-        driver.kill()
-        driver.wait(10)
-        driver.stdout.close()
 
 
 def read_until(driver, word, at_least=0):

@@ -1,8 +1,6 @@
 """Two real drivers and one run: the second is refused, and a stopped one never comes back."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -17,25 +15,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 LEASE_S = 4.0
 JOB = ("run.steps=100000", "checkpoint.every=5", f"elastic.lease_s={LEASE_S}")
-
-
-@pytest.fixture
-def start_driver(tmp_path):
-    drivers = []
-
-    def start():
-        command = [sys.executable, "-m", "tests.support.driver", str(tmp_path), *JOB]
-        driver = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        drivers.append(driver)
-        return driver
-
-    yield start
-    for driver in drivers:
-        driver.kill()
-        driver.wait(10)
-        driver.stdout.close()
 
 
 def attempts_of(keys):
