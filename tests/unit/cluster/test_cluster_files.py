@@ -3,15 +3,20 @@
 import copy
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import botocore.session
 import jsonschema
 import pytest
+import typer
 import yaml
 from botocore.validate import ParamValidator
 from ray.autoscaler._private.util import prepare_config, validate_config
+
+from raymega.cli.main import app
 
 FOLDER = Path(__file__).parents[3] / "cluster"
 RAY_UP = ["aws", "gcp", "on-premise"]
@@ -190,17 +195,57 @@ def test_scripts_are_whole(path):
 
 def test_set_up_installs_once_and_leaves_ray_on_the_path(tmp_path):
     """`ray down` runs a bare `ray stop`: where that is no command, everything stays up."""
-    programs = tmp_path / "raymega-env" / "bin"
-    programs.mkdir(parents=True)
-    for name in ("python", "pip", "raymega", "ray"):
-        (programs / name).write_text(f"#!/bin/sh\necho {name} >> $HOME/called\n")
-        (programs / name).chmod(0o755)
+    called = {name: f"echo {name} >> $HOME/called" for name in ("python", "pip", "raymega", "ray")}
+    make_programs(tmp_path, **called)
     env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     for _ in range(2):
         subprocess.run([FOLDER / "setup-node.sh"], env=env, check=True, timeout=30)
     down = ["bash", "--login", "-c", "source ~/.bashrc; ray stop"]
     subprocess.run(down, env=env, check=True, timeout=30)
     assert (tmp_path / "called").read_text().split() == ["pip", "raymega", "ray"]
+
+
+def make_programs(folder, **scripts):
+    """Programs on the path that a start command puts first."""
+    programs = folder / "raymega-env" / "bin"
+    programs.mkdir(parents=True)
+    for name, script in scripts.items():
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (programs / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("name", "provider"), [("aws", "aws"), ("gcp", "gcp"), ("on-premise", "none")]
+)
+def test_node_agent_is_the_parent_of_every_workers_ray(name, provider, tmp_path):
+    """The shell comes back at once, as `ray up` needs it, and what it has started stays."""
+    make_programs(
+        tmp_path, raymega='echo "$@" > $HOME/said; mv $HOME/said $HOME/words; exec sleep 60'
+    )
+    env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "RAY_HEAD_IP": "192.0.2.10"}
+    agent = f"{read(name)['worker_start_ray_commands'][-1]} echo $! > $HOME/pid"
+    subprocess.run(["bash", "-c", agent], env=env, check=True, timeout=10)
+    pid, deadline_s = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    try:
+        while not (tmp_path / "words").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        words = (tmp_path / "words").read_text().split()
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+    command, *options = words
+    assert command == "node-agent" and options[: options.index("--")] == [
+        "--address", "192.0.2.10:6379", "--provider", provider
+    ]  # fmt: skip
+    ray = options[options.index("--") + 1 :]
+    assert ray[:4] == ["ray", "start", "--block", "--address=192.0.2.10:6379"]
+    assert understood(options) == (provider, tuple(ray))
+
+
+def understood(words):
+    """What the command line itself makes of ``words``: whose notices, and the child's command."""
+    command = typer.main.get_command(app).commands["node-agent"]
+    with command.make_context("node-agent", list(words)) as context:
+        return context.params["provider"], tuple(context.params["command"])
 
 
 def test_every_host_of_ones_own_joins():

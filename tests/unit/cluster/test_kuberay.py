@@ -2,6 +2,7 @@
 
 import copy
 import os
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -82,6 +83,33 @@ def test_cluster_is_closed_and_every_pod_has_time_to_stop(name):
     assert head["rayStartParams"]["num-cpus"] == "0"
     pods = [head, *spec["workerGroupSpecs"]]
     assert all(pod["template"]["spec"]["terminationGracePeriodSeconds"] >= 60 for pod in pods)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_node_agent_is_the_first_process_of_every_workers_pod(name, tmp_path):
+    """It gets the pod's SIGTERM; the operator's own start of Ray is its child."""
+    stub = tmp_path / "raymega"
+    stub.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done; echo $$\n')
+    stub.chmod(0o755)
+    ray = "ray start --block --address=head:6379 --num-gpus=8"
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "RAY_ADDRESS": "head:6379",
+        "KUBERAY_GEN_RAY_START_CMD": ray,
+    }
+    for group in cluster_spec(name)["workerGroupSpecs"]:
+        template = group["template"]
+        assert template["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+        (container,) = template["spec"]["containers"]
+        command = [*container["command"], *container["args"]]
+        child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        *words, pid = child.communicate(timeout=10)[0].splitlines()
+        assert int(pid) == child.pid, "no shell stands between the pod and the agent"
+        grace_s = template["spec"]["terminationGracePeriodSeconds"]
+        assert words[: words.index("--")] == [
+            "node-agent", "--address", "head:6379", "--provider", "none", "--grace-s", str(grace_s)
+        ]  # fmt: skip
+        assert words[words.index("--") + 1 :] == ["bash", "-c", f"exec {ray}"]
 
 
 def test_job_waits_for_the_last_save_as_submit_does():
