@@ -1,4 +1,4 @@
-"""Every planted mistake in saves and in leases is caught before anybody trains from what it made."""
+"""Every planted mistake in saves, in leases and in guards is caught before anybody trains on it."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.guards import GUARD_MUTATIONS
 from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.saves import SAVE_MUTATIONS
 
@@ -26,8 +27,12 @@ def _copy(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("script", "rows", "sound"),
-    [("saves", SAVE_MUTATIONS, "whole"), ("leases", LEASE_MUTATIONS, "sound")],
-    ids=["saves", "leases"],
+    [
+        ("saves", SAVE_MUTATIONS, "whole"),
+        ("leases", LEASE_MUTATIONS, "sound"),
+        ("guards", GUARD_MUTATIONS, "sound"),
+    ],
+    ids=["saves", "leases", "guards"],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]

@@ -1,0 +1,216 @@
+"""Planted mistakes in the guards of a run, and what each of them then lets pass or accuses.
+
+Run as a script it gets folders that hold a copy of the package, and prints what the guards of each do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardMutation:
+    """A row: ``old`` in the package's ``file`` becomes ``new``; ``caught`` is what is wrong then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    caught: str
+
+
+GUARD_MUTATIONS = (
+    GuardMutation(
+        name="only the loss must be finite",
+        file="train/doubts.py",
+        old="if not (isfinite(loss) and isfinite(grad_norm)):",
+        new="if not isfinite(loss):",
+        caught="a gradient norm that is not finite passes",
+    ),
+    GuardMutation(
+        name="a spike is held against the largest of the steps before",
+        file="train/doubts.py",
+        old="usual = median(before[-section.spike_window :])",
+        new="usual = max(before[-section.spike_window :])",
+        caught="a spike passes behind another one",
+    ),
+    GuardMutation(
+        name="batches are left out without a bound",
+        file="train/doubts.py",
+        old='case "skip" if state.bad_steps < section.max_bad_steps:',
+        new='case "skip":',
+        caught="batches are left out for ever",
+    ),
+    GuardMutation(
+        name="a second pass is taken whatever it gave",
+        file="train/doubts.py",
+        old='case "rerun" if doubt.kind == "spike":',
+        new='case "rerun":',
+        caught="numbers that are not finite are kept",
+    ),
+    GuardMutation(
+        name="the deadline of a hang is not learned from steps",
+        file="orchestrate/watch.py",
+        old="return min(max(MEDIANS * usual_s + MARGIN_S, self._least_s), self._most_s)",
+        new="return self._most_s",
+        caught="a stopped process is not found in time",
+    ),
+    GuardMutation(
+        name="a silent process is taken for a stopped one",
+        file="orchestrate/watch.py",
+        old='if self._states.get(rank) == "T":',
+        new="if self._states.get(rank):",
+        caught="a busy process is accused",
+    ),
+    GuardMutation(
+        name="looks of before the last sign count",
+        file="orchestrate/watch.py",
+        old="if len(looks) < 2 or looks[0][0] < since_s:",
+        new="if len(looks) < 2:",
+        caught="a rank that has moved since is accused",
+    ),
+    GuardMutation(
+        name="a thread that computes counts as one that stands still",
+        file="orchestrate/watch.py",
+        old="return is_still and not second.is_patient and busy_s < BUSY_SHARE",
+        new="return is_still and not second.is_patient or busy_s < BUSY_SHARE",
+        caught="a rank that computes is accused",
+    ),
+    GuardMutation(
+        name="a digest's factors are even",
+        file="train/divergence.py",
+        old=".mul_(2).add_(1)",
+        new=".mul_(2)",
+        caught="a flipped bit is not seen",
+    ),
+    GuardMutation(
+        name="context-parallel replicas are not compared",
+        file="train/divergence.py",
+        old='return grid.group("tp" if what == SHARED else ("cp", "dp"), rank)',
+        new='return grid.group("tp" if what == SHARED else "dp", rank)',
+        caught="cp replicas that differ are not seen",
+    ),
+    GuardMutation(
+        name="the first of two that differ is believed",
+        file="train/divergence.py",
+        old="if 2 * count <= len(group):",
+        new="if 2 * count < len(group):",
+        caught="one of two replicas is accused alone",
+    ),
+    GuardMutation(
+        name="one look makes a straggler",
+        file="orchestrate/stragglers.py",
+        old="if looks == NUM_LOOKS]",
+        new="if looks == 1]",
+        caught="a passing disturbance is a straggler",
+    ),
+    GuardMutation(
+        name="ranks are held against those of other stages",
+        file="orchestrate/stragglers.py",
+        old="if other != rank and grid.coords(other).pp == stage",
+        new="if other != rank",
+        caught="a stage with more work is a straggler",
+    ),
+)
+
+
+def outcome() -> str:
+    """The first thing that the guards of this package do wrong, or that they are sound."""
+    for guard in (_numbers, _hangs, _divergence, _stragglers):
+        for wrong in guard():
+            return wrong
+    return "sound"
+
+
+def _numbers() -> Iterator[str]:
+    from raymega.config.elastic import ElasticSection
+    from raymega.train.doubts import Doubt, Ruling, find_doubt, rule
+    from raymega.train.state import TrainState
+
+    section = ElasticSection(spike_window=4, spike_loss=3.0, on_nan="skip", max_bad_steps=2)
+    if find_doubt(section, TrainState(), loss=1.0, grad_norm=nan) is None:
+        yield "a gradient norm that is not finite passes"
+    before = TrainState(losses=(1.0, 9.0, 1.0, 1.0), grad_norms=(1.0,) * 4)
+    if find_doubt(section, before, loss=5.0, grad_norm=1.0) is None:
+        yield "a spike passes behind another one"
+    doubt = Doubt(kind="nan", fact="", policy="skip")
+    if rule(section, TrainState(bad_steps=2), doubt) is not Ruling.STOP:
+        yield "batches are left out for ever"
+    again = Doubt(kind="nan", fact="", policy="rerun")
+    if rule(section, TrainState(), again) is not Ruling.STOP:
+        yield "numbers that are not finite are kept"
+
+
+def _hangs() -> Iterator[str]:
+    from raymega.orchestrate.signs import ProcessSeen
+    from tests.unit.orchestrate import test_watch as stage
+
+    def silent(state: str) -> bool:
+        watch = stage.make_watch()
+        stage.answer(watch, (0, 1), 10.0)
+        stage.answer(watch, (0,), 12.7)
+        watch.observe(ProcessSeen(rank=1, state=state), 12.7)
+        return watch.hang(12.7, last_sign_s=12.7, is_training=True) is not None
+
+    if not silent("T"):
+        yield "a stopped process is not found in time"
+    if silent("R"):
+        yield "a busy process is accused"
+
+    def still(second: object, *, last_sign_s: float) -> bool:
+        watch = stage.make_watch()
+        stage.look(watch, 12.2, stage.WAITING, stage.STUCK)
+        stage.look(watch, 12.7, stage.WAITING, second)
+        return watch.hang(60.0, last_sign_s=last_sign_s, is_training=True) is not None
+
+    if still(stage.STUCK, last_sign_s=12.3):
+        yield "a rank that has moved since is accused"
+    if still(stage.replace(stage.STUCK, cpu_s=3.2), last_sign_s=10.0):
+        yield "a rank that computes is accused"
+
+
+def _divergence() -> Iterator[str]:
+    import torch
+
+    from raymega.plan.grid import Grid
+    from raymega.train.divergence import digest, find_differences
+
+    device, flipped = torch.device("cpu"), torch.ones(3)
+    flipped.view(torch.int32)[0] ^= 1
+    if int(digest([flipped], device)) == int(digest([torch.ones(3)], device)):
+        yield "a flipped bit is not seen"
+    two = [[7, 0, 1], [8, 0, 1]]
+    if not find_differences(two, Grid(cp=2)):
+        yield "cp replicas that differ are not seen"
+    (found,) = find_differences(two, Grid(dp=2))
+    if found.odd != (0, 1):
+        yield "one of two replicas is accused alone"
+
+
+def _stragglers() -> Iterator[str]:
+    from raymega.orchestrate.stragglers import Stragglers
+    from tests.unit.orchestrate.test_stragglers import EVEN, GRID
+
+    if Stragglers(GRID, ratio=1.5).take(EVEN | {1: 9.0}):
+        yield "a passing disturbance is a straggler"
+    watched = Stragglers(GRID, ratio=1.5)
+    if watched.take(EVEN) or watched.take(EVEN):
+        yield "a stage with more work is a straggler"
+
+
+def main(folders: list[str]) -> None:
+    """One line a folder; torch is loaded once."""
+    for folder in folders:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
+            del sys.modules[name]
+        sys.path.insert(0, folder)
+        print(json.dumps(outcome()), flush=True)
+        sys.path.remove(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
