@@ -109,6 +109,7 @@ class StageModule(nn.Module):
             on the same rank; a tied head uses it.
         is_fused: Compile what layers compute between matrix products.
         precision: Which blocks multiply in fp8, and how; None is no block.
+        is_filled_later: As ParameterFactory has it.
     """
 
     blocks_together = 0
@@ -129,6 +130,7 @@ class StageModule(nn.Module):
         token_table: ShardedParameter | None = None,
         is_fused: bool = False,
         precision: PrecisionSection | None = None,
+        is_filled_later: bool = False,
     ) -> None:
         super().__init__()
         self.context = context or no_context()
@@ -146,6 +148,7 @@ class StageModule(nn.Module):
             experts=experts.place,
             deferral=self.deferral,
             is_fused=is_fused,
+            is_filled_later=is_filled_later,
         )
         self.seed, self.tp_stream = seed, stream
         drawn = model.residual_dropout, model.attention_dropout, model.moe.jitter

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from math import prod
 from typing import Protocol
 
 import torch
@@ -16,6 +17,9 @@ from raymega.messages import Box
 from raymega.parallel import rng
 from raymega.parallel.sharding import Piece, ShardSpec
 from raymega.plan.tensors import GlobalTensor
+
+DRAWN_AT_ONCE = 2**20
+"""First values that exist in float64 at a time, unless one row or one expert has more."""
 
 
 class GradientIntake(Protocol):
@@ -48,11 +52,17 @@ class ShardedParameter(torch.nn.Parameter):
 
 
 def initialise(param: ShardedParameter, seed: int) -> None:
-    """Fill each piece with the values that its block has in the whole tensor, on any layout."""
+    """Fill each piece with the values that its block has in the whole tensor, on any layout.
+
+    They are drawn in float64, some rows at a time.
+    """
     for piece in param.spec.pieces:
-        with torch.no_grad():
-            values = initial_values(piece.tensor, piece.box, seed=seed, device=param.device)
-            param[piece.place].copy_(values)
+        place, (num_rows, *row) = param.detach()[piece.place], piece.box.shape
+        step = max(1, DRAWN_AT_ONCE // prod(row))
+        for first in range(0, num_rows, step):
+            box = _rows_of(piece.box, first, min(step, num_rows - first))
+            values = initial_values(piece.tensor, box, seed=seed, device=param.device)
+            place[first : first + step].copy_(values)
 
 
 def initial_values(
@@ -66,6 +76,12 @@ def initial_values(
         return values.mul_(tensor.init_std)
     constants = {"zeros": 0.0, "ones": 1.0}
     return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
+
+
+def _rows_of(box: Box, first: int, num_rows: int) -> Box:
+    """Rows of a box, counted from its own first."""
+    offset, *others = box.offset
+    return Box(offset=(offset + first, *others), shape=(num_rows, *box.shape[1:]))
 
 
 def check_specs(params: Sequence[ShardedParameter]) -> None:

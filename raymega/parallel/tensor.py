@@ -42,6 +42,8 @@ class ParameterFactory:
         deferral: Where linear layers leave weight gradients that are put off.
         is_fused: Layers let parallel.fusing compile what they compute between matrix products.
         fp8: How linear layers multiply in 8 bits; None where they do not.
+        is_filled_later: Parameters that are trained get memory and first values from who lays them
+            together, WeightBuffer.
     """
 
     table: Mapping[str, GlobalTensor]
@@ -55,6 +57,7 @@ class ParameterFactory:
     deferral: Deferral = field(default_factory=Deferral)
     is_fused: bool = False
     fp8: Fp8 | None = None
+    is_filled_later: bool = False
 
     @property
     def tp(self) -> Group:
@@ -75,6 +78,9 @@ class ParameterFactory:
         )
         wide = torch.promote_types(self.dtype, torch.float32)
         dtype = wide if spec.is_wide else self.dtype
+        if self.is_filled_later and spec.is_trained:
+            nothing = torch.empty((), dtype=dtype, device=self.device)
+            return ShardedParameter(nothing.expand(spec.shape), spec)
         param = ShardedParameter(torch.empty(spec.shape, dtype=dtype, device=self.device), spec)
         initialise(param, self.seed)
         param.requires_grad_(spec.is_trained)

@@ -21,14 +21,11 @@ from raymega.model.routers import Routers, find_routers
 from raymega.model.stage import StageModule
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.blocks import StateTensor
-from raymega.parallel.buckets import Sharing, bucket_bytes_for, make_buckets
 from raymega.parallel.comm_log import CommLog
-from raymega.parallel.context import Context, make_context, make_contexts
+from raymega.parallel.context import make_context, make_contexts
 from raymega.parallel.dispatch import ExpertGroups
-from raymega.parallel.fusing import can_fuse
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
-from raymega.parallel.parameter import ShardedParameter, check_specs
 from raymega.parallel.stream import Stream
 from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.pipeline.executor import Executor
@@ -36,20 +33,12 @@ from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.activations import activation_shape, attention_weight_bytes
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
-from raymega.plan.levels import level_of
 from raymega.plan.packed_step import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.stages import Stage
 from raymega.schedule.table import make_forward_only, make_schedule
+from raymega.train.build_model import DTYPES, build_model
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,9 +112,10 @@ def build_parts(
         is_gathered=job.parallel.dispatch == "all_gather",
         log=comm_log,
     )
-    modules = _build_modules(plan, stages, context=context, experts=experts, device=device)
-    parameters, states = _parameters_by_chunk(modules)
-    check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])
+    model = build_model(
+        plan, stages, groups=groups, context=context, experts=experts, device=device
+    )
+    modules = model.modules
     _log_attention_weights(job)
     p2p = PointToPoint(
         groups,
@@ -139,38 +129,25 @@ def build_parts(
         device=device,
         timeout_s=job.elastic.collective_timeout_s,
     )
-    table = make_buckets(
-        parameters,
-        Sharing(whole=groups.replicas, inside=groups.sharers, across=groups.copies),
-        experts=Sharing(
-            whole=groups.edp, inside=groups.expert_sharers, across=groups.expert_copies
-        ),
-        level=level_of(job.parallel),
-        bucket_bytes=bucket_bytes_for(p for chunk in parameters for p in chunk),
-        units=_units(modules),
-    )
-    gradients = GradBuffer(table, groups, log=comm_log)
-    weights = WeightBuffer(table, log=comm_log)
-    _hand_out(weights, modules)
     return Parts(
         plan=plan,
         coords=coords,
         has_loss=any(stage.is_last for stage in stages),
         groups=groups,
         device=device,
-        modules=tuple(modules),
+        modules=modules,
         loader=_build_loader(plan, "train", rank=rank, groups=groups, log=comm_log, device=device),
         executors=_build_executors(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
-        gradients=gradients,
-        weights=weights,
+        gradients=model.gradients,
+        weights=model.weights,
         optimizer=Optimizer(
-            table,
-            gradients,
-            weights,
+            model.table,
+            model.gradients,
+            model.weights,
             job.optimizer,
             job.model,
             groups,
-            states=[StateTensor(param=state, group=groups.replicas) for state in states],
+            states=[StateTensor(param=state, group=groups.replicas) for state in model.states],
             is_on_host="optimizer" in job.memory.offload,
         ),
         routers=find_routers(job.model, modules, device),
@@ -179,74 +156,6 @@ def build_parts(
             plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, pulse=pulse
         ),
     )
-
-
-def _build_modules(
-    plan: RunPlan,
-    stages: Sequence[Stage],
-    *,
-    context: Context,
-    experts: ExpertGroups,
-    device: torch.device,
-) -> list[StageModule]:
-    """The rank's model chunks; a last stage shares a tied table with a first one beside it."""
-    job = plan.job
-    modules: list[StageModule] = []
-    for stage in stages:
-        first = modules[0].embedding if modules else None
-        modules.append(
-            StageModule(
-                job.model,
-                stage,
-                stream=experts.stream,
-                dtype=DTYPES[job.precision.dtype],
-                device=device,
-                seed=job.run.seed,
-                context=context,
-                experts=experts,
-                token_table=first.tokens.weight if first is not None else None,
-                is_fused=job.run.kernels == "compile" and can_fuse(device),
-                precision=job.precision,
-            )
-        )
-        modules[-1].recompute(job.memory)
-    return modules
-
-
-def _hand_out(weights: WeightBuffer, modules: Sequence[StageModule]) -> None:
-    """Modules ask for weights before they use them, and are told when these have changed."""
-    for module in modules:
-        module.before_use = weights.wait_for
-        module.are_weights_passing = weights.has_parts_only
-        module.fp8.copies.is_kept = not weights.has_parts_only
-        weights.after_update.append(module.fp8.copies.forget)
-
-
-def _parameters_by_chunk(
-    modules: Sequence[StageModule],
-) -> tuple[list[list[ShardedParameter]], list[ShardedParameter]]:
-    """Parameters of each chunk in forward order, and tensors of state, which no gradient reaches.
-
-    One that two chunks share belongs to the first: a micro-batch's backward comes there last, so
-    when the first chunk's gradients are complete, the other's are too.
-    """
-    chunks: list[list[ShardedParameter]] = []
-    taken: dict[ShardedParameter, None] = {}
-    for module in modules:
-        found = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
-        chunks.append([p for p in found if p not in taken and p.spec.is_trained])
-        taken |= dict.fromkeys(found)
-    return chunks, [param for param in taken if not param.spec.is_trained]
-
-
-def _units(modules: Sequence[StageModule]) -> dict[ShardedParameter, int]:
-    """In which unit of the rank's model chunks each parameter is first used."""
-    places: dict[ShardedParameter, int] = {}
-    for number, unit in enumerate(unit for module in modules for unit in module.units()):
-        for param in unit.parameters():
-            assert isinstance(param, ShardedParameter), "a stage has no other parameters"
-            places.setdefault(param, number)
-    return places
 
 
 def _log_attention_weights(job: Job) -> None:

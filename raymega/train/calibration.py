@@ -20,7 +20,7 @@ from raymega.parallel.comm import all_reduce, barrier
 from raymega.parallel.groups import Group, Groups
 from raymega.plan.calibration import Measurement
 from raymega.train.bandwidth import abort, host_rendezvous, meeting, synchronize, warm_up
-from raymega.train.build import DTYPES
+from raymega.train.build_model import DTYPES
 
 __all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 

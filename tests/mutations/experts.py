@@ -1,0 +1,91 @@
+"""Planted mistakes: experts."""
+
+from __future__ import annotations
+
+from raymega.verify.layout import Layout
+from tests.mutations.mutation import BALANCED, BIASED, DROPPED, EXPERTS, LAST_LOAD, Mutation
+
+EXPERTS: tuple[Mutation, ...] = (
+    Mutation(
+        name="gradients of experts are summed over all replicas of attention",
+        file="train/build_model.py",
+        old="            whole=groups.edp, inside=groups.expert_sharers,",
+        new="            whole=groups.replicas, inside=groups.expert_sharers,",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="gradients of experts are divided by their replicas",
+        file="parallel/grad_buffer.py",
+        old="            if bucket.is_tied:\n",
+        new="            if bucket.is_expert:\n"
+        "                self.owned(bucket).div_(bucket.sharing.whole.size)\n"
+        "            if bucket.is_tied:\n",
+        layout=Layout(tp=2, dp=2, ep=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="gradients of routers are whole where the stream is not cut",
+        file="parallel/sharding.py",
+        old="                or tensor.serves_tokens\n",
+        new="",
+        layout=Layout(tp=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="gradients of routers are not summed under sequence parallelism",
+        file="parallel/sharding.py",
+        old="            is_partial_over_tp=sharers > 1\n",
+        new="            is_partial_over_tp=sharers > 1 and not tensor.serves_tokens\n",
+        layout=Layout(tp=2, sequence_parallel=True, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="the load that balances is that of one context-parallel rank",
+        file="model/router.py",
+        old="        return all_reduce(torch.cat((counts, num_counted[None])), self.micro)",
+        new="        return torch.cat((counts, num_counted[None]))",
+        layout=Layout(cp=2, ep=2, micro_batch_size=2),
+        job=BALANCED,
+    ),
+    Mutation(
+        name="the bias of experts moves by one rank's load",
+        file="train/step.py",
+        old="    everything = all_reduce(torch.cat((scalars, routing.flatten())), parts.groups.world)",
+        new="    everything = torch.cat((all_reduce(scalars, parts.groups.world), routing.flatten()))",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=BIASED,
+    ),
+    Mutation(
+        name="experts are cut in another order than they are dispatched",
+        file="plan/tensors.py",
+        old="            offset[0] = shape[0] * experts.ep_rank",
+        new="            offset[0] = shape[0] * (experts.ep - 1 - experts.ep_rank)",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="padding is counted in the load of experts",
+        file="model/balance.py",
+        old="    counted = marks.is_counted.to(torch.float64)\n    counts",
+        new="    counted = torch.ones_like(marks.is_counted, dtype=torch.float64)\n    counts",
+        layout=Layout(micro_batch_size=4),
+        job=LAST_LOAD,
+    ),
+    Mutation(
+        name="probabilities are applied on both ends where tokens are gathered",
+        file="parallel/dispatch.py",
+        old="        self.weights = gather_positions(weights, groups.ep)\n",
+        new="        self.weights = gather_positions(weights, groups.ep).square()\n",
+        layout=Layout(dp=2, ep=2, dispatch="all_gather", micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="what experts drop goes by the order of ranks",
+        file="model/capacity.py",
+        old="    order = keys.argsort(stable=True)\n",
+        new="    order = torch.arange(keys.shape[0], device=keys.device)\n",
+        layout=Layout(cp=2, ep=2, micro_batch_size=2),
+        job=DROPPED,
+    ),
+)

@@ -1,0 +1,70 @@
+"""Planted mistakes: optimizers, their state in fewer bits and on the host, muP."""
+
+from __future__ import annotations
+
+from raymega.verify.layout import Layout
+from tests.mutations.mutation import EIGHT_BITS, GPT2, LION, MUON, Mutation
+
+UPDATES: tuple[Mutation, ...] = (
+    Mutation(
+        name="Newton and Schulz iterate on a rank's shard of a matrix",
+        file="parallel/whole_matrices.py",
+        old="new_empty(m.shape))\n            for box, part in zip(m.boxes, parts, strict=True):\n"
+        "                if part.numel():\n",
+        new="new_zeros(m.shape))\n            for box, part in zip(m.boxes, parts, strict=True):\n"
+        "                if part.numel() and box == m.boxes[me]:\n",
+        layout=Layout(tp=2),
+        job=MUON,
+    ),
+    Mutation(
+        name="Muon takes what is fused for one matrix",
+        file="parallel/whole_matrices.py",
+        old="            for piece in param.spec.pieces:\n",
+        new="            for piece in param.spec.pieces[:1]:\n"
+        "                one = replace(piece.tensor, shape=tuple(param.shape))\n"
+        "                piece = replace(piece, tensor=one)\n",
+        layout=Layout(dp=2, sharding="optimizer"),
+        job=MUON,
+    ),
+    Mutation(
+        name="Lion's moment is updated before its sign is taken",
+        file="optim/updates.py",
+        old="    directions = torch._foreach_lerp(moments, gradients, 1 - section.beta1)\n",
+        new="    moved = torch._foreach_lerp(moments, gradients, 1 - section.beta2)\n"
+        "    directions = torch._foreach_lerp(moved, gradients, 1 - section.beta1)\n",
+        layout=Layout(tp=2),
+        job=LION,
+    ),
+    Mutation(
+        name="muP's factor of the logits is forgotten under a tied table",
+        file="model/head.py",
+        old="1 / model.width_ratio  # muP",
+        new="1.0 if model.is_embedding_tied else 1 / model.width_ratio",
+        layout=Layout(tp=2),
+        job=("model.mup_base_width=16",),
+    ),
+    Mutation(
+        name="blocks of 8-bit state are those of a rank's own rows",
+        file="parallel/shared_blocks.py",
+        old="    return size < whole and size % BLOCK > 0\n",
+        new="    return size < 0 < whole\n",
+        layout=Layout(tp=2),
+        job=EIGHT_BITS,
+    ),
+    Mutation(
+        name="a block's scale is that of what this rank owns of it",
+        file="parallel/shared_blocks.py",
+        old="            if alike and alike[0].level > Level.NONE:\n",
+        new="            if alike and alike[0].level > Level.PARAMETERS:\n",
+        layout=Layout(dp=3, sharding="optimizer"),
+        job=EIGHT_BITS,
+    ),
+    Mutation(
+        name="what comes back from the host is read from where its memory begins",
+        file="model/away.py",
+        old="saved.offset, saved.shape",
+        new="0, saved.shape",
+        layout=Layout(pp=2, offload=("activations",)),
+        job=GPT2,
+    ),
+)
