@@ -10,7 +10,9 @@ from torch.nn.functional import linear
 
 from raymega.model.kernels import swiglu
 from raymega.model.mlp import GeluMlp, SwigluMlp, gelu_tanh
-from raymega.parallel.grouped import group_sizes, grouped_linear
+from raymega.parallel.fp8_grouped import expert_linear, expert_places
+from raymega.parallel.grouped import group_sizes
+from raymega.parallel.groups import Group
 from raymega.parallel.recompute import consume, produce
 from raymega.parallel.tensor import ParameterFactory
 
@@ -20,14 +22,16 @@ class Experts(nn.Module):
 
     Gate and up are one product: of each expert they lie one after the other, [E/ep, 2 F/etp, D].
     E/ep experts, of each F/etp features: what comes out are terms of a sum over etp. With
-    ``is_remade`` backward makes what lies between the products again.
+    ``is_remade`` backward makes what lies between the products again. ``etp`` are the ranks that have
+    other features of these experts, which scales of products in fp8 ask.
     """
 
     is_remade = False
 
-    def __init__(self, factory: ParameterFactory, name: str) -> None:
+    def __init__(self, factory: ParameterFactory, name: str, etp: Group | None = None) -> None:
         super().__init__()
         self.deferral = factory.deferral
+        self.up_place, self.down_place = expert_places(factory.fp8, etp)
         gate_up = factory.make_if_any(f"{name}.gate.weight", f"{name}.up.weight")
         self.inside: Callable[[Tensor], Tensor] = gelu_tanh if gate_up is None else swiglu
         self.up = factory.make(f"{name}.up.weight") if gate_up is None else gate_up
@@ -36,9 +40,10 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
         sizes, deferral = group_sizes(rows, counts, inner=self.down.shape[2]), self.deferral
-        up, inside = grouped_linear(rows, self.up, sizes, deferral), self.inside
+        up = expert_linear(rows, self.up, sizes, deferral, self.up_place)
+        inside, place = self.inside, self.down_place
         inner = produce(inside, up) if self.is_remade else inside(up)
-        return consume(lambda x: grouped_linear(x, self.down, sizes, deferral), inner)
+        return consume(lambda x: expert_linear(x, self.down, sizes, deferral, place), inner)
 
 
 class SharedExpert(nn.Module):

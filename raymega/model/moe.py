@@ -33,7 +33,7 @@ class MoeLayer(nn.Module):
         super().__init__()
         self.groups = groups
         self.router = Router(factory, f"{name}.router", moe, groups.micro)
-        self.experts = Experts(factory, f"{name}.experts")
+        self.experts = Experts(factory, f"{name}.experts", groups.etp)
         self.shared = SharedExpert(factory, name, mlp) if moe.shared_width else None
 
     @property

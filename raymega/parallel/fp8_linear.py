@@ -74,7 +74,7 @@ class Margin:
 
     def see(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         """A tensor is about to be rounded."""
-        if self.is_watched:
+        if self.is_watched and x.numel():
             self.smallest = min(self.smallest, rounding_margin(x, scale, dtype))
 
 
@@ -112,14 +112,14 @@ class Fp8:
         return quantise(x, scale, dtype, is_fused=self.is_fused)
 
     def rows(self, weight: Tensor, place: Place) -> Eight:
-        """[out, in] for a product along ``in``."""
+        """[..., out, in] for a product along ``in``."""
         over = place.inner if self.by_row else place.tp
         return self.copies.get(weight, "rows", lambda: self._of_weight(weight, over))
 
     def columns(self, weight: Tensor, place: Place) -> Eight:
-        """[in, out] for a product along ``out``."""
+        """[..., in, out] for a product along ``out``."""
         if self.by_row:
-            turned = weight.detach().t()
+            turned = weight.detach().mT
             return self.copies.get(
                 weight, "columns", lambda: self._of_weight(turned.contiguous(), place.outer)
             )

@@ -11,7 +11,7 @@ from functools import partial
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.activations import ActivationShape, expert_rows, own_choices
 from raymega.plan.kernel_time import grouped_matmul_s, matmul_s, memory_s
-from raymega.plan.link_time import exchange_s, gather_s, make_span
+from raymega.plan.link_time import all_reduce_s, exchange_s, gather_s, make_span
 
 ROUTER_PASSES = 8
 """Reads and writes of a token's scores: logits, softmax, choice, weights, statistics."""
@@ -42,13 +42,13 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
         device: What the ranks are.
         shared_s: Kernels of the shared expert's forward, behind which tokens travel.
     """
-    model, parallel, is_8_bit = shape.model, shape.parallel, shape.eight.experts
+    model, parallel, eight = shape.model, shape.parallel, shape.eight
     num_held = model.moe.num_experts // parallel.ep
     rows, width = expert_rows(shape), model.width
     inner = model.expert_width / parallel.etp
     up = inner * (2 if shape.family.has_gate else 1)
     grouped_s = partial(
-        grouped_matmul_s, device, groups=num_held, is_8_bit=is_8_bit, element=shape.element
+        grouped_matmul_s, device, groups=num_held, is_8_bit=eight.experts, element=shape.element
     )
     forward = backward = 0.0
     for size, columns in ((width, up), (inner, width)):
@@ -60,7 +60,7 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
             size * num_held,
             rows / num_held,
             columns,
-            is_8_bit=is_8_bit,
+            is_8_bit=eight.expert_gradients,
             element=shape.element,
         )
     others = _routing_s(shape, device) + memory_s(device, rows * (up + inner) * shape.element)
@@ -101,4 +101,6 @@ def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
     if parallel.tp > 1 and not parallel.sequence_parallel:
         tp = make_span(device, size=parallel.tp, stride=1)
         back = gather_s(device, tp, shape.tokens * row_bytes)
-    return 2 * there + back
+    # Of rows that are cut over etp the largest magnitudes: a number each, once a pass.
+    scales = all_reduce_s(device, etp, expert_rows(shape) * 4) if shape.eight.experts else 0.0
+    return 2 * there + back + scales

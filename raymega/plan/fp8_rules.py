@@ -15,17 +15,19 @@ class InEight:
     Attributes:
         linears: Of linear layers: outputs, and gradients of inputs.
         weight_gradients: Their weights' gradients.
-        experts: All three of experts.
+        experts: Of experts: outputs, and gradients of inputs.
+        expert_gradients: Their weights' gradients.
         reduces_rows: Each token's largest magnitude is taken over tp where features are cut.
     """
 
     linears: bool = False
     weight_gradients: bool = False
     experts: bool = False
+    expert_gradients: bool = False
     reduces_rows: bool = False
 
 
-ALL_IN_EIGHT = InEight(linears=True, weight_gradients=True, experts=True)
+ALL_IN_EIGHT = InEight(linears=True, weight_gradients=True, experts=True, expert_gradients=True)
 NONE_IN_EIGHT = InEight()
 
 
@@ -35,6 +37,7 @@ def in_eight(precision: PrecisionSection) -> InEight:
     return InEight(
         linears=precision.fp8 != "none",
         weight_gradients=precision.fp8 == "tensorwise",
+        experts=precision.fp8 != "none",
         reduces_rows=is_by_row,
     )
 

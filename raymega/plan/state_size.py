@@ -68,7 +68,7 @@ class Elements:
         blocks: Not elements: blocks in which 8-bit state of matrices and tables would lie.
         block: Of the largest block what such a level gathers.
         end: The same of the larger one of embedding and head.
-        in_fp8: Of ``dense`` those that linear layers multiply with in fp8.
+        in_fp8: Those of matrices that are multiplied in fp8.
     """
 
     dense: int = 0
@@ -157,7 +157,7 @@ class ElementCounts:
         if key not in self._known:
             block = _elements(layer_tensors(self._model, layer), grid, tp_rank)
             matrices = block.dense - block.small
-            in_fp8 = matrices if is_in_fp8 else 0
+            in_fp8 = matrices + block.experts if is_in_fp8 else 0
             self._known[key] = replace(block, block=matrices + block.experts, in_fp8=in_fp8)
         return self._known[key]
 

@@ -8,9 +8,14 @@ from tests.support.training import train
 
 pytestmark = pytest.mark.dist
 
+LION = ("optimizer.name=lion", "optimizer.lr=1e-3", "optimizer.state_dtype=bfloat16")
+MUON = ("optimizer.name=muon", "optimizer.state_dtype=8bit")
 CASES = [
     ("pp2-dp2", ("schedule.name=zb_h1", "parallel.sharding=parameters", "model.residual_dropout=0.2")),
     ("tp2-sp", ("model.moe.num_experts=4", "memory.recompute=selective", "parallel.ep=2")),
+    ("dp2", (*LION, "parallel.sharding=optimizer")),
+    ("tp2-dp2", (*MUON, "parallel.sharding=parameters")),
+    ("tp2", (*MUON, "model.moe.num_experts=4", "precision.dtype=bfloat16")),
     ("cp2", ("memory.recompute=full", "memory.recompute_every=2", "precision.fp8=rowwise")),
 ]
 

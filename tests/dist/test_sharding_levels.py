@@ -44,6 +44,7 @@ CASES = [
     ("gpt2-dropout", "tp2-pp2-dp2-sp", "parameters", ()),
     ("experts", "dp4", "gradients", ("parallel.ep=2",)),
     ("experts", "dp4", "parameters", ("parallel.ep=2", HYBRID)),
+    ("llama", "dp2", "parameters", ("run.kernels=compile", "memory.recompute=full")),
     ("llama-packed", "cp2-dp2", "parameters", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
 ]
 

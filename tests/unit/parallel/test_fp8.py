@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from raymega.parallel.deferral import Deferral
 from raymega.parallel.fp8 import FORWARD, GRADIENT, Eight, largest, product, quantise, scale_for
-from raymega.parallel.fp8_linear import WeightCopies
+from raymega.parallel.fp8_grouped import expert_linear, expert_places
+from raymega.parallel.fp8_linear import Fp8, Place, WeightCopies, fp8_linear
+from raymega.parallel.grouped import group_sizes
+from tests.support.params import ALONE
 
 formats = pytest.mark.parametrize("dtype", [FORWARD, GRADIENT], ids=["e4m3", "e5m2"])
 
@@ -74,3 +78,39 @@ def test_copies_are_kept_until_weights_change():
     copies.is_kept = False
     copies.get(weight, "rows", make)
     assert len(made) == 4
+
+
+def _grown(multiply, x, weight, grad):
+    """Output, and gradients of input and weight."""
+    if not len(x):
+        return grad, x, torch.zeros_like(weight)
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = multiply(x, weight)
+    y.backward(grad)
+    return y.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 7], [4, 4, 4]], ids=str)
+@pytest.mark.parametrize("by_row", [True, False], ids=["rowwise", "tensorwise"])
+def test_an_expert_multiplies_its_rows_as_a_linear_layer_does_row_by_row(counts, by_row):
+    """Under both recipes; experts without rows among them."""
+    fp8, deferral = Fp8(by_row=by_row, micro=ALONE.micro), Deferral()
+    fp8.copies.is_kept = False
+    up, down = expert_places(fp8, ALONE.etp)
+    weight, rows, grad = _draw(3, 6, 8), _draw(sum(counts), 8), _draw(sum(counts), 6)
+    sizes = group_sizes(rows, torch.tensor(counts), inner=6)
+    alone = Place(fp8=Fp8(by_row=True, micro=ALONE.micro))
+    alone.fp8.copies.is_kept = False
+    for place in (up, down):
+
+        def by_expert(x, w, place=place):
+            return expert_linear(x, w, sizes, deferral, place)
+
+        found = _grown(by_expert, rows, weight, grad)
+        each = [
+            _grown(lambda x, w: fp8_linear(x, w, None, alone, deferral), *parts)
+            for parts in zip(rows.split(counts), weight, grad.split(counts), strict=True)
+        ]
+        wanted = [torch.cat([y for y, _, _ in each]), torch.cat([x for _, x, _ in each])]
+        for mine, theirs in zip(found, [*wanted, torch.stack([w for *_, w in each])], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
