@@ -44,7 +44,6 @@ CASES = [
     ("gpt2-dropout", "tp2-pp2-dp2-sp", "parameters", ()),
     ("experts", "dp4", "gradients", ("parallel.ep=2",)),
     ("experts", "dp4", "parameters", ("parallel.ep=2", HYBRID)),
-    ("llama", "dp2", "parameters", ("run.kernels=compile", "memory.recompute=full")),
     ("llama-packed", "cp2-dp2", "parameters", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
 ]
 
@@ -62,6 +61,13 @@ def _reference(model):
 def test_level_trains_the_same_run(model, layout, level, options):
     overrides = [*MODELS[model], *layout_overrides(layout), f"parallel.sharding={level}", *options]
     assert_same_run(overrides, _reference(model))
+
+
+@pytest.mark.timeout(400)
+def test_compiled_kernels_use_weights_that_come_and_go():
+    overrides = [*layout_overrides("dp2"), "parallel.sharding=parameters", "run.kernels=compile"]
+    overrides.append("memory.recompute=full")
+    assert_same_run(overrides, _reference("llama"), timeout=300)
 
 
 def _evaluated(env, plan_json):

@@ -18,7 +18,7 @@ LIMIT = 1e-9
 STEPS = 4
 
 
-def train(overrides, *, steps=STEPS):
+def train(overrides, *, steps=STEPS, timeout=60):
     """Curves of (loss, gradient norm) by rank, and every state tensor put together."""
     plan = make_test_plan(*overrides)
     parallel = plan.job.parallel
@@ -30,6 +30,7 @@ def train(overrides, *, steps=STEPS):
         cp_inner=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
         sharers=group_size(parallel),
+        timeout=timeout,
     )
     whole = {}
     for _, blocks in results:
@@ -42,10 +43,10 @@ def train(overrides, *, steps=STEPS):
     return [curve for curve, _ in results], whole
 
 
-def assert_same_run(overrides, wanted):
+def assert_same_run(overrides, wanted, *, timeout=60):
     """Training with ``overrides`` gives the curve and the state of ``wanted`` to rounding."""
     wanted_curves, wanted_whole = wanted
-    curves, whole = train(overrides, steps=len(wanted_curves[0]))
+    curves, whole = train(overrides, steps=len(wanted_curves[0]), timeout=timeout)
     assert all(other == curves[0] for other in curves), "ranks disagree on loss or norm"
     np.testing.assert_allclose(curves[0], wanted_curves[0], rtol=LIMIT)
     assert whole.keys() == wanted_whole.keys()
