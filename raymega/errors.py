@@ -5,7 +5,7 @@ It does not decide how an error is shown: that is the command line's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -105,6 +105,20 @@ class PreemptedError(RaymegaError):
 
 class InternalError(RaymegaError):
     """A mistake of raymega's own."""
+
+
+EXIT_CODES: Mapping[int, str] = {
+    0: "every step is done and saved, now or before",
+    1: "anything that no other code names",
+    2: "the job or the command is wrong; nothing was started",
+    3: "the cluster has no room for the run, or had none in time",
+    4: "the restarts are spent, or the same error came three times",
+    5: "the data are not what was prepared, or a number is not finite",
+    6: "another driver has the run, or has taken it from this one",
+    75: "stopped in good order; the same job continues the run",
+    130: "ended by a second Ctrl-C",
+}
+"""What a command ends with, by code. `raymega --help` and docs/failures.md list all of them."""
 
 
 def raise_faults(kind: type[RaymegaError], faults: Sequence[Fault]) -> None:

@@ -18,11 +18,12 @@ from raymega.cli.schema import schema
 from raymega.cli.submit import submit
 from raymega.cli.train import train
 from raymega.cli.verify import verify
-from raymega.errors import RaymegaError
+from raymega.errors import EXIT_CODES, RaymegaError
 
 app = typer.Typer(
     name="raymega",
     help="Megatron-style training on Ray. Every command has --help with an example.",
+    epilog="Exit codes:\n\n" + "\n\n".join(f"{code}: {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

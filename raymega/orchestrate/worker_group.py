@@ -1,7 +1,8 @@
-"""The worker group on Ray: who has which rank, what each worker is told, and one place to wait.
+"""The worker group on Ray: its processes, what each worker is told, and one place to wait.
 
 Every answer is met in poll by the function that was named when the call was made. Lost processes are
-made up for at once, in the background; who takes a lost rank is decided when the next attempt starts.
+made up for at once, in the background; who takes a lost rank is decided when the next attempt starts,
+and is seating's.
 It starts no attempt by itself: the controller does.
 """
 
@@ -23,16 +24,10 @@ from raymega.orchestrate.group import AttemptOrder, Departure, NoSnapshots, Snap
 from raymega.orchestrate.inventory import list_nodes, node_memory
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.looks import Looks
-from raymega.orchestrate.placement import (
-    Place,
-    assign_seats,
-    block_size,
-    choose_ranks,
-    keep_seats,
-    place_ranks,
-)
+from raymega.orchestrate.placement import Place
 from raymega.orchestrate.preflight import Answer, Preflight
 from raymega.orchestrate.ray_errors import death_cause
+from raymega.orchestrate.seating import Seating
 from raymega.orchestrate.signs import Answered
 from raymega.orchestrate.slots import Slot, Slots, abort, kill, name_of
 from raymega.plan.replicas import memory_faults
@@ -71,10 +66,10 @@ class RayWorkerGroup:
             preflight: Asks each node before its first attempt; without one, none is asked.
             keepers: Hold the workers' snapshots; without them, there are none.
         """
-        self._plan, self._full, self._asked, self._grid = plan, plan, plan, plan.grid
+        self._plan, self._full, self._asked = plan, plan, plan
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
-        self._is_tp_free = plan.job.parallel.is_tp_across_nodes_allowed
         self._slots = Slots(plan.job.cluster, can_grow=can_grow)
+        self._seating = Seating(self._slots, plan)
         self._calls = Calls()
         self._looks = Looks(self._calls)
         self._order: AttemptOrder | None = None
@@ -89,9 +84,8 @@ class RayWorkerGroup:
 
     def use(self, plan: RunPlan) -> None:
         """See WorkerGroup."""
-        self._plan, self._grid = plan, plan.grid
-        for slot in self._slots.slots:
-            slot.home = -1
+        self._plan = plan
+        self._seating.use(plan.grid)
         if not self._has_begun:
             self._slots.release()  # all of them are asked for together, and nobody sits there yet
 
@@ -102,16 +96,16 @@ class RayWorkerGroup:
     def departure(self) -> Departure | None:
         """See WorkerGroup."""
         going = self._slots.departure(self._block)
-        return going and replace(going, is_ready=self._warm_ranks() is not None)
+        return going and replace(going, is_ready=self._seating.warm_ranks() is not None)
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
-        if self._warm_ranks() is not None:
+        if self._seating.warm_ranks() is not None:
             return None
         lacking = None
         try:
             nodes = list_nodes(self._plan.job.cluster)
-            node_of = place_ranks(nodes, self._grid, **self._placement_rule)
+            node_of = self._seating.nodes_of_ranks(nodes)
             if not self._slots.are_asked_for:
                 raise_faults(ConfigError, memory_faults(self._plan, node_of, node_memory()))
         except CapacityError as error:
@@ -127,12 +121,12 @@ class RayWorkerGroup:
         self._listen(timeout_s)
         if isinstance(lacking, Fault):
             return lacking
-        return self._slots.not_free(self._grid, block=self._block)
+        return self._slots.not_free(self._plan.grid, block=self._block)
 
     def start(self, order: AttemptOrder) -> None:
         """See WorkerGroup."""
         self._order, self._is_seated, self._is_stepping = order, False, False
-        if self._warm_ranks() is None:
+        if self._seating.warm_ranks() is None:
             self._expect_seats()
             self._fill([slot for slot in self._slots.slots if not self._slots.is_spare(slot)])
         self._seat_when_all_are_there()
@@ -159,7 +153,7 @@ class RayWorkerGroup:
     def request(self, requests: Requests) -> None:
         """See WorkerGroup."""
         attempt = self._order.attempt if self._order else 0
-        for slot in self._seated():
+        for slot in self._seating.seated:
             self._calls.make(slot, "set_requests", requests, attempt, answered=nothing)
 
     def release(self, *, keep_warm: bool) -> None:
@@ -170,7 +164,7 @@ class RayWorkerGroup:
         self._is_seated = self._is_let_go = self._is_stepping = False
         if self._preflight is not None:
             self._preflight.cancel()
-        seated = self._seated()
+        seated = self._seating.seated
         if keep_warm:
             self._kill(self._looks.take_stopped())
             free = abort(seated, attempt)
@@ -185,15 +179,8 @@ class RayWorkerGroup:
                 self._keepers.close()
 
     @property
-    def _placement_rule(self) -> dict[str, bool]:
-        return {"is_tp_across_nodes_allowed": self._is_tp_free}
-
-    @property
     def _block(self) -> int:
-        return block_size(self._asked.grid, **self._placement_rule)
-
-    def _seated(self) -> list[Slot]:
-        return [slot for slot in self._slots.slots if slot.seat]
+        return self._seating.block_of(self._asked.grid)
 
     def _ask_for_slots(self) -> None:
         """All of the grid, and beside it what the job's own grid has more, and the spares."""
@@ -205,15 +192,8 @@ class RayWorkerGroup:
     # Processes.
 
     def _expect_seats(self) -> None:
-        """Ranks by where Ray has put the bundles: Ray renames nothing, so actors need theirs now."""
-        main = [slot for slot in self._slots.slots if not self._slots.is_spare(slot)]
-        if any(slot.home >= 0 for slot in self._slots.slots):
-            return
-        places = self._slots.expected_places()
-        seats = assign_seats(places, self._grid, **self._placement_rule)
-        for slot, seat in zip(main, seats, strict=True):
-            slot.home = seat.rank
-        if self._keepers:  # they start while workers load torch
+        places = self._seating.expect()
+        if self._keepers and places:  # they start while workers load torch
             self._keepers.place({place.node_id for place in places})
 
     def _fill_later(self) -> None:
@@ -277,43 +257,17 @@ class RayWorkerGroup:
             return []
         return [WorkerDied(rank=-1, cause="the node of a slot is gone")]
 
-    # Seats.
-
-    def _warm_ranks(self) -> dict[int, Slot] | None:
-        """By rank who could take it now, without any process that is still to come."""
-        slots = self._slots.ready
-        places = [slot.place for slot in slots if slot.place]
-        homes = [slot.home for slot in slots]
-        ranks = choose_ranks(places, homes, self._grid, **self._placement_rule)
-        if ranks is None:
-            return None
-        return {rank: slot for rank, slot in zip(ranks, slots, strict=True) if rank >= 0}
+    # Seats, and what a start waits for.
 
     def _seat_when_all_are_there(self) -> None:
-        """Every rank has a process: its own, or else one that is warm and has none."""
         if self._is_seated or self._order is None:
             return
-        awaited = [s for s in self._slots.slots if s.home >= 0 and not self._slots.is_leaving(s)]
-        if len(awaited) == self._grid.world_size and all(slot.place for slot in awaited):
-            chosen: dict[int, Slot] | None = {slot.home: slot for slot in awaited}
-        else:
-            chosen = self._warm_ranks()
-        if chosen is not None:
-            self._seat(chosen)
-
-    def _seat(self, chosen: dict[int, Slot]) -> None:
+        chosen = self._seating.choose()
+        if chosen is None:
+            return
         self._is_seated = True
-        taken = [chosen[rank] for rank in sorted(chosen)]
-        places = [slot.place for slot in taken if slot.place]
-        seats = keep_seats(places, sorted(chosen), self._grid, **self._placement_rule)
-        if seats is None:
-            seats = assign_seats(places, self._grid, **self._placement_rule)
-            log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
-        for slot in self._slots.slots:
-            slot.home = -1
-        for slot, seat in zip(taken, seats, strict=True):
-            slot.seat, slot.home = seat, seat.rank
-        first = next(slot for slot in taken if slot.rank == 0)
+        taken = self._seating.seat(chosen)
+        first = taken[0]
         assert first.place, "a slot with a seat has a place"
         self._place_keepers()
         address = first.place.address
@@ -355,11 +309,11 @@ class RayWorkerGroup:
         """
         is_asking = bool(self._preflight and self._preflight.is_open)
         is_keeping = bool(self._keepers and self._keepers.pending())
-        is_loading = not all(slot.is_warm for slot in self._seated())
+        is_loading = not all(slot.is_warm for slot in self._seating.seated)
         if self._is_let_go or not self._rendezvous or is_asking or is_keeping or is_loading:
             return
         self._is_let_go = True
-        by_rank = sorted(self._seated(), key=lambda slot: slot.rank)
+        by_rank = sorted(self._seating.seated, key=lambda slot: slot.rank)
         nodes = [slot.place.node_id for slot in by_rank if slot.place]
         for slot in by_rank:
             log_path = self._log_dir / f"rank-{slot.rank:05d}.log"

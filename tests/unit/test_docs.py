@@ -8,6 +8,7 @@ import pytest
 
 from raymega.config.fields import Section
 from raymega.config.schema import Job
+from raymega.errors import EXIT_CODES, RaymegaError
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,6 +52,23 @@ def test_job_page_has_every_field_with_its_default_and_no_other():
     for name, fields in tables.items():
         wanted = {field: _default(info) for field, info in fields.items()}
         assert dict(ROW.findall(sections[name])) == wanted, name
+
+
+def _kinds(kind):
+    """An error and all that are derived from it."""
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _kinds(child)
+
+
+def test_one_table_has_every_exit_code_with_its_errors():
+    _, _, rest = (ROOT / "docs" / "failures.md").read_text().partition("\n## Exit codes\n")
+    rows = re.findall(r"^\| (\d+) \| (.*?) ?\| (.+) \|$", rest.partition("\n## ")[0], re.MULTILINE)
+    assert {int(code): meaning for code, _, meaning in rows} == EXIT_CODES
+    named = {name: int(code) for code, names, _ in rows for name in re.findall(r"`(\w+)`", names)}
+    codes = {kind.__name__: kind.exit_code for kind in _kinds(RaymegaError)}
+    assert named == {name: codes[name] for name in named}
+    assert set(codes.values()) <= set(EXIT_CODES)
 
 
 @pages

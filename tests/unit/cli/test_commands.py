@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from raymega.cli.main import app
 from raymega.cli.tables import table
+from raymega.errors import EXIT_CODES
 from raymega.plan.published import COLUMNS
 from tests.support.command import raymega
 
@@ -34,6 +35,12 @@ def _run(*words: str) -> str:
 @pytest.mark.parametrize("command", list(_commands(get_command(app))), ids=" ".join)
 def test_every_command_has_help_with_an_example(command):
     assert "Example: raymega" in " ".join(_run(*command, "--help").split())
+
+
+def test_help_lists_every_exit_code():
+    words = " ".join(_run("--help").split())
+    for code, what in EXIT_CODES.items():
+        assert f"{code}: {what}" in words
 
 
 def test_plan_prints_grid_ranks_and_timetable():
