@@ -111,7 +111,7 @@ EXIT_CODES: Mapping[int, str] = {
     0: "every step is done and saved, now or before",
     1: "anything that no other code names",
     2: "the job or the command is wrong; nothing was started",
-    3: "the cluster has no room for the run, or had none in time",
+    3: "the cluster has no room, or had none in time",
     4: "the restarts are spent, or the same error came three times",
     5: "the data are not what was prepared, or a number is not finite",
     6: "another driver has the run, or has taken it from this one",

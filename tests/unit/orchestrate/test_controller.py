@@ -158,6 +158,17 @@ def test_start_gives_workers_a_fresh_run_with_attempt_1(world):
     assert workers.pids == {0: 1000, 1: 1001, 2: 1002, 3: 1003}
 
 
+def test_start_beside_a_copied_checkpoint_says_that_it_goes_on(world):
+    world.drive(whole_run()).run()
+    copied = World()
+    for key in world.store.list("checkpoints/"):
+        copied.store.put(key, [world.store.get(key)], overwrite=False)
+    copied.drive(whole_run(attempt=2, step=4, steps=6), overrides=("run.steps=6",)).run()
+    (attempt,) = copied.sink.of(AttemptStarted)
+    assert (attempt.attempt, attempt.step) == (2, 4)
+    assert attempt.reason == "taken up from a checkpoint that was there"
+
+
 def test_attempt_is_on_record_before_its_workers_start(world):
     world.drive(whole_run())
     world.tick_until(State.STARTING)
