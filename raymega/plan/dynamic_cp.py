@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from math import inf, lcm
 
 from raymega.errors import Fault, PlanError
+from raymega.plan.even_ranks import Evening
 from raymega.plan.pack_cost import PackCost, pairs_of
 
 SPREADS = (1.0, 1.3, 2.0, inf)
@@ -174,7 +175,7 @@ def _attempt(
         if not shelves.put(document, lengths[document], wanted=wanted, least=least[document]):
             return None
     bins = _widened(shelves.bins, shelves.free, lengths, limits, cost)
-    return _in_rounds(bins, limits, cost)
+    return _evened(_in_rounds(bins, limits, cost), lengths, limits, cost)
 
 
 def _alone_seconds(length: int, size: int, limits: Limits, cost: PackCost) -> float:
@@ -313,6 +314,53 @@ def _in_rounds(bins: list[_Bin], limits: Limits, cost: PackCost) -> tuple[Round,
             if rounds[first]:
                 heappush(least, (so_far + seconds, first))
     return tuple(tuple(sorted(one, key=lambda pack: pack.first_rank)) for one in packs)
+
+
+def _evened(
+    rounds: Sequence[Round], lengths: Sequence[int], limits: Limits, cost: PackCost
+) -> tuple[Round, ...]:
+    """Documents of single ranks exchanged until ranks end together."""
+    lists = [[_pack_at(packs, rank) for packs in rounds] for rank in range(limits.num_ranks)]
+    # The number of micro-batches after which a rank shares no pack any more.
+    shared = [
+        max((i + 1 for i, pack in enumerate(mine) if pack.size > 1), default=0) for mine in lists
+    ]
+    evening = Evening(
+        _starts(rounds, shared),
+        [
+            [pack.documents for pack in mine[done:]]
+            for mine, done in zip(lists, shared, strict=True)
+        ],
+        lengths,
+        room=limits.max_tokens - limits.max_tokens % limits.multiple,
+        seconds=lambda tokens, pairs: cost.seconds(
+            tokens=limits.tokens_a_rank(tokens, 1), pairs=pairs, size=1
+        ),
+    )
+    made = [list(packs) for packs in rounds]
+    for rank, (done, mine) in enumerate(zip(shared, evening.run(), strict=True)):
+        for index, documents in enumerate(mine, start=done):
+            at = made[index].index(lists[rank][index])
+            single = _Bin(size=1)
+            for document in sorted(documents):
+                single.add(document, lengths[document])
+            made[index][at] = _pack_of(single, rank, single.seconds(limits, cost), limits)
+    return tuple(tuple(packs) for packs in made)
+
+
+def _pack_at(packs: Round, rank: int) -> Pack:
+    return next(pack for pack in packs if pack.first_rank <= rank < pack.first_rank + pack.size)
+
+
+def _starts(rounds: Sequence[Round], shared: Sequence[int]) -> list[float]:
+    """When each rank is done with its first ``shared`` micro-batches."""
+    at = [0.0] * len(shared)
+    for index, packs in enumerate(rounds):
+        for pack in packs:
+            ranks = slice(pack.first_rank, pack.first_rank + pack.size)
+            if index < shared[pack.first_rank]:
+                at[ranks] = [max(at[ranks]) + pack.seconds] * pack.size
+    return at
 
 
 def _pack_of(made: _Bin, first_rank: int, seconds: float, limits: Limits) -> Pack:
