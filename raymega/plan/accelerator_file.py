@@ -29,6 +29,7 @@ class FittedFigures(Section):
     matmul_waves: PositiveFloat | None = None
     matmul_8_bit_share: Share | None = None
     attention_share: Share | None = None
+    older_attention_share: Share | None = None
     memory_share: Share | None = None
     launch_s: PositiveFloat | None = None
     link_share: Share | None = None
@@ -77,7 +78,10 @@ def find_accelerator(text: str, *, field: str = "--gpu") -> Accelerator:
     if faults:
         raise ConfigError(*faults)
     base = CATALOGUE[figures.like]
-    fitted = replace(base.fitted, **figures.fitted.model_dump(exclude_none=True))
+    shares = figures.fitted.model_dump(exclude_none=True)
+    if "attention_share" in shares:  # of the kernel that the user has, whichever it is
+        shares = {"older_attention_share": 0.0} | shares
+    fitted = replace(base.fitted, **shares)
     given = figures.model_dump(exclude_none=True, exclude={"like", "fitted"})
     return replace(base, **given, fitted=fitted, driver_name="")
 

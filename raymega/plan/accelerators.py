@@ -6,7 +6,7 @@ prints how wrong they are on runs that the fit has not seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymega.errors import Fault, PlanError
 
@@ -29,6 +29,8 @@ class Fitted:
         network_share: Of a device's share of the network.
         link_latency_s: Seconds of one step of a ring inside a node.
         network_latency_s: Seconds of one step between nodes.
+        older_attention_share: Of the peak, by fused attention that was written for the generation
+            before; 0 where that is no slower.
     """
 
     matmul_share: float
@@ -42,6 +44,7 @@ class Fitted:
     network_share: float
     link_latency_s: float = 5e-6
     network_latency_s: float = 10e-6
+    older_attention_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +95,13 @@ class Accelerator:
             element, self.peak_32_bit_flops / 2
         )
 
+    def with_older_attention(self) -> Accelerator:
+        """The same where fused attention was written for the generation before."""
+        share = self.fitted.older_attention_share
+        if not share:
+            return self
+        return replace(self, fitted=replace(self.fitted, attention_share=share))
+
 
 _A100 = Fitted(
     matmul_share=0.755, matmul_depth=80.0, matmul_waves=0.326, matmul_8_bit_share=0.0,
@@ -100,6 +110,7 @@ _A100 = Fitted(
 _H100 = Fitted(
     matmul_share=0.678, matmul_depth=80.0, matmul_waves=0.278, matmul_8_bit_share=0.602,
     attention_share=0.45, memory_share=0.303, launch_s=3.6e-6, link_share=0.81, network_share=0.8,
+    older_attention_share=0.35,  # FlashAttention-2 (Shah et al., FlashAttention-3, 2024, abstract)
 )  # fmt: skip
 _CPU = Fitted(
     matmul_share=0.8, matmul_depth=40.0, matmul_waves=0.0, matmul_8_bit_share=0.0,

@@ -12,8 +12,8 @@ _BY_DEVICE = {
     "runs that no constant was fitted to.",
     "h100": "Expect 8 % of error in time, 20 % at the most in nine of ten cases, more with sharded parameters: "
     "so it was on published runs that no constant was fitted to.",
-    "h100-96gb": "Expect steps to take 15 to 50 % longer: so it was on the runs of one system, the only ones "
-    "published on this GPU.",
+    "h100-96gb": "Expect 5 % of error in time, 16 % at the most, and with context parallelism steps that take 15 "
+    "to 70 % longer: so it was on the runs of one system, the only ones published on this GPU.",
     "b200": "Expect 6 % of error in time for dense models in fp8: so it was on eight runs of one source, "
     "the constants being the H100's. Nothing else on this GPU has been compared.",
     "cpu": "Expect the order of layouts, not their seconds: the entry is of one machine. `raymega doctor "

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from math import ceil
 
-from raymega.plan.accelerators import Accelerator
+from raymega.plan.accelerators import CATALOGUE, Accelerator
 
 TILE_ROWS = 128
 TILE = TILE_ROWS * 128
 """Elements of the result that one core makes at a time."""
 BACKWARD_ATTENTION = 2.5
 """Fused attention's backward multiplies five matrices for the forward's two (Dao 2023)."""
+
+STREAM_SHARE = CATALOGUE["a100"].fitted.memory_share
+"""Of the memory's bandwidth, by kernels that do one operation: fitted where all were such."""
 
 
 def matmul_s(
@@ -85,6 +88,11 @@ def attention_s(
 def memory_s(device: Accelerator, num_bytes: float) -> float:
     """Reading and writing ``num_bytes`` of the device's memory."""
     return num_bytes / (device.memory_bytes_per_s * device.fitted.memory_share)
+
+
+def stream_s(device: Accelerator, num_bytes: float) -> float:
+    """The same of kernels whose traffic is counted whole, not the least that it could be."""
+    return num_bytes / (device.memory_bytes_per_s * STREAM_SHARE)
 
 
 def host_s(device: Accelerator, num_bytes: float) -> float:

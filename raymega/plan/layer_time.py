@@ -17,7 +17,14 @@ from raymega.plan.context_cost import shape_cost
 from raymega.plan.expert_time import ExpertTime, expert_time
 from raymega.plan.fp8_rules import NONE_IN_EIGHT
 from raymega.plan.hardware import fitted_hardware
-from raymega.plan.kernel_time import BACKWARD_ATTENTION, attention_s, host_s, matmul_s, memory_s
+from raymega.plan.kernel_time import (
+    BACKWARD_ATTENTION,
+    attention_s,
+    host_s,
+    matmul_s,
+    memory_s,
+    stream_s,
+)
 from raymega.plan.link_time import all_reduce_s, make_span
 from raymega.plan.software import Software
 from raymega.plan.stages import Stage
@@ -28,6 +35,13 @@ UNFUSED_FORWARD_BYTES = 13
 """Of one attention weight: written as score, read and written by softmax and by dropout with its
 mask, read by the product with v."""
 UNFUSED_BACKWARD_BYTES = 17
+NORM_STEPS_BYTES = 32
+"""Of one element, beyond a fused norm's, where each operation is a kernel: to float32 and squared, mean,
+times the inverse, back to 16 bits, times the weight."""
+ROTATION_STEPS_BYTES = 16
+"""The same of a rotation: to float32, turned as a complex number, back to 16 bits."""
+GATE_STEPS_BYTES = 4
+"""The same of a nonlinearity whose result is written before it is multiplied by what it gates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +54,7 @@ class LayerTime:
         attention_s: Of the forward's, those between q, k, v and the output projection.
         norms_s: Those of the norms.
         activation_s: Those of the nonlinearity.
+        remade_s: Those of the products that selective recompute makes again.
         tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
         context_parallel_s: The same over cp, by the way that keys and values travel.
         experts_s: The same of tokens to their experts and back.
@@ -54,6 +69,7 @@ class LayerTime:
     activation_s: float
     tensor_parallel_s: float
     context_parallel_s: float
+    remade_s: float = 0.0
     experts_s: float = 0.0
     away_s: float = 0.0
     away_input_s: float = 0.0
@@ -75,7 +91,7 @@ class LayerTime:
         }
         again = {
             "none": 0.0,
-            "selective": sum(selected[part] for part in parts),
+            "selective": sum(selected[part] for part in parts) + self.remade_s,
             "full": self.forward_s + traffic,
         }
         moving = self.away_input_s if recompute == "full" else self.away_s
@@ -123,6 +139,8 @@ def layer_time(
     has_experts: bool = False,
 ) -> LayerTime:
     """Of one block as ``shape`` cuts it."""
+    if not software.has_newest_attention:
+        device = device.with_older_attention()
     inner_width = shape.model.moe.shared_width if has_experts else shape.model.ffn_width
     eight = shape.eight
     product_s = partial(matmul_s, device, is_8_bit=eight.linears, element=shape.element)
@@ -135,8 +153,15 @@ def layer_time(
         for rows, inner, columns in products
     )
     attention, attention_backward = _attention(shape, device, software)
-    norms, activation, rest = _element_bytes(shape, software, inner_width)
-    others = memory_s(device, norms + activation + rest)
+    norms, activation, rest = (
+        memory_s(device, least) + stream_s(device, more)
+        for least, more in zip(
+            _element_bytes(shape, software, inner_width),
+            _step_bytes(shape, software, inner_width),
+            strict=True,
+        )
+    )
+    others = norms + activation + rest
     launches = KERNELS_IN_A_BLOCK * device.fitted.launch_s
     experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
     if has_experts:
@@ -146,8 +171,9 @@ def layer_time(
         forward_s=forward + attention + others + launches + experts.forward_s,
         backward_s=backward + attention_backward + 2 * (others + launches) + experts.backward_s,
         attention_s=attention,
-        norms_s=memory_s(device, norms),
-        activation_s=memory_s(device, activation),
+        norms_s=norms,
+        activation_s=activation,
+        remade_s=sum(product_s(*sizes) for sizes in _remade(shape, software, inner_width)),
         tensor_parallel_s=_tensor_parallel_s(
             shape, device, software, num_layers=1 + bool(inner_width)
         ),
@@ -259,6 +285,32 @@ def _element_bytes(
     heads = shape.model.num_heads + 2 * shape.model.kv_heads
     qkv = shape.tokens * heads * shape.model.head_width / shape.parallel.tp
     return stream * norms, activation, stream * (sums + masks) + 2 * element * qkv
+
+
+def _step_bytes(
+    shape: ActivationShape, software: Software, inner_width: int
+) -> tuple[float, float, float]:
+    """What comes to these where every operation is a kernel of its own, in 16 bits with a gate."""
+    if software.fuses_kernels:
+        return 0.0, 0.0, 0.0
+    model, tp = shape.model, shape.parallel.tp
+    turned = shape.tokens * (model.num_heads + model.kv_heads) * model.head_width / tp
+    hidden = shape.tokens * inner_width / tp
+    norms = 2 * shape.stream_tokens * model.width
+    return norms * NORM_STEPS_BYTES, hidden * GATE_STEPS_BYTES, turned * ROTATION_STEPS_BYTES
+
+
+def _remade(
+    shape: ActivationShape, software: Software, inner_width: int
+) -> list[tuple[float, float, float]]:
+    """Products that selective recompute makes again, each matrix by itself as modules have them."""
+    model, tokens, tp = shape.model, shape.tokens, shape.parallel.tp
+    heads, kv = (n * model.head_width / tp for n in (model.num_heads, model.kv_heads))
+    up = [(tokens, model.width, inner_width / tp)] * (2 if shape.family.has_gate else 1)
+    into = [(tokens, model.width, features) for features in (heads, kv, kv)]
+    out, down = (tokens, heads, model.width), (tokens, inner_width / tp, model.width)
+    each: list[tuple[float, float, float]] = [*into, out, *up, down]
+    return {"nothing": [], "every_second": each[1::2], "products": each}[software.remakes]
 
 
 def _tensor_parallel_s(

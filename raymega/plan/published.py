@@ -174,14 +174,18 @@ def _is_fully_sharded(row: Row) -> bool:
 
 def _jobs(row: Row) -> Iterator[Job]:
     """Each job that the row may have been."""
+    sequences = _number(row, "gbs") / _dp(row)
     stated = _number(row, "mbs") or _by_source(MICRO_BATCHES, row)
+    if not stated and _is_torchtitan(row):
+        stated = sequences // _number(row, "pp", 1)  # pipeline_parallel_microbatches is pp then
     sizes = (int(stated),) if stated else MICRO_BATCH_SIZES
     recomputes = (_recompute(row),) if row["recompute"] else _open_recomputes(row)
     layers, pp = int(_number(row, "layers")), int(_number(row, "pp", 1))
     chunks: tuple[int, ...] = (int(_number(row, "vpp", 1)),)
     if not row["vpp"] and layers % pp == 0 and pp > 1:
         chunks = tuple(v for v in range(1, layers // pp + 1) if layers // pp % v == 0)
-    sequences = _number(row, "gbs") / _dp(row)
+    if _is_torchtitan(row) and "interleaved" in row["note"]:
+        chunks = (2,)  # stages of a rank in its looped schedules
     for size, recompute, v in product(sizes, recomputes, chunks):
         if size <= sequences:
             yield _job(row, micro_batch_size=size, recompute=recompute, chunks=v)
@@ -309,6 +313,12 @@ def _software(row: Row) -> Software:
             gathers_tensors=_is_fully_sharded(row),
             hides_messages=False,
             has_dropout=True,
+        )
+    if _is_torchtitan(row):
+        return Software(
+            has_newest_attention=False,
+            fuses_kernels="compile" in row["note"] or "fp8" in row["precision"],
+            remakes="products" if "fp8" in row["precision"] else "every_second",
         )
     return Software()
 

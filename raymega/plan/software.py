@@ -1,11 +1,15 @@
 """How a training system works, where that decides its speed: facts, not fitted numbers.
 
-raymega's own are the default; runs of other systems that were published state theirs.
+raymega's own are stated here; those of systems whose runs were published are published's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Remakes = Literal["nothing", "every_second", "products"]
+"""Of the products of a block in the order of its forward: none, the second, fourth and so on, or all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +26,11 @@ class Software:
         hides_tensor_parallel: Share of tensor-parallel traffic that runs behind products.
         hides_messages: Messages between chunks of an interleaved pipeline run behind work.
         has_dropout: Residual dropout is computed and its masks written.
+        has_newest_attention: Fused attention is written for the device's own instructions; else for
+            those of the generation before.
+        fuses_kernels: Norms, rotations and nonlinearities are one kernel each; else one for every
+            operation of their formula, with float32 in between.
+        remakes: Which products selective recompute makes again, beside its parts.
     """
 
     has_fused_attention: bool = True
@@ -31,6 +40,11 @@ class Software:
     hides_tensor_parallel: float = 0.0
     hides_messages: bool = True
     has_dropout: bool = False
+    has_newest_attention: bool = True
+    fuses_kernels: bool = True
+    remakes: Remakes = "nothing"
 
 
-RAYMEGA = Software()
+RAYMEGA = Software(has_newest_attention=False)
+"""torch's flash attention, which gives the log-sum-exp that context parallelism merges by, is
+FlashAttention-2."""

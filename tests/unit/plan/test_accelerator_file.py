@@ -40,6 +40,11 @@ def test_what_is_left_out_is_that_of_the_device_it_is_like(read):
     assert found.driver_name == ""
 
 
+def test_a_share_of_attention_that_is_given_is_that_of_the_kernel_that_is_used(read):
+    found = read("name: mine\nlike: h100\nfitted: {attention_share: 0.5}")
+    assert found.with_older_attention().fitted.attention_share == 0.5
+
+
 def test_a_name_is_the_catalogues():
     assert find_accelerator("a100") is CATALOGUE["a100"]
     with pytest.raises(PlanError, match="v100"):

@@ -87,6 +87,24 @@ def test_context_parallelism_of_a_source_that_was_looked_up_after_its_cost_was_b
     assert sorted(times, reverse=True) == times, "as published"
 
 
+def test_a_system_whose_source_says_what_it_does_again_is_predicted_without_a_constant_of_its_own():
+    """torchtitan without cp: FSDP, with tensor parallelism, with a pipeline; compiled or not; in fp8 or not."""
+    runs = [run for path in (TABLE, LONG) for run in read_runs(path)]
+    mine = [run for run in runs if run.source.startswith("torchtitan") and not run.skipped]
+    found = [compare(run, CATALOGUE[run.gpu]) for run in mine if run.candidates[0].grid.cp == 1]
+    assert len(found) == 12
+    assert median(map(error, found)) < 0.08 and max(map(error, found)) < 0.2
+
+
+def test_pipelines_of_a_source_have_the_micro_batches_that_its_default_gives_them():
+    (plain, interleaved) = (
+        run for run in read_runs(LONG) if "405B" in run.model and not run.skipped
+    )
+    for run, chunks in ((plain, 1), (interleaved, 2)):
+        (plan,) = run.candidates
+        assert plan.batch.num_micro_batches == 8 and plan.placement.chunks == chunks
+
+
 def test_schedules_of_one_model_are_ordered_as_published(found):
     by_model: dict[tuple[str, int], list[Comparison]] = {}
     for each in found:

@@ -83,6 +83,41 @@ def test_full_recompute_runs_the_forward_once_more():
     assert again - plain == pytest.approx(block.forward_s + block.tensor_parallel_s)
 
 
+def test_attention_for_the_generation_before_reaches_its_own_share():
+    newest, older = (
+        layer_time(
+            activation_shape(plan_of().job), H100, replace(RAYMEGA, has_newest_attention=new)
+        )
+        for new in (True, False)
+    )
+    assert older.attention_s / newest.attention_s == pytest.approx(0.45 / 0.35, rel=1e-2)
+    assert CATALOGUE["a100"].with_older_attention() is CATALOGUE["a100"]
+
+
+def test_products_that_selective_recompute_makes_again_are_those_of_the_system():
+    shape = activation_shape(plan_of().job)
+    parts = ("norm", "activation")
+    nothing, second, every = (
+        layer_time(shape, H100, replace(RAYMEGA, remakes=remakes)).pass_s("selective", parts)[1]
+        for remakes in ("nothing", "every_second", "products")
+    )
+    assert nothing < second < every
+    # Of q, k, v, out, gate, up and down those of k, out and up, of 4 + 3 x 2.6875 widths squared.
+    assert 0.3 < (second - nothing) / (every - nothing) < 0.5
+
+
+def test_kernels_of_single_operations_cost_what_they_read_and_write():
+    shape = activation_shape(plan_of().job)
+    fused, apart = (
+        layer_time(shape, H100, replace(RAYMEGA, fuses_kernels=f)) for f in (True, False)
+    )
+    stream = 2 * shape.stream_tokens * shape.model.width * 32
+    rate = H100.memory_bytes_per_s * CATALOGUE["a100"].fitted.memory_share
+    assert apart.norms_s - fused.norms_s == pytest.approx(stream / rate)
+    assert apart.activation_s > fused.activation_s
+    assert apart.forward_s - fused.forward_s > apart.norms_s - fused.norms_s
+
+
 def cp_layer(method: str, *, tokens: int):
     sizes = (f"data.seq_len={2 * tokens}", f"model.max_positions={2 * tokens}")
     plan = plan_of(*sizes, "parallel.cp=2", "parallel.tp=4", f"parallel.cp_method={method}")
@@ -109,7 +144,8 @@ def test_waiting_is_that_of_the_formulas_of_context_parallelism():
     job = plan_of("parallel.cp=4", "parallel.tp=4", "parallel.dp=1").job
     shape = activation_shape(job)
     cost = shape_cost(shape, "ring")
-    expected = cost.exposed_s(fitted_hardware(H100), span=16) + memory_s(H100, cost.added_bytes)
+    hardware = fitted_hardware(H100.with_older_attention())
+    expected = cost.exposed_s(hardware, span=16) + memory_s(H100, cost.added_bytes)
     assert layer_time(shape, H100, RAYMEGA).context_parallel_s == pytest.approx(expected / 2)
 
 
