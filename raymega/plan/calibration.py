@@ -109,13 +109,16 @@ def calibrate(
     """
     free = [name for name in names if getattr(device.fitted, name) > 0]
     start = np.log([getattr(device.fitted, name) for name in free])
+    base = device.fitted
+    if "attention_share" in free:  # measured, whichever kernel it was
+        base = replace(base, older_attention_share=0.0)
 
     def at(point: np.ndarray) -> Accelerator:
         values = {
             name: min(1.0, value) if name in SHARES else value
             for name, value in zip(free, map(float, np.exp(point)), strict=True)
         }
-        return replace(device, fitted=replace(device.fitted, **values))
+        return replace(device, fitted=replace(base, **values))
 
     def residuals(point: np.ndarray) -> np.ndarray:
         found = at(point)
