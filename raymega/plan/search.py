@@ -111,8 +111,11 @@ def search(
     refused["fit, and are slower"] = len(found) - len(best)
     fastest = next(iter(by_grid.values())).time.total_s
     faster = [each for each in judge.missed if each.time.total_s < fastest]
-    missed = min(faster, key=lambda each: each.memory.total_bytes, default=None)
-    return SearchResult(best=tuple(best), refused=refused, missed=missed and missed.played(device))
+    least = min(faster, key=lambda each: each.memory.total_bytes, default=None)
+    missed = least and least.played(device)
+    if missed and missed.time.total_s >= best[0].time.total_s:  # not when it is played
+        missed = None
+    return SearchResult(best=tuple(best), refused=refused, missed=missed)
 
 
 MORE = 3

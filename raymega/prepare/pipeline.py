@@ -13,7 +13,7 @@ from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray.data
@@ -116,23 +116,43 @@ def _output_at(out: str) -> Output:
 
 def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str], list[SourceFile]]:
     """What the dataset is a function of, and the files to read."""
-    raise_faults(ConfigError, _option_faults(options))
-    tokenizer = check_tokenizer(options.tokenizer)
-    files = list_files(options.inputs, include=options.include, exclude=options.exclude)
-    if isinstance(output, FolderOutput) and any(
-        Path(file.path).is_relative_to(output.folder) for file in files
-    ):
-        raise ConfigError(_output_in_input(output.folder))
-    if not any(file.num_bytes for file in files):
-        raise ConfigError(_no_text(options.inputs))
-    if isinstance(output, FolderOutput) and output.folder.exists() and not output.folder.is_dir():
-        raise ConfigError(_output_is_a_file(output.folder))
+    faults: list[Fault | str] = [*_option_faults(options)]
+    tokenizer = _or_faults(faults, partial(check_tokenizer, options.tokenizer))
+    include, exclude = options.include, options.exclude
+    files = _or_faults(
+        faults, partial(list_files, options.inputs, include=include, exclude=exclude)
+    )
+    if files is not None and not any(file.num_bytes for file in files):
+        faults.append(_no_text(options.inputs))
+    if isinstance(output, FolderOutput):
+        faults += _folder_faults(output.folder, files or [])
+    if faults:
+        raise ConfigError(*faults)
+    assert tokenizer is not None and files is not None, "what is missing was a fault"
     recipe = {
         "inputs": files_digest(files),
         "tokenizer": tokenizer,
         "valid_fraction": repr(options.valid_fraction),
     }
     return recipe, files
+
+
+Made = TypeVar("Made")
+
+
+def _or_faults(faults: list[Fault | str], make: Callable[[], Made]) -> Made | None:
+    """What ``make`` gives; or nothing, and what it raised is among ``faults``."""
+    try:
+        return make()
+    except ConfigError as error:
+        faults += error.faults
+        return None
+
+
+def _folder_faults(folder: Path, files: Sequence[SourceFile]) -> list[Fault]:
+    if any(Path(file.path).is_relative_to(folder) for file in files):
+        return [_output_in_input(folder)]
+    return [_output_is_a_file(folder)] if folder.exists() and not folder.is_dir() else []
 
 
 def _write_dataset(

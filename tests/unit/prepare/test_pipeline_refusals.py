@@ -34,3 +34,14 @@ def test_tokenizer_file_that_is_binary_is_refused(tmp_path):
     binary.write_bytes(bytes(range(256)))
     text = _refusal(inputs=(str(source),), out=str(tmp_path / "out"), tokenizer=str(binary))
     assert "`tokenizers` JSON file" in text
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+    out = tmp_path / "out"
+    out.write_text("precious")
+    text = _refusal(
+        inputs=(str(tmp_path / "missing"),), out=str(out), tokenizer="bpe:none", valid_fraction=2.0
+    )
+    assert text.count("\n") == 3
+    for part in ("--valid-fraction 2.0", "bpe:none", "missing", "is a file"):
+        assert part in text
