@@ -11,6 +11,7 @@ from math import ceil
 from pathlib import Path
 
 from raymega.chaos.faults import KINDS, ChaosFault, parse_faults
+from raymega.chaos.network import missing
 from raymega.chaos.picture import draw_verdict
 from raymega.chaos.report import verdict_object
 from raymega.chaos.run import Drill, Verdict, run_calm, run_drill
@@ -65,7 +66,9 @@ def drill(
         return_s=options.return_s,
         timeout_s=options.timeout_s,
     )
-    with sandbox(num_nodes=options.nodes, cpus_per_node=_cpus_per_node(job)) as box:
+    needs_network = any(KINDS[kind].needs_network for kind in _kinds_of(faults, options))
+    nodes, cpus = options.nodes, _cpus_per_node(job)
+    with sandbox(num_nodes=nodes, cpus_per_node=cpus, has_network=needs_network) as box:
         verdict = run_drill(plan, box, lambda last: run_calm(plan, box, last=last))
     draw_verdict(verdict, out / PICTURE_FILE, title=f"{job.run.name} under faults")
     report = verdict_object(verdict, seed=options.seed)
@@ -82,7 +85,7 @@ def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator
         mistakes.append(
             Fault(fact=fact, rule=rule, remedy="give --fault kill-worker@5 or --mtbf 30")
         )
-    kinds = [kind.strip() for kind in options.kinds.split(",") if kind.strip()] or list(DRAWN)
+    kinds = _names(options.kinds) or list(DRAWN)
     for kind in set(kinds) - set(KINDS):
         mistakes.append(
             Fault(
@@ -101,8 +104,31 @@ def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator
         except ValueError as error:
             mistakes += error.args
     raise_faults(ConfigError, mistakes)
+    raise_faults(ConfigError, _cable_faults(_kinds_of(listed, options)))
     blows = draw_blows(mtbf_s=options.mtbf_s or 1.0, seed=seed, world_size=world_size, kinds=kinds)
     return listed, blows if is_drawn else islice(blows, 0)
+
+
+def _names(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",") if word.strip()]
+
+
+def _kinds_of(listed: Sequence[ChaosFault], options: DrillOptions) -> list[str]:
+    """Every kind that may come."""
+    return [fault.kind for fault in listed] or _names(options.kinds) or list(DRAWN)
+
+
+def _cable_faults(kinds: Sequence[str]) -> list[Fault]:
+    asked = [kind for kind in kinds if KINDS[kind].needs_network]
+    if not asked or not (why := missing()):
+        return []
+    return [
+        Fault(
+            fact=f"{asked[0]} was asked for, and {why}",
+            rule="it takes nodes in network namespaces of their own, whose cables can be pulled",
+            remedy="run the drill as root on Linux with iproute2, or take freeze-node",
+        )
+    ]
 
 
 def _job_faults(job: Job) -> list[Fault]:

@@ -29,12 +29,14 @@ class Kind:
         help: What happens, one line.
         ends_attempt: The driver must notice it and begin another attempt.
         phases: In which it can come; in others it would be the same as in one of these.
+        needs_network: It takes nodes with cables, which not every machine can make; see network.
     """
 
     family: str
     help: str
     ends_attempt: bool
     phases: tuple[str, ...] = PHASES
+    needs_network: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -55,6 +57,12 @@ KINDS: Mapping[str, Kind] = {
     ),
     "freeze-node": Kind(
         family="node", help="SIGSTOP to a node's raylet and to all its processes", ends_attempt=True
+    ),
+    "link-down": Kind(
+        family="node",
+        help="the cable of a node is pulled; it works on, and nobody hears of it",
+        ends_attempt=True,
+        needs_network=True,
     ),
     "drain-node": Kind(
         family="node",
@@ -126,9 +134,10 @@ def parse_faults(text: str, *, rank_of: Sequence[int] = ()) -> list[ChaosFault]:
     return [_parse(word, rank) for word, rank in zip(words, ranks, strict=False)]
 
 
-def legal_cells() -> list[tuple[str, str]]:
-    """Every kind of fault in every phase in which it can come."""
-    return [(kind, phase) for kind, facts in KINDS.items() for phase in facts.phases]
+def legal_cells(*, has_network: bool = False) -> list[tuple[str, str]]:
+    """Every kind of fault in every phase in which it can come, of those that need a network or of the others."""
+    kinds = {kind: facts for kind, facts in KINDS.items() if facts.needs_network == has_network}
+    return [(kind, phase) for kind, facts in kinds.items() for phase in facts.phases]
 
 
 def _parse(word: str, rank: int) -> ChaosFault:

@@ -63,6 +63,7 @@ class Inflicter:
             "hang": lambda at: os.kill(at.pid, signal.SIGSTOP),
             "kill-node": self._kill_node,
             "freeze-node": self._freeze_node,
+            "link-down": self._pull_cable,
             "drain-node": self._drain_node,
             "kill-driver": lambda _: self.driver.signal(signal.SIGKILL),
             "stop-driver": lambda _: self.driver.signal(signal.SIGTERM),
@@ -101,6 +102,11 @@ class Inflicter:
         if target.node:
             self._replace_later()
             self.box.freeze(target.node)
+
+    def _pull_cable(self, target: Target) -> None:
+        if target.node:
+            self._replace_later()
+            self.box.cut_off(target.node)
 
     def _drain_node(self, target: Target) -> None:
         if target.node:

@@ -1,6 +1,7 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be killed, frozen and drained.
+"""A Ray cluster of several nodes on this machine, whose nodes can be killed, frozen, drained and cut off.
 
-Nodes are raylets of their own with the processes that they start; all have this machine's address.
+Nodes are raylets of their own with the processes that they start; all have this machine's address, or each
+its own where there is a network.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
+from raymega.chaos.network import Network, Socket
 from raymega.chaos.processes import children_of, parent_of
 from raymega.orchestrate.node_agent import drain_node
 from raymega.orchestrate.notices import Notice
@@ -29,10 +31,16 @@ HEALTH = {  # a dead node is known after 1.5 s and a frozen one after 4.5 s, ins
 class Sandbox:
     """The cluster; from one thread. A node that is added takes a second or two."""
 
-    def __init__(self, *, num_nodes: int, cpus_per_node: float) -> None:
-        """Start a head without slots, and ``num_nodes`` nodes."""
+    def __init__(
+        self, *, num_nodes: int, cpus_per_node: float, network: Network | None = None
+    ) -> None:
+        """Start a head without slots, and ``num_nodes`` nodes, each plugged into ``network`` if there is one."""
         set_environment(is_private=True)
         head = {"num_cpus": 0, "_system_config": HEALTH, "include_dashboard": False}
+        if network is not None:
+            head["node_ip_address"] = network.gateway
+        self._network = network
+        self._sockets: dict[str, Socket] = {}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._cpus = cpus_per_node
         self._nodes: list[Any] = []  # Ray's own type has no stubs
@@ -48,16 +56,16 @@ class Sandbox:
         """Clear away what was lost, and have exactly so many nodes that are well."""
         self.clear()
         while len(self._nodes) < num_nodes:
-            self._nodes.append(self._cluster.add_node(num_cpus=self._cpus))
+            self._nodes.append(self._add())
         while len(self._nodes) > num_nodes:
-            self._cluster.remove_node(self._nodes.pop())
+            self._remove(self._nodes.pop(), allow_graceful=True)
 
     def clear(self) -> None:
         """Make an end of the nodes that were lost, frozen ones too."""
         while self._gone:
             node = self._gone.pop()
             self._signal(node, signal.SIGKILL)
-            self._cluster.remove_node(node, allow_graceful=False)
+            self._remove(node, allow_graceful=False)
 
     def node_of(self, pid: int) -> str:
         """Id of the node whose process this is; '' for none that is well."""
@@ -66,11 +74,19 @@ class Sandbox:
 
     def kill(self, node_id: str) -> None:
         """A machine crashes: everything on it ends at once. One that is gone stays so."""
-        self._lose(node_id, signal.SIGKILL)
+        for node in self._lose(node_id):
+            self._signal(node, signal.SIGKILL)
 
     def freeze(self, node_id: str) -> None:
         """A machine stands still: connections stay open, and nothing answers."""
-        self._lose(node_id, signal.SIGSTOP)
+        for node in self._lose(node_id):
+            self._signal(node, signal.SIGSTOP)
+
+    def cut_off(self, node_id: str) -> None:
+        """A machine's cable is pulled: it works on, and nobody hears of it."""
+        assert self._network, "it was made with a network"
+        for node in self._lose(node_id):
+            self._network.pull(self._sockets[node.node_id])
 
     def drain(self, node_id: str, *, seconds: float) -> None:
         """Ray is told that the node goes in ``seconds``; nothing happens to it by that."""
@@ -91,11 +107,26 @@ class Sandbox:
         self.clear()
         self._cluster.shutdown()
 
-    def _lose(self, node_id: str, number: int) -> None:
-        for node in [node for node in self._nodes if node.node_id == node_id]:
-            self._nodes.remove(node)
-            self._gone.append(node)
-            self._signal(node, number)
+    def _add(self) -> Any:
+        if self._network is None:
+            return self._cluster.add_node(num_cpus=self._cpus)
+        socket = self._network.plug_in()
+        with socket.inside():
+            node = self._cluster.add_node(num_cpus=self._cpus, node_ip_address=socket.address)
+        self._sockets[node.node_id] = socket
+        return node
+
+    def _remove(self, node: Any, *, allow_graceful: bool) -> None:
+        self._cluster.remove_node(node, allow_graceful=allow_graceful)
+        if self._network is not None:
+            self._network.unplug(self._sockets.pop(node.node_id))
+
+    def _lose(self, node_id: str) -> list[Any]:
+        """Those of the nodes that are well with this id count as gone."""
+        lost = [node for node in self._nodes if node.node_id == node_id]
+        self._nodes = [node for node in self._nodes if node not in lost]
+        self._gone += lost
+        return lost
 
     def _signal(self, node: Any, number: int) -> None:
         """To the raylet first, which would else start others."""
@@ -106,13 +137,20 @@ class Sandbox:
 
 
 @contextmanager
-def sandbox(*, num_nodes: int, cpus_per_node: float) -> Iterator[Sandbox]:
-    """A sandbox for the body."""
-    box = Sandbox(num_nodes=num_nodes, cpus_per_node=cpus_per_node)
+def sandbox(
+    *, num_nodes: int, cpus_per_node: float, has_network: bool = False
+) -> Iterator[Sandbox]:
+    """A sandbox for the body; with ``has_network`` its nodes have cables, see network.missing."""
+    network = Network() if has_network else None
     try:
-        yield box
+        box = Sandbox(num_nodes=num_nodes, cpus_per_node=cpus_per_node, network=network)
+        try:
+            yield box
+        finally:
+            box.close()
     finally:
-        box.close()
+        if network is not None:
+            network.close()
 
 
 def raylet_of(node: Any) -> int:
