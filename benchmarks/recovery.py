@@ -1,9 +1,10 @@
-"""How long a run stands still when a worker or a node is killed, part by part, and how that grows with ranks.
+"""How long a run stands still when a worker or a node is lost, part by part, and how that grows with ranks.
 
-Workers are real processes on a real Ray of several nodes on this machine, and faults are SIGKILLs. Detection is
-from the kill to the driver's notice; the other parts are those that the driver reports for each recovery.
+Workers are real processes on a real Ray of several nodes on this machine, and faults are SIGKILLs and SIGSTOPs.
+Detection is from the fault to the driver's notice; the other parts are those that the driver reports for each recovery.
+Ray Train's TorchTrainer with a FailureConfig trains the same model and meets the same kill (recovery_ray_train.py).
 
-    python benchmarks/recovery.py [--quick] [--ranks 2 4 8 16] [--kills 3] [--no-node]
+    python benchmarks/recovery.py [--quick] [--parts kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ray.cluster_utils import Cluster
-
+from benchmarks.recovery_ray_train import kills_under_ray_train
+from raymega.chaos.sandbox import Sandbox, sandbox
 from raymega.config.load import parse_job
 from raymega.errors import PreemptedError
 from raymega.orchestrate.clock import SystemClock
@@ -30,6 +31,7 @@ from raymega.orchestrate.holder import this_process
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.lease import Lease, held
 from raymega.orchestrate.outage import PHASES
+from raymega.orchestrate.watch import MARGIN_S, MEDIANS, NUM_STEPS
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
@@ -46,27 +48,24 @@ from raymega.tracking.sink import (
 JOB = Path(__file__).parents[1] / "jobs" / "verify.yaml"
 CONTROL = ("detect", "abort", "find", "reserve", "rendezvous")
 """What the control plane takes; the rest is the model's."""
-HEALTH = {  # a dead node is known after 1.5 s instead of 14
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 3,
-}
 NODES = 2
 CALM_STEPS = 5
-"""Least steps between a recovery and the next kill."""
+"""Least steps between a recovery and the next fault."""
+PARTS = ("kill", "stop", "node", "frozen-node", "ray-train")
 
 
 @dataclass
 class Killer:
-    """A sink that kills and measures."""
+    """A sink that sends signals to workers and measures."""
 
     kills: int
     spares: int
+    number: int = signal.SIGKILL
     stop: object = None
     pids: dict[int, int] = field(default_factory=dict)
     killed_s: float = 0.0
     detect_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
     recovered: list[dict[str, float]] = field(default_factory=list)
     calm: int = 0
 
@@ -82,9 +81,12 @@ class Killer:
                 lost = {
                     "lost_steps": float(event.lost_steps),
                     "total": time.monotonic() - self.killed_s,
+                    "limit": MEDIANS * statistics.median(self.steps_s[-NUM_STEPS:]) + MARGIN_S,
                 }
                 self.recovered.append({"detect": self.detect_s, **event.phases, **lost})
             case StepFinished():
+                if self.calm >= 0:
+                    self.steps_s.append(event.metrics["train/step_time_s"])
                 self._step(num_spares=round(event.metrics["run/spares"]))
 
     def _step(self, *, num_spares: int) -> None:
@@ -98,7 +100,7 @@ class Killer:
         self.calm, self.detect_s = -(10**9), 0.0
         self.killed_s = time.monotonic()
         victims = sorted(self.pids)
-        os.kill(self.pids[victims[(len(self.recovered) + 1) % len(victims)]], signal.SIGKILL)
+        os.kill(self.pids[victims[(len(self.recovered) + 1) % len(victims)]], self.number)
 
     def close(self, timeout_s: float) -> None:
         """Nothing to flush."""
@@ -108,8 +110,8 @@ class Killer:
 class NodeKiller:
     """A sink that takes a node away and gives one back."""
 
-    cluster: Cluster
-    slots: int
+    box: Sandbox
+    is_frozen: bool
     stop: object = None
     nodes: dict[int, str] = field(default_factory=dict)
     attempt: int = 0
@@ -134,11 +136,10 @@ class NodeKiller:
         if self.calm != CALM_STEPS:
             return
         if self.attempt == 1:
-            node = next(n for n in self.cluster.list_all_nodes() if n.node_id == self.nodes[0])
-            self.since_s["killed"] = time.monotonic()
-            self.cluster.remove_node(node, allow_graceful=False)
+            self.since_s["lost"] = time.monotonic()
+            (self.box.freeze if self.is_frozen else self.box.kill)(self.nodes[0])
         elif self.attempt == 2:
-            self.cluster.add_node(num_cpus=self.slots)
+            self.box.fill(NODES)
             self.since_s["returned"] = time.monotonic()
         else:
             self.stop()
@@ -147,10 +148,10 @@ class NodeKiller:
         """Nothing to flush."""
 
     def show(self, ranks: int) -> None:
-        """From the kill and from the return to the first step on the other grid."""
-        at = self.since_s
+        """From the loss and from the return to the first step on the other grid."""
+        at, how = self.since_s, "frozen" if self.is_frozen else "killed"
         print(
-            f"{ranks} ranks, a node lost: noticed after {at['detected'] - at['killed']:.2f} s, first step on "
+            f"{ranks} ranks, a node {how}: noticed after {at['detected'] - at['lost']:.2f} s, first step on "
             f"{ranks // 2} ranks {at['attempt 2'] - at['detected']:.2f} s later; on {ranks} again "
             f"{at['attempt 3'] - at['returned']:.2f} s after a node came back",
             flush=True,
@@ -190,8 +191,8 @@ def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller) -> None:
             controller.run()
 
 
-def show(name: str, rows: list[dict[str, float]]) -> None:
-    """Medians of each part, and of what they add up to."""
+def show(name: str, rows: list[dict[str, float]]) -> float:
+    """Medians of each part, and of what they add up to, which is returned."""
     parts = ("detect", *PHASES)
     middle = {part: statistics.median(row[part] for row in rows) for part in (*parts, "total")}
     control = statistics.median(sum(row[part] for part in CONTROL) for row in rows)
@@ -200,62 +201,109 @@ def show(name: str, rows: list[dict[str, float]]) -> None:
     cells = " ".join(f"{part} {middle[part]:.2f}" for part in parts)
     print(
         f"{name}: {middle['total']:.2f} s (worst of {len(rows)}: {worst:.2f}), control {control:.2f}; "
-        f"{cells}; steps lost {lost:.0f} at most",
+        f"{cells}; steps lost {lost:.0f} at most; load {os.getloadavg()[0]:.0f}",
+        flush=True,
+    )
+    return middle["total"]
+
+
+def show_stops(ranks: int, rows: list[dict[str, float]]) -> None:
+    """When each stopped process was found, beside the bar."""
+    found = ", ".join(f"{row['detect']:.2f} s (bar {row['limit']:.2f})" for row in rows)
+    print(
+        f"{ranks} ranks, one stopped: found after {found}; load {os.getloadavg()[0]:.0f}",
         flush=True,
     )
 
 
-def lose_spare_room(cluster: Cluster) -> None:
-    """Two nodes of four slots each are left."""
-    old = [node for node in cluster.list_all_nodes() if not node.head]
-    for _ in range(2):
-        cluster.add_node(num_cpus=4)
-    for node in old:
-        cluster.remove_node(node, allow_graceful=True)
-    cluster.wait_for_nodes()
+@dataclass
+class Bench:
+    """One cluster after the other, and a folder for all runs."""
+
+    folder: str
+    kills: int
+    extra: list[str]
+
+    @contextmanager
+    def cluster(self, slots: int):
+        """NODES nodes with ``slots`` each, and this process connected to them."""
+        with sandbox(num_nodes=NODES, cpus_per_node=slots) as box:
+            open_session(box.address)
+            try:
+                yield box
+            finally:
+                close_session()
+
+    def faults(self, ranks: int, *, spares: int, name: str, number: int = signal.SIGKILL):
+        """What the driver told of ``kills`` signals."""
+        plan = plan_for(ranks, spares=spares, name=name, folder=self.folder, extra=self.extra)
+        killer = Killer(kills=self.kills, spares=plan.job.elastic.spares, number=number)
+        run(plan, self.folder, killer)
+        return killer.recovered
+
+    def kill(self, ranks: list[int], spares: list[int]) -> None:
+        slots = (max(ranks) + 2 * max(spares) + NODES - 1) // NODES
+        with self.cluster(slots + slots % 2):
+            for number in ranks:
+                for each in spares:
+                    name = f"{number} ranks, {'a warm spare' if each else 'no spare'}"
+                    show(name, self.faults(number, spares=each, name=f"r{number}s{each}"))
+
+    def stop(self, ranks: int) -> None:
+        with self.cluster(ranks):
+            show_stops(ranks, self.faults(ranks, spares=1, name="stopped", number=signal.SIGSTOP))
+
+    def node(self, ranks: int, *, is_frozen: bool) -> None:
+        with self.cluster(ranks // NODES) as box:
+            name = "frozen" if is_frozen else "lost"
+            plan = plan_for(ranks, spares=0, name=name, folder=self.folder, extra=self.extra)
+            killer = NodeKiller(box=box, is_frozen=is_frozen)
+            run(plan, self.folder, killer)
+            killer.show(ranks)
+
+    def ray_train(self, ranks: int, spares: list[int]) -> None:
+        """The same ranks of dp, whose state is a checkpoint of every step there and a snapshot here."""
+        extra = [*self.extra, "parallel.tp=1", "parallel.pp=1", f"parallel.dp={ranks}"]
+        with self.cluster(ranks):
+            ours = Bench(self.folder, self.kills, extra)
+            seconds = {}
+            for each in spares:
+                name = "a warm spare" if each else "no spare"
+                rows = ours.faults(ranks, spares=each, name=f"t{each}")
+                seconds[name] = show(f"{ranks} ranks of dp, {name}", rows)
+            plan = plan_for(ranks, spares=0, name="train", folder=self.folder, extra=extra)
+            theirs = []
+            for value in kills_under_ray_train(plan, self.folder, kills=self.kills):
+                print(f"{ranks} ranks of dp, Ray Train: {value:.2f} s", flush=True)
+                theirs.append(value)
+        for name, value in seconds.items():
+            print(f"Ray Train over {name}: {statistics.median(theirs) / value:.1f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--no-node", action="store_true", help="leave out the loss of a node")
-    parser.add_argument("--quick", action="store_true", help="2 ranks, one kill each")
+    parser.add_argument("--quick", action="store_true", help="2 ranks, one kill each, no node")
     parser.add_argument("--set", action="append", default=[], help="a field of the job")
-    parser.add_argument("--spares", type=int, nargs="+", default=[1, 0])
+    parser.add_argument("--spares", type=int, nargs="*", default=[1, 0])
     options = parser.parse_args()
-    ranks, kills = ([2], 1) if options.quick else (options.ranks, options.kills)
+    ranks, parts = ([2], ("kill",)) if options.quick else (options.ranks, options.parts)
+    most = min(8, max(ranks))
     logging.basicConfig(level=logging.ERROR)
-    slots = (max(ranks) + 2 + NODES - 1) // NODES
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH}
-    )
-    try:
-        for _ in range(NODES):
-            cluster.add_node(num_cpus=slots + slots % 2)
-        cluster.wait_for_nodes()
-        open_session(cluster.address)
-        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {NODES} Ray nodes")
-        with tempfile.TemporaryDirectory() as folder:
-            for number in ranks:
-                for spares in options.spares:
-                    name = f"{number} ranks, {'a warm spare' if spares else 'no spare'}"
-                    plan = plan_for(
-                        number, spares=spares, name=f"r{number}s{spares}", folder=folder,
-                        extra=options.set,
-                    )  # fmt: skip
-                    killer = Killer(kills=kills, spares=plan.job.elastic.spares)
-                    run(plan, folder, killer)
-                    show(name, killer.recovered)
-            if not options.no_node:
-                plan = plan_for(8, spares=0, name="node", folder=folder, extra=options.set)
-                node_killer = NodeKiller(cluster=cluster, slots=4)
-                lose_spare_room(cluster)
-                run(plan, folder, node_killer)
-                node_killer.show(8)
-        close_session()
-    finally:
-        cluster.shutdown()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {NODES} Ray nodes", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(folder, 1 if options.quick else options.kills, options.set)
+        if "kill" in parts:
+            bench.kill(ranks, options.spares)
+        if "stop" in parts:
+            bench.stop(most)
+        for part in ("node", "frozen-node"):
+            if part in parts:
+                bench.node(most, is_frozen=part == "frozen-node")
+        if "ray-train" in parts:
+            bench.ray_train(most, options.spares)
 
 
 if __name__ == "__main__":
