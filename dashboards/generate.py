@@ -222,6 +222,8 @@ ROWS = (
             curve("Share of it behind work", "comm/cp_hidden_share", unit="percentunit"),
             curve("Sent to experts and back", "comm/experts_sent_bytes"),
             curve("Share of that behind work", "comm/experts_hidden_share", unit="percentunit"),
+            curve("Sent for an update, weights apart", "comm/update_sent_bytes"),
+            curve("Time an update stands still for it", "comm/update_exposed_s"),
         ),
     ),
     Row(

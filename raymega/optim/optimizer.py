@@ -18,6 +18,7 @@ from raymega.optim.host_state import HostState
 from raymega.optim.portion import Portion
 from raymega.parallel.blocks import Block, StateTensor
 from raymega.parallel.buckets import BucketTable
+from raymega.parallel.comm_log import CommLog
 from raymega.parallel.grad_buffer import GradBuffer, counted
 from raymega.parallel.groups import Groups
 from raymega.parallel.weight_buffer import WeightBuffer
@@ -43,8 +44,12 @@ class Optimizer:
         *,
         states: Sequence[StateTensor] = (),
         is_on_host: bool = False,
+        log: CommLog | None = None,
     ) -> None:
-        """``states`` are kept beside the masters and not updated here; the rest may lie on the host."""
+        """``states`` are kept beside the masters and not updated here; the rest may lie on the host.
+
+        ``log`` sees what ranks send each other for an update.
+        """
         self._table, self._weights, self._section = table, weights, section
         self._states, self._is_on_host = states, is_on_host
         # torch reads and raises a count per slot. Views of one vector are set by one write.
@@ -63,7 +68,10 @@ class Optimizer:
             for bucket in table.buckets
         ]
         self._portions = list(portions(self._held))
-        self._updates = [Portion(held, table, section, model, groups) for held in self._portions]
+        log = log or CommLog()
+        self._updates = [
+            Portion(held, table, section, model, groups, log) for held in self._portions
+        ]
         # Views are made while there is memory.
         self._blocks = [block for held in self._held for block in held.blocks()]
         on_host = self._portions if is_on_host else []

@@ -13,6 +13,7 @@ from raymega.optim.muon import begin_muon, end_muon, orthogonalise
 from raymega.optim.param_groups import Rates, rates_of
 from raymega.optim.updates import UPDATES, Slot
 from raymega.parallel.buckets import BucketTable
+from raymega.parallel.comm_log import CommLog
 from raymega.parallel.groups import Groups
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.shared_blocks import SharedBlocks
@@ -26,13 +27,14 @@ Opened = Mapping[tuple[str, Rates], Sequence[Slot]]
 class Portion:
     """Opens the state of its members, moves their masters, and closes it again."""
 
-    def __init__(
+    def __init__(  # the optimizer is the one place that calls it
         self,
         held: Sequence[Held],
         table: BucketTable,
         section: OptimizerSection,
         model: ModelSection,
         groups: Groups,
+        log: CommLog,
     ) -> None:
         self._held, self._section = held, section
         self._groups: dict[tuple[str, Rates], list[Member]] = defaultdict(list)
@@ -42,8 +44,10 @@ class Portion:
             self._groups[update_of(section.name, spec.role), rates].append(member)
         buckets = [each.part.bucket for each in held]
         with_matrices = [b for b in buckets if any(map(self._is_whole, (p for p, _ in b.spans)))]
-        self._matrices = WholeMatrices(table, with_matrices, groups) if with_matrices else None
-        self._shared = SharedBlocks(buckets, groups, self._kinds_in_blocks, table.dtype)
+        self._matrices = None
+        if with_matrices:
+            self._matrices = WholeMatrices(table, with_matrices, groups, log)
+        self._shared = SharedBlocks(buckets, groups, self._kinds_in_blocks, table.dtype, log)
 
     @torch.no_grad()
     def update(self, *, lr: float, divisor: torch.Tensor | None) -> None:

@@ -19,12 +19,7 @@ from raymega.parallel.groups import Group
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import Piece
 from raymega.plan.boxes import boxes_of_range, linear_index
-from raymega.plan.levels import Level
-
-BUCKET_BYTES = 32 * 2**20
-"""Gradient bytes from which a bucket is full, if the rank has many more."""
-MIN_BUCKETS = 4
-"""A rank with fewer bytes has about so many buckets: the last one to fill has no work to hide behind."""
+from raymega.plan.levels import BUCKET_BYTES, Level, full_bucket_bytes
 
 
 class Span(NamedTuple):
@@ -219,8 +214,7 @@ def make_buckets(
 
 def bucket_bytes_for(params: Iterable[ShardedParameter]) -> int:
     """From how many gradient bytes a bucket is full on a rank that holds ``params``."""
-    num_bytes = sum(param.numel() * max(4, param.element_size()) for param in params)
-    return min(BUCKET_BYTES, -(-num_bytes // MIN_BUCKETS))
+    return full_bucket_bytes(sum(param.numel() * max(4, param.element_size()) for param in params))
 
 
 def piece_boxes(extent: Extent) -> Iterator[tuple[Piece, Box, int]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -31,7 +31,7 @@ class CommLog:
     """Events of one step: ``reduce 3`` from launch to completion, ``wait_reduce 3`` while waited for.
 
     The micro-batch of an event is the number of its bucket; transfers between context-parallel
-    ranks and between experts have no bucket, and those of a name are counted from 0.
+    ranks, between experts and in the update have no bucket, and those of a name are counted from 0.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -39,6 +39,7 @@ class CommLog:
         self._flights: list[_Flight | _GpuFlight] = []
         self._numbers = Counter[str]()
         self._origin: _Origin | None = None
+        self._is_open = False
         self._sent_bytes = Counter[str]()
 
     def new_step(self) -> None:
@@ -52,7 +53,7 @@ class CommLog:
     def start(self) -> None:
         """Record from now on, which is time 0."""
         self._flights, self._numbers = [], Counter()
-        self._origin = _Origin(self._clock)
+        self._origin, self._is_open = _Origin(self._clock), True
 
     def track(self, name: str, bucket: Bucket, pending: Pending) -> Waitable:
         """Watch an operation that was just launched, if a step is being recorded."""
@@ -66,7 +67,7 @@ class CommLog:
         return self._watch(name, (number, 0), pending)
 
     def _watch(self, name: str, at: tuple[int, int], pending: Pending) -> Waitable:
-        if self._origin is None or pending.is_idle:
+        if not self._is_open or self._origin is None or pending.is_idle:
             return pending
         kind = _GpuFlight if self._origin.marker is not None else _Flight
         flight = kind(name, at, pending, self._origin)
@@ -74,7 +75,7 @@ class CommLog:
         return flight
 
     def take(self, work: Sequence[Event], *, began_s: float) -> tuple[Event, ...]:
-        """Stop recording; the time line of ``work`` and of what was tracked beside it.
+        """Pause recording; the time line of ``work`` and of what was tracked beside it.
 
         Args:
             work: Events in seconds since ``began_s``; empty if nothing was recorded.
@@ -87,9 +88,23 @@ class CommLog:
             return tuple(work)
         shift = self._origin.of_host(began_s)
         shifted = [e._replace(start_s=e.start_s + shift, end_s=e.end_s + shift) for e in work]
+        return (*shifted, *self._seen())
+
+    @contextmanager
+    def rest(self) -> Iterator[list[Event]]:
+        """Go on with what was paused; the list has what was tracked in between when that is over."""
+        events: list[Event] = []
+        self._is_open = self._origin is not None
+        try:
+            yield events
+        finally:
+            events.extend(self._seen())
+            self._origin = None
+
+    def _seen(self) -> list[Event]:
         tracked = [event for flight in self._flights for event in flight.events()]
-        self._flights, self._origin = [], None
-        return (*shifted, *sorted(tracked, key=lambda event: event.start_s))
+        self._flights, self._is_open = [], False
+        return sorted(tracked, key=lambda event: event.start_s)
 
 
 class _Origin:

@@ -13,7 +13,8 @@ import torch
 
 from raymega.messages import Box
 from raymega.parallel.buckets import Bucket
-from raymega.parallel.comm import all_reduce
+from raymega.parallel.comm import start_all_reduce
+from raymega.parallel.comm_log import CommLog
 from raymega.parallel.groups import Group, Groups
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.sharding import Piece
@@ -44,8 +45,14 @@ class SharedBlocks:
     """A number for each block of which this rank's peers hold a part; zero before any is told."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], groups: Groups, kinds_of: KindsOf, dtype: torch.dtype
+        self,
+        buckets: Sequence[Bucket],
+        groups: Groups,
+        kinds_of: KindsOf,
+        dtype: torch.dtype,
+        log: CommLog,
     ) -> None:
+        self._log = log
         self._regions: dict[Key, _Region] = {}
         self._sums: list[_Sum] = []
         size = 0
@@ -80,7 +87,13 @@ class SharedBlocks:
         """Take the largest over all ranks that share out or cut the tensors; all call it together."""
         for first, last, group in self._sums:
             if first < last and group.size > 1:
-                all_reduce(self._numbers[first:last], group, op="max")
+                numbers = self._numbers[first:last]
+                pending = start_all_reduce(numbers, group, op="max")
+                leaving = 2 * numbers.nbytes * (group.size - 1) // group.size  # by a ring
+                log = self._log
+                log.track_transfer("scale_reduce", pending, sent_bytes=leaving).wait(
+                    group.timeout_s
+                )
 
 
 def _pieces(

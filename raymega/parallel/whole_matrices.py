@@ -17,6 +17,7 @@ import torch
 from raymega.messages import Box
 from raymega.parallel.buckets import Bucket, BucketTable
 from raymega.parallel.comm import start_exchange
+from raymega.parallel.comm_log import CommLog
 from raymega.parallel.groups import Group, Groups
 from raymega.parallel.sharding import Piece
 from raymega.plan.grid import ExpertPlace
@@ -62,9 +63,11 @@ class WholeMatrices:
     All ranks that share a bucket's state out, and all that cut its tensors, call it together.
     """
 
-    def __init__(self, table: BucketTable, buckets: Sequence[Bucket], groups: Groups) -> None:
+    def __init__(
+        self, table: BucketTable, buckets: Sequence[Bucket], groups: Groups, log: CommLog
+    ) -> None:
         self._fields = [
-            _Field(table, [b for b in buckets if b.is_expert == is_expert], cut)
+            _Field(table, [b for b in buckets if b.is_expert == is_expert], cut, log)
             for is_expert, cut in ((False, groups.tp), (True, groups.etp))
             if any(b.is_expert == is_expert for b in buckets)
         ]
@@ -78,8 +81,10 @@ class WholeMatrices:
 class _Field:
     """Matrices whose ranks are the same: dense ones, or experts'."""
 
-    def __init__(self, table: BucketTable, buckets: Sequence[Bucket], cut: Group) -> None:
-        self._table, self._cut = table, cut
+    def __init__(
+        self, table: BucketTable, buckets: Sequence[Bucket], cut: Group, log: CommLog
+    ) -> None:
+        self._table, self._cut, self._log = table, cut, log
         sharing = buckets[0].sharing
         self._is_shared_out = buckets[0].level > Level.NONE
         self._sharers = sharing.inside if self._is_shared_out else sharing.whole
@@ -180,7 +185,9 @@ class _Field:
         received, pending = start_exchange(
             flat, group, sent=lengths, received=[sum(each) for each in sizes]
         )
-        pending.wait(group.timeout_s)
+        leaving = (flat.numel() - lengths[group.index]) * flat.element_size()
+        exchange = self._log.track_transfer("matrix_exchange", pending, sent_bytes=leaving)
+        exchange.wait(group.timeout_s)
         parts = torch.split(received, [size for each in sizes for size in each])
         remaining = iter(parts)
         return [[next(remaining) for _ in each] for each in sizes]

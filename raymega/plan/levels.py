@@ -26,6 +26,20 @@ class Level(IntEnum):
     """And the weights, which are gathered before each use: ZeRO-3."""
 
 
+BUCKET_BYTES = 32 * 2**20
+"""Gradient bytes from which a bucket is full, if the rank has many more."""
+MIN_BUCKETS = 4
+"""A rank with fewer bytes has about so many buckets: the last one to fill has no work to hide behind."""
+GLOO_THREADS = 2
+"""Of a group over gloo: so many of its collectives are at work at once, and one that gathers fills memory
+of its own first."""
+
+
+def full_bucket_bytes(gradient_bytes: int) -> int:
+    """From how many gradient bytes a bucket is full on a rank that has so many."""
+    return min(BUCKET_BYTES, -(-gradient_bytes // MIN_BUCKETS))
+
+
 def level_of(parallel: ParallelSection) -> Level:
     """What the job asks for."""
     return Level[parallel.sharding.upper()]

@@ -22,7 +22,11 @@ RESERVED_BYTES = 2 * 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """Of the rank that needs most; ``pp_rank`` says where it is."""
+    """Of the rank that needs most; ``pp_rank`` says where it is.
+
+    ``activation_bytes`` are what an update holds for a moment where that is more: both are never
+    there at once.
+    """
 
     pp_rank: int
     state_bytes: int
@@ -75,10 +79,12 @@ def _rank_memory(plan: RunPlan, kind: RankKind, costs: StageCosts, *, pp_rank: i
     chunks = [costs.kept(*each) for each in zip(kind.kinds, kind.stages, strict=True)]
     mean = sum(each.micro_batch_bytes for each in chunks) / len(chunks)
     rerun = max(each.rerun_bytes for each in chunks)
+    state = state_of(plan.job, kind.elements, plan.grid)
+    activations = round(in_flight * mean) + rerun + _passing_bytes(costs.shape)
     return MemoryUse(
         pp_rank=pp_rank,
-        state_bytes=state_of(plan.job, kind.elements, plan.grid).total_bytes,
-        activation_bytes=round(in_flight * mean) + rerun + _passing_bytes(costs.shape),
+        state_bytes=state.total_bytes,
+        activation_bytes=max(activations, state.update_bytes),
         reserved_bytes=RESERVED_BYTES,
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from raymega.config.schema import Job, ModelSection, OptimizerSection
 from raymega.plan.fp8_rules import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
-from raymega.plan.levels import Level, level_of, sharers
+from raymega.plan.levels import GLOO_THREADS, Level, full_bucket_bytes, level_of, sharers
 from raymega.plan.optimizer_state import PORTION_ELEMENTS, format_of, kinds_of, state_bytes
 from raymega.plan.stages import Stage
 from raymega.plan.state_blocks import scale_boxes
@@ -32,6 +32,8 @@ class StateSize:
     weights themselves. ``passing_bytes`` are of sharded weights that are gathered for a use, and of
     sharded gradients of one micro-batch: two units of the model each, one at work and one on its way;
     with optimizer state on the host, of which ``host_bytes`` is all, also of what is being updated.
+    ``update_bytes`` are there for a moment in an update or right after it, when no activation is;
+    they are not part of the total.
     """
 
     num_parameters: int
@@ -42,6 +44,7 @@ class StateSize:
     moment_bytes: int
     passing_bytes: int = 0
     host_bytes: int = 0
+    update_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -205,6 +208,7 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     if level == Level.PARAMETERS and passing:
         gathered = matrices + held.small
         passing += held.pair * compute
+        passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
     # Rows and columns of a weight are multiplied, each by its own copy; without one where it is gathered.
     copies = 2 * held.in_fp8 if level < Level.PARAMETERS or not passing else 0
     size = StateSize(
@@ -215,14 +219,31 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         master_bytes=owned * full if compute < full else 0,
         moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),
         passing_bytes=passing,
+        update_bytes=_update_bytes(job, held, owned + owned_wide, full),
     )
-    return _with_state_on_host(size) if "optimizer" in job.memory.offload else size
+    if "optimizer" not in job.memory.offload:
+        return size
+    # One at work, one that comes and one that goes; a CPU's copies are made at once.
+    return _with_state_on_host(size, most=2 if job.cluster.device == "cpu" else 3)
 
 
-def _with_state_on_host(size: StateSize) -> StateSize:
-    """The same, where masters and moments are on the device a portion after the other: three at most."""
+def _is_over_gloo(job: Job) -> bool:
+    return job.cluster.device == "cpu"
+
+
+def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
+    """Lion's directions of a portion; and what gloo copies of the large buckets of level ``optimizer``."""
+    directions = min(PORTION_ELEMENTS, owned) * full if job.optimizer.name == "lion" else 0
+    if not _is_over_gloo(job) or level_of(job.parallel) != Level.OPTIMIZER:
+        return directions
+    copied = min(held.total, GLOO_THREADS * full_bucket_bytes(held.total * full) // full)
+    return max(directions, copied * DTYPE_BYTES[job.precision.dtype])
+
+
+def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
+    """The same, where masters and moments are on the device a portion after the other: so many at most."""
     away = size.master_bytes + size.moment_bytes
-    here = round(away * min(1.0, 3 * PORTION_ELEMENTS / max(1, size.num_owned)))
+    here = round(away * min(1.0, most * PORTION_ELEMENTS / max(1, size.num_owned)))
     return replace(
         size, master_bytes=0, moment_bytes=0, passing_bytes=size.passing_bytes + here,
         host_bytes=away,

@@ -21,6 +21,7 @@ from raymega.plan.run_plan import RunPlan
 from raymega.plan.software import RAYMEGA, Software
 from raymega.plan.stage_costs import StageCosts, StageTime, stage_costs
 from raymega.plan.state_size import state_of
+from raymega.plan.update_time import update_s
 
 OPTIMIZER_BYTES = 34
 """Read and written for one parameter: gradient, master and two moments in, all but the gradient and
@@ -42,7 +43,7 @@ class StepTime:
         messages_s: Its messages to neighbours that nothing hides.
         bubble_s: Its waiting for the pipeline to fill and drain.
         data_parallel_s: Gradients and weights over dp that nothing hides.
-        optimizer_s: The update.
+        optimizer_s: The update, with what ranks send each other for it.
         sharing_s: Waiting for a core that other workers of the node have; 0 on devices that work
             each by itself.
         experts_s: The busiest stage's tokens on their way to experts and back, that nothing hides.
@@ -117,7 +118,8 @@ def step_time(
         ),
         optimizer_s=max(
             memory_s(device, state.num_owned * OPTIMIZER_BYTES), host_s(device, state.host_bytes)
-        ),
+        )
+        + update_s(job, held, grid, device),
         straggler_s=(device.straggler - 1) * compute,
     )
     if not device.shared_cores:
@@ -142,7 +144,8 @@ def work_s(
     hiding_nothing = replace(software, hides_gradients=False)
     sums_s = data_parallel_s(plan, held, device, hiding_nothing, backward_s=0.0)
     passes_s = plan.batch.num_micro_batches * (pace.mean_s + pace.messages_s)
-    return passes_s + sums_s + memory_s(device, state.num_owned * OPTIMIZER_BYTES)
+    whole_s = update_s(plan.job, held, plan.grid, device)
+    return passes_s + sums_s + whole_s + memory_s(device, state.num_owned * OPTIMIZER_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from raymega.schedule.timeline import (
     BETWEEN_CP,
     BETWEEN_EXPERTS,
     COLLECTIVES,
+    IN_UPDATE,
     TRANSFERS,
     WAITS,
     EventTuple,
@@ -177,6 +178,7 @@ def _measures(rows: Rows) -> str:
         "gradients and weights": overlap(rows.values()),
         "between context-parallel ranks": overlap(rows.values(), BETWEEN_CP),
         "between experts": overlap(rows.values(), BETWEEN_EXPERTS),
+        "in the update": overlap(rows.values(), IN_UPDATE),
     }
     strips = [
         f"{what} under way, {hidden.hidden_share:.0%} hidden"

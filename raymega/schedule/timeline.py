@@ -31,7 +31,10 @@ collected, are summed; heads are exchanged."""
 BETWEEN_EXPERTS = frozenset({"ep_exchange", "ep_gather", "ep_reduce", "etp_gather", "etp_reduce"})
 """The same between the ranks that hold experts: tokens travel to them and back, or are collected and
 summed; ranks that hold parts of the same experts see one another's tokens and sum what they made."""
-TRANSFERS = BETWEEN_CP | BETWEEN_EXPERTS
+IN_UPDATE = frozenset({"matrix_exchange", "scale_reduce"})
+"""The same in the update: matrices that Muon needs whole come together and go back, and largest magnitudes
+of blocks of 8-bit state are taken over the ranks that cut them."""
+TRANSFERS = BETWEEN_CP | BETWEEN_EXPERTS | IN_UPDATE
 COLLECTIVES = SUMS_AND_WEIGHTS | TRANSFERS
 WAITS = frozenset(f"wait_{name}" for name in COLLECTIVES)
 

@@ -13,6 +13,7 @@ from raymega.schedule.timeline import (
     BETWEEN_CP,
     BETWEEN_EXPERTS,
     COLLECTIVES,
+    IN_UPDATE,
     SUMS_AND_WEIGHTS,
     TRANSFERS,
     WAITS,
@@ -20,12 +21,13 @@ from raymega.schedule.timeline import (
 )
 
 US_PER_S = 1e6
-STEP, COLLECTIVE, CONTEXT, EXPERTS = 0, 1, 2, 3
+STEP, COLLECTIVE, CONTEXT, EXPERTS, UPDATE = 0, 1, 2, 3, 4
 """Processes of the trace: what ranks do one after the other, and what goes on beside it."""
 BESIDE = {
     COLLECTIVE: (SUMS_AND_WEIGHTS, "gradients and weights"),
     CONTEXT: (BETWEEN_CP, "between context-parallel ranks"),
     EXPERTS: (BETWEEN_EXPERTS, "between experts"),
+    UPDATE: (IN_UPDATE, "in the update"),
 }
 
 

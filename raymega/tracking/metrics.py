@@ -12,6 +12,7 @@ from raymega.schedule.timeline import (
     BETWEEN_CP,
     BETWEEN_EXPERTS,
     COLLECTIVES,
+    IN_UPDATE,
     WAITS,
     bubble,
     overlap,
@@ -122,6 +123,9 @@ def _timeline_metrics(event: TimelineReady) -> dict[str, float]:
                 f"comm/{who}_exposed_s": travel.exposed_s,
                 f"comm/{who}_hidden_share": travel.hidden_share,
             }
+    in_update = overlap(rows, IN_UPDATE)
+    if in_update is not None:  # nothing hides it
+        metrics["comm/update_exposed_s"] = in_update.exposed_s
     return metrics
 
 

@@ -156,6 +156,8 @@ METRICS = (
     _gauge("comm/cp_hidden_share", "1", "Share of their time that went by beside work."),
     _gauge("comm/experts_sent_bytes", "bytes", "Sent by rank 0 to experts and back in a step."),
     _gauge("comm/experts_exposed_s", "s", "Time a step stood still for that, mean of ranks."),
+    _gauge("comm/update_sent_bytes", "bytes", "Sent by rank 0 for an update, weights apart."),
+    _gauge("comm/update_exposed_s", "s", "Time an update stood still for that, mean of ranks."),
     _gauge("comm/experts_hidden_share", "1", "Share of that travel that went by beside work."),
     _gauge("run/detection_s", "s", "Time from the last sign of progress to a failure's detection."),
     _gauge(

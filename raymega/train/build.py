@@ -149,6 +149,7 @@ def build_parts(
             groups,
             states=[StateTensor(param=state, group=groups.replicas) for state in model.states],
             is_on_host="optimizer" in job.memory.offload,
+            log=comm_log,
         ),
         routers=find_routers(job.model, modules, device),
         comm_log=comm_log,

@@ -23,7 +23,7 @@ from raymega.messages import (
 )
 from raymega.optim.param_groups import role_rates
 from raymega.parallel.comm import barrier
-from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS
+from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import Parts
 from raymega.train.divergence import DivergenceCheck
 from raymega.train.evaluate import evaluate
@@ -100,13 +100,15 @@ def run_loop(
 
 
 def _sent_bytes(parts: Parts) -> dict[str, float]:
-    """What activations that travelled in the step took, where any do."""
+    """What activations that travelled in the step took, and what the update sent, where any do."""
     parallel, log = parts.plan.job.parallel, parts.comm_log
     metrics: dict[str, float] = {}
     if parallel.cp > 1 or parallel.dynamic_cp:
         metrics["comm/cp_sent_bytes"] = float(log.sent_bytes(BETWEEN_CP))
     if parallel.ep * parallel.etp > 1:
         metrics["comm/experts_sent_bytes"] = float(log.sent_bytes(BETWEEN_EXPERTS))
+    if sent := log.sent_bytes(IN_UPDATE):
+        metrics["comm/update_sent_bytes"] = float(sent)
     return metrics
 
 

@@ -107,11 +107,14 @@ def train_step(
     totals = seen.totals
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
     is_left_out = doubted is not None and doubted.ruling is Ruling.SKIP
+    events = list(seen.events)
     if not (seen.is_overflow or is_left_out):
         factor = clip_factor(seen.grad_norm, job.optimizer.clip_norm)
         before_update()
         factor = factor / totals.tokens / scale
-        parts.optimizer.step(lr=lr, step=state.updates + 1, gradient_factor=factor)
+        with parts.comm_log.rest() as in_update:
+            parts.optimizer.step(lr=lr, step=state.updates + 1, gradient_factor=factor)
+        events += in_update
         parts.routers.update(totals.loads)
         parts.weights.start_gather()  # goes on beside reports, saves and the next step's data
     return StepOutcome(
@@ -119,7 +122,7 @@ def train_step(
         loss=seen.loss, mtp_loss=seen.mtp_loss, grad_norm=seen.grad_norm, lr=lr,
         samples=batch.global_batch_size, tokens=round(totals.tokens),
         is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save,
-        summed=totals.summed, loads=totals.loads, events=seen.events, doubted=doubted,
+        summed=totals.summed, loads=totals.loads, events=tuple(events), doubted=doubted,
     )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from raymega.messages import Requests
 from raymega.plan.context import inner_ranks
 from raymega.plan.context_cost import context_cost
 from raymega.plan.run_plan import read_plan
-from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, overlap
+from raymega.plan.state_size import rank_elements
+from raymega.plan.update_time import exchanged_bytes
+from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE, overlap
 from raymega.train.build import build_parts
 from raymega.train.evaluate import evaluate
 from raymega.train.state import TrainState
@@ -196,3 +198,37 @@ def test_evaluation_after_a_step_sees_the_updated_weights(layout):
             first = results[peers[0]][1]
             assert all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))
     assert losses["none"] == losses["optimizer"]
+
+
+def _step_with_update(env, plan_json):
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    outcome = train_step(parts, TrainState(), Requests(), is_recording=True)
+    sent = {name: parts.comm_log.sent_bytes([name]) for name in IN_UPDATE}
+    again = train_step(parts, outcome.state, Requests(), is_recording=False)
+    return outcome.events, sent, again.events
+
+
+@pytest.mark.parametrize(("sharding", "limit"), [("none", 0.03), ("optimizer", 0.1)])
+def test_what_an_update_exchanges_is_recorded_and_what_the_planner_says(sharding, limit):
+    """After all work of the step; owners of matrices differ, so bytes are the mean over ranks.
+
+    What an owner holds itself of its matrices is its even share where all hold all, and chance where
+    the state is shared out.
+    """
+    plan = make_test_plan(
+        *layout_overrides("tp2-dp2"), "model.num_layers=2", "model.num_kv_heads=num_heads",
+        "optimizer.name=muon", "optimizer.state_dtype=8bit", f"parallel.sharding={sharding}",
+    )  # fmt: skip
+    results = run_grid(_step_with_update, plan.grid, plan.to_json())
+    for events, sent, again in results:
+        names = {event.name for event in events} & IN_UPDATE
+        assert names == IN_UPDATE and all(sent.values()) and not again
+        end = max(event.end_s for event in events if event.name in ("forward", "backward"))
+        for name in names:
+            launched, waits = _of(events, name), _of(events, f"wait_{name}")
+            assert launched.keys() == waits.keys() == set(range(len(waits)))
+            assert all(end <= launched[n].start_s <= w.start_s <= w.end_s for n, w in waits.items())
+    held = rank_elements(plan.job, plan.stages_of(0), plan.grid)
+    mean = sum(sent["matrix_exchange"] for _, sent, _ in results) / len(results)
+    assert mean == pytest.approx(exchanged_bytes(plan.job, held, plan.grid), rel=limit)

@@ -27,6 +27,34 @@ UPDATES: tuple[Mutation, ...] = (
         job=MUON,
     ),
     Mutation(
+        name="Muon takes a rank's part of what is fused for one matrix",
+        file="parallel/whole_matrices.py",
+        old="            for piece in param.spec.pieces:\n",
+        new="            for piece in param.spec.pieces[:1]:\n"
+        "                one = replace(piece.tensor, shape=tuple(param.shape))\n"
+        "                piece = replace(piece, tensor=one)\n",
+        layout=Layout(tp=2),
+        job=MUON,
+    ),
+    Mutation(
+        name="what an update changed of state that waits on the host stays behind",
+        file="optim/host_state.py",
+        old="        self._moving = self._memory.start_out(self.tensor, self.host)\n",
+        new="        if self._moving is None:\n"
+        "            self._moving = self._memory.start_out(self.tensor, self.host)\n",
+        layout=Layout(dp=2, offload=("optimizer",)),
+    ),
+    Mutation(
+        name="rates that fall with depth count blocks from each stage's own begin",
+        file="plan/tensors.py",
+        old="    for layer in stage.layers:\n        table += layer_tensors(model, layer)\n",
+        new="    for layer in stage.layers:\n"
+        "        held, first = layer_tensors(model, layer), stage.first_layer\n"
+        "        table += [replace(tensor, layer=layer - first) for tensor in held]\n",
+        layout=Layout(pp=2),
+        job=("optimizer.layer_lr_decay=0.8",),
+    ),
+    Mutation(
         name="Lion's moment is updated before its sign is taken",
         file="optim/updates.py",
         old="    directions = torch._foreach_lerp(moments, gradients, 1 - section.beta1)\n",

@@ -105,6 +105,7 @@ def _packed(address, folder):
         "parallel.ep=2",
         "model.moe={num_experts: 4, width: 16, balance: none}",
         "optimizer.embedding_lr=0.002",
+        "optimizer.name=muon",
         "elastic.divergence_every=5",
     )
 

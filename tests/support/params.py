@@ -4,14 +4,14 @@ import torch
 
 from raymega.config.schema import ModelSection
 from raymega.optim.optimizer import Optimizer
-from raymega.parallel.buckets import BUCKET_BYTES, Sharing, make_buckets
+from raymega.parallel.buckets import Sharing, make_buckets
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import build_groups
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.sharding import make_spec
 from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.plan.grid import Grid
-from raymega.plan.levels import Level
+from raymega.plan.levels import BUCKET_BYTES, Level
 from raymega.plan.tensors import GlobalTensor
 
 MODEL = ModelSection(family="llama", num_layers=2, width=8, num_heads=2, ffn_width=8, vocab_size=8)
