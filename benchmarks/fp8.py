@@ -49,9 +49,20 @@ class Curve:
     valid: float = 0.0
 
 
-def make_bench_plan(
-    recipe: str, data: str, *, steps: int, is_large: bool, lr: float, batch: int, seed: int
-) -> RunPlan:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all recipes share; ``batch`` is in sequences."""
+
+    data: str
+    steps: int
+    is_large: bool
+    lr: float
+    batch: int
+    seed: int
+
+
+def make_bench_plan(recipe: str, setting: Setting) -> RunPlan:
+    is_large = setting.is_large
     seq_len = SEQ_LEN["large" if is_large else "small"]
     precision = {
         "none": {"dtype": "bfloat16"},
@@ -59,14 +70,16 @@ def make_bench_plan(
         "float32": {"dtype": "float32"},
     }.get(recipe, {"dtype": "bfloat16", "fp8": recipe})
     values: dict[str, Any] = {
-        "run": {"name": "fp8", "steps": steps, "eval_samples": 64, "seed": seed},
+        "run": {
+            "name": "fp8", "steps": setting.steps, "eval_samples": 64, "seed": setting.seed,
+        },
         "model": {
             "family": "llama", "vocab_size": 2048, "max_positions": seq_len,
             **(LARGE if is_large else SMALL),
         },
-        "data": {"path": data, "seq_len": seq_len, "global_batch_size": batch},
+        "data": {"path": setting.data, "seq_len": seq_len, "global_batch_size": setting.batch},
         "schedule": {"micro_batch_size": 2 if recipe == "regrouped" else 4},
-        "optimizer": {"lr": lr, "lr_warmup_steps": 20},
+        "optimizer": {"lr": setting.lr, "lr_warmup_steps": 20},
         "precision": precision,
     }  # fmt: skip
     if is_large:
@@ -135,11 +148,11 @@ def main() -> None:
     data, curves = str(Path(options.data).absolute()), {}
     lr = options.lr or (3e-4 if options.large else 1e-3)
     recipes = [r for r in options.only.split(",") if r != "float32" or not options.large]
+    setting = Setting(
+        data=data, steps=steps, is_large=options.large, lr=lr, batch=options.batch, seed=options.seed
+    )  # fmt: skip
     for recipe in recipes:
-        plan = make_bench_plan(
-            recipe, data, steps=steps, is_large=options.large, lr=lr, batch=options.batch,
-            seed=options.seed,
-        )  # fmt: skip
+        plan = make_bench_plan(recipe, setting)
         curve = curves[recipe] = train(plan)
         plain = curves["none"]
         tokens = plan.batch.global_batch_size * plan.job.data.seq_len
