@@ -43,8 +43,9 @@ class CommLog:
         self._sent_bytes = Counter[str]()
 
     def new_step(self) -> None:
-        """A step begins, recorded or not."""
+        """A step begins, recorded or not; what was paused is over, if its update was left out."""
         self._sent_bytes.clear()
+        self._origin, self._is_open = None, False
 
     def sent_bytes(self, names: Collection[str]) -> int:
         """What this rank has sent in transfers of ``names`` since :meth:`new_step`."""
