@@ -52,6 +52,8 @@ def _peak(env, plan_json):
                 parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
             else:
                 train_step(parts, TrainState(), Requests(), is_recording=False)
+                # torch's profiler must not end while gloo's threads tell it of memory.
+                parts.weights.wait_for_all()
         if env.rank == 0:
             tree = watched.profiler.kineto_results.experimental_event_tree()
             peaks.append(max(allocated(tree)))

@@ -7,6 +7,7 @@ import torch
 
 from raymega.errors import InternalError
 from raymega.messages import Box
+from raymega.parallel import parameter
 from raymega.parallel.parameter import ShardedParameter, check_specs, initialise
 from raymega.parallel.sharding import make_spec
 from raymega.plan.grid import ExpertPlace
@@ -39,6 +40,15 @@ def test_initial_values_of_shards_are_slices_of_the_whole(tp_dim):
     tensor = _tensor(tp_dim=tp_dim)
     shards = [_make(tensor, tp=2, tp_rank=rank) for rank in range(2)]
     assert torch.equal(torch.cat(shards, dim=tp_dim), _make(tensor))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (13,), (5, 2, 3)], ids=str)
+def test_initial_values_are_the_same_drawn_some_rows_at_a_time(shape, monkeypatch):
+    tensor = replace(_tensor(shape=shape, tp_dim=-1), padded_rows=2)
+    whole = _make(tensor)
+    assert not whole[-2:].any() and whole[:-2].all()
+    monkeypatch.setattr(parameter, "DRAWN_AT_ONCE", 7)
+    assert torch.equal(_make(tensor), whole)
 
 
 @pytest.mark.parametrize("etp_dim", [1, 2])
