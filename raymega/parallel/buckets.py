@@ -254,7 +254,8 @@ def _make_bucket(  # one an attribute
     return Bucket(
         index=index, chunk=chunk, spans=spans, size=-(-spans[-1].stop // ranks) * ranks,
         first_use=members[-1][0], is_tied=kind.is_tied, is_partial_over_tp=kind.is_partial,
-        is_expert=kind.is_expert, sharing=sharing, level=level if ranks > 1 else Level.NONE,
+        is_expert=kind.is_expert, sharing=sharing,
+        level=level if sharing.inside.size > 1 else Level.NONE,
     )  # fmt: skip
 
 

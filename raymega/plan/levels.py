@@ -46,9 +46,8 @@ def level_of(parallel: ParallelSection) -> Level:
 
 
 def group_size(parallel: ParallelSection) -> int:
-    """How many neighbouring replicas share one copy out; there are replicas / group_size copies."""
-    replicas = parallel.dp * parallel.cp
-    return replicas if parallel.sharding_group == "all" else parallel.sharding_group
+    """How many neighbouring replicas share one copy out; 0 is all, which experts have other numbers of."""
+    return 0 if parallel.sharding_group == "all" else parallel.sharding_group
 
 
 def sharers(parallel: ParallelSection, replicas: int) -> int:

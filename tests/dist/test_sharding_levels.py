@@ -44,6 +44,9 @@ CASES = [
     ("gpt2-dropout", "tp2-pp2-dp2-sp", "parameters", ()),
     ("experts", "dp4", "gradients", ("parallel.ep=2",)),
     ("experts", "dp4", "parameters", ("parallel.ep=2", HYBRID)),
+    # Experts have replicas where dense weights have none.
+    ("experts", "tp2", "parameters", ()),
+    ("experts", "tp2-dp2", "optimizer", ("parallel.ep=2",)),
     ("llama-packed", "cp2-dp2", "parameters", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
 ]
 
