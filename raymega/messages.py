@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import Protocol
 
 
@@ -27,11 +28,11 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common block, or None when the two do not meet."""
-        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        end = tuple(min(a + n, b + m) for a, n, b, m in ends)
-        shape = tuple(e - o for e, o in zip(end, offset, strict=True))
-        if any(extent <= 0 for extent in shape):
+        assert len(self.shape) == len(other.shape), f"{self} and {other} are of different tensors"
+        offset = tuple(map(max, self.offset, other.offset))
+        ends = map(min, map(add, self.offset, self.shape), map(add, other.offset, other.shape))
+        shape = tuple(map(sub, ends, offset))
+        if min(shape, default=1) <= 0:
             return None
         return Box(offset=offset, shape=shape)
 

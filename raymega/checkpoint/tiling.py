@@ -19,6 +19,8 @@ def uneven_cells(outer: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, int]]:
     number of boxes, not on the number of elements.
     """
     inside = [part for part in map(outer.intersect, boxes) if part is not None]
+    if inside == [outer]:
+        return
     edges = [_edges((outer, *inside), dim) for dim in range(len(outer.shape))]
     counts = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.int64)
     for part in inside:

@@ -1,6 +1,7 @@
 """The manifest's format, the commit, and which checkpoint a run restores from."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -72,12 +73,23 @@ def test_another_version_is_refused_by_its_number():
         parse_manifest(text, key="k")
 
 
-def test_any_changed_value_is_noticed():
-    text = _save(MemoryStore(), step=100).to_json()
-    for old, new in (('"samples": 800', '"samples": 801'), ('"offset": [0', '"offset": [1')):
-        assert old in text
+AS_WRITTEN = {
+    "now": lambda text: text,
+    "before, with spaces": lambda text: json.dumps(json.loads(text)),
+    "by hand": lambda text: json.dumps(json.loads(text), indent=2) + "\n",
+}
+
+
+@pytest.mark.parametrize("write", AS_WRITTEN.values(), ids=AS_WRITTEN.keys())
+def test_manifest_is_read_however_it_is_laid_out_and_any_changed_value_is_noticed(write):
+    manifest = _save(MemoryStore(), step=100)
+    text = write(manifest.to_json())
+    assert parse_manifest(text, key="k") == manifest
+    for name, old, new in (("samples", 800, 801), ("num_bytes", 2560, 2561)):
+        changed, count = re.subn(rf'("{name}": ?){old}', rf"\g<1>{new}", text, count=1)
+        assert count == 1
         with pytest.raises(CheckpointError, match="its own checksum"):
-            parse_manifest(text.replace(old, new, 1), key="k")
+            parse_manifest(changed, key="k")
 
 
 def test_value_of_a_wrong_type_is_refused():
