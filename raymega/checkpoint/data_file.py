@@ -27,41 +27,43 @@ class Layout:
     """Where each block lies.
 
     Attributes:
-        header: The file's first bytes.
         shares: The blocks in the order of the file.
         starts: First byte of each block, counted from the header's end.
         num_bytes: Length of all blocks together.
     """
 
-    header: bytes
     shares: tuple[Share, ...]
     starts: tuple[int, ...]
     num_bytes: int
 
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """The file's first bytes; ``metadata`` stands in them for whoever opens it."""
+        entries: dict[str, object] = {"__metadata__": dict(metadata)}
+        for share, start in zip(self.shares, self.starts, strict=True):
+            entries[_entry_name(share)] = {
+                "dtype": element_type(share.dtype).safetensors_code,
+                "shape": share.box.shape,
+                "data_offsets": (start, start + share.num_bytes),
+            }
+        return _header(entries)
 
-def lay_out(shares: Iterable[Share], *, metadata: Mapping[str, str]) -> Layout:
+
+def lay_out(shares: Iterable[Share]) -> Layout:
     """Put the widest element types first, so that every block begins at a multiple of its own."""
     ordered = sorted(shares, key=lambda share: -element_type(share.dtype).num_bytes)
     *starts, end = accumulate((share.num_bytes for share in ordered), initial=0)
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    for share, start in zip(ordered, starts, strict=True):
-        entries[_entry_name(share)] = {
-            "dtype": element_type(share.dtype).safetensors_code,
-            "shape": share.box.shape,
-            "data_offsets": (start, start + share.num_bytes),
-        }
-    return Layout(
-        header=_header(entries), shares=tuple(ordered), starts=tuple(starts), num_bytes=end
-    )
+    return Layout(shares=tuple(ordered), starts=tuple(starts), num_bytes=end)
 
 
-def saved_boxes(layout: Layout, checksums: Iterable[int], file: str) -> tuple[SavedBox, ...]:
+def saved_boxes(
+    layout: Layout, checksums: Iterable[int], *, file: str, header_bytes: int
+) -> tuple[SavedBox, ...]:
     """The manifest's entries for ``layout``'s shares; ``checksums`` are their crc32, in order."""
     entries = zip(layout.shares, layout.starts, checksums, strict=True)
     return tuple(
         SavedBox(
             tensor=share.tensor, dtype=share.dtype, global_shape=share.global_shape, box=share.box,
-            file=file, start=len(layout.header) + start, num_bytes=share.num_bytes,
+            file=file, start=header_bytes + start, num_bytes=share.num_bytes,
             crc32=checksum,
         )
         for share, start, checksum in entries

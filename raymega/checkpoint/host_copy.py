@@ -7,6 +7,8 @@ the writer's to say.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterable
 
 import torch
@@ -17,6 +19,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
@@ -32,8 +35,11 @@ class HostCopy:
             RuntimeError: There is none left.
         """
         if self._buffer.numel() < num_bytes:
+            self._places.clear()
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            if not is_pinned:
+                _ask_for_huge_pages(self._buffer)
 
     def take(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy each tensor to its first byte in the buffer, a multiple of its element's bytes.
@@ -68,5 +74,21 @@ class HostCopy:
 
     def _copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         for start, values in parts:
+            self._place(start, values).copy_(values, non_blocking=True)
+
+    def _place(self, start: int, values: torch.Tensor) -> torch.Tensor:
+        """The buffer from ``start`` on as a tensor like ``values``; the same ones at every save."""
+        key = (start, values.dtype, values.shape)
+        if key not in self._places:
             place = self._buffer[start : start + values.nbytes].view(values.dtype)
-            place.view(values.shape).copy_(values, non_blocking=True)
+            self._places[key] = place.view(values.shape)
+        return self._places[key]
+
+
+def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
+    """Where the system gives them to those who ask: a page of 4 KiB is looked up for each 4 KiB."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    begin = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = buffer.data_ptr() + buffer.nbytes - begin
+    if advice is not None and num_bytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)

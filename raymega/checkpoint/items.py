@@ -24,6 +24,8 @@ def holding_of(block: Block) -> Holding:
 
 def values_at(block: Block, box: Box) -> torch.Tensor:
     """A view of the values at ``box``, which lies inside the block."""
+    if box == block.box:
+        return block.values.detach()
     assert box.intersect(block.box) == box, f"{box} is outside {block.name} at {block.box}"
     return block.values.detach()[box.within(block.box)]
 

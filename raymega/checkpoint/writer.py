@@ -8,23 +8,21 @@ that fails, and does not decide whether a checkpoint exists: it reports, and the
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Thread, get_native_id
 from typing import Protocol
 
 from isal.isal_zlib import crc32
 
+from raymega.checkpoint.background import Background
 from raymega.checkpoint.data_file import Layout, lay_out, saved_boxes
 from raymega.checkpoint.host_copy import HostCopy
 from raymega.checkpoint.items import holding_of, values_at
 from raymega.checkpoint.keys import data_file, folder_of
 from raymega.checkpoint.pace import Pace
-from raymega.checkpoint.planner import MAX_BOX_BYTES, pack, share_boxes
+from raymega.checkpoint.planner import MAX_BOX_BYTES, Holding, pack, share_boxes
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
 from raymega.parallel.blocks import Block
@@ -34,9 +32,6 @@ log = logging.getLogger(__name__)
 
 FILES_IN_FLIGHT = 2
 """Files that a rank writes at once; each may be sent in parts of its own."""
-BACKGROUND_NICE = 10
-"""Of the threads that write: where ranks share cores, the copies of the others and the next step come
-first. Eight ranks on two cores stall 1.4 times a memcpy with it and 1.9 times without."""
 ALIGNMENT = 64
 """Files begin at such bytes of the buffer, so that elements of every type lie right."""
 
@@ -98,6 +93,30 @@ class _File:
     base: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Division:
+    """A rank's share of what it holds.
+
+    Attributes:
+        holdings: What it holds.
+        portions: The share in files, and files by what the buffer holds at once.
+    """
+
+    holdings: tuple[Holding, ...] = ()
+    portions: tuple[tuple[_File, ...], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the share."""
+        return sum(file.layout.num_bytes for files in self.portions for file in files)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of its largest portion."""
+        ends = (files[-1].base + files[-1].layout.num_bytes for files in self.portions)
+        return max(ends, default=0)
+
+
 @dataclass(kw_only=True, slots=True)
 class _Save:
     """A save under way; ``written`` is by file."""
@@ -140,12 +159,13 @@ class CheckpointWriter:
         self._patience, self._limits, self._near = patience, limits, near
         self._pace = Pace(limits.bytes_per_s)
         self._host = HostCopy()
-        self._thread: Thread | None = None
+        self._background = Background("checkpoint")
+        self._division = _Division()
 
     @property
     def is_busy(self) -> bool:
         """A save is still being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._background.is_busy
 
     @property
     def host_bytes(self) -> int:
@@ -162,11 +182,8 @@ class CheckpointWriter:
         if not self.wait():
             error = f"the save before is still being written after {self._patience.timeout_s:g} s"
             return self._give_up(save, error)
-        portions = self._divide(blocks, step)
-        save.num_bytes = sum(file.layout.num_bytes for files in portions for file in files)
-        largest = max(
-            (files[-1].base + files[-1].layout.num_bytes for files in portions), default=0
-        )
+        division = self._divide(blocks)
+        save.num_bytes, largest = division.num_bytes, division.buffer_bytes
         buffer_bytes = self._limits.buffer_bytes
         if buffer_bytes and largest > buffer_bytes:
             error = f"a row of {largest} bytes is more than checkpoint.buffer_bytes={buffer_bytes}"
@@ -176,7 +193,7 @@ class CheckpointWriter:
             self._host.reserve(largest, is_pinned=is_cuda)
         except RuntimeError as error:  # how torch reports that host memory is used up
             return self._give_up(save, f"no host memory for the copy: {error}")
-        *earlier, last = portions or [[]]
+        *earlier, last = division.portions or ((),)
         for files in earlier:
             self._start(save, files, blocks, is_last=False)
             if not self.wait():
@@ -192,38 +209,39 @@ class CheckpointWriter:
 
     def wait(self) -> bool:
         """Wait until nothing is being written; false when that took longer than the patience."""
-        if self._thread is not None:
-            self._thread.join(self._patience.timeout_s)
-        return not self.is_busy
+        return self._background.wait(self._patience.timeout_s)
 
-    def _divide(self, blocks: Sequence[Block], step: int) -> list[list[_File]]:
-        """The rank's share in files, and files in portions that the buffer holds at once."""
+    def _divide(self, blocks: Sequence[Block]) -> _Division:
+        """The rank's share, which is that of the save before unless other blocks came."""
+        holdings = tuple(map(holding_of, blocks))
+        if holdings != self._division.holdings:
+            portions = tuple(self._portions(holdings))
+            self._division = _Division(holdings=holdings, portions=portions)
+        return self._division
+
+    def _portions(self, holdings: Sequence[Holding]) -> Iterator[tuple[_File, ...]]:
         buffer_bytes = self._limits.buffer_bytes
         limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
-        shares = share_boxes(
-            [holding_of(block) for block in blocks],
-            max_box_bytes=min([MAX_BOX_BYTES, *limits]),
-        )
+        shares = share_boxes(holdings, max_box_bytes=min([MAX_BOX_BYTES, *limits]))
         sizes = [share.num_bytes for share in shares]
-        metadata = {"step": str(step), "attempt": str(self._attempt)}
         total = sum(sizes)
         parts = pack(sizes, min([total, *limits]))
-        layouts = [lay_out(shares[part], metadata=metadata) for part in parts]
+        layouts = [lay_out(shares[part]) for part in parts]
         portions = pack(
             [_aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
         )
-        return [self._place(layouts, portion) for portion in portions]
+        return (self._place(layouts, portion) for portion in portions)
 
-    def _place(self, layouts: Sequence[Layout], portion: slice) -> list[_File]:
-        files, base = [], 0
+    def _place(self, layouts: Sequence[Layout], portion: slice) -> tuple[_File, ...]:
+        files, base = list[_File](), 0
         for number in range(portion.start, portion.stop):
             name = data_file(attempt=self._attempt, rank=self._rank, number=number)
             files.append(_File(name=name, layout=layouts[number], base=base))
             base += _aligned(layouts[number].num_bytes)
-        return files
+        return tuple(files)
 
     def _start(
-        self, save: _Save, files: list[_File], blocks: Sequence[Block], *, is_last: bool
+        self, save: _Save, files: Sequence[_File], blocks: Sequence[Block], *, is_last: bool
     ) -> None:
         self._host.take(
             (file.base + start, values_at(blocks[share.holding], share.box))
@@ -231,10 +249,7 @@ class CheckpointWriter:
             for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
         )
         save.stall_s = time.monotonic() - save.began_s
-        self._thread = Thread(
-            target=self._write, args=(save, files, is_last), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._background.run(lambda: self._write(save, files, is_last=is_last))
 
     def _give_up(self, save: _Save, error: str) -> float:
         log.warning("step %d is not saved: %s", save.step, error)
@@ -242,11 +257,9 @@ class CheckpointWriter:
         self._finish(save)
         return save.stall_s
 
-    def _write(self, save: _Save, files: list[_File], is_last: bool) -> None:  # noqa: FBT001
-        """Body of the background thread; every failure becomes a report."""
+    def _write(self, save: _Save, files: Sequence[_File], *, is_last: bool) -> None:
+        """In the background; every failure becomes a report."""
         began = time.monotonic()
-        with suppress(OSError):  # a thread's priority is its own on Linux alone
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), BACKGROUND_NICE)
         try:
             self._host.wait()
             with ThreadPoolExecutor(FILES_IN_FLIGHT, thread_name_prefix="checkpoint-file") as pool:
@@ -273,8 +286,9 @@ class CheckpointWriter:
         """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
         spans = zip(file.layout.starts, file.layout.shares, strict=True)
         blocks = [self._host.chunk(file.base + at, share.num_bytes) for at, share in spans]
+        header = file.layout.header({"step": str(save.step), "attempt": str(self._attempt)})
         key = folder_of(save.step) + file.name
-        chunks = [memoryview(file.layout.header), *blocks]
+        chunks = [memoryview(header), *blocks]
         self._near.keep(key, chunks)
 
         def put() -> None:
@@ -284,7 +298,9 @@ class CheckpointWriter:
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sum") as summing:
             checksums = summing.submit(lambda: [crc32(block) for block in blocks])
             self._retry(put)
-            return saved_boxes(file.layout, checksums.result(), file.name)
+            return saved_boxes(
+                file.layout, checksums.result(), file=file.name, header_bytes=len(header)
+            )
 
     def _counted(
         self, save: _Save, name: str, chunks: Sequence[memoryview]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -206,10 +207,11 @@ def _write_file(
     store: Store, key: str, sources: Sequence[Source], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
     shares = [share for i, source in enumerate(sources) for share in _shares(i, source)]
-    layout = lay_out(shares, metadata={"step": str(at.step), "attempt": str(at.attempt)})
-    checksums: list[int] = []
-    store.put(key, _chunks(layout, sources, checksums), overwrite=True)
-    return saved_boxes(layout, checksums, key.rpartition("/")[2])
+    layout, checksums = lay_out(shares), list[int]()
+    header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
+    store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)
+    file = key.rpartition("/")[2]
+    return saved_boxes(layout, checksums, file=file, header_bytes=len(header))
 
 
 def _shares(index: int, source: Source) -> Iterator[Share]:
@@ -228,9 +230,8 @@ def _shares(index: int, source: Source) -> Iterator[Share]:
 
 def _chunks(
     layout: Layout, sources: Sequence[Source], checksums: list[int]
-) -> Iterator[bytes | memoryview]:
-    """The file's bytes, and meanwhile the checksum of each block; a source's blocks are together."""
-    yield layout.header
+) -> Iterator[memoryview]:
+    """The blocks' bytes, and meanwhile the checksum of each; a source's blocks are together."""
     held, values = -1, np.empty(0)
     for share in layout.shares:
         source = sources[share.holding]

@@ -67,7 +67,7 @@ SAVE_MUTATIONS = (
     SaveMutation(
         name="the manifest says that a box begins where its file does",
         file="checkpoint/data_file.py",
-        old="start=len(layout.header) + start",
+        old="start=header_bytes + start",
         new="start=start",
         caught="load: CheckpointError",
     ),

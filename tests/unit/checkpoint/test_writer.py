@@ -10,6 +10,7 @@ import torch
 
 from raymega.checkpoint.host_copy import HostCopy
 from raymega.checkpoint.keys import CheckpointId, checkpoint_of, data_file, folder_of
+from raymega.checkpoint.planner import share_boxes
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience
 from raymega.errors import StorageError
@@ -88,6 +89,27 @@ def test_host_buffer_is_as_large_as_the_share_and_used_again():
     assert addresses[0] == addresses[1]
 
 
+def test_shares_are_found_once_for_the_same_blocks_and_anew_for_others(monkeypatch):
+    divided, store, shards = [], MemoryStore(), []
+
+    def count(holdings, **options):
+        divided.append(len(holdings))
+        return share_boxes(holdings, **options)
+
+    monkeypatch.setattr("raymega.checkpoint.writer.share_boxes", count)
+    writer, blocks = _writer(store, shards), make_blocks(MODEL, ALONE, 0)
+    others = [replace(block, holders=(0, 1)) for block in blocks]
+    for step, held in ((1, blocks), (2, make_blocks(MODEL, ALONE, 0)), (3, others), (4, blocks)):
+        writer.save(step, held, STATE)
+        assert writer.wait()
+    assert divided == [len(blocks)] * 3
+    sizes = [shard.num_bytes for shard in shards]
+    assert sizes[0] == sizes[1] == sizes[3] > sizes[2]
+    for shard in (shards[1], shards[3]):
+        load(store, assemble_shards([shard], ALONE), found := make_blocks(MODEL, ALONE, 0, is_filled=False))  # fmt: skip
+        assert same(found, blocks)
+
+
 def test_parameter_that_needs_a_gradient_is_saved():
     shards, blocks = [], make_blocks(MODEL, ALONE, 0)
     blocks[0].values.requires_grad_()
@@ -136,7 +158,7 @@ def test_pauses_between_tries_grow(monkeypatch):
 def test_mistake_in_the_background_becomes_a_report_too(monkeypatch):
     shards = []
     writer = _writer(MemoryStore(), shards)
-    monkeypatch.setattr("raymega.checkpoint.writer.saved_boxes", lambda *_: 1 / 0)
+    monkeypatch.setattr("raymega.checkpoint.writer.saved_boxes", lambda *_, **__: 1 / 0)
     writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait() and shards[0].error == "ZeroDivisionError: division by zero"
 
@@ -151,7 +173,7 @@ def test_save_is_given_up_when_the_one_before_hangs():
     (given_up,) = shards
     assert given_up.step == 200 and "still being written after 0.01 s" in given_up.error
     store.may_write.set()
-    writer._thread.join(20)
+    assert writer._background.wait(20)
     assert [(shard.step, shard.error) for shard in shards[1:]] == [(100, "")]
 
 
