@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 from isal.isal_zlib import crc32
 
@@ -15,27 +16,35 @@ from raymega.checkpoint.data_file import check_block, missing_file
 from raymega.checkpoint.manifest import Manifest
 from raymega.messages import Box, SavedBox
 from raymega.storage.open import local_path
-from raymega.storage.store import Store
+from raymega.storage.store import ReadsInto, Store
 
 LOCAL_BYTES, REMOTE_BYTES = 2**20, 16 * 2**20
 """Length of a request. From a disk as much as stays in a core's cache until it is checked and copied:
 twice as fast as 32 MiB. From an object store so much that its answer takes longer than its waiting."""
 GAP_BYTES = 2**18
 """So much that nobody needs is read along, because another request would take longer."""
+DIRECT_BYTES = 2**16
+"""From this size on a box is read by itself to where it belongs; below, one request for several and a
+copy of each take less."""
 NUM_FETCHES = 4
 """Requests at once."""
 
-Use = Callable[[SavedBox, Box, memoryview], None]
+Use = Callable[[SavedBox, Box, memoryview | None], None]
+Place = Callable[[SavedBox], memoryview | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Bytes ``start`` to ``stop`` of a file, and the boxes in them that are wanted, in order."""
+    """Bytes ``start`` to ``stop`` of a file, and the boxes in them that are wanted, in order.
+
+    ``place`` is where the only box belongs, if its bytes can lie there as they are in the file.
+    """
 
     key: str
     start: int
     stop: int
     boxes: tuple[SavedBox, ...]
+    place: memoryview | None = field(default=None, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -50,6 +59,7 @@ def fetch(
     use: Use,
     *,
     num_fetches: int = NUM_FETCHES,
+    place_of: Place = lambda _: None,
 ) -> int:
     """Call ``use`` with every box, a long one in parts, and return how many bytes were fetched.
 
@@ -60,12 +70,23 @@ def fetch(
         use: Called from several threads with a box, some rows of it in global indices, and their
             bytes, which are gone when it returns. Only a box in one part is verified by then.
         num_fetches: Requests at once; 1 keeps to this thread.
+        place_of: The memory where a box's bytes belong as they are, if there is such. Where the store
+            has filled it, ``use`` gets no bytes.
 
     Raises:
         CheckpointError: The first file, by name, whose bytes are missing or not as written.
     """
     size = REMOTE_BYTES if local_path(store.uri) is None else LOCAL_BYTES
-    requests = plan_requests(manifest, boxes, size)
+    direct, others = list[Request](), list[SavedBox]()
+    can_read_into = isinstance(store, ReadsInto)
+    for box in boxes:
+        is_long = can_read_into and box.num_bytes >= DIRECT_BYTES
+        place = place_of(box) if is_long else None
+        if place is None:
+            others.append(box)
+        else:
+            direct.append(_request(manifest, [box], place))
+    requests = [*direct, *plan_requests(manifest, others, size)]
     if num_fetches == 1 or len(requests) < 2:
         for request in requests:
             _carry_out(store, request, use, size)
@@ -102,13 +123,16 @@ def _is_near(gathered: Sequence[SavedBox], box: SavedBox, size: int) -> bool:
     )
 
 
-def _request(manifest: Manifest, gathered: Sequence[SavedBox]) -> Request:
+def _request(
+    manifest: Manifest, gathered: Sequence[SavedBox], place: memoryview | None = None
+) -> Request:
     last = gathered[-1]
     return Request(
         key=manifest.file_key(last),
         start=gathered[0].start,
         stop=last.start + last.num_bytes,
         boxes=tuple(gathered),
+        place=place,
     )
 
 
@@ -128,12 +152,26 @@ def _carry_out_all(
 
 def _carry_out(store: Store, request: Request, use: Use, size: int) -> None:
     try:
-        if request.num_bytes > size and len(request.boxes) == 1:
+        if request.place is not None:
+            _read_in_place(cast(ReadsInto, store), request, request.place, use, size)
+        elif request.num_bytes > size and len(request.boxes) == 1:
             _stream(store, request.key, request.boxes[0], use, size)
         else:
             _get_together(store, request, use)
     except KeyError:
         raise missing_file(request.key, request.boxes[0]) from None
+
+
+def _read_in_place(
+    store: ReadsInto, request: Request, place: memoryview, use: Use, size: int
+) -> None:
+    """A box without a copy of it; each piece is verified while it is in the core's cache."""
+    (saved,) = request.boxes
+    checksum = num_bytes = 0
+    for piece in store.read_into(request.key, place, start=request.start, piece_bytes=size):
+        checksum, num_bytes = crc32(piece, checksum), num_bytes + len(piece)
+    check_block(request.key, saved, num_bytes=num_bytes, checksum=checksum)
+    use(saved, saved.box, None)
 
 
 def _get_together(store: Store, request: Request, use: Use) -> None:

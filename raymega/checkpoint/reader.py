@@ -14,7 +14,7 @@ import torch
 
 from raymega.checkpoint.dtypes import element_type
 from raymega.checkpoint.fetching import NUM_FETCHES, fetch
-from raymega.checkpoint.items import dtype_name
+from raymega.checkpoint.items import dtype_name, values_at
 from raymega.checkpoint.manifest import Manifest
 from raymega.checkpoint.tiling import uneven_cells
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
@@ -75,12 +75,28 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
         if any(saved.box.intersect(block.box) for block in by_tensor.get(saved.tensor, ()))
     ]
 
-    def use(saved: SavedBox, part: Box, data: memoryview) -> None:
-        for target in by_tensor[saved.tensor]:
-            _copy(data, saved.dtype, part, target)
+    def place_of(saved: SavedBox) -> memoryview | None:
+        return _place_of(saved, by_tensor[saved.tensor])
+
+    def use(saved: SavedBox, part: Box, data: memoryview | None) -> None:
+        if data is not None:
+            for target in by_tensor[saved.tensor]:
+                _copy(data, saved.dtype, part, target)
         pulse()
 
-    return fetch(store, manifest, wanted, use, num_fetches=num_fetches)
+    return fetch(store, manifest, wanted, use, num_fetches=num_fetches, place_of=place_of)
+
+
+def _place_of(saved: SavedBox, targets: Sequence[Block]) -> memoryview | None:
+    """The memory of the host that the box, byte for byte, belongs in, and it alone."""
+    meeting = [target for target in targets if saved.box.intersect(target.box)]
+    if len(meeting) > 1 or saved.box.intersect(meeting[0].box) != saved.box:
+        return None
+    place = values_at(meeting[0], saved.box)
+    is_as_saved = dtype_name(place.dtype) == saved.dtype and place.is_contiguous()
+    if place.device.type != "cpu" or not is_as_saved:
+        return None
+    return place.view(-1).view(torch.uint8).numpy().data
 
 
 def _copy(data: memoryview, dtype: str, box: Box, target: Block) -> None:

@@ -7,7 +7,7 @@ chosen here: that is storage.open.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Store(Protocol):
@@ -35,3 +35,16 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing key is no error."""
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """What a store may do beside that: bring bytes to where they are wanted, without others' memory."""
+
+    def read_into(
+        self, key: str, place: memoryview, *, start: int, piece_bytes: int
+    ) -> Iterator[memoryview]:
+        """Fill ``place`` with the bytes from ``start`` on, in pieces, each yielded as it is there.
+
+        It ends before ``place`` is full where the object does.
+        """

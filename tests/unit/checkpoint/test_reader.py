@@ -8,6 +8,7 @@ import torch
 from raymega.checkpoint import fetching, planner
 from raymega.checkpoint.reader import load
 from raymega.errors import CheckpointError, ConfigError
+from raymega.storage.local import LocalStore
 from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
@@ -68,6 +69,65 @@ def test_every_box_that_was_read_is_a_sign_of_life(store, monkeypatch):
     pulses, blocks = [], make_blocks(MODEL, ALONE, 0, is_filled=False)
     load(store, manifest, blocks, pulse=lambda: pulses.append(1))
     assert len(pulses) == len(manifest.boxes)
+
+
+class InPlaceStore(LocalStore):
+    """Knows of how many bytes there was no copy."""
+
+    num_bytes = 0
+
+    def read_into(self, key, place, *, start, piece_bytes):
+        for piece in super().read_into(key, place, start=start, piece_bytes=piece_bytes):
+            self.num_bytes += len(piece)
+            yield piece
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Every box is long, and comes in pieces."""
+    monkeypatch.setattr(fetching, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(fetching, "LOCAL_BYTES", 100)
+    return InPlaceStore(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2-dp2", "tp4-pp2"])
+def test_whole_rows_of_files_come_to_their_place_without_a_copy(folder, layout, dtype):
+    manifest = save_checkpoint(folder, MODEL, make_grid("tp2-pp2"), dtype=dtype)
+    grid = make_grid(layout)
+    for rank in range(grid.world_size):
+        folder.num_bytes = 0
+        blocks = make_blocks(MODEL, grid, rank, dtype=dtype, is_filled=False)
+        num_bytes = load(folder, manifest, blocks)
+        assert same(blocks, make_blocks(MODEL, grid, rank, dtype=dtype))
+        if layout == "tp2-dp2":
+            assert folder.num_bytes == num_bytes
+        else:
+            assert 0 < folder.num_bytes < num_bytes, "columns are copied"
+
+
+def test_values_of_another_type_are_not_read_to_their_place(folder):
+    manifest = save_checkpoint(folder, MODEL, ALONE)
+    blocks = make_blocks(MODEL, ALONE, 0, dtype=torch.float64, is_filled=False)
+    load(folder, manifest, blocks)
+    assert folder.num_bytes == 0
+    narrow = make_blocks(MODEL, ALONE, 0)
+    assert same(blocks, [replace(block, values=block.values.double()) for block in narrow])
+
+
+@pytest.mark.parametrize("damage", ["flipped", "torn", "missing"])
+def test_what_came_to_its_place_is_verified(folder, damage):
+    manifest = save_checkpoint(folder, MODEL, ALONE)
+    (key,) = manifest.file_sizes()
+    data = bytearray(folder.get(key))
+    data[-1] ^= 0x40
+    if damage == "missing":
+        folder.delete(key)
+    else:
+        folder.put(key, [data if damage == "flipped" else data[:-1]], overwrite=True)
+    fact = {"flipped": "crc32", "torn": "only .* bytes are there", "missing": "is missing"}
+    with pytest.raises(CheckpointError, match=f"{key}.*{fact[damage]}"):
+        load(folder, manifest, make_blocks(MODEL, ALONE, 0))
 
 
 def test_parameter_that_needs_a_gradient_is_filled(store):

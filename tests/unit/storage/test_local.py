@@ -88,3 +88,17 @@ def test_file_in_the_place_of_a_folder_is_a_storage_error(files):
     _put(files, "k")
     with pytest.raises(StorageError, match=r"could not write .*k/below"):
         _put(files, "k/below")
+
+
+def test_bytes_come_to_their_place_in_pieces_and_end_where_the_object_does(files):
+    data = bytes(range(250))
+    _put(files, "k", data)
+    for start, room, wanted in ((0, 250, 250), (10, 100, 100), (200, 100, 50), (300, 10, 0)):
+        place = memoryview(bytearray(room))
+        pieces = list(files.read_into("k", place, start=start, piece_bytes=64))
+        assert b"".join(pieces) == data[start : start + wanted] == place[:wanted]
+        assert all(len(piece) <= 64 for piece in pieces)
+    with pytest.raises(KeyError):
+        list(files.read_into("none", memoryview(bytearray(1)), start=0, piece_bytes=64))
+    with pytest.raises(StorageError, match="object key"):
+        list(files.read_into("../up", memoryview(bytearray(1)), start=0, piece_bytes=64))
