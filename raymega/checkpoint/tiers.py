@@ -83,8 +83,13 @@ class NearFirst:
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
         """See Store."""
-        store = self._near if self._has_near(key) else self._far
-        return store.get(key, start=start, num_bytes=num_bytes)
+        if self._has_near(key):
+            try:
+                return self._near.get(key, start=start, num_bytes=num_bytes)
+            except (KeyError, StorageError) as error:  # lost since it was found whole
+                log.warning("the near copy of %s is not used: %r", key, error)
+                self._is_whole[key] = False
+        return self._far.get(key, start=start, num_bytes=num_bytes)
 
     def size(self, key: str) -> int:
         """See Store."""

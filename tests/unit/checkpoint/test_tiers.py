@@ -74,6 +74,18 @@ def test_restore_reads_near_what_is_whole_there_and_the_rest_far(near):
     assert _restore(near, far) == (100, {first, second, third}, 0)
 
 
+def test_near_file_that_is_lost_after_it_was_found_whole_is_read_far(near):
+    far = CountingStore()
+    manifest = save_step(far, 100, near=NearTier(near))
+    first = min(manifest.file_sizes())
+    reader = NearFirst(near, far, manifest)
+    reader.get(first, num_bytes=8)
+    near.delete(first)
+    far.read = set()
+    assert holds_step(reader, manifest)
+    assert far.read == {first} and reader.num_near == 2
+
+
 def test_near_files_of_another_run_of_that_name_are_not_taken_for_this_one_s(near):
     save_step(MemoryStore(), 100, near=NearTier(near))
     for key in list(near.list("")):
