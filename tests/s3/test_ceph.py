@@ -8,15 +8,19 @@ from uuid import uuid4
 
 import pytest
 
-from raymega.checkpoint.manifest import find_restore
+from raymega.checkpoint.fence import read_grant
+from raymega.checkpoint.manifest import find_restore, list_manifests
 from raymega.checkpoint.retention import Keep, Pruner
 from raymega.checkpoint.writer import Patience
-from raymega.errors import StorageError
+from raymega.errors import LeaseError, StorageError
+from raymega.orchestrate.lease import creates_once
 from raymega.storage.open import store_faults
 from raymega.storage.s3 import S3Store
 from tests.support.s3_server import BUCKET, raw_client
 from tests.support.store_contract import *  # noqa: F403  # the tests, against the fixture below
 from tests.unit.checkpoint.large import holds_step, save_step
+from tests.unit.checkpoint.test_fence import save
+from tests.unit.orchestrate.test_lease import World
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(180)]
 
@@ -169,6 +173,35 @@ def test_upload_of_a_killed_writer_is_aborted_when_it_is_old(store, raw, prefix)
     (gone,) = store.abort_stale_uploads(day, now=begun + timedelta(hours=25))
     assert gone.key == target["Key"] and _open_uploads(raw, prefix) == []
     assert list(store.list("")) == []
+
+
+def test_two_drivers_at_once_get_two_epochs_and_what_the_older_commits_late_is_none(ceph, prefix):
+    for turn in range(5):
+        store, ready, leases = S3Store(BUCKET, f"{prefix}/{turn}"), threading.Barrier(2), []
+        world = World(store)
+
+        def contend(host, world=world, ready=ready, leases=leases):
+            lease = world.lease(host, gone=("a", "b"))
+            ready.wait(timeout=60)
+            lease.take()
+            leases.append(lease)
+
+        drivers = [threading.Thread(target=contend, args=(host,)) for host in ("a", "b")]
+        for driver in drivers:
+            driver.start()
+        for driver in drivers:
+            driver.join(60)
+        older, newer = sorted(leases, key=lambda lease: lease.epoch)
+        assert (older.epoch, newer.epoch) == (1, 2)
+        for lease in (older, newer):
+            assert read_grant(store, lease.epoch).holder == lease.holder
+        save(store, older.epoch, 20)
+        assert list_manifests(store) == [], "what a stale epoch commits is no checkpoint"
+        with pytest.raises(LeaseError, match="epoch 2"):
+            older.begin_attempt()
+        key = save(store, newer.begin_attempt(), 10)
+        assert list_manifests(store) == [key] and find_restore(store).key == key
+        assert creates_once(store)
 
 
 def test_usable_uri_has_no_fault_and_an_unusable_one_says_why(ceph, raw, prefix):
