@@ -142,9 +142,11 @@ def _swiglu_gradient_in_steps(grad: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     grad_gate_up = torch.empty_like(gate_up)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-    torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
-    torch.mul(grad, up, out=grad_gate)
-    torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+    share = gate.sigmoid()
+    torch.mul(gate, share, out=grad_up)
+    # s (1 + gate (1 - s)) = silu + s (1 - silu)
+    torch.lerp(grad_up, grad_up.new_ones(()), share, out=grad_gate).mul_(up).mul_(grad)
+    grad_up.mul_(grad)
     return grad_gate_up
 
 

@@ -174,7 +174,7 @@ class _ExchangedTrip:
     def arrive(self) -> tuple[Tensor, Tensor]:
         groups, parts = self.groups, self.parts
         rows = gather_parts(land(self.flight), groups.to_parts, parts.of_etp)
-        counts = self.table.sum(0)
+        counts = self.table[0] if self.table.shape[0] == 1 else self.table.sum(0)
         if self.table.shape[0] > 1 and self.table.shape[1] > 1:
             self.order = _by_expert(self.table, num_rows=rows.shape[0])
             rows = reorder_rows(rows, *self.order)

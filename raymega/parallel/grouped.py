@@ -112,13 +112,13 @@ class _OuterProducts(NamedTuple):
 
     def _add_one_by_one(self, total: Tensor, *, is_first: bool) -> None:
         counts = self.sizes.counts.tolist()
-        for one, grad, rows in zip(
-            total.unbind(0), self.grad.split(counts), self.rows.split(counts), strict=True
+        for one, columns, rows in zip(
+            total.unbind(0), self.grad.T.split(counts, 1), self.rows.split(counts), strict=True
         ):
             if is_first:
-                torch.mm(grad.mT, rows, out=one)
+                torch.mm(columns, rows, out=one)
             else:
-                one.addmm_(grad.mT, rows)
+                one.addmm_(columns, rows)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -20,20 +20,17 @@ class Arrangement:
 
     Attributes:
         choices: [R] int64, which choice, t * k + j, each row is; T * k for a row that stays empty.
+        sources: [R] int64, the token of each row; T for a row that stays empty.
         slots: [T, k] int64, the row of each choice; R for one that has none.
         counts: [E] int64, rows of each expert, empty ones included.
         is_whole: There are no empty rows, and no choices without one.
     """
 
     choices: Tensor
+    sources: Tensor
     slots: Tensor
     counts: Tensor
     is_whole: bool
-
-    @property
-    def sources(self) -> Tensor:
-        """[R] int64, the token of each row; T for a row that stays empty."""
-        return self.choices // self.slots.shape[1]
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
@@ -55,6 +52,7 @@ def arrange(experts: Tensor, counts: Tensor, *, num_rows: int) -> Arrangement:
     slots = _inverse(order, experts)
     return Arrangement(
         choices=order,
+        sources=order // experts.shape[1],
         slots=slots,
         counts=counts,
         is_whole=num_rows == experts.numel(),
@@ -77,6 +75,7 @@ def arrange_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Arran
     slots = torch.empty_like(flat).scatter_(0, order, rows)
     return Arrangement(
         choices=choices[:-1],
+        sources=choices[:-1] // experts.shape[1],
         slots=slots.view_as(experts),
         counts=torch.full_like(counts, capacity),
         is_whole=False,
@@ -142,13 +141,15 @@ class _WeighRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         arrangement, is_whole = ctx.arrangement, ctx.arrangement.is_whole
-        grad_weights = torch.empty_like(weights)
-        for place, slots in enumerate(arrangement.slots.unbind(1)):
-            row = _select(rows, slots, is_whole=is_whole)
-            grad_weights[:, place] = (row * grad).sum(1, dtype=weights.dtype)
-        weight = _select(weights.reshape(-1, 1), arrangement.choices, is_whole=is_whole)
-        grad_rows = _select(grad, arrangement.sources, is_whole=is_whole) * weight
-        return grad_rows.to(rows.dtype), grad_weights, None
+        of_rows = _select(grad, arrangement.sources, is_whole=is_whole)
+        products = (rows * of_rows).sum(1, dtype=weights.dtype)
+        grad_weights = _select(products, arrangement.slots.flatten(), is_whole=is_whole)
+        weight = _select(weights.flatten(), arrangement.choices, is_whole=is_whole)
+        if weight.dtype == of_rows.dtype:
+            grad_rows = of_rows.mul_(weight.unsqueeze(1))
+        else:
+            grad_rows = (of_rows * weight.unsqueeze(1)).to(rows.dtype)
+        return grad_rows, grad_weights.view_as(weights), None
 
 
 class _ReorderRows(torch.autograd.Function):
@@ -164,14 +165,14 @@ class _ReorderRows(torch.autograd.Function):
 
 
 def _select(x: Tensor, rows: Tensor, *, is_whole: bool) -> Tensor:
-    """x[rows], and zero for the number behind the last row. x: [N, M], rows: [R] -> [R, M]."""
+    """x[rows], and zero for the number behind the last row. x: [N, ...], rows: [R] -> [R, ...]."""
     if is_whole:
         return x.index_select(0, rows)
     if x.shape[0] == 0:
-        return x.new_zeros(rows.shape[0], x.shape[1])
+        return x.new_zeros(rows.shape[0], *x.shape[1:])
     is_none = rows >= x.shape[0]
     taken = x.index_select(0, rows.clamp(max=x.shape[0] - 1))
-    return taken.masked_fill_(is_none[:, None], 0.0)
+    return taken.masked_fill_(is_none.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 def _inverse(order: Tensor, experts: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from raymega.checkpoint.manifest import commit
 from raymega.checkpoint.writer import CheckpointWriter
@@ -29,8 +30,19 @@ def _plan(layout, *overrides):
     return make_test_plan(*SMALL, *layout_overrides(layout), *overrides)
 
 
+def _logits(parts):
+    """This rank's columns [S, B, V/tp] for some tokens, whose routers choose what they will."""
+    model, data = parts.plan.job.model, parts.plan.job.data
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, model.vocab_size, (2, data.seq_len), generator=generator)
+    (module,) = parts.modules
+    parts.weights.start_gather()
+    with torch.no_grad():
+        return module.logits(tokens, None).numpy()
+
+
 def _save(env, plan_json, uri):
-    """Trains a few steps from the first values and saves; the loss of the step after that."""
+    """Trains a few steps from the first values and saves; logits then, and the next step's loss."""
     parts = build_parts(read_plan(plan_json), rank=env.rank, groups=env.groups, device=env.device)
     state, shards = TrainState(), []
     for _ in range(STEPS):
@@ -38,34 +50,51 @@ def _save(env, plan_json, uri):
     writer = CheckpointWriter(open_store(uri), rank=env.rank, attempt=1, report=shards.append)
     writer.save(state.step, list(parts.optimizer.blocks()), state.scalars())
     assert writer.wait()
-    return shards[-1], train_step(parts, TrainState(), Requests(), is_recording=False).loss
+    logits = _logits(parts)
+    loss = train_step(parts, TrainState(), Requests(), is_recording=False).loss
+    return shards[-1], logits, loss
 
 
 def _begin(env, plan_json):
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     start_from(parts, plan.job.checkpoint)
+    logits = _logits(parts)
     outcome = train_step(parts, TrainState(), Requests(), is_recording=False)
-    return outcome.loss, outcome.grad_norm
+    return logits, outcome.loss, outcome.grad_norm
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """Where a dense model of two ranks lies, and its next loss on the first samples."""
+    """Where a dense model of two ranks lies, its logits, and its next loss on the first samples."""
     folder, plan = tmp_path_factory.mktemp("dense"), _plan("tp2")
     results = run_grid(_save, plan.grid, plan.to_json(), str(folder))
-    commit(LocalStore(folder), assemble_shards([shard for shard, _ in results], plan.grid))
-    return folder, results[0][1]
+    commit(LocalStore(folder), assemble_shards([shard for shard, *_ in results], plan.grid))
+    return folder, _whole([logits for _, logits, _ in results], plan.grid), results[0][2]
+
+
+def _whole(columns, grid):
+    """What the tensor-parallel ranks of a replica hold, side by side; all replicas have the same."""
+    found = [
+        np.concatenate(columns[first : first + grid.tp], -1)
+        for first in range(0, len(columns), grid.tp)
+    ]
+    for logits in found[1:]:
+        np.testing.assert_array_equal(logits, found[0])
+    return found[0]
 
 
 @pytest.mark.parametrize("experts", [COPIES, PARTS], ids=["copies", "parts"])
 def test_upcycled_model_begins_as_the_dense_one_on_any_grid(dense, experts):
-    folder, loss = dense
+    folder, wanted, loss = dense
     start = (f"checkpoint.start_from={folder}", "checkpoint.start_upcycle=true")
-    found = []
+    norms = []
     for layout in ("tp1", "tp2-dp2-ep2-etp2"):
         sharding = "none" if layout == "tp1" else "optimizer"
         plan = _plan(layout, *experts, *start, f"parallel.sharding={sharding}")
-        found += run_grid(_begin, plan.grid, plan.to_json())
-    np.testing.assert_allclose([begun for begun, _ in found], loss, rtol=1e-12)
-    np.testing.assert_allclose([norm for _, norm in found], found[0][1], rtol=1e-9)
+        found = run_grid(_begin, plan.grid, plan.to_json())
+        logits = _whole([columns for columns, *_ in found], plan.grid)
+        assert np.abs(logits - wanted).max() < 1e-12 * np.abs(wanted).max()
+        np.testing.assert_allclose([begun for _, begun, _ in found], loss, rtol=1e-12)
+        norms += [norm for *_, norm in found]
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-9)
