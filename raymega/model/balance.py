@@ -38,8 +38,9 @@ class Tally(NamedTuple):
 
     def sums(self) -> Tensor:
         """[E + 5] in the order of the fields."""
-        rest = (self.tokens, self.kept, self.entropy, self.balance, self.z)
-        return torch.cat((self.counts, *(number.to(torch.float64)[None] for number in rest)))
+        exact = torch.stack((self.tokens, self.kept))
+        rest = torch.stack((self.entropy, self.balance, self.z)).to(torch.float64)
+        return torch.cat((self.counts, exact, rest))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +117,7 @@ def count_load(chosen: Tensor, marks: TokenMarks, num_experts: int) -> tuple[Ten
     """Choices of counted tokens by expert [E], and how many such tokens there are, in float64."""
     counted = marks.is_counted.to(torch.float64)
     counts = counted.new_zeros(num_experts)
-    counts.scatter_add_(0, chosen.flatten(), counted.repeat_interleave(chosen.shape[1]))
+    counts.scatter_add_(0, chosen.flatten(), counted[:, None].expand(chosen.shape).flatten())
     return counts, counted.sum()
 
 

@@ -7,9 +7,11 @@ capacity, which go by sums over all ranks that share the micro-batch. Ties go to
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from raymega.config.moe import MoeSection
@@ -61,14 +63,11 @@ class Router(nn.Module):
         """
         moe = self.moe
         logits = self._logits(x, keys)
-        scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+        with torch.set_grad_enabled(moe.has_aux_loss and torch.is_grad_enabled()):
+            scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+            shares = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
         chosen, margin = self._choose(logits, scores, marks)
-        weights = scores.gather(1, chosen)
-        if moe.is_normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if moe.scaling != 1.0:
-            weights = weights * moe.scaling
-        shares = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        weights = weigh_choices(logits, scores.detach(), chosen, moe)
         counts, num_counted = count_load(chosen, marks, moe.num_experts)
         totals = self._totals(counts, num_counted)
         balance = auxiliary_loss(
@@ -111,7 +110,7 @@ class Router(nn.Module):
         else:
             choice = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         chosen, gaps = choose(choice, moe)
-        gaps = gaps.masked_fill(~marks.is_counted, torch.inf)
+        gaps = torch.where(marks.is_counted, gaps, torch.inf)
         return chosen, gaps.min() if gaps.numel() else gaps.new_tensor(torch.inf)
 
     def _totals(self, counts: Tensor, num_counted: Tensor) -> Tensor | None:
@@ -152,15 +151,30 @@ def choose(scores: Tensor, moe: MoeSection) -> tuple[Tensor, Tensor]:
     Returns:
         [T, k] int64, and by how much the last choice was better than the next: [T].
     """
-    gaps = scores.new_full(scores.shape[:1], torch.inf)
-    if moe.num_groups > 1:
-        grouped = scores.unflatten(1, (moe.num_groups, -1))
-        best = grouped.topk(2 if moe.group_score == "top2" else 1, dim=2).values.sum(2)
-        groups, gaps = _best(best, moe.top_groups)
-        is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, value=True)
-        scores = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+    if moe.num_groups == 1:
+        return _best(scores, moe.top_k)
+    grouped = scores.unflatten(1, (moe.num_groups, -1))
+    best = grouped.topk(2 if moe.group_score == "top2" else 1, dim=2).values.sum(2)
+    groups, gaps = _best(best, moe.top_groups)
+    is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, value=True)
+    scores = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
     chosen, gap = _best(scores, moe.top_k)
     return chosen, torch.minimum(gap, gaps)
+
+
+def weigh_choices(logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection) -> Tensor:
+    """By what each chosen expert's output is weighed; its backward goes to the logits.
+
+    Args:
+        logits: [T, E].
+        scores: [T, E], of the logits; autograd does not see them.
+        chosen: [T, k] int64.
+        moe: Of which it reads score, is_normalised and scaling.
+
+    Returns:
+        [T, k].
+    """
+    return _WeighChoices.apply(logits, scores, chosen, moe)
 
 
 @torch.no_grad()
@@ -195,6 +209,43 @@ def jitter(keys: Tensor, width: int, most: float, dtype: torch.dtype) -> Tensor:
     words = rng.splitmix(keys[:, None] + steps)
     # The upper 24 bits as a signed number: exact in any dtype that a router computes in.
     return 1 + (words >> 40).to(dtype) * (most * 2.0**-23)
+
+
+class _WeighChoices(torch.autograd.Function):
+    """w = scaling p / sum(p), or scaling p, for the chosen scores p."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection
+    ) -> Tensor:
+        weights = scores.gather(1, chosen)
+        total = weights.sum(-1, keepdim=True) if moe.is_normalised else None
+        if total is not None:
+            weights = weights / total
+        if moe.scaling != 1.0:
+            weights = weights * moe.scaling
+        ctx.save_for_backward(scores, chosen, weights, total)
+        ctx.moe = moe
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """With g = dL/dw: p dL/dp = w g - w sum(w g) / scaling, of which the latter is normalising's."""
+        scores, chosen, weights, total = ctx.saved_tensors
+        moved = weights * grad
+        if total is not None:
+            moved.addcmul_(weights, moved.sum(-1, keepdim=True), value=-1 / ctx.moe.scaling)
+        grad_logits = torch.zeros_like(scores)
+        if ctx.moe.score == "sigmoid":
+            return grad_logits.scatter_(1, chosen, moved * (1 - scores.gather(1, chosen))), *NONE
+        grad_logits.scatter_(1, chosen, moved)
+        if total is None:  # what is normalised does not change when all scores grow alike
+            grad_logits.addcmul_(scores, moved.sum(-1, keepdim=True), value=-1)
+        return grad_logits, *NONE
+
+
+NONE = (None, None, None)
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
