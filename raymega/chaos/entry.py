@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
-from raymega.chaos.gates import FOLDER, RAISE, Arrival, wait_at
+from raymega.chaos.gates import FOLDER, RAISE, Arrival, begin_step, wait_at
 from raymega.chaos.troubles import trouble_folders
 from raymega.messages import (
     Channel,
@@ -85,6 +85,7 @@ class GatedChannel:
 
     def requests(self) -> Requests:
         """The loop asks at the begin of each step."""
+        begin_step(self._folder)
         self._here = replace(self._here, step=self._here.step + 1)
         self.arrive("step")
         self._here = replace(self._here, step=self._here.step - 1)

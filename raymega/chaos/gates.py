@@ -16,6 +16,8 @@ from pathlib import Path
 from raymega.chaos.faults import STEP_PHASES
 
 FOLDER = "chaos"
+SLOW_FILE = "slow"
+SLOW_STEP_S = 0.1
 PATIENCE_S = 60.0
 """Longest that a worker waits for its answer; the watcher may be gone."""
 LOOK_EVERY_S = 0.005
@@ -66,6 +68,17 @@ def arrival_at(folder: Path, name: str) -> Arrival | None:
 def open_gate(folder: Path, name: str, *, answer: str) -> None:
     """Who waits may go on; ``answer`` is what it takes along."""
     _write(folder / f"{name}.go", {"answer": answer})
+
+
+def slow_down(folder: Path) -> None:
+    """From now on each step takes a while, so that the run is not over before a fault is seen."""
+    _write(folder / SLOW_FILE, {})
+
+
+def begin_step(folder: Path) -> None:
+    """A step begins; in a run that is slowed down, later."""
+    if (folder / SLOW_FILE).exists():
+        time.sleep(SLOW_STEP_S)
 
 
 def wait_at(folder: Path, here: Arrival, *, phase: str, world_size: int) -> str:

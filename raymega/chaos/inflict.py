@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raymega.chaos.commands import DriverProcess
-from raymega.chaos.gates import RAISE
+from raymega.chaos.gates import RAISE, slow_down
 from raymega.chaos.sandbox import Sandbox
 from raymega.chaos.troubles import begin_trouble, end_trouble
 
@@ -109,6 +109,8 @@ class Inflicter:
             self.box.cut_off(target.node)
 
     def _drain_node(self, target: Target) -> None:
+        """Ray is asked for drains once a second, and a tiny job does tens of steps in that."""
+        slow_down(self.folder)
         if target.node:
             self.box.drain(target.node, seconds=self.hold_s)
             self._do_later(self.hold_s, lambda: self._kill_node(target))

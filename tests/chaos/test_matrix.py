@@ -22,10 +22,16 @@ LAYOUTS = ("pp2", "dp2")
 
 
 def settings_for(faults):
-    """MLflow where it is what fails: it costs a driver seconds to load. Steps until a drain is seen."""
+    """What some faults need: a database that can fail, steps until a drain is seen, a bound on a start."""
     kinds = {fault.kind for fault in faults}
-    mlflow = ("tracking.mlflow_uri=run",) if "mlflow-down" in kinds else ()
-    return (*mlflow, "run.steps=150") if "drain-node" in kinds else mlflow
+    more = []
+    if "mlflow-down" in kinds:  # it costs a driver seconds to load
+        more.append("tracking.mlflow_uri=run")
+    if "drain-node" in kinds:
+        more.append("run.steps=40")
+    if any(fault.kind == "hang" and fault.phase in START_PHASES for fault in faults):
+        more.append("elastic.start_timeout_s=45")  # how it is noticed where nobody waits
+    return more
 
 
 def check(verdict, record_property):
@@ -50,10 +56,7 @@ def test_cell(drills, kind, phase, record_property, request):
     if phase == "replan":
         faults = [ChaosFault(kind="kill-node", phase="step", at=4), *faults]
         nodes, patience = 2, IMPATIENT
-    more = settings_for(faults)
-    if kind == "hang" and phase in START_PHASES:
-        more = (*more, "elastic.start_timeout_s=60")  # that is how it is noticed where nobody waits
-    verdict = drills(faults, *patience, *more, layout=layout, num_nodes=nodes)
+    verdict = drills(faults, *patience, *settings_for(faults), layout=layout, num_nodes=nodes)
     check(verdict, record_property)
 
 

@@ -3,7 +3,18 @@ import threading
 import pytest
 
 from raymega.chaos.entry import ChaosError, GatedChannel
-from raymega.chaos.gates import RAISE, Arrival, Gate, arrival_at, close_gate, open_gate, wait_at
+from raymega.chaos.gates import (
+    RAISE,
+    SLOW_STEP_S,
+    Arrival,
+    Gate,
+    arrival_at,
+    begin_step,
+    close_gate,
+    open_gate,
+    slow_down,
+    wait_at,
+)
 from raymega.messages import Entered, Progress, Requests, ShardSaved, StartWorker
 from tests.support.jobs import make_test_plan
 
@@ -43,6 +54,16 @@ def test_gate_is_met_once_and_waited_at_until_it_is_opened(tmp_path):
     open_gate(tmp_path, "g", answer=RAISE)
     waiter.join(5)
     assert answers == [RAISE]
+
+
+def test_steps_of_a_run_that_is_slowed_down_begin_later(tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr("raymega.chaos.gates.time.sleep", waits.append)
+    begin_step(tmp_path)
+    assert waits == []
+    slow_down(tmp_path)
+    begin_step(tmp_path)
+    assert waits == [SLOW_STEP_S]
 
 
 class Kept:
