@@ -71,7 +71,14 @@ class Seating:
 
     def warm_ranks(self) -> dict[int, Slot] | None:
         """By rank who could take it now, without any process that is still to come."""
-        slots = self._slots.ready
+        return self._ranks_of(self._slots.ready)
+
+    def living_ranks(self) -> dict[int, Slot] | None:
+        """The same, or else with processes that are there and load: they need no slots any more."""
+        ranks = self.warm_ranks()
+        return self._ranks_of(self._slots.living) if ranks is None else ranks
+
+    def _ranks_of(self, slots: list[Slot]) -> dict[int, Slot] | None:
         places = [slot.place for slot in slots if slot.place]
         homes = [slot.home for slot in slots]
         ranks = choose_ranks(places, homes, self.grid, **self._rule)

@@ -140,7 +140,12 @@ class Slots:
     @property
     def ready(self) -> list[Slot]:
         """Those whose process could take a rank now: it has loaded, and its node stays."""
-        return [s for s in self.slots if s.place and s.is_warm and not self.is_leaving(s)]
+        return [slot for slot in self.living if slot.is_warm]
+
+    @property
+    def living(self) -> list[Slot]:
+        """Those with a process, loaded or not, whose node stays."""
+        return [slot for slot in self.slots if slot.place and not self.is_leaving(slot)]
 
     def stuck(self, limit_s: float) -> list[Slot]:
         """Those whose process was ordered as long ago as a start may take, and has not loaded."""

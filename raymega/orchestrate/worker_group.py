@@ -86,8 +86,6 @@ class RayWorkerGroup:
         """See WorkerGroup."""
         self._plan = plan
         self._seating.use(plan.grid)
-        if not self._has_begun:
-            self._slots.release()  # all of them are asked for together, and nobody sits there yet
 
     def ready(self) -> tuple[Place, ...]:
         """See WorkerGroup."""
@@ -100,8 +98,9 @@ class RayWorkerGroup:
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
-        if self._seating.warm_ranks() is not None:
+        if self._seating.living_ranks() is not None:
             return None
+        self._drop_empty_slots()
         lacking = None
         try:
             nodes = list_nodes(self._plan.job.cluster)
@@ -126,10 +125,11 @@ class RayWorkerGroup:
     def start(self, order: AttemptOrder) -> None:
         """See WorkerGroup."""
         self._order, self._is_seated, self._is_stepping = order, False, False
-        if self._seating.warm_ranks() is None:
+        is_enough = self._seating.living_ranks() is not None
+        if not is_enough:
             self._expect_seats()
             self._fill([slot for slot in self._slots.slots if not self._slots.is_spare(slot)])
-        self._seat_when_all_are_there()
+        self._seat_when_all_are_there(are_living_enough=is_enough)
 
     def members(self) -> Mapping[int, Place]:
         """See WorkerGroup."""
@@ -181,6 +181,16 @@ class RayWorkerGroup:
     @property
     def _block(self) -> int:
         return self._seating.block_of(self._asked.grid)
+
+    def _drop_empty_slots(self) -> None:
+        """Slots of another grid in which nobody is left: those of this one come sooner.
+
+        Ray gives lost slots of a group back all together, however few the grid needs.
+        """
+        slots = self._slots.slots
+        if self._plan is not self._asked and not any(slot.place for slot in slots):
+            self._kill(slots)
+            self._slots.release()
 
     def _ask_for_slots(self) -> None:
         """All of the grid, and beside it what the job's own grid has more, and the spares."""
@@ -259,10 +269,12 @@ class RayWorkerGroup:
 
     # Seats, and what a start waits for.
 
-    def _seat_when_all_are_there(self) -> None:
+    def _seat_when_all_are_there(self, *, are_living_enough: bool = False) -> None:
         if self._is_seated or self._order is None:
             return
         chosen = self._seating.choose()
+        if chosen is None and are_living_enough:
+            chosen = self._seating.living_ranks()
         if chosen is None:
             return
         self._is_seated = True
