@@ -55,8 +55,15 @@ def compare_runs(calm: Sequence[Heard], tried: Sequence[Heard], *, dtype: str) -
 
 
 def surviving(heard: Sequence[Heard]) -> Mapping[int, Mapping[str, object]]:
-    """The steps of the history that survived: of one that was done twice, the last."""
-    return {each.event["step"]: each.event for each in heard if each.name == "step"}
+    """The steps of the history that survived: an attempt undoes those beyond the one it begins from."""
+    steps: dict[int, Mapping[str, object]] = {}
+    for each in heard:
+        if each.name == "attempt":
+            begun = each.event["step"]
+            steps = {step: event for step, event in steps.items() if step <= begun}
+        if each.name == "step":
+            steps[each.event["step"]] = each.event
+    return steps
 
 
 def _wrong_losses(

@@ -87,3 +87,9 @@ def test_sample_that_was_seen_twice_or_left_out_is_a_fault():
     assert "24 samples" in compare_runs(calm, twice, dtype="float64").faults[0]
     gap = [step(1, 1), step(3, 3), step(4, 4)]
     assert "not each there once" in compare_runs(calm, gap, dtype="float64").faults[0]
+
+
+def test_step_that_an_attempt_undid_and_nobody_did_again_is_missing():
+    calm = [step(n, n) for n in range(1, 6)]
+    skipped = [each for each in LOST if each != step(17, 3, grid=SMALL)]
+    assert "not each there once" in compare_runs(calm, skipped, dtype="float64").faults[-1]
