@@ -43,6 +43,13 @@ def kill_node_of(cluster, running, rank):
     cluster.remove_node(node, allow_graceful=False)
 
 
+def have_nodes(cluster, number):
+    while len(cluster.workers) < number:
+        cluster.workers.append(cluster.add_node(num_cpus=2))
+    while len(cluster.workers) > number:
+        cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
+
+
 def test_spares_take_the_ranks_of_the_worker_that_hosts_the_rendezvous(run, record_property):
     """Rank 0, twice: the second time by the process that was started behind the first spare."""
     done = set()
@@ -72,7 +79,7 @@ def test_spares_take_the_ranks_of_the_worker_that_hosts_the_rendezvous(run, reco
 
 def test_lost_node_makes_the_grid_smaller_and_a_new_one_larger_again(run, cluster, record_property):
     seen = {}
-    cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
+    have_nodes(cluster, 2)
 
     def act(running, step):
         seen.setdefault(running.attempt, (step, time.monotonic()))
@@ -101,4 +108,47 @@ def test_lost_node_makes_the_grid_smaller_and_a_new_one_larger_again(run, cluste
     ), "growing costs no step"
     calm = run("calm2", f"run.steps={max(outcome.losses)}", "elastic.snapshot_every=0")
     for step, loss in outcome.losses.items():
+        assert loss == pytest.approx(calm.losses[step], rel=1e-9), step
+
+
+def test_driver_that_takes_up_a_run_with_fewer_workers_grows_back(run, cluster, record_property):
+    """A node is lost, then the driver; the next one has the workers that are left, until a node comes."""
+    have_nodes(cluster, 2)
+    more = (
+        "elastic.replan_after_s=1.0", "run.steps=100000", "elastic.grow_horizon_s=1e6",
+        "checkpoint.every=2",
+    )  # fmt: skip
+    seen = {}
+
+    def lose(running, step):
+        begun = seen.setdefault(running.attempt, step)
+        if (running.attempt, step) == (1, 5):
+            kill_node_of(cluster, running, 0)
+        if running.attempt == 2 and step == begun + 5:
+            running.signal_driver(signal.SIGKILL)
+
+    def grow(running, step):
+        begun = seen.setdefault(running.attempt, step)
+        if running.attempt == 3 and step == begun + 5:
+            cluster.workers.append(cluster.add_node(num_cpus=2))
+            seen["back_s"] = time.monotonic()
+        if running.attempt == 4 and "grown_s" not in seen:
+            seen["grown_s"] = time.monotonic() - seen["back_s"]
+        if running.attempt == 4 and step == begun + 5:
+            running.signal_driver(signal.SIGTERM)
+
+    first = run("taken-up", *more, on_step=lose)
+    assert first.code == -signal.SIGKILL, first.stderr
+    second = run("taken-up", *more, on_step=grow)
+    assert second.code == 75, second.stderr
+    attempts = [*first.all("attempt"), *second.all("attempt")]
+    assert [(each["attempt"], each["grid"]["dp"]) for each in attempts] == [
+        (1, 2), (2, 1), (3, 1), (4, 2)
+    ]  # fmt: skip
+    assert second.all("failure") == [] and attempts[2]["source"] == "store"
+    steps = [event["step"] for event in second.all("step")]
+    assert steps == list(range(steps[0], steps[-1] + 1)), "growing costs no step"
+    record_property("grown_s", seen["grown_s"])
+    calm = run("calm3", f"run.steps={steps[-1]}", "elastic.snapshot_every=0")
+    for step, loss in (first.losses | second.losses).items():
         assert loss == pytest.approx(calm.losses[step], rel=1e-9), step
