@@ -28,13 +28,28 @@ def cluster():
     cluster.shutdown()
 
 
-@pytest.fixture
-def run(cluster, tmp_path):
+@pytest.fixture(scope="module")
+def run(cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+
     def start(name, *more, on_step=lambda _running, _step: None):
-        settings = (f"run.name={name}", f"checkpoint.uri={tmp_path}", *COMMON, *more)
+        settings = (f"run.name={name}", f"checkpoint.uri={folder}", *COMMON, *more)
         return train(*settings, address=cluster.address, on_step=on_step, timeout=200)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def calm_losses(run):
+    """By step the undisturbed run's, which goes on where the test before has left it."""
+    losses = {}
+
+    def up_to(last):
+        if last > max(losses, default=0):
+            losses.update(run("calm", f"run.steps={last}", "elastic.snapshot_every=0").losses)
+        return losses
+
+    return up_to
 
 
 def kill_node_of(cluster, running, rank):
@@ -50,7 +65,9 @@ def have_nodes(cluster, number):
         cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
 
 
-def test_spares_take_the_ranks_of_the_worker_that_hosts_the_rendezvous(run, record_property):
+def test_spares_take_the_ranks_of_the_worker_that_hosts_the_rendezvous(
+    run, calm_losses, record_property
+):
     """Rank 0, twice: the second time by the process that was started behind the first spare."""
     done = set()
 
@@ -72,12 +89,13 @@ def test_spares_take_the_ranks_of_the_worker_that_hosts_the_rendezvous(run, reco
         assert event["source"] == "memory" and event["lost_steps"] <= 1
         assert list(event["phases"])[:4] == ["abort", "find", "reserve", "rendezvous"]
         record_property("recovery_s", event["recovery_s"])
-    last = max(outcome.losses)
-    calm = run("calm", f"run.steps={last}", "elastic.snapshot_every=0")
-    assert outcome.losses == {step: calm.losses[step] for step in outcome.losses}
+    calm = calm_losses(max(outcome.losses))
+    assert outcome.losses == {step: calm[step] for step in outcome.losses}
 
 
-def test_lost_node_makes_the_grid_smaller_and_a_new_one_larger_again(run, cluster, record_property):
+def test_lost_node_makes_the_grid_smaller_and_a_new_one_larger_again(
+    run, calm_losses, cluster, record_property
+):
     seen = {}
     have_nodes(cluster, 2)
 
@@ -106,12 +124,14 @@ def test_lost_node_makes_the_grid_smaller_and_a_new_one_larger_again(run, cluste
     assert steps[0] == seen[2][0] + len(
         [event for event in outcome.all("step") if event["attempt"] == 2]
     ), "growing costs no step"
-    calm = run("calm2", f"run.steps={max(outcome.losses)}", "elastic.snapshot_every=0")
+    calm = calm_losses(max(outcome.losses))
     for step, loss in outcome.losses.items():
-        assert loss == pytest.approx(calm.losses[step], rel=1e-9), step
+        assert loss == pytest.approx(calm[step], rel=1e-9), step
 
 
-def test_driver_that_takes_up_a_run_with_fewer_workers_grows_back(run, cluster, record_property):
+def test_driver_that_takes_up_a_run_with_fewer_workers_grows_back(
+    run, calm_losses, cluster, record_property
+):
     """A node is lost, then the driver; the next one has the workers that are left, until a node comes."""
     have_nodes(cluster, 2)
     more = (
@@ -149,6 +169,6 @@ def test_driver_that_takes_up_a_run_with_fewer_workers_grows_back(run, cluster, 
     steps = [event["step"] for event in second.all("step")]
     assert steps == list(range(steps[0], steps[-1] + 1)), "growing costs no step"
     record_property("grown_s", seen["grown_s"])
-    calm = run("calm3", f"run.steps={steps[-1]}", "elastic.snapshot_every=0")
+    calm = calm_losses(steps[-1])
     for step, loss in (first.losses | second.losses).items():
-        assert loss == pytest.approx(calm.losses[step], rel=1e-9), step
+        assert loss == pytest.approx(calm[step], rel=1e-9), step
