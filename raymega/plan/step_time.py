@@ -217,13 +217,15 @@ def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
 
 def _interleaved_s(plan: RunPlan, pace: _Pace) -> float:
     """What interleaved orders wait for beside filling: a last round that is not full, whose backwards
-    come around before the next chunk's can begin; and chunks of unequal length on different ranks, of
-    which the order takes up most."""
+    (and forwards, where it is the first round as well) come around before the next chunk's can begin;
+    and chunks of unequal length on different ranks, of which the order takes up most."""
     chunks, pp = plan.placement.chunks, plan.grid.pp
     if chunks == 1 or plan.job.schedule.name not in INTERLEAVED:
         return 0.0
     missing = -plan.batch.num_micro_batches % pp
-    ragged_s = missing * (chunks - 1) / chunks * pace.mean_backward_s
+    is_only_round = plan.batch.num_micro_batches < pp
+    around_s = pace.mean_s if is_only_round else pace.mean_backward_s
+    ragged_s = missing * (chunks - 1) / chunks * around_s
     uneven_s = UNEVEN_SHARE * (pace.chunks_s - pace.busiest_s)
     return ragged_s + plan.batch.num_micro_batches * uneven_s
 
@@ -235,7 +237,9 @@ def _fill_s(plan: RunPlan, pace: _Pace) -> float:
     passes = (plan.grid.pp - 1) / plan.placement.chunks
     if name in WITHOUT_BUBBLE:
         return 0.0
-    filled_s = 2 * pace.mean_weight_s if name in FILLED_BY_WEIGHTS else 0.0
+    filled_s = 0.0
+    if name in FILLED_BY_WEIGHTS and passes:  # once by putting them off, once by what was put off
+        filled_s = (1 + min(1.0, plan.batch.num_micro_batches / passes)) * pace.mean_weight_s
     # Half of the messages: those of warm-up are not waited for, and every micro-batch's are counted.
     return passes * (pace.mean_s - filled_s + pace.messages_s / 2)
 

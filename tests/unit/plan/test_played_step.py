@@ -51,6 +51,18 @@ def test_closed_forms_are_within_3_percent_of_the_simulated_step():
     assert max(map(abs, off)) <= MOST_OFF
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 7, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_closed_forms_are_as_good_where_a_round_of_the_pipeline_is_not_filled(
+    chunks, micro_batches
+):
+    sizes = {"parallel.pp": 8, "schedule.chunks": chunks, "data.global_batch_size": micro_batches}
+    plan = piped(**sizes)
+    assert plan.batch.num_micro_batches == micro_batches
+    off = step_time(plan, H100).total_s / played_step(plan, H100).total_s - 1
+    assert abs(off) <= MOST_OFF
+
+
 def test_what_is_not_played_goes_on_as_what_is(monkeypatch):
     plan = piped(**{"parallel.pp": 4, "schedule.chunks": 2, "data.global_batch_size": 90})
     whole = played_step(plan, H100)
