@@ -15,6 +15,9 @@ from torch import Tensor
 
 from raymega.parallel.parameter import ShardedParameter
 
+SMALL_BYTES = 2**20
+"""Below this a pass over a weight's gradient takes less time than a call into Python."""
+
 
 class Term(Protocol):
     """What one use of a weight adds to its gradient, not yet computed."""
@@ -49,15 +52,27 @@ class Deferral:
     """Where the linear layers of one stage leave terms of weight gradients; they are handed it.
 
     It is closed but while :meth:`collecting`, and layers of a closed one settle theirs at once.
+
+    Attributes:
+        stays_closed: Nothing of what runs forward now will be put off.
     """
 
     def __init__(self) -> None:
         self._owed: list[Debt] | None = None
+        self.stays_closed = False
 
     @property
     def is_open(self) -> bool:
         """What is made now is put off."""
         return self._owed is not None
+
+    def is_autograds(self, weight: Tensor) -> bool:
+        """A layer may leave the gradient of ``weight`` to torch: it is small, and wanted at once.
+
+        torch makes a new matrix and adds it, in C++; a function of ours adds it where it belongs,
+        in one pass, and takes tens of microseconds of Python for that.
+        """
+        return self.stays_closed and self._owed is None and weight.nbytes < SMALL_BYTES
 
     @contextmanager
     def collecting(self) -> Iterator[list[Debt]]:

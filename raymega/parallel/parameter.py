@@ -43,6 +43,9 @@ class ShardedParameter(torch.nn.Parameter):
     spec: ShardSpec
     intake: GradientIntake | None
 
+    # By identity, as torch's own, which is Python: tables of parameters are asked in every backward.
+    __hash__ = object.__hash__
+
     def __new__(cls, data: torch.Tensor, spec: ShardSpec) -> ShardedParameter:
         """Wrap ``data`` ([*spec.shape]), which gets no values here."""
         param = super().__new__(cls, data)

@@ -126,7 +126,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [S, B, in/tp] -> [S/sp, B, out]."""
         if self.fp8 is None:
-            return _RowLinear.apply(x, self.weight, self.bias, self.stream, self.deferral)
+            return row_linear(x, self.weight, self.bias, self.stream, self.deferral)
         place = Place(fp8=self.fp8, inner=self.stream.tp)
         y = self.stream.sum(fp8_linear(x, self.weight, None, place, self.deferral))
         return y if self.bias is None else y + self.bias
@@ -148,7 +148,7 @@ class WholeLinear(nn.Module):
         """x: [S/sp, B, in] -> [S/sp, B, out]."""
         if self.fp8 is not None:
             return fp8_linear(x, self.weight, None, Place(fp8=self.fp8), self.deferral)
-        return _Linear.apply(x.contiguous(), self.weight, self.deferral)
+        return whole_linear(x.contiguous(), self.weight, None, self.deferral)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -202,7 +202,36 @@ def column_linear(
     Returns:
         [S, B, out/tp].
     """
+    if stream.tp.size == 1:
+        return whole_linear(x.contiguous(), weight, bias, deferral)
     return _ColumnLinear.apply(x.contiguous(), weight, bias, stream, deferral)
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, deferral: Deferral
+) -> Tensor:
+    """Row-parallel linear: `linear`, then the sum of all ranks' terms, then the bias once.
+
+    Args:
+        x: [S, B, in/tp].
+        weight: [out, in/tp].
+        bias: [out] or None.
+        stream: How the result lies on the ranks.
+        deferral: Takes the weight's gradient when it is put off.
+
+    Returns:
+        [S/sp, B, out].
+    """
+    if stream.tp.size == 1:
+        return whole_linear(x, weight, bias, deferral)
+    return _RowLinear.apply(x, weight, bias, stream, deferral)
+
+
+def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+    """Linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
+    if deferral.is_autograds(weight):
+        return linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, deferral)
 
 
 class OuterProducts(NamedTuple):
@@ -260,20 +289,23 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T, whose weight gradient may be put off."""
+    """y = x W^T + b on one rank, whose weight gradient may be put off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.param, ctx.deferral = weight, deferral
-        return linear(x, weight)
+        ctx.param, ctx.has_bias, ctx.deferral = weight, bias is not None, deferral
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, x))
-        return grad @ weight, grad_weight, None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return grad @ weight, grad_weight, grad_bias, None
 
 
 class _GatheredProducts(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from raymega.parallel.deferral import Debt, Deferral, make_owed
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import (
     FREES_ACTIVATIONS,
+    RECEIVE,
     TAKES_GRADIENT,
     Instruction,
     Op,
@@ -81,10 +82,9 @@ class Executor(Generic[MicroBatch]):
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
         self._deferrals = deferrals
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
-        self._last = {(task.micro_batch, task.chunk): task for task in schedule}
-        backwards = [task for task in schedule if task.op in FREES_ACTIVATIONS]
-        self._is_training = bool(backwards)
-        self._last_backwards = {task.chunk: task for task in backwards}
+        self._is_training = any(task.op in FREES_ACTIVATIONS for task in schedule)
+        self._plan = _plan(schedule)
+        self._receives = [task for task in schedule if task.op in RECEIVE]
 
     @property
     def passes(self) -> Iterator[tuple[int, bool]]:
@@ -119,40 +119,43 @@ class Executor(Generic[MicroBatch]):
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
         """
         self._check(micro_batches)
+        of_each = lengths or [None] * len(micro_batches)
         step = _Step(
             self._stage_fns,
             micro_batches,
             self._p2p,
             self._deferrals,
-            lengths=lengths or [None] * len(micro_batches),
+            lengths=of_each,
             loss_gradient=loss_gradient,
         )
         events = []
         began = self._clock()
         with torch.set_grad_enabled(self._is_training):
-            for instruction in self._schedule:
-                start = self._clock()
-                if instruction is self._last_backwards.get(instruction.chunk):
-                    before_last_backward(instruction.chunk)
-                self._carry_out(instruction, step)
-                if instruction.op in BACKWARDS:
-                    after_backward(instruction.chunk)
+            self._p2p.expect(self._receives, of_each)
+            for planned in self._plan:
+                start, task = self._clock(), planned.task
+                if planned.is_last_backward:
+                    before_last_backward(task.chunk)
+                self._carry_out(planned, step)
+                if planned.is_backward:
+                    after_backward(task.chunk)
                 if is_recording:
-                    events.append(_event(instruction, start - began, self._clock() - began))
+                    events.append(_event(task, start - began, self._clock() - began))
                 self._pulse()
             self._p2p.wait_all()
         return StepOutput(loss_sum=step.loss_sum, events=tuple(events), began_s=began)
 
-    def _carry_out(self, instruction: Instruction, step: _Step[MicroBatch]) -> None:
+    def _carry_out(self, planned: _Planned, step: _Step[MicroBatch]) -> None:
+        task = planned.task
+        if self._deferrals:
+            self._deferrals[task.chunk].stays_closed = not planned.is_cut
         try:
-            step.actions[instruction.op](instruction)
+            planned.act(step, task)
         except Exception as error:
-            stage = self._p2p.stage(instruction.chunk)
-            error.add_note(f"on pipeline stage {stage}, at {instruction}")
+            error.add_note(f"on pipeline stage {self._p2p.stage(task.chunk)}, at {task}")
             raise
-        key = instruction.micro_batch, instruction.chunk
-        if instruction is self._last[key]:
-            step.forget(key)
+        if planned.is_last:
+            step.forget(task)
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
         if len(micro_batches) != self._num_micro_batches:
@@ -191,43 +194,34 @@ class _Step(Generic[MicroBatch]):
         self._owed: dict[Key, list[Debt]] = {}
         wide = torch.promote_types(p2p.dtype, torch.float32)
         self.loss_sum = torch.zeros((), dtype=wide, device=p2p.device)
-        self.actions: dict[Op, Callable[[Instruction], None]] = {
-            Op.RECV_FORWARD: self._recv_forward,
-            Op.FORWARD: self._forward,
-            Op.SEND_FORWARD: self._send_forward,
-            Op.RECV_BACKWARD: self._recv_backward,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-            Op.SEND_BACKWARD: self._send_backward,
-        }
 
-    def forget(self, key: Key) -> None:
+    def forget(self, task: Instruction) -> None:
         """Let go of what is left of a micro-batch on a chunk."""
+        key = _key(task)
         for held in (self._inputs, self._outputs, self._edges, self._gradients):
             held.pop(key, None)
 
-    def _recv_forward(self, task: Instruction) -> None:
+    def recv_forward(self, task: Instruction) -> None:
         received = self._p2p.recv(task, length=self._lengths[task.micro_batch])
         self._inputs[_key(task)] = received.requires_grad_(torch.is_grad_enabled())
 
-    def _forward(self, task: Instruction) -> None:
+    def forward(self, task: Instruction) -> None:
         stage_fn, micro_batch = self._stage_fns[task.chunk], self._micro_batches[task.micro_batch]
         output = stage_fn(micro_batch, self._inputs.get(_key(task)))
         self._outputs[_key(task)] = output
         if self._p2p.is_last(task.chunk):
             self.loss_sum += output.detach()
 
-    def _send_forward(self, task: Instruction) -> None:
+    def send_forward(self, task: Instruction) -> None:
         output = self._outputs.pop(_key(task))
         if output.requires_grad:
             self._edges[_key(task)] = get_gradient_edge(output)
         self._p2p.post_send(output.detach(), task, length=self._lengths[task.micro_batch])
 
-    def _recv_backward(self, task: Instruction) -> None:
+    def recv_backward(self, task: Instruction) -> None:
         self._gradients[_key(task)] = self._p2p.recv(task, length=self._lengths[task.micro_batch])
 
-    def _backward(self, task: Instruction) -> None:
+    def backward(self, task: Instruction) -> None:
         """Go back from the loss, or from where an output that was sent and let go of came from."""
         if self._p2p.is_last(task.chunk):
             loss = self._outputs.pop(_key(task))
@@ -235,15 +229,15 @@ class _Step(Generic[MicroBatch]):
         else:
             torch.autograd.backward(self._edges.pop(_key(task)), self._gradients.pop(_key(task)))
 
-    def _backward_input(self, task: Instruction) -> None:
+    def backward_input(self, task: Instruction) -> None:
         with self._deferrals[task.chunk].collecting() as owed:
-            self._backward(task)
+            self.backward(task)
         self._owed[_key(task)] = owed
 
-    def _backward_weight(self, task: Instruction) -> None:
+    def backward_weight(self, task: Instruction) -> None:
         make_owed(self._owed.pop(_key(task)))
 
-    def _send_backward(self, task: Instruction) -> None:
+    def send_backward(self, task: Instruction) -> None:
         gradient = self._inputs.pop(_key(task)).grad
         assert gradient is not None, "a stage's output must depend on its input"
         self._p2p.post_send(gradient, task, length=self._lengths[task.micro_batch])
@@ -251,3 +245,53 @@ class _Step(Generic[MicroBatch]):
 
 def _key(task: Instruction) -> Key:
     return task.micro_batch, task.chunk
+
+
+class _Planned(NamedTuple):
+    """An instruction, and what is around it in its list.
+
+    Attributes:
+        task: The instruction.
+        act: What it does.
+        is_backward: A backward, or a part of one.
+        is_last_backward: With it the gradients of its chunk are complete.
+        is_last: Nothing comes after it of its micro-batch on its chunk.
+        is_cut: The micro-batch's backward on its chunk comes in two parts.
+    """
+
+    task: Instruction
+    act: Callable[[_Step[Any], Instruction], None]
+    is_backward: bool
+    is_last_backward: bool
+    is_last: bool
+    is_cut: bool
+
+
+ACTIONS: dict[Op, Callable[[_Step[Any], Instruction], None]] = {
+    Op.RECV_FORWARD: _Step.recv_forward,
+    Op.FORWARD: _Step.forward,
+    Op.SEND_FORWARD: _Step.send_forward,
+    Op.RECV_BACKWARD: _Step.recv_backward,
+    Op.BACKWARD: _Step.backward,
+    Op.BACKWARD_INPUT: _Step.backward_input,
+    Op.BACKWARD_WEIGHT: _Step.backward_weight,
+    Op.SEND_BACKWARD: _Step.send_backward,
+}
+
+
+def _plan(schedule: Schedule) -> tuple[_Planned, ...]:
+    """What does not change from step to step, worked out once."""
+    last = {_key(task): task for task in schedule}
+    last_backwards = {task.chunk: task for task in schedule if task.op in FREES_ACTIVATIONS}
+    cut = {_key(task) for task in schedule if task.op is Op.BACKWARD_INPUT}
+    return tuple(
+        _Planned(
+            task=task,
+            act=ACTIONS[task.op],
+            is_backward=task.op in BACKWARDS,
+            is_last_backward=task is last_backwards.get(task.chunk),
+            is_last=task is last[_key(task)],
+            is_cut=_key(task) in cut,
+        )
+        for task in schedule
+    )

@@ -7,6 +7,8 @@ holds which stage is the placement's.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,12 +21,14 @@ from raymega.parallel.pending import Pending
 from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.placement import Message, Placement
 
+Coming = tuple[Message, int | None]
+"""A message that will be received, and its length S/sp if it has one of its own."""
 CARGO = {Op.RECV_FORWARD: "activation", Op.RECV_BACKWARD: "gradient"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Send:
-    """A send under way, and the tensor that must live until it is done."""
+class _Transfer:
+    """A send or receive under way, and the tensor that must live until it is done."""
 
     pending: Pending
     tensor: Tensor
@@ -43,9 +47,11 @@ class PointToPoint:
 
     Messages to higher and to lower ranks have a communicator each, because NCCL carries out the
     transfers of one in the order in which they were posted: on a shared one, neighbours that both
-    post a send before a receive would block each other on the GPU. For the same reason nothing is
-    posted ahead of its instruction. On a GPU waiting for a receive orders the stream and leaves the
-    host free. A message to another chunk of this rank is handed over without a copy.
+    post a send before a receive would block each other on the GPU. For the same reason receives are
+    posted in the order in which the peer sends: the next one of each peer as soon as the one before
+    is there, so that a message travels when it is sent and not when it is needed. On a GPU
+    waiting for a receive orders the stream and leaves the host free. A message to another chunk of
+    this rank is handed over without a copy.
     """
 
     def __init__(
@@ -62,8 +68,10 @@ class PointToPoint:
         self._shape, self._timeout_s, self._placement = shape, timeout_s, placement
         self._up_the_ranks, self._down_the_ranks = groups.pp_forward, groups.pp_backward
         self._rank = groups.pp_forward.index
-        self._sends: deque[_Send] = deque()
+        self._sends: deque[_Transfer] = deque()
         self._own: dict[Message, Tensor] = {}
+        self._coming: dict[int, deque[Coming]] = {}
+        self._posted: dict[Message, _Transfer] = {}
         # Every step has the same instructions.
         self._messages: dict[Instruction, Message] = {}
 
@@ -74,6 +82,22 @@ class PointToPoint:
     def is_last(self, chunk: int) -> bool:
         """Whether no stage comes after that of ``chunk``."""
         return self.stage(chunk) == self._placement.num_stages - 1
+
+    def expect(self, receives: Sequence[Instruction], lengths: Sequence[int | None]) -> None:
+        """A step begins: post the first receive of each peer, and later always the next one.
+
+        Args:
+            receives: All receives of the step, in their order.
+            lengths: S/sp by micro-batch; see :meth:`post_send`.
+        """
+        self._coming, self._posted = {}, {}
+        for receive in receives:
+            message = self._message(receive)
+            if message.sender.rank != self._rank:
+                coming = self._coming.setdefault(message.sender.rank, deque())
+                coming.append((message, lengths[message.micro_batch]))
+        for peer in self._coming:
+            self._post_next(peer)
 
     def post_send(self, tensor: Tensor, send: Instruction, *, length: int | None = None) -> None:
         """Begin to send a tensor [S/sp, B, D] as ``send`` says; it must not change any more.
@@ -96,22 +120,20 @@ class PointToPoint:
             )
         except CommunicationError as error:
             raise self._named(error, "sending", message) from error
-        self._sends.append(_Send(pending=pending, tensor=tensor, message=message))
+        self._sends.append(_Transfer(pending=pending, tensor=tensor, message=message))
 
     def recv(self, receive: Instruction, *, length: int | None = None) -> Tensor:
         """The activation or gradient [S/sp, B, D] that ``receive`` asks for; see post_send."""
         message = self._message(receive)
         if message.sender.rank == self._rank:
             return self._own.pop(message)
-        buffer = torch.empty(self._shape_of(length), dtype=self.dtype, device=self.device)
+        transfer = self._posted.pop(message, None) or self._post_receive(message, length)
         try:
-            pending = irecv(
-                buffer, self._group(message), message.sender.rank, tag=self._tag(message)
-            )
-            pending.wait(self._timeout_s)
+            transfer.pending.wait(self._timeout_s)
         except CommunicationError as error:
             raise self._named(error, "receiving", message) from error
-        return buffer
+        self._post_next(message.sender.rank)
+        return transfer.tensor
 
     def wait_all(self) -> None:
         """Return when every send is done.
@@ -121,6 +143,27 @@ class PointToPoint:
         """
         while self._sends:
             self._finish_send()
+
+    def _post_next(self, peer: int) -> None:
+        """Begin the next receive from a peer, if there is one.
+
+        Where that fails, whoever needs the message tries again and is told.
+        """
+        coming = self._coming.get(peer)
+        if coming:
+            message, length = coming.popleft()
+            with suppress(CommunicationError):
+                self._posted[message] = self._post_receive(message, length)
+
+    def _post_receive(self, message: Message, length: int | None) -> _Transfer:
+        buffer = torch.empty(self._shape_of(length), dtype=self.dtype, device=self.device)
+        try:
+            pending = irecv(
+                buffer, self._group(message), message.sender.rank, tag=self._tag(message)
+            )
+        except CommunicationError as error:
+            raise self._named(error, "receiving", message) from error
+        return _Transfer(pending=pending, tensor=buffer, message=message)
 
     def _message(self, instruction: Instruction) -> Message:
         message = self._messages.get(instruction)

@@ -25,6 +25,9 @@ class Op(StrEnum):
     SEND_BACKWARD = "send_backward"
     BACKWARD_WEIGHT = "backward_weight"
 
+    # Enum's own is Python, and every step looks up instructions by the hundred.
+    __hash__ = str.__hash__
+
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 RECEIVE = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, product
 from random import Random
 
@@ -24,13 +25,20 @@ from raymega.schedule.zero_bubble import zb_h1, zb_h2
 
 MOST_TASKS, MOST_ORDERS = 1_000_000, 500
 """Tasks placed by the whole search, at one or two microseconds each, and orders built by it."""
+MOST_KEPT = 64
+"""Sizes whose orders are kept."""
 LETTERS = {Op.FORWARD: FORWARD, Op.BACKWARD_INPUT: INPUT, Op.BACKWARD_WEIGHT: WEIGHT}
 CLOSE = 1e-9
 """Times that differ by less, relatively, are equal."""
 
 
+@lru_cache(maxsize=MOST_KEPT)
 def zb_auto(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank: at most ``max_activations`` held, ``pp`` when that is 0."""
+    """The work of every rank: at most ``max_activations`` held, ``pp`` when that is 0.
+
+    What was found is kept: a step may have as many micro-batches as one before, in this attempt of a
+    run or in an earlier one of the same process.
+    """
     search = _Search(sizes)
     search.try_known(zb_h1(sizes))
     search.try_known(zb_h2(sizes))

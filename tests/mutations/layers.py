@@ -27,6 +27,14 @@ LAYERS: tuple[Mutation, ...] = (
         job=GPT2,
     ),
     Mutation(
+        name="a small layer that no rank shares has no bias",
+        file="parallel/tensor.py",
+        old="        return linear(x, weight, bias)\n    return _Linear",
+        new="        return linear(x, weight)\n    return _Linear",
+        layout=Layout(pp=2),
+        job=GPT2,
+    ),
+    Mutation(
         name="positions start at zero on every rank",
         file="model/embedding.py",
         old="embedding(self.stream.own(positions), self.positions)",

@@ -1,5 +1,6 @@
 """The executor on one stage: the same code as any pipeline, with nobody to talk to."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from raymega.errors import InternalError
+from raymega.parallel.deferral import Deferral
 from raymega.pipeline.executor import Executor
 from raymega.schedule.instructions import Op
 from raymega.schedule.order import Sizes
@@ -177,3 +179,30 @@ def test_last_backward_of_each_chunk_is_announced_before_it(batches):
         last = [event for event in events if event.name == Op.BACKWARD and event.chunk == chunk][-1]
         assert last.start_s < time < last.end_s + 1 and last.micro_batch == M - 1
     assert [chunk for chunk, _ in told] == [1, 0]
+
+
+def test_layers_know_in_forward_whether_their_gradients_will_be_put_off(batches):
+    """Of zb_v's micro-batches all, of dualpipe_v's some, of 1f1b's none."""
+    told = {}
+    for name, chunks in (("zb_v", 2), ("dualpipe_v", 2), ("1f1b", 1)):
+        program = make_schedule(name, Sizes(pp=1, num_micro_batches=M, chunks=chunks))
+        deferrals = [Deferral() for _ in range(chunks)]
+        told[name] = []
+
+        def stage(x, hidden, *, deferral, told=told[name], last=False):
+            told.append(deferral.stays_closed)
+            x = x[None].requires_grad_() if hidden is None else hidden
+            return x.sum() if last else x * 1
+
+        stages = [
+            functools.partial(stage, deferral=deferral, last=chunk == chunks - 1)
+            for chunk, deferral in enumerate(deferrals)
+        ]
+        executor = Executor(
+            program.lists[0], stages, make_p2p(program.placement, 0), deferrals=deferrals
+        )
+        executor.run(batches, is_recording=False)
+        cut = {(i.micro_batch, i.chunk) for i in program.lists[0] if i.op == Op.BACKWARD_INPUT}
+        forwards = [i for i in program.lists[0] if i.op == Op.FORWARD]
+        assert told[name] == [(i.micro_batch, i.chunk) not in cut for i in forwards]
+    assert not any(told["zb_v"]) and all(told["1f1b"]) and len(set(told["dualpipe_v"])) == 2

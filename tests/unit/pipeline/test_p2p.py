@@ -38,6 +38,25 @@ def posted(monkeypatch):
     return posted
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """Every receive that was posted: (its pending, peer, tag); ``asked.error`` keeps one from it."""
+
+    class Asked(list):
+        error = None
+
+    asked = Asked()
+
+    def irecv(tensor, group, peer, tag):
+        if asked.error:
+            raise asked.error
+        asked.append((FakePending(), peer, tag))
+        return asked[-1][0]
+
+    monkeypatch.setattr(p2p, "irecv", irecv)
+    return asked
+
+
 def _tensor():
     return torch.zeros(SHAPE, dtype=torch.float64)
 
@@ -149,3 +168,42 @@ def test_tensor_of_another_length_than_its_micro_batch_is_not_sent(middle, poste
     with pytest.raises(InternalError, match=r"micro-batch 5: shape \(1, 2, 3\).*\(4, 2, 3\)"):
         middle.post_send(_tensor(), _down(5), length=4)
     assert posted == []
+
+
+def _receives():
+    """Two activations from the rank before, two gradients from the rank after."""
+    return [_task(op, m) for m in (0, 1) for op in (Op.RECV_FORWARD, Op.RECV_BACKWARD)]
+
+
+def test_receives_are_posted_one_ahead_of_each_peer(middle, asked):
+    middle.expect(_receives(), [None, None])
+    assert [peer for _, peer, _ in asked] == [0, 2]
+    middle.recv(_receives()[0])
+    assert [peer for _, peer, _ in asked] == [0, 2, 0]
+    assert [pending.waited_s for pending, _, _ in asked] == [[1.0], [], []]
+    for receive in _receives()[1:]:
+        middle.recv(receive)
+    assert [peer for _, peer, _ in asked] == [0, 2, 0, 2]
+    assert len({(peer, tag) for _, peer, tag in asked}) == 4
+
+
+def test_receive_posted_ahead_has_the_length_of_its_micro_batch(middle, asked):
+    middle.expect(_receives()[::2], [4, 7])
+    assert middle.recv(_receives()[0]).shape == (4, 2, 3)
+    assert middle.recv(_receives()[2]).shape == (7, 2, 3)
+    assert len(asked) == 2
+
+
+def test_receive_that_cannot_be_posted_ahead_is_told_to_whoever_needs_it(middle, asked):
+    middle.expect(_receives(), [None, None])
+    asked.error = CommunicationError(Fault(fact="it is gone", rule="rule", remedy="remedy"))
+    middle.recv(_receives()[0])
+    with pytest.raises(CommunicationError, match="the activation of micro-batch 1 from stage 0"):
+        middle.recv(_receives()[2])
+
+
+def test_a_new_step_expects_only_its_own(middle, asked):
+    middle.expect(_receives(), [None, None])
+    middle.expect([], [])
+    middle.recv(_receives()[0])
+    assert [peer for _, peer, _ in asked] == [0, 2, 0]

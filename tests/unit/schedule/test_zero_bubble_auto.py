@@ -43,7 +43,9 @@ def test_limit_holds_in_bytes_whatever_the_times(pp, m, limit, share, f, b, w, t
 
 def test_every_rank_finds_the_same():
     sizes = Sizes(pp=4, num_micro_batches=9, max_activations=6, times=Durations(weight=0.6))
-    assert zb_auto(sizes) == zb_auto(sizes)
+    work = zb_auto(sizes)
+    zb_auto.cache_clear()  # as another rank would find it
+    assert zb_auto(sizes) == work
 
 
 def test_search_counts_what_the_simulator_measures():
@@ -68,3 +70,11 @@ def test_time_of_a_search_is_bounded():
 def test_share_that_is_none_is_refused(share):
     with pytest.raises(PlanError, match=r"schedule\.owed_share"):
         make_schedule("zb_auto", Sizes(pp=2, num_micro_batches=2, owed_share=share))
+
+
+def test_order_that_was_found_is_found_no_second_time(monkeypatch):
+    """A step with as many micro-batches as one before waits for no search."""
+    sizes = Sizes(pp=4, num_micro_batches=8, times=Durations(weight=0.7))
+    work = zb_auto(sizes)
+    monkeypatch.setattr(zero_bubble_auto, "_Search", lambda _: pytest.fail("searched again"))
+    assert zb_auto(Sizes(pp=4, num_micro_batches=8, times=Durations(weight=0.7))) is work
