@@ -119,7 +119,7 @@ class Executor(Generic[MicroBatch]):
             CommunicationError: A transfer failed; names stage, micro-batch and peer.
         """
         self._check(micro_batches)
-        of_each = lengths or [None] * len(micro_batches)
+        of_each: Sequence[int | None] = lengths or [None] * len(micro_batches)
         step = _Step(
             self._stage_fns,
             micro_batches,
