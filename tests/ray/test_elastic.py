@@ -172,3 +172,27 @@ def test_driver_that_takes_up_a_run_with_fewer_workers_grows_back(
     calm = calm_losses(steps[-1])
     for step, loss in (first.losses | second.losses).items():
         assert loss == pytest.approx(calm[step], rel=1e-9), step
+
+
+def test_run_that_has_lost_every_node_goes_on_with_the_first_that_comes(run, cluster):
+    """On the grid that it had last: nothing waits for the slots that this grid does not need."""
+    have_nodes(cluster, 2)
+    begun = {}
+
+    def act(running, step):
+        begun.setdefault(running.attempt, step)
+        at = (running.attempt, step - begun[running.attempt])
+        if at == (1, 4):
+            kill_node_of(cluster, running, 0)
+        if at == (2, 4):
+            kill_node_of(cluster, running, 0)
+            cluster.workers.append(cluster.add_node(num_cpus=2))
+        if at == (3, 4):
+            running.signal_driver(signal.SIGTERM)
+
+    more = ("elastic.replan_after_s=1.0", "run.steps=100000", "checkpoint.every=2")
+    outcome = run("all-lost", *more, on_step=act)
+    assert outcome.code == 75, outcome.stderr
+    grids = [event["grid"]["dp"] for event in outcome.all("attempt")]
+    assert grids == [2, 1, 1]
+    assert outcome.all("attempt")[2]["source"] == "store", "no memory was left"

@@ -1,0 +1,43 @@
+"""`raymega chaos` turns red when recovery repeats samples, loses a step, or leaves something behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutations.drills import DRILL_MUTATIONS
+from tests.support.command import VERIFY
+from tests.support.drills import COMMON, LAYOUTS
+
+PACKAGE = Path(__file__).parents[2] / "raymega"
+CHAOS = "from raymega.cli.main import run; run()"
+
+
+def test_every_row_still_fits_the_package():
+    texts = {row.file: (PACKAGE / row.file).read_text() for row in DRILL_MUTATIONS}
+    assert [row.name for row in DRILL_MUTATIONS if texts[row.file].count(row.old) != 1] == []
+
+
+@pytest.mark.matrix
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("row", DRILL_MUTATIONS, ids=lambda row: row.name)
+def test_drill_of_a_package_with_a_planted_mistake_is_red(row, tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "raymega", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "raymega" / row.file
+    file.write_text(file.read_text().replace(row.old, row.new))
+    words = ["chaos", str(VERIFY), "--fault", row.fault, "--json", "--out", str(tmp_path / "out")]
+    for setting in (*COMMON, *LAYOUTS["dp2"]):
+        words += ["--set", setting]
+    done = subprocess.run(
+        [sys.executable, "-c", CHAOS, *words],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, timeout=500, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    faults = json.loads(done.stdout)["faults"]
+    assert any(row.caught in fault for fault in faults), faults
