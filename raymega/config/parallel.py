@@ -55,6 +55,12 @@ class ParallelSection(Section):
         "ranks of its experts. all_gather: every rank collects all tokens and takes its own, which "
         "pays where most ranks need most tokens.",
     )
+    overlap_experts: bool = Field(
+        default=False,
+        description="While tokens of one micro-batch travel to experts or back, the rank works on another: "
+        "a forward and a backward take turns. With schedule.name=dualpipe_v, or 1f1b on parallel.pp=1, which "
+        "then holds the activations of two micro-batches.",
+    )
     order: str = Field(
         default="tp-cp-ep-dp-pp",
         description="Axes from the fastest varying rank digit to the slowest.",

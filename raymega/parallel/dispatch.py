@@ -40,6 +40,7 @@ from raymega.parallel.permutation import (
     weigh_rows,
 )
 from raymega.parallel.stream import Stream
+from raymega.parallel.turns import Turns
 from raymega.plan.grid import ExpertPlace
 
 
@@ -54,6 +55,7 @@ class ExpertGroups:
         stream: How the residual stream lies on the tensor-parallel ranks.
         is_gathered: Tokens are dispatched by all_gather instead of all_to_all.
         log: Sees what the ranks send each other.
+        turns: Where two passes take turns, who works while one waits for rows; None where one runs.
     """
 
     ep: Group
@@ -62,16 +64,17 @@ class ExpertGroups:
     stream: Stream
     is_gathered: bool = False
     log: CommLog = field(default_factory=CommLog, compare=False, repr=False)
+    turns: Turns | None = field(default=None, compare=False, repr=False)
 
     @property
     def to_experts(self) -> Lane:
         """By which rows travel over ep."""
-        return Lane(group=self.ep, name="ep", log=self.log)
+        return Lane(group=self.ep, name="ep", log=self.log, turns=self.turns)
 
     @property
     def to_parts(self) -> Lane:
         """By which they travel over etp."""
-        return Lane(group=self.etp, name="etp", log=self.log)
+        return Lane(group=self.etp, name="etp", log=self.log, turns=self.turns)
 
     @property
     def place(self) -> ExpertPlace:

@@ -23,6 +23,8 @@ from raymega.parallel.comm import (
 )
 from raymega.parallel.comm_log import CommLog, Waitable
 from raymega.parallel.groups import Group
+from raymega.parallel.pending import Pending
+from raymega.parallel.turns import InTurn, Turns
 
 Start = Callable[[Tensor], tuple[Tensor, Waitable]]
 
@@ -55,11 +57,13 @@ class Lane:
         group: They.
         name: How names of transfers begin: ``ep`` or ``etp``.
         log: Sees them.
+        turns: Where two passes take turns, who works while one waits; None where one pass runs.
     """
 
     group: Group
     name: str
     log: CommLog
+    turns: Turns | None = None
 
     def exchange(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, what: str = "exchange"
@@ -68,19 +72,23 @@ class Lane:
         arriving, pending = start_exchange(rows, self.group, sent=sent, received=received)
         row_bytes = rows.nbytes // max(1, rows.shape[0])
         leaving = (sum(sent) - sent[self.group.index]) * row_bytes
-        return arriving, self.log.track_transfer(f"{self.name}_{what}", pending, sent_bytes=leaving)
+        return arriving, self._under_way(what, pending, leaving)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, Waitable]:
         """Begin an all-gather: [T, N] -> [n T, N]."""
         arriving, pending = start_all_gather(rows, self.group)
         leaving = rows.nbytes * (self.group.size - 1)
-        return arriving, self.log.track_transfer(f"{self.name}_gather", pending, sent_bytes=leaving)
+        return arriving, self._under_way("gather", pending, leaving)
 
     def reduce(self, rows: Tensor) -> tuple[Tensor, Waitable]:
         """Begin a reduce-scatter: [n T, N] -> [T, N]."""
         arriving, pending = start_reduce_scatter(rows, self.group)
         leaving = rows.nbytes // self.group.size * (self.group.size - 1)
-        return arriving, self.log.track_transfer(f"{self.name}_reduce", pending, sent_bytes=leaving)
+        return arriving, self._under_way("reduce", pending, leaving)
+
+    def _under_way(self, what: str, pending: Pending, sent_bytes: int) -> Waitable:
+        tracked = self.log.track_transfer(f"{self.name}_{what}", pending, sent_bytes=sent_bytes)
+        return tracked if self.turns is None else InTurn(self.turns, tracked)
 
 
 class Flight:

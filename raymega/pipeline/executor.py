@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.deferral import Debt, Deferral, make_owed
+from raymega.parallel.turns import Turns
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import (
     FREES_ACTIVATIONS,
@@ -27,6 +30,7 @@ from raymega.schedule.instructions import (
     Schedule,
 )
 from raymega.schedule.timeline import Event
+from raymega.schedule.transfers import rounds
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -62,28 +66,35 @@ class Executor(Generic[MicroBatch]):
         p2p: The rank's transfers.
         deferrals: By chunk, where the stage's layers leave weight gradients that are put off; for
             schedules that cut backwards in two.
+        turns: By which a forward and the backward after it run together where the schedule lets
+            them, see schedule.transfers; None runs one after the other.
         pulse: Called after each instruction, for whoever watches whether work goes on.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
             here, recorded events show when instructions were issued; CUDA events are needed there
             for when they ran.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # build is the one place that calls it
         self,
         schedule: Schedule,
         stage_fns: Sequence[StageFunction[MicroBatch]],
         p2p: PointToPoint,
         *,
         deferrals: Sequence[Deferral] = (),
+        turns: Turns | None = None,
         pulse: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pulse = pulse
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
-        self._deferrals = deferrals
+        self._deferrals, self._turns = deferrals, turns
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
         self._is_training = any(task.op in FREES_ACTIVATIONS for task in schedule)
-        self._plan = _plan(schedule)
+        planned = iter(_plan(schedule))
+        self._rounds = [
+            tuple(next(planned) for _ in tasks)
+            for tasks in (rounds(schedule) if turns else [(task,) for task in schedule])
+        ]
         self._receives = [task for task in schedule if task.op in RECEIVE]
 
     @property
@@ -132,18 +143,32 @@ class Executor(Generic[MicroBatch]):
         began = self._clock()
         with torch.set_grad_enabled(self._is_training):
             self._p2p.expect(self._receives, of_each)
-            for planned in self._plan:
-                start, task = self._clock(), planned.task
-                if planned.is_last_backward:
-                    before_last_backward(task.chunk)
-                self._carry_out(planned, step)
-                if planned.is_backward:
-                    after_backward(task.chunk)
+            for together in self._rounds:
+                start = self._clock()
+                for planned in together:
+                    if planned.is_last_backward:
+                        before_last_backward(planned.task.chunk)
+                change = start + self._carry_out_all(together, step)
+                for planned in together:
+                    if planned.is_backward:
+                        after_backward(planned.task.chunk)
                 if is_recording:
-                    events.append(_event(task, start - began, self._clock() - began))
+                    times = (start, *[change] * (len(together) - 1), self._clock())
+                    events += [
+                        _event(planned.task, a - began, b - began)
+                        for planned, (a, b) in zip(together, pairwise(times), strict=True)
+                    ]
                 self._pulse()
             self._p2p.wait_all()
         return StepOutput(loss_sum=step.loss_sum, events=tuple(events), began_s=began)
+
+    def _carry_out_all(self, together: tuple[_Planned, ...], step: _Step[MicroBatch]) -> float:
+        """One task, or two that take turns; seconds that the first of two worked."""
+        if self._turns is None or len(together) == 1:
+            self._carry_out(together[0], step)
+            return 0.0
+        first, second = (partial(self._carry_out, planned, step) for planned in together)
+        return self._turns.together(first, second)
 
     def _carry_out(self, planned: _Planned, step: _Step[MicroBatch]) -> None:
         task = planned.task

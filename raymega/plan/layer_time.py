@@ -167,9 +167,13 @@ def layer_time(
     if has_experts:
         shared_s = sum(product_s(*sizes) for sizes in inner)
         experts = expert_time(shape, device, shared_s=shared_s)
+    forward_s = forward + attention + others + launches + experts.forward_s
+    backward_s = backward + attention_backward + 2 * (others + launches) + experts.backward_s
+    # A forward's and a backward's travel lie beside the other's kernels, block by block.
+    beside_s = (forward_s + backward_s) / 2 if shape.parallel.overlap_experts else 0.0
     return LayerTime(
-        forward_s=forward + attention + others + launches + experts.forward_s,
-        backward_s=backward + attention_backward + 2 * (others + launches) + experts.backward_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
         attention_s=attention,
         norms_s=norms,
         activation_s=activation,
@@ -178,7 +182,7 @@ def layer_time(
             shape, device, software, num_layers=1 + bool(inner_width)
         ),
         context_parallel_s=_context_parallel_s(shape, device),
-        experts_s=experts.travel_s,
+        experts_s=max(0.0, experts.travel_s - beside_s),
         **_away(shape, device, has_experts=has_experts),
     )
 

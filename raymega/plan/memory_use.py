@@ -75,6 +75,7 @@ def _rank_memory(plan: RunPlan, kind: RankKind, costs: StageCosts, *, pp_rank: i
         chunks=len(kind.stages),
         num_micro_batches=plan.batch.num_micro_batches,
         max_activations=plan.job.schedule.max_activations,
+        is_paired=plan.job.parallel.overlap_experts,
     )
     chunks = [costs.kept(*each) for each in zip(kind.kinds, kind.stages, strict=True)]
     mean = sum(each.micro_batch_bytes for each in chunks) / len(chunks)
@@ -96,7 +97,7 @@ def _passing_bytes(shape: ActivationShape) -> int:
     return round(shape_cost(shape, shape.parallel.cp_method).passing_bytes)
 
 
-def micro_batches_in_flight(  # one a size
+def micro_batches_in_flight(  # noqa: PLR0913  # one a size
     schedule: str,
     *,
     pp: int,
@@ -104,12 +105,14 @@ def micro_batches_in_flight(  # one a size
     chunks: int,
     num_micro_batches: int,
     max_activations: int | str = "pp",
+    is_paired: bool = False,
 ) -> int:
     """The most that wait for their backward on one rank, each chunk's counted by itself.
 
     1F1B holds one for each stage from here to the end (Narayanan et al. 2021, figure 3); its
     interleaved form warms up all chunks but one, and twice the way to the end (figure 4). Zero-bubble
-    schedules hold as many on every rank (Qi et al. 2023, 2024), zb_auto what it may.
+    schedules hold as many on every rank (Qi et al. 2023, 2024), zb_auto what it may. Paired passes of 1F1B
+    take one more.
     """
     after = pp - 1 - pp_rank
     held = {
@@ -120,6 +123,6 @@ def micro_batches_in_flight(  # one a size
         "zb_v": 2 * pp,
         "dualpipe_v": 2 * pp + 1,
     }
-    of_1f1b = after + 1 if chunks == 1 or pp == 1 else 2 * after + 1
+    of_1f1b = after + 1 + is_paired if chunks == 1 or pp == 1 else 2 * after + 1
     warm = held.get(schedule, of_1f1b + (chunks - 1) * pp)
     return min(num_micro_batches * chunks, warm)

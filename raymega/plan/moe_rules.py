@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raymega.config.moe import AUX_LEVELS, MoeSection
 from raymega.errors import Fault
+from raymega.schedule.table import can_pair
 
 
 def moe_faults(moe: MoeSection, num_layers: int) -> list[Fault]:
@@ -113,6 +114,38 @@ def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> list[Fau
         for is_broken, fact, rule, remedy in rules
         if is_broken
     ]
+
+
+def overlap_faults(
+    is_overlapped: bool,  # noqa: FBT001
+    sharding: str,
+    schedule: str,
+    pp: int,
+    chunks: int,
+) -> list[Fault]:
+    """Which passes may take turns, so that one works while the other's tokens travel."""
+    if not is_overlapped:
+        return []
+    faults = []
+    if not can_pair(schedule, pp=pp, chunks=chunks):
+        faults.append(
+            Fault(
+                fact=f"parallel.overlap_experts=true with schedule.name={schedule}, parallel.pp={pp}, "
+                f"schedule.chunks={chunks}",
+                rule="a forward and a backward of another micro-batch lie side by side in dualpipe_v, and "
+                "in 1f1b with pp=1 and chunks=1; elsewhere ranks would wait for each other's pairs",
+                remedy="set schedule.name=dualpipe_v and schedule.chunks=2, or overlap_experts=false",
+            )
+        )
+    if sharding == "parameters":
+        faults.append(
+            Fault(
+                fact="parallel.overlap_experts=true with parallel.sharding=parameters",
+                rule="weights are gathered for one pass at a time, and let go of after it",
+                remedy="set parallel.sharding=gradients, or overlap_experts=false",
+            )
+        )
+    return faults
 
 
 def _divisors(number: int) -> str:

@@ -37,6 +37,7 @@ from raymega.plan.moe_rules import (
     expert_place_faults,
     expert_token_faults,
     moe_faults,
+    overlap_faults,
 )
 from raymega.plan.placement import EVEN_ONLY, KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
@@ -270,6 +271,16 @@ RULES = (
         check=expert_place_faults,
     ),
     Rule(reads=("model.moe", "parallel.dynamic_cp", "parallel.dispatch"), check=dynamic_faults),
+    Rule(
+        reads=(
+            "parallel.overlap_experts",
+            "parallel.sharding",
+            "schedule.name",
+            "parallel.pp",
+            "schedule.chunks",
+        ),
+        check=overlap_faults,
+    ),
     Rule(
         reads=(
             "model.moe",

@@ -56,6 +56,7 @@ class RunPlan:
             num_micro_batches=batch.num_micro_batches,
             group_size=schedule.group_size,
             max_activations=schedule.max_activations,
+            is_paired=self.job.parallel.overlap_experts,
         )
         times = pass_times(self.job.model, seq_len=self.job.data.seq_len)
         return replace(sizes, owed_share=schedule.owed_share, times=times)

@@ -98,6 +98,7 @@ PARTNERS: Mapping[str, Partner] = {
     "parallel.cp_inner": HYBRID,
     "parallel.cp_method": CONTEXT,
     "parallel.dispatch": EXPERTS_APART,
+    "parallel.overlap_experts": EXPERTS_APART,
     "precision.fp8_end_blocks": Partner(
         reads=("precision.fp8",),
         holds=lambda recipe: recipe != "none",

@@ -13,6 +13,9 @@ and eight micro-batches, a forward taking one unit of time and a backward two:
 It is as fast as GPipe: (pp - 1) / num_micro_batches of the ideal time is bubble. But a rank keeps
 the activations of at most pp - rank micro-batches, not of all, because each backward frees what
 the next forward needs.
+
+When passes are paired the only rank, of pp=1, is one forward ahead, F0 F1+B0 F2+B1 ..., and keeps the
+activations of two.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def _rank(sizes: Sizes, rank: int) -> Schedule:
     order = Order(sizes.num_micro_batches)
 
     # Warm-up: forwards alone, one for each rank between this one and the last.
-    order.forward(times=sizes.pp - rank - 1)
+    order.forward(times=sizes.pp - rank - 1 + sizes.is_paired)
 
     # Steady: each new forward is followed by the backward of the oldest micro-batch in flight.
     # When forwards run out, the backwards that are left are the cool-down.

@@ -24,6 +24,7 @@ class Sizes:
         max_activations: zb_auto: most micro-batches that a rank may hold; 0 is ``pp``.
         owed_share: zb_auto: how much of a micro-batch's activations its owed weight part keeps.
         times: zb_auto: what the search is for.
+        is_paired: A forward and the backward beside it run together where they can, see transfers.
     """
 
     pp: int
@@ -33,6 +34,7 @@ class Sizes:
     max_activations: int = 0
     owed_share: float = 1.0
     times: Durations = field(default_factory=Durations)
+    is_paired: bool = False
 
 
 def make_sizes(
@@ -42,6 +44,7 @@ def make_sizes(
     num_micro_batches: int,
     group_size: int | str = "pp",
     max_activations: int | str = "pp",
+    is_paired: bool = False,
 ) -> Sizes:
     """Sizes from a job file's values, where ``pp`` stands for that number."""
     return Sizes(
@@ -50,6 +53,7 @@ def make_sizes(
         num_micro_batches=num_micro_batches,
         group_size=pp if group_size == "pp" else int(group_size),
         max_activations=pp if max_activations == "pp" else int(max_activations),
+        is_paired=is_paired,
     )
 
 

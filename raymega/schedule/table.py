@@ -65,7 +65,9 @@ def make_schedule(name: str, sizes: Sizes) -> Program:
     """
     raise_faults(PlanError, schedule_faults(name, sizes))
     return make_program(
-        SCHEDULES[name].make(sizes), make_placement(name, pp=sizes.pp, chunks=sizes.chunks)
+        SCHEDULES[name].make(sizes),
+        make_placement(name, pp=sizes.pp, chunks=sizes.chunks),
+        is_paired=sizes.is_paired,
     )
 
 
@@ -77,6 +79,11 @@ def make_forward_only(placement: Placement, num_micro_batches: int) -> Program:
 def make_placement(name: str, *, pp: int, chunks: int) -> Placement:
     """Which rank holds which stage under schedule ``name``."""
     return Placement(pp=pp, chunks=chunks, is_vee=SCHEDULES[name].is_vee)
+
+
+def can_pair(name: str, *, pp: int, chunks: int) -> bool:
+    """Whether a forward and a backward may run as one; elsewhere ranks would wait for pairs of others."""
+    return name == "dualpipe_v" or (name == "1f1b" and pp == chunks == 1)
 
 
 def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:

@@ -4,6 +4,9 @@ A result is sent right after it is made. A message is taken right before it is n
 the same sender sent earlier are taken before it, though needed later. So between two ranks messages
 are taken in the order in which they are sent, which NCCL needs, and nobody waits for one longer:
 what was sent earlier is there earlier.
+
+A rank may run a forward and the whole backward of another micro-batch that follows it together, as
+DualPipe does. Then the messages that either needs are taken before both, and their results leave after.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ Channel = tuple[int, int]
 """Sending and receiving rank; equal where a rank hands a message to its own next chunk."""
 
 
-def make_program(work: Sequence[Schedule], placement: Placement) -> Program:
-    """The whole program of lists of work by rank."""
+def make_program(
+    work: Sequence[Schedule], placement: Placement, *, is_paired: bool = False
+) -> Program:
+    """The whole program of lists of work by rank; ``is_paired``: as :func:`rounds` says."""
     under_way: defaultdict[Channel, deque[Message]] = defaultdict(deque)
     for rank, schedule in enumerate(work):
         for send in filter(None, (_send_after(task) for task in schedule)):
@@ -28,31 +33,55 @@ def make_program(work: Sequence[Schedule], placement: Placement) -> Program:
                 under_way[_channel(message)].append(message)
     lists = []
     for rank, schedule in enumerate(work):
-        lists.append(tuple(_with_transfers(rank, schedule, placement, under_way)))
+        parts = rounds(schedule) if is_paired else [(task,) for task in schedule]
+        lists.append(tuple(_with_transfers(rank, parts, placement, under_way)))
     return Program(placement=placement, lists=tuple(lists))
+
+
+def rounds(schedule: Schedule) -> list[tuple[Instruction, ...]]:
+    """What a rank does one after the other: an instruction, or two passes that may run together."""
+    found: list[tuple[Instruction, ...]] = []
+    for task in schedule:
+        if found and len(found[-1]) == 1 and _are_together(found[-1][0], task):
+            found[-1] = (*found[-1], task)
+        else:
+            found.append((task,))
+    return found
+
+
+def _are_together(task: Instruction, following: Instruction) -> bool:
+    are_passes = task.op is Op.FORWARD and following.op is Op.BACKWARD
+    return are_passes and task.micro_batch != following.micro_batch
 
 
 def _with_transfers(
     rank: int,
-    schedule: Schedule,
+    parts: Sequence[tuple[Instruction, ...]],
     placement: Placement,
     under_way: defaultdict[Channel, deque[Message]],
 ) -> Iterator[Instruction]:
     taken: set[Message] = set()
-    for task in schedule:
-        receive, send = _receive_before(task), _send_after(task)
-        wanted = placement.message(rank, receive) if receive else None
-        if wanted is not None:
-            queue = under_way[_channel(wanted)]
-            while wanted not in taken and queue:
-                message = queue.popleft()
-                taken.add(message)
-                yield Instruction(
-                    op=message.op, micro_batch=message.micro_batch, chunk=message.receiver.chunk
-                )
-        yield task
-        if send is not None and placement.message(rank, send) is not None:
-            yield send
+    for tasks in parts:
+        for task in tasks:
+            receive = _receive_before(task)
+            wanted = placement.message(rank, receive) if receive else None
+            if wanted is not None:
+                yield from _receives(wanted, under_way[_channel(wanted)], taken)
+        yield from tasks
+        for task in tasks:
+            send = _send_after(task)
+            if send is not None and placement.message(rank, send) is not None:
+                yield send
+
+
+def _receives(wanted: Message, queue: deque[Message], taken: set[Message]) -> Iterator[Instruction]:
+    """What the sender sent up to ``wanted``, as far as it was not taken before."""
+    while wanted not in taken and queue:
+        message = queue.popleft()
+        taken.add(message)
+        yield Instruction(
+            op=message.op, micro_batch=message.micro_batch, chunk=message.receiver.chunk
+        )
 
 
 def _receive_before(task: Instruction) -> Instruction | None:

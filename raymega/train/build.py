@@ -27,6 +27,7 @@ from raymega.parallel.dispatch import ExpertGroups
 from raymega.parallel.grad_buffer import GradBuffer
 from raymega.parallel.groups import Groups
 from raymega.parallel.stream import Stream
+from raymega.parallel.turns import Turns
 from raymega.parallel.weight_buffer import WeightBuffer
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
@@ -111,6 +112,7 @@ def build_parts(
         stream=stream,
         is_gathered=job.parallel.dispatch == "all_gather",
         log=comm_log,
+        turns=Turns(device) if job.parallel.overlap_experts else None,
     )
     model = build_model(
         plan, stages, groups=groups, context=context, experts=experts, device=device
@@ -137,7 +139,9 @@ def build_parts(
         device=device,
         modules=modules,
         loader=_build_loader(plan, "train", rank=rank, groups=groups, log=comm_log, device=device),
-        executors=_build_executors(plan, coords, modules=modules, p2p=p2p, pulse=pulse),
+        executors=_build_executors(
+            plan, coords, modules=modules, p2p=p2p, turns=experts.turns, pulse=pulse
+        ),
         gradients=model.gradients,
         weights=model.weights,
         optimizer=Optimizer(
@@ -222,6 +226,7 @@ def _build_executors(
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
+    turns: Turns | None,
     pulse: Callable[[], None],
 ) -> Mapping[int, Executor]:
     def make(num_micro_batches: int) -> Executor:
@@ -232,6 +237,7 @@ def _build_executors(
             [module.run for module in modules],
             p2p,
             deferrals=[module.deferral for module in modules],
+            turns=turns,
             pulse=pulse,
         )
 

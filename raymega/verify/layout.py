@@ -44,6 +44,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     dispatch: str = "all_to_all"
+    overlap_experts: bool = False
     sharding: str = "none"
     sharding_group: int | str = "all"
     sequence_parallel: bool = False
@@ -228,6 +229,12 @@ OPTIONS = (
         name="dispatch",
         path="parallel.dispatch",
         values=_allowed(ParallelSection, "dispatch"),
+        matters=lambda layout: layout.ep * layout.etp > 1,
+    ),
+    Option(
+        name="overlap_experts",
+        path="parallel.overlap_experts",
+        values=(False, True),
         matters=lambda layout: layout.ep * layout.etp > 1,
     ),
     Option(

@@ -44,6 +44,16 @@ FOLDED = [
 
 WAYS = {
     "zero-bubble": ("tp2-cp2-pp2-ep2-sp", ["schedule.name=zb_h1", "parallel.dispatch=all_gather"]),
+    "turns": (
+        "tp2-pp2-dp2-ep2",
+        ["schedule.name=dualpipe_v", "schedule.chunks=2", "parallel.stages=Et|t|t|L",
+         "parallel.overlap_experts=true"],
+    ),
+    "turns-of-one-stage": (
+        "dp4-etp2-ep2",
+        ["schedule.micro_batch_size=1", "parallel.overlap_experts=true", "memory.recompute=full",
+         "parallel.sharding=gradients"],
+    ),
     "weights-in-parts": ("tp2-dp4-ep2-etp2", ["parallel.sharding=parameters", "memory.recompute=full"]),
 }
 

@@ -1,5 +1,7 @@
 """A recorded step shows each bucket's collective, and that work goes on beside it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -139,6 +141,23 @@ def test_transfers_between_experts_are_recorded_and_counted(dispatch):
         layers = plan.job.model.num_layers * plan.batch.num_micro_batches
         # Of etp's two ranks each sends its tokens to the other; of ep's each those of both.
         assert sent["etp_gather"] == 2 * rows * layers and sent["ep_gather"] == 4 * rows * layers
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_tokens_travel_beside_the_work_of_another_micro_batch(is_overlapped):
+    """With turns a transfer is waited for when the other pass has launched one; alone, before."""
+    plan = make_test_plan(
+        *layout_overrides("dp2-ep2"), "model.moe.num_experts=4", "model.num_layers=2",
+        "data.global_batch_size=8", f"parallel.overlap_experts={str(is_overlapped).lower()}",
+    )  # fmt: skip
+    found = run_grid(_step_between_experts, plan.grid, plan.to_json())
+    for events, _ in found:
+        launched, waits = _of(events, "ep_exchange"), _of(events, "wait_ep_exchange")
+        late = [n for n in waits if n + 1 in launched and waits[n].start_s > launched[n + 1].start_s]
+        assert bool(late) == is_overlapped
+        passes = [event for event in events if event.name in ("forward", "backward")]
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(passes))
+    assert len(_of(found[0][0], "ep_exchange")) == 4 * 2 * plan.batch.num_micro_batches
 
 
 def _step_between_experts(env, plan_json):

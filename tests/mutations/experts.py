@@ -81,6 +81,14 @@ EXPERTS: tuple[Mutation, ...] = (
         job=EXPERTS,
     ),
     Mutation(
+        name="rows are not waited for after the other pass's turn",
+        file="parallel/turns.py",
+        old="                raise _OtherFailedError\n        pending.wait(timeout_s)",
+        new="                raise _OtherFailedError\n        else:\n            pending.wait(timeout_s)",
+        layout=Layout(dp=4, ep=4, overlap_experts=True, schedule="1f1b"),
+        job=EXPERTS,
+    ),
+    Mutation(
         name="what experts drop goes by the order of ranks",
         file="model/capacity.py",
         old="    order = keys.argsort(stable=True)\n",

@@ -99,6 +99,19 @@ def test_tokens_travel_behind_the_shared_expert():
     assert expert_time(shape, H100, shared_s=1.0).travel_s == 0.0
 
 
+def test_tokens_travel_behind_another_micro_batch_and_that_one_is_kept_too():
+    moe = {"num_experts": 8, "top_k": 2}
+    alone, beside = (
+        plan(moe, dp=8, ep=8, sharding="optimizer", overlap_experts=is_overlapped)
+        for is_overlapped in (False, True)
+    )
+    times = [step_time(each, H100) for each in (alone, beside)]
+    assert times[0].experts_s > times[1].experts_s >= 0.0
+    assert times[0].compute_s == times[1].compute_s
+    kept = [memory_use(each).activation_bytes for each in (alone, beside)]
+    assert kept[1] > 1.5 * kept[0]
+
+
 def test_a_block_with_experts_is_priced_apart_and_a_dense_model_has_one_kind():
     times = block_times(activation_shape(plan(dp=8, ep=8).job), H100, RAYMEGA)
     assert times.experts.experts_s > 0 and times.dense.experts_s == 0.0

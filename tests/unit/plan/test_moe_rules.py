@@ -10,6 +10,7 @@ from raymega.plan.moe_rules import (
     expert_place_faults,
     expert_token_faults,
     moe_faults,
+    overlap_faults,
 )
 
 DEEPSEEK = {
@@ -149,3 +150,21 @@ def test_what_goes_by_micro_batches_is_refused_under_dynamic_context_parallelism
 def test_what_goes_by_the_token_or_the_last_step_is_not():
     for fields in ({}, {"balance": "global"}, {"has_bias": True}, {"z_coefficient": 0.1}):
         assert dynamic_faults(MoeSection(num_experts=8, **fields), True, "all_to_all") == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ((False, "parameters", "gpipe", 4, 1), []),
+        ((True, "gradients", "1f1b", 1, 1), []),
+        ((True, "none", "dualpipe_v", 4, 2), []),
+        ((True, "none", "1f1b", 2, 1), ["schedule.name=1f1b, parallel.pp=2, schedule.chunks=1"]),
+        ((True, "none", "1f1b", 1, 2), ["schedule.chunks=2"]),
+        ((True, "parameters", "dualpipe_v", 4, 2), ["with parallel.sharding=parameters"]),
+    ],
+    ids=str,
+)
+def test_passes_take_turns_only_where_none_waits_for_pairs_of_others(asked, told):
+    faults = [str(fault) for fault in overlap_faults(*asked)]
+    assert len(faults) == len(told)
+    assert all(part in fault for fault, part in zip(faults, told, strict=True))

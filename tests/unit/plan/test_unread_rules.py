@@ -32,6 +32,10 @@ UNREAD = {
         "all_gather",
         ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
     ),
+    "parallel.overlap_experts": (
+        "true",
+        ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
+    ),
     "precision.fp8_end_blocks": (0, ["precision.fp8=rowwise"]),
     "precision.loss_scale": (1024.0, ["precision.dtype=float16"]),
     "precision.loss_scale_hysteresis": (3, ["precision.dtype=float16"]),

@@ -17,6 +17,7 @@ from raymega.schedule.placement import Placement
 from raymega.schedule.simulate import Durations, simulate
 from raymega.schedule.table import SCHEDULES, make_forward_only, make_placement, make_schedule
 from raymega.schedule.text import LETTERS, timetable
+from raymega.schedule.transfers import rounds
 
 sizes = st.integers(1, 8)
 counts = st.integers(1, 20)
@@ -248,3 +249,25 @@ def test_placement_of_a_schedule_is_the_one_its_lists_are_made_for(name):
     placement = make_placement(name, pp=4, chunks=chunks)
     assert _make(name, pp=4, m=3, chunks=chunks).placement == placement
     assert placement.are_ends_together == (name in ("zb_v", "dualpipe_v"))
+
+
+@many
+@given(pp=sizes, m=counts)
+def test_paired_passes_of_dualpipe_v_are_legal_and_follow_each_other(pp, m):
+    wanted = Sizes(pp=pp, num_micro_batches=m, chunks=2, is_paired=True)
+    program = make_schedule("dualpipe_v", wanted)
+    plain = make_schedule("dualpipe_v", replace(wanted, is_paired=False))
+    peaks = [check(each, num_micro_batches=m).peak_activations for each in (program, plain)]
+    assert peaks[0] == peaks[1]
+    for paired, alone in zip(program.lists, plain.lists, strict=True):
+        assert _computes(paired) == _computes(alone)
+        pairs = [tasks for tasks in rounds(paired) if len(tasks) == 2]
+        assert all(f.micro_batch != b.micro_batch for f, b in pairs)
+        assert len(pairs) >= 2 * (m - 2 * pp)
+
+
+def test_paired_1f1b_of_one_rank_is_one_forward_ahead():
+    program = make_schedule("1f1b", Sizes(pp=1, num_micro_batches=4, is_paired=True))
+    assert check(program, num_micro_batches=4).peak_activations == (2,)
+    texts = [_computes(tasks) for tasks in rounds(program.lists[0])]
+    assert texts == ["F0", "F1 B0", "F2 B1", "F3 B2", "B3"]
