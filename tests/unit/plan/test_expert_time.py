@@ -107,7 +107,7 @@ def test_tokens_travel_behind_another_micro_batch_and_that_one_is_kept_too():
     )
     times = [step_time(each, H100) for each in (alone, beside)]
     assert times[0].experts_s > times[1].experts_s >= 0.0
-    assert times[0].compute_s == times[1].compute_s
+    assert times[0].compute_s == pytest.approx(times[1].compute_s)
     kept = [memory_use(each).activation_bytes for each in (alone, beside)]
     assert kept[1] > 1.5 * kept[0]
 
