@@ -93,7 +93,7 @@ class Executor(Generic[MicroBatch]):
         planned = iter(_plan(schedule))
         self._rounds = [
             tuple(next(planned) for _ in tasks)
-            for tasks in (rounds(schedule) if turns else [(task,) for task in schedule])
+            for tasks in rounds(schedule, is_paired=turns is not None)
         ]
         self._receives = [task for task in schedule if task.op in RECEIVE]
 

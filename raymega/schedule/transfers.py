@@ -33,16 +33,16 @@ def make_program(
                 under_way[_channel(message)].append(message)
     lists = []
     for rank, schedule in enumerate(work):
-        parts = rounds(schedule) if is_paired else [(task,) for task in schedule]
+        parts = rounds(schedule, is_paired=is_paired)
         lists.append(tuple(_with_transfers(rank, parts, placement, under_way)))
     return Program(placement=placement, lists=tuple(lists))
 
 
-def rounds(schedule: Schedule) -> list[tuple[Instruction, ...]]:
+def rounds(schedule: Schedule, *, is_paired: bool = True) -> list[tuple[Instruction, ...]]:
     """What a rank does one after the other: an instruction, or two passes that may run together."""
     found: list[tuple[Instruction, ...]] = []
     for task in schedule:
-        if found and len(found[-1]) == 1 and _are_together(found[-1][0], task):
+        if is_paired and found and len(found[-1]) == 1 and _are_together(found[-1][0], task):
             found[-1] = (*found[-1], task)
         else:
             found.append((task,))
