@@ -67,7 +67,8 @@ def make_schedule(name: str, sizes: Sizes) -> Program:
     return make_program(
         SCHEDULES[name].make(sizes),
         make_placement(name, pp=sizes.pp, chunks=sizes.chunks),
-        is_paired=sizes.is_paired,
+        # With fewer micro-batches than ranks, passes lie side by side that DualPipe-V has others between.
+        is_paired=sizes.is_paired and sizes.num_micro_batches >= sizes.pp,
     )
 
 
