@@ -15,7 +15,7 @@ from types import FrameType
 
 from raymega.orchestrate.signs import Standing
 
-INSTRUCTION = ("raymega.pipeline.executor", "_carry_out", "instruction")
+INSTRUCTION = ("raymega.pipeline.executor", "_carry_out", "task")
 OPERATION = ("raymega.parallel.pending", "wait", "self")
 """Module, function and local variable that say what is done, and what is waited for."""
 PATIENT = (

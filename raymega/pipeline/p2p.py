@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from raymega.schedule.placement import Message, Placement
 Coming = tuple[Message, int | None]
 """A message that will be received, and its length S/sp if it has one of its own."""
 CARGO = {Op.RECV_FORWARD: "activation", Op.RECV_BACKWARD: "gradient"}
+AHEAD_BYTES = 2**18
+"""Larger messages over gloo travel only when they are needed: of one that is half there when its sender
+dies, gloo tells the receiver nothing until the timeout, and sockets do not hold it whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +53,8 @@ class PointToPoint:
     transfers of one in the order in which they were posted: on a shared one, neighbours that both
     post a send before a receive would block each other on the GPU. For the same reason receives are
     posted in the order in which the peer sends: the next one of each peer as soon as the one before
-    is there, so that a message travels when it is sent and not when it is needed. On a GPU
+    is there, so that a message travels when it is sent and not when it is needed; over gloo a large
+    one when it is needed, see ``AHEAD_BYTES``. On a GPU
     waiting for a receive orders the stream and leaves the host free. A message to another chunk of
     this rank is handed over without a copy.
     """
@@ -145,13 +150,16 @@ class PointToPoint:
             self._finish_send()
 
     def _post_next(self, peer: int) -> None:
-        """Begin the next receive from a peer, if there is one.
+        """Begin the next receive from a peer, if there is one that may travel ahead.
 
         Where that fails, whoever needs the message tries again and is told.
         """
         coming = self._coming.get(peer)
         if coming:
             message, length = coming.popleft()
+            num_bytes = prod(self._shape_of(length)) * self.dtype.itemsize
+            if self.device.type == "cpu" and num_bytes > AHEAD_BYTES:
+                return
             with suppress(CommunicationError):
                 self._posted[message] = self._post_receive(message, length)
 

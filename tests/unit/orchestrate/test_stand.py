@@ -5,7 +5,6 @@ import signal
 import subprocess
 import time
 from threading import Event, Thread
-from types import SimpleNamespace
 
 import pytest
 
@@ -49,11 +48,9 @@ def test_collective_and_instruction_are_named(stand):
     )
     task = Instruction(op=Op.FORWARD, micro_batch=2)
 
-    step = SimpleNamespace(
-        actions={Op.FORWARD: lambda _task: pending.wait(5.0)}, forget=lambda _key: None
-    )
     executor = Executor([task], [], p2p=None)
-    seen = stand(lambda: executor._carry_out(task, step))
+    planned = executor._rounds[0][0]._replace(act=lambda _step, _task: pending.wait(5.0))
+    seen = stand(lambda: executor._carry_out(planned, None))
     assert (seen.waits_for, seen.doing) == ("all_reduce on group tp", str(task))
     assert "it waits for all_reduce on group tp" in str(seen)
 

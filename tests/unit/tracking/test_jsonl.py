@@ -63,6 +63,7 @@ def test_timeline_line_has_the_bubble_and_not_the_events():
         "cp_hidden_share": 0.75,
         "experts_exposed_s": 0.125,
         "experts_hidden_share": 0.5,
+        "update_exposed_s": 0.125,
     }
     assert line == {
         "event": "timeline",

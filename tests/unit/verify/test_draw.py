@@ -26,7 +26,7 @@ SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedul
 AXES = {("axis", axis) for axis in DEGREES}
 
 
-ELSEWHERE = ("dynamic_cp", "cp_inner", "ep", "etp", "dispatch")
+ELSEWHERE = ("dynamic_cp", "cp_inner", "ep", "etp", "dispatch", "overlap_experts")
 """Options that a few layouts of a small dense job cannot meet."""
 
 
