@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raymega.parallel.deferral import Deferral
+from raymega.parallel.deferral import Deferral, Made
 from raymega.parallel.groups import build_groups, open_world
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
@@ -59,7 +59,7 @@ class _Sleeper(torch.autograd.Function):
             return torch.zeros_like(param)
 
         time.sleep(unit_s)
-        return grad, ctx.deferral.settle_or_owe(param, make), None, None
+        return grad, ctx.deferral.settle_or_owe(param, Made(make)), None, None
 
 
 def sizes_of(name: str, pp: int) -> Sizes:
