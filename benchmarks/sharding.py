@@ -15,7 +15,8 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from raymega.train.step import train_step
 RANKS = 4
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
+LET_GO_S = 0.5
+"""Threads of gloo let go of tensors by then: told of memory after its end, the profiler of torch crashes."""
 LEVELS = ("optimizer", "gradients", "parameters")
 SMALL = {"num_layers": 4, "width": 128, "num_heads": 4, "ffn_width": 352, "vocab_size": 512}
 LARGE = {"num_layers": 6, "width": 320, "num_heads": 5, "ffn_width": 864, "vocab_size": 2048}
@@ -94,6 +97,10 @@ class Ours:
         self.state = outcome.state
         return outcome.loss
 
+    def wait(self) -> None:
+        """For weights that are gathered for the next step already."""
+        self.parts.weights.wait_for_all()
+
 
 class Theirs:
     """The same by FSDP2: sums of losses, divided by the count of all tokens before backward."""
@@ -140,15 +147,20 @@ class Theirs:
         self.optimizer.zero_grad(set_to_none=True)
         return float(totals[0] / totals[1])
 
+    def wait(self) -> None:
+        """Its step leaves nothing under way."""
+
 
 def _mesh():
     return dist.device_mesh.init_device_mesh("cpu", (RANKS,))
 
 
-def _counted(call: Callable[[], object]) -> tuple[int, float]:
+def _counted(call: Ours | Theirs) -> tuple[int, float]:
     """The most bytes that one call allocated and held at a time, and what it sent."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         call()
+        call.wait()
+        time.sleep(LET_GO_S)
     held = [0, *_allocated(watched.profiler.kineto_results.experimental_event_tree())]
     sent = SentBytes()
     with sent:

@@ -49,7 +49,9 @@ def test_collective_and_instruction_are_named(stand):
     task = Instruction(op=Op.FORWARD, micro_batch=2)
 
     executor = Executor([task], [], p2p=None)
-    planned = executor._rounds[0][0]._replace(act=lambda _step, _task: pending.wait(5.0))
+    planned = executor._rounds[0][0]._replace(
+        act=lambda _step, _task: pending.wait(5.0), is_last=False
+    )
     seen = stand(lambda: executor._carry_out(planned, None))
     assert (seen.waits_for, seen.doing) == ("all_reduce on group tp", str(task))
     assert "it waits for all_reduce on group tp" in str(seen)
