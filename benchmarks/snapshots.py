@@ -96,7 +96,9 @@ class Trainer:
         self.parts = build_parts(plan, rank=rank, groups=groups, device=CPU)
         self.state = first_state(plan.job.precision)
         own, partner = addresses[rank], addresses[1 - rank]
-        replicas = Replicas(token=TOKEN, write_to=(own, partner), num_copies=2, tidies=(own,))
+        replicas = Replicas(
+            token=TOKEN, write_to=(own, partner), num_copies=2, home=own, tidies=(own,)
+        )
         self.snapshots = SnapshotWriter(plan, rank=rank, attempt=1, replicas=replicas)
         writer = CheckpointWriter(MemoryStore(), rank=rank, attempt=1, report=print)
         self.saving = Saving(

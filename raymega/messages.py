@@ -75,6 +75,8 @@ class Replicas:
         token: What keepers let a caller in by.
         write_to: Keepers of this worker's snapshots: of its own node, then of the partner's.
         num_copies: How many there should be; keepers that are lost are missing above.
+        home: Of these, the one of its own node, which looks into this worker's memory; empty when it is
+            lost.
         tidies: Of these, the ones in which this worker drops what is too old.
         read_from: By key the keepers that hold an object of the snapshot to restore from; empty
             when that is a checkpoint in the run's store, or nothing.
@@ -83,6 +85,7 @@ class Replicas:
     token: str = field(default="", repr=False)
     write_to: tuple[str, ...] = ()
     num_copies: int = 0
+    home: str = ""
     tidies: tuple[str, ...] = ()
     read_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

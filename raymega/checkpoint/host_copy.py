@@ -8,16 +8,25 @@ the writer's to say.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Iterable
+from weakref import finalize
 
 import torch
+
+from raymega.storage.shared_memory import SharedMemories, SharedMemory
+
+log = logging.getLogger(__name__)
 
 
 class HostCopy:
     """One copy at a time: it must be written out before the next one is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedMemories | None = None) -> None:
+        """Take memory from ``shared``, or where that has none, memory of this process alone."""
+        self._shared = shared
+        self._memory: SharedMemory | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._places: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -28,6 +37,11 @@ class HostCopy:
         """Host memory that it keeps."""
         return self._buffer.numel()
 
+    @property
+    def is_shared(self) -> bool:
+        """Its buffer lies in shared memory."""
+        return self._memory is not None
+
     def reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
         """Make the buffer large enough: the only place where host memory is taken.
 
@@ -37,7 +51,13 @@ class HostCopy:
         if self._buffer.numel() < num_bytes:
             self._places.clear()
             self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._memory = self._take_shared(num_bytes)
+            if self._memory is None:
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            else:
+                self._buffer = torch.frombuffer(self._memory.pages, dtype=torch.uint8)
+                if is_pinned:
+                    _pin(self._buffer)
             if not is_pinned:
                 _ask_for_huge_pages(self._buffer)
 
@@ -72,6 +92,15 @@ class HostCopy:
         """A stretch of the buffer, not copied."""
         return memoryview(self._buffer.numpy().data)[start : start + num_bytes]
 
+    def _take_shared(self, num_bytes: int) -> SharedMemory | None:
+        if self._shared is None or not num_bytes:
+            return None
+        try:
+            return self._shared.take(num_bytes)
+        except OSError as error:
+            log.warning("no shared memory for %d bytes: %s", num_bytes, error)
+            return None
+
     def _copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         for start, values in parts:
             self._place(start, values).copy_(values, non_blocking=True)
@@ -83,6 +112,16 @@ class HostCopy:
             place = self._buffer[start : start + values.nbytes].view(values.dtype)
             self._places[key] = place.view(values.shape)
         return self._places[key]
+
+
+def _pin(buffer: torch.Tensor) -> None:
+    """Let a GPU copy to ``buffer`` by itself; where it may not, copies take longer."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types
+    begin = buffer.data_ptr()
+    if int(cuda.cudaHostRegister(begin, buffer.nbytes, 0)):
+        log.warning("%d bytes of shared memory could not be pinned", buffer.nbytes)
+    else:
+        finalize(buffer, cuda.cudaHostUnregister, begin)
 
 
 def _ask_for_huge_pages(buffer: torch.Tensor) -> None:

@@ -41,12 +41,17 @@ def folder_of(step: int) -> str:
 def data_file(*, attempt: int, rank: int, number: int = 0) -> str:
     """Name of a rank's data file in that folder; ``number`` tells several of one rank apart."""
     more = f"-{number:03d}" if number else ""
-    return f"a{attempt:04d}-rank{rank:05d}{more}.safetensors"
+    return f"{data_prefix(attempt=attempt, rank=rank)}{more}.safetensors"
+
+
+def data_prefix(*, attempt: int, rank: int) -> str:
+    """How the names of all that a rank writes begin."""
+    return f"a{attempt:04d}-rank{rank:05d}"
 
 
 def part_file(*, attempt: int, rank: int) -> str:
     """Name of the object that says what a rank wrote of a snapshot."""
-    return f"a{attempt:04d}-rank{rank:05d}.json"
+    return f"{data_prefix(attempt=attempt, rank=rank)}.json"
 
 
 def manifest_key(at: CheckpointId) -> str:

@@ -15,8 +15,9 @@ from functools import partial
 from math import inf
 from threading import Thread
 
-from raymega.checkpoint.keys import ROOT, CheckpointId
+from raymega.checkpoint.keys import ROOT, CheckpointId, data_prefix
 from raymega.checkpoint.retention import Keep, expired_keys
+from raymega.checkpoint.slots import Slots
 from raymega.checkpoint.snapshots import Part
 from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience, State
 from raymega.errors import RaymegaError
@@ -25,6 +26,7 @@ from raymega.parallel.blocks import Block
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.copies import Copies
 from raymega.storage.keeper_store import KeeperStore
+from raymega.storage.shared_memory import SharedMemories
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +62,18 @@ class SnapshotWriter:
         """
         self._plan, self._attempt, self._replicas = plan, attempt, replicas
         self._every = plan.job.elastic.snapshot_every
+        shared = SharedMemories()
         stores = {
             address: KeeperStore(
-                address, replicas.token, timeout_s=plan.job.elastic.snapshot_timeout_s
+                address, replicas.token, timeout_s=plan.job.elastic.snapshot_timeout_s,
+                shared=shared if address == replicas.home else None,
             )
             for address in replicas.write_to
-        }
+        }  # fmt: skip
         self._copies = Copies(stores)
+        self._slots = Slots(
+            stores.get(replicas.home), shared, owner=data_prefix(attempt=attempt, rank=rank)
+        )
         self._tidied = [stores[address] for address in replicas.tidies]
         self._writer = CheckpointWriter(
             self._copies, rank=rank, attempt=attempt, report=self._finish,
@@ -111,7 +118,8 @@ class SnapshotWriter:
         """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change."""
         self._is_wanted, self._is_free, self._waited_s = False, False, 0.0
         self._newest = _Newest(step=step, is_writing=True)
-        self._writer.save(step, blocks, state)
+        slot = self._slots.free(whole_step=self._whole_step, step=step)
+        self._writer.save(step, blocks, state, host=slot)
 
     def fence(self) -> None:
         """Call before the tensors change: on a GPU the change then comes behind the copy."""

@@ -123,6 +123,7 @@ class _Save:
 
     step: int
     state: State
+    host: HostCopy
     num_bytes: int
     began_s: float
     stall_s: float = 0.0
@@ -158,7 +159,7 @@ class CheckpointWriter:
         self._report = report
         self._patience, self._limits, self._near = patience, limits, near
         self._pace = Pace(limits.bytes_per_s)
-        self._host = HostCopy()
+        self._host = self._last = HostCopy()
         self._background = Background("checkpoint")
         self._division = _Division()
 
@@ -172,13 +173,18 @@ class CheckpointWriter:
         """Host memory that is kept for saves."""
         return self._host.num_bytes
 
-    def save(self, step: int, blocks: Sequence[Block], state: State) -> float:
+    def save(
+        self, step: int, blocks: Sequence[Block], state: State, *, host: HostCopy | None = None
+    ) -> float:
         """Copy this rank's share of ``blocks``, start its write, return the seconds it took.
 
         It waits for the save before. Tensors of the CPU may change when it returns, those of a GPU
-        behind :meth:`fence`.
+        behind :meth:`fence`. The copy lies in ``host``, by default in a buffer of the writer's own.
         """
-        save = _Save(step=step, state=state, num_bytes=0, began_s=time.monotonic())
+        self._last = host or self._host
+        save = _Save(
+            step=step, state=state, host=self._last, num_bytes=0, began_s=time.monotonic()
+        )  # fmt: skip
         if not self.wait():
             error = f"the save before is still being written after {self._patience.timeout_s:g} s"
             return self._give_up(save, error)
@@ -190,7 +196,7 @@ class CheckpointWriter:
             return self._give_up(save, error)
         try:
             is_cuda = any(block.values.is_cuda for block in blocks)
-            self._host.reserve(largest, is_pinned=is_cuda)
+            save.host.reserve(largest, is_pinned=is_cuda)
         except RuntimeError as error:  # how torch reports that host memory is used up
             return self._give_up(save, f"no host memory for the copy: {error}")
         *earlier, last = division.portions or ((),)
@@ -205,7 +211,7 @@ class CheckpointWriter:
 
     def fence(self) -> None:
         """Call before the tensors change: on a GPU the change then comes behind the copy."""
-        self._host.fence()
+        self._last.fence()
 
     def wait(self) -> bool:
         """Wait until nothing is being written; false when that took longer than the patience."""
@@ -243,7 +249,7 @@ class CheckpointWriter:
     def _start(
         self, save: _Save, files: Sequence[_File], blocks: Sequence[Block], *, is_last: bool
     ) -> None:
-        self._host.take(
+        save.host.take(
             (file.base + start, values_at(blocks[share.holding], share.box))
             for file in files
             for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
@@ -261,7 +267,7 @@ class CheckpointWriter:
         """In the background; every failure becomes a report."""
         began = time.monotonic()
         try:
-            self._host.wait()
+            save.host.wait()
             with ThreadPoolExecutor(FILES_IN_FLIGHT, thread_name_prefix="checkpoint-file") as pool:
                 for boxes in pool.map(lambda file: self._put(save, file), files):
                     save.boxes += boxes
@@ -285,7 +291,7 @@ class CheckpointWriter:
     def _put(self, save: _Save, file: _File) -> tuple[SavedBox, ...]:
         """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
         spans = zip(file.layout.starts, file.layout.shares, strict=True)
-        blocks = [self._host.chunk(file.base + at, share.num_bytes) for at, share in spans]
+        blocks = [save.host.chunk(file.base + at, share.num_bytes) for at, share in spans]
         header = file.layout.header({"step": str(save.step), "attempt": str(self._attempt)})
         key = folder_of(save.step) + file.name
         chunks = [memoryview(header), *blocks]

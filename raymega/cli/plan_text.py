@@ -251,13 +251,12 @@ def _show_snapshots(plan: RunPlan) -> None:
     cost = max(_snapshot_costs(plan), key=lambda cost: cost.share_bytes)
     print(
         f"\nsnapshots in memory every {_steps(every)}: a rank writes at most "
-        f"{_readable(cost.share_bytes)} to its node's keeper and to the next node's, "
-        f"{_readable(cost.sent_bytes)} in all"
+        f"{_readable(cost.share_bytes)} on its node, and sends them to the next node's keeper"
     )
     print(
-        f"host memory for each rank of a node: {_readable(cost.buffer_bytes)} in its own process, "
-        f"{_readable(cost.keeper_bytes)} in keepers ({NUM_GENERATIONS} snapshots of it and of a "
-        "rank of the node before); on one node half of that, which the loss of the node takes along"
+        f"host memory for each rank of a node: {_readable(cost.buffer_bytes)} of its own, which the node's "
+        f"keeper sees, and {_readable(cost.keeper_bytes)} in that keeper ({NUM_GENERATIONS} snapshots of it "
+        "and of a rank of the node before); on one node half of that, which the loss of the node takes along"
     )
 
 

@@ -109,12 +109,14 @@ class Keepers:
             holders: Of what it restores.
         """
         homes = copy_nodes(nodes)[rank]
+        home = self._addresses(homes[:1])
         is_first_here = nodes.index(nodes[rank]) == rank
         return Replicas(
             token=self._token,
             write_to=self._addresses(homes),
             num_copies=len(homes),
-            tidies=self._addresses(homes[:1]) if is_first_here else (),
+            home="".join(home),
+            tidies=home if is_first_here else (),
             read_from=dict(holders),
         )
 

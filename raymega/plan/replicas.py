@@ -1,6 +1,6 @@
 """Where copies of a rank's state are kept in memory, and what that costs.
 
-A snapshot of a rank's share lies twice: in its own node's keeper and in its partner's, the next
+A snapshot of a rank's share lies twice: on its own node and in its partner's keeper, the next
 node round. So whichever node is lost, the other copy lives. Starting and asking keepers is
 orchestrate's.
 """
@@ -17,7 +17,7 @@ from raymega.plan.save_cost import share_bytes
 
 GIB_BYTES = 2**30
 NUM_GENERATIONS = 2
-"""A keeper has the newest complete snapshot and the one that is being written."""
+"""The newest whole snapshot and the one that is being written, on each of the nodes that keep a copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,9 @@ class SnapshotCost:
 
     Attributes:
         share_bytes: What the rank writes of one snapshot.
-        buffer_bytes: Host memory of the rank's own process, for the copy.
-        keeper_bytes: Host memory of keepers, all copies together, at most.
-        sent_bytes: What leaves the rank's process for one snapshot, the own node's keeper included.
+        buffer_bytes: Host memory of its node, at most: what it copies to, which its keeper has a view of.
+        keeper_bytes: Host memory of the partner's keeper, at most.
+        sent_bytes: What leaves the rank's node for one snapshot.
     """
 
     share_bytes: int
@@ -73,8 +73,7 @@ def node_bytes(plan: RunPlan, node_of: Sequence[str]) -> dict[str, int]:
     for rank, homes in enumerate(copy_nodes(node_of)):
         cost = snapshot_cost(plan, rank, num_copies=len(homes))
         taken[node_of[rank]] += cost.buffer_bytes
-        for home in homes:
-            taken[home] += cost.keeper_bytes // len(homes)
+        taken[homes[-1]] += cost.keeper_bytes
     return dict(taken)
 
 
@@ -114,7 +113,7 @@ def snapshot_cost(plan: RunPlan, rank: int, *, num_copies: int = 2) -> SnapshotC
     share = share_bytes(plan, rank)
     return SnapshotCost(
         share_bytes=share,
-        buffer_bytes=share,
-        keeper_bytes=share * num_copies * NUM_GENERATIONS,
-        sent_bytes=share * num_copies,
+        buffer_bytes=share * NUM_GENERATIONS,
+        keeper_bytes=share * NUM_GENERATIONS * (num_copies - 1),
+        sent_bytes=share * (num_copies - 1),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hmac
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from mmap import mmap
 from threading import Lock
 from typing import Any
@@ -20,10 +20,11 @@ from pyarrow import flight
 
 from raymega.errors import StorageError
 from raymega.storage.keys import check_key
+from raymega.storage.shared_memory import look_into
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 """An object travels as batches of one column."""
-ABSENT, TAKEN, ILLEGAL = b"absent", b"taken", b"illegal"
+ABSENT, TAKEN, ILLEGAL, UNSEEN = b"absent", b"taken", b"illegal", b"unseen"
 """What an error's ``extra_info`` says where the client must tell one from another."""
 TOKEN_HEADER = "x-raymega-token"
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**16
@@ -69,48 +70,54 @@ class Keeper(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no t
 
     def __init__(self, host: str, token: str) -> None:
         """Listen on a fresh port of ``host`` for callers that send ``token``."""
-        self._objects: dict[str, pa.Buffer] = {}
+        self._objects: dict[str, tuple[pa.Buffer, ...]] = {}
         self._lock = Lock()
         middleware = {"token": _TokenCheck(token)}
         super().__init__((host, 0), middleware=middleware)
         self.uri = f"{'[' + host + ']' if ':' in host else host}:{self.port}"
 
     def do_put(self, _context: Any, descriptor: Any, reader: Any, _writer: Any) -> None:
-        """Take an object in; it is visible when it is whole."""
+        """Take an object in; it is visible when it is whole.
+
+        What the order calls its ``tail`` stays where it lies in the sender's shared memory.
+        """
         order = json.loads(descriptor.command)
         key = _checked(order["key"])
         arrived = _memory(order["num_bytes"])
         num_bytes = _fill(arrived, (buffer_of(chunk.data) for chunk in reader))
         if num_bytes != arrived.size:
             raise flight.FlightServerError(f"{num_bytes} bytes came of {key}, not {arrived.size}")
+        tail = [_seen(order["tail"])] if order.get("tail") else []
         with self._lock:
             if not order["overwrite"] and key in self._objects:
                 raise flight.FlightServerError(key, TAKEN)
-            self._objects[key] = arrived
+            self._objects[key] = (arrived, *tail)
 
     def do_get(self, _context: Any, ticket: Any) -> Any:
         """Send a range of an object."""
         order = json.loads(ticket.ticket)
         found = self._find(order["key"])
         start, num_bytes = order["start"], order["num_bytes"]
-        stop = found.size if num_bytes < 0 else min(found.size, start + num_bytes)
+        stop = _size(found) if num_bytes < 0 else start + num_bytes
         batches = [
-            batch_of(found.slice(at, min(BATCH_BYTES, stop - at)))
-            for at in range(start, stop, BATCH_BYTES)
+            batch_of(part.slice(at, min(BATCH_BYTES, part.size - at)))
+            for part in _cut(found, start, stop)
+            for at in range(0, part.size, BATCH_BYTES)
         ]
         return flight.RecordBatchStream(pa.Table.from_batches(batches, schema=SCHEMA))
 
     def do_action(self, _context: Any, action: Any) -> list[bytes]:
-        """Everything that moves no data: ``size``, ``list``, ``drop``."""
+        """Everything that moves no data: ``size``, ``list``, ``drop``, ``clear``."""
         handlers: Mapping[str, Callable[[str], object]] = {
-            "size": lambda key: self._find(key).size,
+            "size": lambda key: _size(self._find(key)),
             "list": self._list,
             "drop": self._drop,
+            "clear": lambda prefix: self._drop(json.dumps(self._list(prefix))),
         }
         answer = handlers[action.type](action.body.to_pybytes().decode())
         return [json.dumps(answer).encode()]
 
-    def _find(self, key: str) -> pa.Buffer:
+    def _find(self, key: str) -> tuple[pa.Buffer, ...]:
         with self._lock:
             if key in self._objects:
                 return self._objects[key]
@@ -124,6 +131,26 @@ class Keeper(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no t
         with self._lock:
             for key in json.loads(keys):
                 self._objects.pop(key, None)
+
+
+def _size(parts: Iterable[pa.Buffer]) -> int:
+    return sum(part.size for part in parts)
+
+
+def _cut(parts: Iterable[pa.Buffer], start: int, stop: int) -> Iterator[pa.Buffer]:
+    """Bytes [start, stop) of ``parts`` end to end, fewer where they end, and without a copy."""
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.size
+        if start < end and begin < stop:
+            yield part.slice(max(start - begin, 0), min(stop, end) - max(start, begin))
+
+
+def _seen(tail: Mapping[str, int | str]) -> pa.Buffer:
+    try:
+        return pa.py_buffer(look_into(tail))
+    except OSError as error:
+        raise flight.FlightServerError(str(error), UNSEEN) from error
 
 
 def _fill(target: pa.Buffer, pieces: Iterable[pa.Buffer]) -> int:

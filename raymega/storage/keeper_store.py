@@ -7,8 +7,10 @@ knows better what to do than to wait for a process that may be gone.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -21,10 +23,14 @@ from raymega.storage.keeper import (
     SCHEMA,
     TAKEN,
     TOKEN_HEADER,
+    UNSEEN,
     batch_of,
     buffer_of,
 )
 from raymega.storage.keys import check_key
+from raymega.storage.shared_memory import SharedMemories, Stretch
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
 """Longest wait for one object; the partner of a node that hangs must not hold a rank up for long."""
@@ -33,9 +39,16 @@ TIMEOUT_S = 60.0
 class KeeperStore:
     """A connection to the keeper at ``host:port``; made at the first call, safe from any thread."""
 
-    def __init__(self, address: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """``timeout_s`` bounds each call."""
-        self._address = address
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        shared: SharedMemories | None = None,
+    ) -> None:
+        """``timeout_s`` bounds each call; objects' ends that lie in ``shared`` are not copied."""
+        self._address, self._shared = address, shared
         # A proxy for web pages is in the way of nodes that talk to each other.
         options = [("grpc.enable_http_proxy", 0)]
         self._client = flight.FlightClient(f"grpc://{address}", generic_options=options)
@@ -47,11 +60,36 @@ class KeeperStore:
         """Where the keeper is, for messages."""
         return f"keeper at {self._address}"
 
+    @property
+    def is_sharing(self) -> bool:
+        """The keeper looks into this process's shared memory, as far as is known."""
+        return self._shared is not None
+
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
-        """Write an object; with ``overwrite`` false an existing key raises FileExistsError."""
+        """Write an object; with ``overwrite`` false an existing key raises FileExistsError.
+
+        Of chunks at its end that lie in shared memory the keeper gets a view: they must stay as they
+        are until the object is dropped. A keeper that cannot see them is sent them, and all later ones.
+        """
         pieces = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
+        if self._shared is not None:
+            num_sent, tail = self._shared.tail_of(pieces)
+            try:
+                return self._send(key, pieces[:num_sent], tail, overwrite=overwrite)
+            except _UnseenError as error:
+                log.warning(
+                    "snapshots are copied to the %s, which takes more memory: %s", self.uri, error
+                )
+                self._shared = None
+        return self._send(key, pieces, None, overwrite=overwrite)
+
+    def _send(
+        self, key: str, pieces: list[memoryview], tail: Stretch | None, *, overwrite: bool
+    ) -> None:
         num_bytes = sum(piece.nbytes for piece in pieces)
         order = {"key": check_key(key), "num_bytes": num_bytes, "overwrite": overwrite}
+        if tail is not None:
+            order["tail"] = asdict(tail)
         target = flight.FlightDescriptor.for_command(json.dumps(order))
         with self._failures("put", key):
             writer, _ = self._client.do_put(target, SCHEMA, self._options)
@@ -84,6 +122,10 @@ class KeeperStore:
         """Remove many objects in one call."""
         self._ask("drop", json.dumps(list(keys)))
 
+    def clear(self, prefix: str) -> None:
+        """Remove all objects whose keys begin with ``prefix``."""
+        self._ask("clear", prefix)
+
     def _ask(self, question: str, about: str) -> Any:
         action = flight.Action(question, about.encode())
         with self._failures(question, about):
@@ -99,6 +141,8 @@ class KeeperStore:
                 raise KeyError(key) from None
             if error.extra_info == TAKEN:
                 raise FileExistsError(key) from None
+            if error.extra_info == UNSEEN:
+                raise _UnseenError(str(error).partition(". Detail:")[0]) from None
             raise StorageError(self._fault(operation, key, error)) from error
         except (flight.FlightError, pa.ArrowException) as error:
             raise StorageError(self._fault(operation, key, error)) from error
@@ -110,6 +154,10 @@ class KeeperStore:
             rule="a keeper must live and know its caller's token",
             remedy="another copy is used; the next attempt starts the keeper anew",
         )
+
+
+class _UnseenError(Exception):
+    """The keeper does not see this process's memory."""
 
 
 def _batches(pieces: list[memoryview]) -> Iterator[pa.RecordBatch]:

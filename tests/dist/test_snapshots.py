@@ -82,7 +82,7 @@ def replicas_for(plan, keepers):
     nodes = [keepers[rank % len(keepers)].uri for rank in range(plan.grid.world_size)]
     return [
         Replicas(
-            token=TOKEN, write_to=homes, num_copies=len(homes),
+            token=TOKEN, write_to=homes, num_copies=len(homes), home=homes[0],
             tidies=homes[:1] if nodes.index(homes[0]) == rank else (),
         )
         for rank, homes in enumerate(copy_nodes(nodes))

@@ -71,6 +71,13 @@ SAVE_MUTATIONS = (
         new="start=start",
         caught="load: CheckpointError",
     ),
+    SaveMutation(
+        name="a snapshot is copied over the one before, which alone is whole",
+        file="checkpoint/slots.py",
+        old="int(bool(whole_step) and self._steps[0] == whole_step)",
+        new="0",
+        caught="snapshot: of step 0",
+    ),
 )
 
 
@@ -95,9 +102,38 @@ def outcome() -> str:
         load(store, manifest, blocks)
     except RaymegaError as error:
         return f"load: {type(error).__name__}"
-    return (
-        "whole" if support.same(blocks, support.make_blocks(model, alone, 0)) else "values differ"
+    if not support.same(blocks, support.make_blocks(model, alone, 0)):
+        return "values differ"
+    return snapshot_outcome()
+
+
+def snapshot_outcome() -> str:
+    """Which snapshot is whole when a rank has not finished the one of step 2."""
+    from raymega.checkpoint.keys import folder_of
+    from raymega.checkpoint.snapshot_writer import SnapshotWriter
+    from raymega.checkpoint.snapshots import find_snapshot
+    from raymega.messages import Replicas
+    from raymega.storage.keeper import Keeper
+    from raymega.storage.keeper_store import KeeperStore
+    from tests.support.jobs import make_test_plan
+    from tests.unit.checkpoint import support
+
+    plan = make_test_plan(
+        "parallel.pp=1", "parallel.dp=1", "parallel.tp=1", "elastic.snapshot_every=1"
     )
+    blocks = support.make_blocks(support.MODELS["gpt2-tied"], support.make_grid("tp1"), 0)
+    with Keeper("127.0.0.1", "token") as keeper:
+        homes = Replicas(token="token", write_to=(keeper.uri,), num_copies=1, home=keeper.uri)
+        writer = SnapshotWriter(plan, rank=0, attempt=1, replicas=homes)
+        for step in (1, 2):
+            writer.observe(writer.summed(), step=step)
+            writer.save(step, blocks, {**support.STATE, "step": step})
+            writer.wait()
+        store = KeeperStore(keeper.uri, "token")
+        store.drop(key for key in store.list(folder_of(2)) if key.endswith(".json"))
+        found = find_snapshot({"keeper": store}, job={}, now="")
+        step = found.manifest.step if found else 0
+    return "whole" if step == 1 else f"snapshot: of step {step}"
 
 
 def main(folders: list[str]) -> None:

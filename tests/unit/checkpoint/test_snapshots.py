@@ -150,7 +150,7 @@ def keepers():
 class Ranks:
     """Two ranks in step."""
 
-    def __init__(self, keepers, *, every=1, attempt=1, when_late="skip"):
+    def __init__(self, keepers, *, every=1, attempt=1, when_late="skip", shares=True):
         plan = make_test_plan(
             "parallel.pp=1", "parallel.dp=1", "parallel.tp=2", f"elastic.snapshot_every={every}", f"elastic.snapshot_when_late={when_late}",
         )  # fmt: skip
@@ -164,6 +164,7 @@ class Ranks:
                     token="token",
                     write_to=(keepers[rank].uri, keepers[1 - rank].uri),
                     num_copies=2,
+                    home=keepers[rank].uri if shares else "",
                     tidies=(keepers[rank].uri,),
                 ),
             )

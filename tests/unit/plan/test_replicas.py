@@ -56,11 +56,12 @@ def test_cost_counts_masters_and_moments_of_the_share(sharding):
     cost = snapshot_cost(plan, 0)
     half = -(-rank_state(plan.job, plan.stages, plan.grid, tp_rank=0).num_parameters // 2)
     assert cost.share_bytes == half * 3 * 4, "a float32 master and two moments, half of each"
-    assert cost.sent_bytes == 2 * cost.share_bytes
-    assert cost.buffer_bytes == cost.share_bytes and cost.keeper_bytes == 4 * cost.share_bytes
-    assert cost.host_bytes == 5 * cost.share_bytes
+    assert cost.sent_bytes == cost.share_bytes
+    assert cost.buffer_bytes == cost.keeper_bytes == 2 * cost.share_bytes
+    assert cost.host_bytes == 4 * cost.share_bytes
     alone = snapshot_cost(plan, 0, num_copies=1)
-    assert (alone.sent_bytes, alone.keeper_bytes) == (cost.share_bytes, 2 * cost.share_bytes)
+    assert (alone.sent_bytes, alone.keeper_bytes) == (0, 0)
+    assert alone.host_bytes == 2 * cost.share_bytes
 
 
 def test_context_parallel_ranks_share_a_snapshot_as_data_parallel_ones_do():
@@ -71,12 +72,12 @@ def test_context_parallel_ranks_share_a_snapshot_as_data_parallel_ones_do():
     assert shares[0] == shares[1]
 
 
-def test_node_takes_its_ranks_buffers_and_two_generations_of_its_own_and_of_the_node_before():
+def test_node_takes_two_generations_of_its_own_ranks_and_of_those_of_the_node_before():
     plan = make_test_plan("parallel.pp=1", "parallel.dp=3", "elastic.snapshot_every=1")
     share = snapshot_cost(plan, 0).share_bytes
     taken = node_bytes(plan, ("a", "a", "b"))
-    assert taken == {"a": (2 + 4 + 2) * share, "b": (1 + 2 + 4) * share}
-    assert node_bytes(plan, ("a", "a", "a")) == {"a": (3 + 6) * share}
+    assert taken == {"a": (4 + 2) * share, "b": (2 + 4) * share}
+    assert node_bytes(plan, ("a", "a", "a")) == {"a": 6 * share}
 
 
 def test_node_without_room_for_snapshots_is_refused_by_name():

@@ -9,6 +9,7 @@ from raymega.errors import StorageError
 from raymega.storage import keeper_store
 from raymega.storage.keeper import Keeper, batch_of
 from raymega.storage.keeper_store import KeeperStore
+from raymega.storage.shared_memory import SharedMemories
 from tests.support.store_contract import *  # noqa: F403
 from tests.support.store_contract import put
 
@@ -86,3 +87,32 @@ def test_keeper_that_is_gone_is_a_storage_error_in_time():
     for use in (lambda: store.get("k"), lambda: put(store, "k"), lambda: list(store.list(""))):
         with pytest.raises(StorageError, match="a keeper must live"):
             use()
+
+
+def test_end_of_an_object_in_shared_memory_is_seen_where_it_lies(keeper):
+    shared = SharedMemories()
+    memory = shared.take(10_000)
+    memory.pages[:] = bytes(range(250)) * 40
+    pages = memoryview(memory.pages)
+    store = KeeperStore(keeper.uri, TOKEN, timeout_s=20.0, shared=shared)
+    store.put("k", [b"head", pages[100:900], pages[900:2000]], overwrite=False)
+    data = b"head" + bytes(pages[100:2000])
+    assert store.is_sharing and store.size("k") == len(data) and store.get("k") == data
+    for start in (0, 3, 4, 5, 1903, 1904, 3000):
+        for num_bytes in (0, 1, 2, 7, 5000, -1):
+            stop = len(data) if num_bytes < 0 else start + num_bytes
+            assert store.get("k", start=start, num_bytes=num_bytes) == data[start:stop]
+    memory.pages[100] = 7
+    assert store.get("k", start=4, num_bytes=1) == bytes([7]), "no copy was made"
+    store.put("gap", [pages[:10], pages[20:30]], overwrite=False)
+    store.put("sent", [pages[:10], b"end"], overwrite=False)
+    memory.pages[:30] = bytes(30)
+    assert store.get("gap") == bytes(range(10)) + bytes(10), "what lies end to end at the end"
+    assert store.get("sent") == bytes(range(10)) + b"end"
+
+
+def test_objects_are_cleared_by_how_their_keys_begin(store):
+    for key in ("a/1", "a/12", "b/1"):
+        put(store, key)
+    store.clear("a/1")
+    assert list(store.list("")) == ["b/1"]

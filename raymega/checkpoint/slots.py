@@ -1,0 +1,62 @@
+"""The host memory that a rank's snapshots are copied to, of which its node's keeper has a view.
+
+So the copy of the rank's process and that of its node's keeper are one, which outlives the process. Which
+snapshots are whole is snapshot_writer's to know.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from raymega.checkpoint.host_copy import HostCopy
+from raymega.checkpoint.keys import folder_of
+from raymega.errors import RaymegaError
+from raymega.storage.keeper_store import KeeperStore
+from raymega.storage.shared_memory import SharedMemories
+
+log = logging.getLogger(__name__)
+
+
+class Slots:
+    """Two, in turn: the newest whole snapshot stays as it is while the next one is copied.
+
+    Where the keeper has no view, or is lost, one is enough: what was written from it may change.
+    """
+
+    def __init__(self, keeper: KeeperStore | None, shared: SharedMemories, *, owner: str) -> None:
+        """``keeper`` is that of the own node; ``owner`` begins the names of all that the rank writes."""
+        self._keeper, self._owner = keeper, owner
+        self._slots = [HostCopy(shared), HostCopy(shared)]
+        self._steps = [0, 0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of both."""
+        return sum(slot.num_bytes for slot in self._slots)
+
+    def free(self, *, whole_step: int, step: int) -> HostCopy:
+        """The one for the snapshot of ``step``, where that of ``whole_step`` is the newest whole one.
+
+        Nothing is being written. The keeper forgets what lay there.
+        """
+        if self._is_seen():
+            number = int(bool(whole_step) and self._steps[0] == whole_step)
+            if self._forgets(self._steps[number]):
+                self._steps[number] = step
+                return self._slots[number]
+        if self._slots[0].is_shared or len(self._slots) > 1:
+            self._keeper, self._slots = None, [HostCopy()]
+        return self._slots[0]
+
+    def _is_seen(self) -> bool:
+        is_private = any(slot.num_bytes and not slot.is_shared for slot in self._slots)
+        return self._keeper is not None and self._keeper.is_sharing and not is_private
+
+    def _forgets(self, step: int) -> bool:
+        try:
+            if self._keeper and step:
+                self._keeper.clear(folder_of(step) + self._owner)
+        except RaymegaError as error:
+            log.warning("snapshots: %s", error)
+            return False
+        return True
