@@ -15,6 +15,7 @@ from raymega.parallel.cross_entropy import (
     num_real_columns,
     vocab_parallel_cross_entropy,
 )
+from raymega.parallel.kept_memory import KeptMemory
 from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.tensor import ParameterFactory, column_linear
 
@@ -45,6 +46,7 @@ class Head(nn.Module):
         self.logit_scale = 1 / model.width_ratio  # muP
         self.stream = factory.stream
         self.deferral = factory.deferral
+        self.kept = KeptMemory()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> logits [S, B, V/tp] of this rank's tokens, padding left out."""
@@ -75,4 +77,4 @@ class Head(nn.Module):
     def _padded_logits(self, x: Tensor) -> Tensor:
         if self.logit_scale != 1.0:
             x = x * self.logit_scale
-        return column_linear(x, self.weight, None, self.stream, self.deferral)
+        return column_linear(x, self.weight, None, self.stream, self.deferral, kept=self.kept)

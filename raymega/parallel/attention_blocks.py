@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from raymega.parallel.products import is_emulated
+
 aten = torch.ops.aten
 
 
@@ -109,6 +111,11 @@ class Cpu:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, *, is_causal: bool
     ) -> Gradients:
         """See Kernel."""
+        if is_emulated(q):
+            wide = (t.float() for t in (grad, q, k, v))
+            whole = Block(whole.out.float(), whole.log_sum_exp)
+            by = Cpu.backward(*wide, whole, is_causal=is_causal)
+            return Gradients(*(t.to(q.dtype) for t in by))
         found = [
             Gradients(*Cpu.gradients(mine, rows, k, v, out, numbers, 0.0, is_causal))
             for mine, rows, out, numbers in zip(

@@ -24,6 +24,7 @@ from raymega.parallel.context_transfers import start_collection, start_pass, sum
 from raymega.parallel.document_attention import attend_in_documents, has_one_kernel
 from raymega.parallel.groups import Group
 from raymega.parallel.head_exchange import Attend, exchanged
+from raymega.parallel.products import is_emulated
 from raymega.plan.context import Part, Segment, gathered_parts, ring_parts
 
 
@@ -81,11 +82,32 @@ def _across(q: Tensor, k: Tensor, v: Tensor, *, places: Places, is_causal: bool)
 
 def _whole_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
     q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    if is_emulated(q):
+        return _WholeRows.apply(q_BHSK, k_BGSK, v_BGSK, is_causal).permute(2, 0, 1, 3)
     is_shared = k.shape[2] < q.shape[2]
     y_BHSK = scaled_dot_product_attention(
         q_BHSK, k_BGSK, v_BGSK, is_causal=is_causal, enable_gqa=is_shared
     )
     return y_BHSK.permute(2, 0, 1, 3)
+
+
+class _WholeRows(torch.autograd.Function):
+    """The same with gradients by attention_blocks' kernel, where torch's own makes them one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:  # noqa: FBT001
+        out, log_sum_exp = kernel_for(q).forward(q, k, v, is_causal=is_causal)
+        ctx.save_for_backward(q, k, v, out, log_sum_exp)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum_exp = ctx.saved_tensors
+        whole = Block(out, log_sum_exp)
+        kernel = kernel_for(q)
+        return *kernel.backward(grad, q, k, v, whole, is_causal=ctx.is_causal), None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

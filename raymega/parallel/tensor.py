@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
-from raymega.parallel.deferral import Deferral, add, settle
+from raymega.parallel.deferral import Deferral, settle
 from raymega.parallel.fp8_linear import Fp8, Place, fp8_linear
 from raymega.parallel.groups import Group
+from raymega.parallel.kept_memory import KeptMemory
 from raymega.parallel.parameter import ShardedParameter, initialise
 from raymega.parallel.pending import Pending
+from raymega.parallel.products import add_outer, is_emulated, outer, product, project
 from raymega.parallel.sharding import make_spec
 from raymega.parallel.stream import Stream
 from raymega.plan.grid import ExpertPlace
@@ -184,8 +186,14 @@ def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
     return rows.masked_fill_(is_elsewhere, 0), is_elsewhere
 
 
-def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, deferral: Deferral
+def column_linear(  # what a linear layer is made of
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stream: Stream,
+    deferral: Deferral,
+    *,
+    kept: KeptMemory | None = None,
 ) -> Tensor:
     """Column-parallel linear: `copy_to_tp` or `gather_positions`, then `linear`, with overlap.
 
@@ -198,13 +206,14 @@ def column_linear(
         bias: [out/tp] or None.
         stream: How x lies on the ranks.
         deferral: Takes the weight's gradient when it is put off.
+        kept: Where large outputs lie on CPUs; None makes new memory.
 
     Returns:
         [S, B, out/tp].
     """
     if stream.tp.size == 1:
-        return whole_linear(x.contiguous(), weight, bias, deferral)
-    return _ColumnLinear.apply(x.contiguous(), weight, bias, stream, deferral)
+        return whole_linear(x.contiguous(), weight, bias, deferral, kept=kept)
+    return _ColumnLinear.apply(x.contiguous(), weight, bias, stream, deferral, kept)
 
 
 def row_linear(
@@ -227,11 +236,18 @@ def row_linear(
     return _RowLinear.apply(x, weight, bias, stream, deferral)
 
 
-def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+def whole_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deferral: Deferral,
+    *,
+    kept: KeptMemory | None = None,
+) -> Tensor:
     """Linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
-    if deferral.is_autograds(weight):
+    if deferral.is_autograds(weight) and not is_emulated(x):
         return linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, deferral)
+    return _Linear.apply(x, weight, bias, deferral, kept)
 
 
 class OuterProducts(NamedTuple):
@@ -242,17 +258,11 @@ class OuterProducts(NamedTuple):
 
     def make(self) -> Tensor:
         """[out, in]."""
-        return self.grad.flatten(0, -2).T @ self.x.flatten(0, -2)
+        return outer(self.grad.flatten(0, -2), self.x.flatten(0, -2))
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        """total: [out, in]; sums of a wider format get the product rounded to that of W."""
-        rows, columns = self.grad.flatten(0, -2).T, self.x.flatten(0, -2)
-        if total.dtype != columns.dtype:
-            add(rows @ columns, total, is_first=is_first)
-        elif is_first:
-            torch.mm(rows, columns, out=total)
-        else:
-            total.addmm_(rows, columns)
+        """total: [out, in]."""
+        add_outer(total, self.grad.flatten(0, -2), self.x.flatten(0, -2), is_first=is_first)
 
 
 class _Rows(NamedTuple):
@@ -293,19 +303,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral,
+        kept: KeptMemory | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.has_bias, ctx.deferral = weight, bias is not None, deferral
-        return linear(x, weight, bias)
+        return project(x, weight, bias, kept)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, x))
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return grad @ weight, grad_weight, grad_bias, None
+        return product(grad, weight), grad_weight, grad_bias, None, None
 
 
 class _GatheredProducts(NamedTuple):
@@ -331,32 +342,28 @@ class _GatheredProducts(NamedTuple):
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stream: Stream,
-        deferral: Deferral,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream,
+        deferral: Deferral, kept: KeptMemory | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.has_bias = weight, bias is not None
         ctx.stream, ctx.deferral = stream, deferral
         whole, gathering = stream.start_gather(x)
         gathering.wait(stream.tp.timeout_s)
-        return linear(whole, weight, bias)
+        return project(whole, weight, bias, kept)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         # The gather of what is put off is left for then too, so that only a part of x is kept.
         gather = None if ctx.deferral.is_open else ctx.stream.start_gather(x)
-        grad_x, summing = ctx.stream.start_sum(grad @ weight)
+        grad_x, summing = ctx.stream.start_sum(product(grad, weight))
         term = _GatheredProducts(grad, x, ctx.stream, gather)
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, term)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         summing.wait(ctx.stream.tp.timeout_s)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -374,7 +381,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.has_bias = weight, bias is not None
         ctx.stream, ctx.deferral = stream, deferral
-        y, summing = stream.start_sum(linear(x, weight))
+        y, summing = stream.start_sum(project(x, weight, None))
         summing.wait(stream.tp.timeout_s)
         return y if bias is None else y.add_(bias)
 
@@ -386,4 +393,4 @@ class _RowLinear(torch.autograd.Function):
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         gathering.wait(ctx.stream.tp.timeout_s)
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(whole, x))
-        return whole @ weight, grad_weight, grad_bias, None, None
+        return product(whole, weight), grad_weight, grad_bias, None, None

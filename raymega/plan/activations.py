@@ -28,6 +28,7 @@ MASK_BYTES = 1
 class ActivationShape:
     """What the bytes of one micro-batch on one rank depend on, beside the layers of its stage.
 
+    ``is_fused``: kernels between products read and write each tensor once; what is kept is the same.
     ``eight`` are the products that blocks make in fp8, ``fp8_blocks`` the blocks that do; None is all.
     """
 
@@ -39,6 +40,7 @@ class ActivationShape:
     dtype: str
     eight: InEight = NONE_IN_EIGHT
     fp8_blocks: range | None = None
+    is_fused: bool = False
 
     @property
     def family(self) -> FamilyTensors:
@@ -142,6 +144,7 @@ def activation_shape(job: Job) -> ActivationShape:
         micro_batch_size=job.schedule.micro_batch_size,
         dtype=job.precision.dtype,
         eight=in_eight(job.precision),
+        is_fused=job.run.kernels == "compile",
         fp8_blocks=None
         if job.precision.fp8 == "none"
         else fp8_blocks(job.model.num_layers, job.precision),

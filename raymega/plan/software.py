@@ -30,6 +30,8 @@ class Software:
             those of the generation before.
         fuses_kernels: Norms, rotations and nonlinearities are one kernel each; else one for every
             operation of their formula, with float32 in between.
+        makes_steps: Unless the job says ``run.kernels=compile``, rotations, gates and, on CPUs, RMSNorm take
+            the fewest of torch's own kernels instead.
         remakes: Which products selective recompute makes again, beside its parts.
     """
 
@@ -42,9 +44,10 @@ class Software:
     has_dropout: bool = False
     has_newest_attention: bool = True
     fuses_kernels: bool = True
+    makes_steps: bool = False
     remakes: Remakes = "nothing"
 
 
-RAYMEGA = Software(has_newest_attention=False)
+RAYMEGA = Software(has_newest_attention=False, makes_steps=True)
 """torch's flash attention, which gives the log-sum-exp that context parallelism merges by, is
 FlashAttention-2."""

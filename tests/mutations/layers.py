@@ -9,15 +9,15 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="gradient of a column layer's input is not summed",
         file="parallel/tensor.py",
-        old="        grad_x, summing = ctx.stream.start_sum(grad @ weight)",
-        new="        grad_x = grad @ weight\n"
+        old="        grad_x, summing = ctx.stream.start_sum(product(grad, weight))",
+        new="        grad_x = product(grad, weight)\n"
         "        _, summing = ctx.stream.start_sum(grad_x.clone())",
         layout=Layout(tp=2),
     ),
     Mutation(
         name="every rank adds a row layer's bias",
         file="parallel/tensor.py",
-        old="        y, summing = stream.start_sum(linear(x, weight))\n"
+        old="        y, summing = stream.start_sum(project(x, weight, None))\n"
         "        summing.wait(stream.tp.timeout_s)\n"
         "        return y if bias is None else y.add_(bias)",
         new="        y, summing = stream.start_sum(linear(x, weight, bias))\n"

@@ -15,7 +15,7 @@ from raymega.plan.accelerators import CATALOGUE, accelerator
 from raymega.plan.activations import activation_shape
 from raymega.plan.context_cost import METHODS, shape_cost
 from raymega.plan.hardware import fitted_hardware
-from raymega.plan.kernel_time import attention_s, matmul_s, memory_s
+from raymega.plan.kernel_time import attention_s, matmul_s, memory_s, stream_s
 from raymega.plan.layer_time import layer_time
 from raymega.plan.link_time import all_reduce_s, gather_s, make_span, message_s
 from raymega.plan.memory_use import micro_batches_in_flight
@@ -116,6 +116,36 @@ def test_kernels_of_single_operations_cost_what_they_read_and_write():
     assert apart.norms_s - fused.norms_s == pytest.approx(stream / rate)
     assert apart.activation_s > fused.activation_s
     assert apart.forward_s - fused.forward_s > apart.norms_s - fused.norms_s
+
+
+def block_of(device, *overrides: str):
+    return layer_time(activation_shape(plan_of(*overrides).job), device, RAYMEGA)
+
+
+@pytest.mark.parametrize("name", ["h100", "cpu"])
+def test_fused_kernels_save_the_passes_over_memory_that_steps_make(name):
+    device = CATALOGUE[name]
+    shape = activation_shape(plan_of().job)
+    stepped, fused = block_of(device), block_of(device, "run.kernels=compile")
+    hidden = shape.tokens * shape.model.ffn_width / shape.parallel.tp
+    gate = stream_s(device, 2 * hidden * shape.element)
+    assert stepped.activation_s - fused.activation_s == pytest.approx(gate)
+    norms = stream_s(device, 2 * 3 * shape.stream_bytes) if device.shared_cores else 0.0
+    assert stepped.norms_s - fused.norms_s == pytest.approx(norms)
+    turned = shape.model.num_heads + shape.model.kv_heads
+    turned *= shape.tokens * shape.model.head_width / shape.parallel.tp
+    turn = stream_s(device, 3 * turned * shape.element)
+    saved = stepped.forward_s - fused.forward_s
+    assert saved == pytest.approx(gate + norms + turn)
+    assert stepped.backward_s - fused.backward_s == pytest.approx(2 * saved)
+    assert fused == layer_time(shape, device, replace(RAYMEGA, makes_steps=False))
+
+
+def test_fused_kernels_change_nothing_where_torch_has_one_kernel_already():
+    gpt2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
+    for name in ("h100", "cpu"):
+        device = CATALOGUE[name]
+        assert block_of(device, *gpt2) == block_of(device, *gpt2, "run.kernels=compile")
 
 
 def cp_layer(method: str, *, tokens: int):
