@@ -97,6 +97,8 @@ class _WholeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:  # noqa: FBT001
         out, log_sum_exp = kernel_for(q).forward(q, k, v, is_causal=is_causal)
+        # As torch's lays it out, so that the next layer keeps the same memory and no copy.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
         ctx.is_causal = is_causal
         return out
