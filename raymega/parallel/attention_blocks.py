@@ -112,9 +112,10 @@ class Cpu:
     ) -> Gradients:
         """See Kernel."""
         if is_emulated(q):
-            wide = (t.float() for t in (grad, q, k, v))
             whole = Block(whole.out.float(), whole.log_sum_exp)
-            by = Cpu.backward(*wide, whole, is_causal=is_causal)
+            by = Cpu.backward(
+                grad.float(), q.float(), k.float(), v.float(), whole, is_causal=is_causal
+            )
             return Gradients(*(t.to(q.dtype) for t in by))
         found = [
             Gradients(*Cpu.gradients(mine, rows, k, v, out, numbers, 0.0, is_causal))

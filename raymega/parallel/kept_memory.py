@@ -35,7 +35,8 @@ class KeptMemory:
         weakref.finalize(view, self._free.append, block).atexit = False
         # Set, not viewed: a view that an autograd function made may not be changed in place.
         storage = torch.from_numpy(view).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
 
     def _take(self, num_bytes: int) -> np.ndarray:
         while self._free:

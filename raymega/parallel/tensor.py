@@ -341,7 +341,7 @@ class _GatheredProducts(NamedTuple):
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  # see column_linear
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream,
         deferral: Deferral, kept: KeptMemory | None,
     ) -> Tensor:  # fmt: skip

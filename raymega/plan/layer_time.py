@@ -42,9 +42,9 @@ ROTATION_STEPS_BYTES = 16
 """The same of a rotation: to float32, turned as a complex number, back to 16 bits."""
 GATE_STEPS_BYTES = 4
 """The same of a nonlinearity whose result is written before it is multiplied by what it gates."""
-RMS_PASSES, GATE_PASSES, TURN_PASSES = 3, 2, 3
-"""What raymega's own steps read and write beyond a fused kernel: x for two factors after the norm of a row, and
-once for the first's result; silu(gate), written and read; halves that are read for both of their products."""
+GATE_PASSES, TURN_PASSES = 2, 3
+"""What raymega's own steps read and write beyond a fused kernel: silu(gate), written and read; halves that are
+read for both of their products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ def layer_time(
         memory_s(device, least) + stream_s(device, more)
         for least, more in zip(
             _element_bytes(shape, software, inner_width),
-            _step_bytes(shape, device, software, inner_width),
+            _step_bytes(shape, software, inner_width),
             strict=True,
         )
     )
@@ -295,7 +295,7 @@ def _element_bytes(
 
 
 def _step_bytes(
-    shape: ActivationShape, device: Accelerator, software: Software, inner_width: int
+    shape: ActivationShape, software: Software, inner_width: int
 ) -> tuple[float, float, float]:
     """What comes to these where every operation is a kernel of its own, in 16 bits with a gate; or some are."""
     model, tp = shape.model, shape.parallel.tp
@@ -303,12 +303,11 @@ def _step_bytes(
     hidden = shape.tokens * inner_width / tp
     norms = 2 * shape.stream_tokens * model.width
     if software.fuses_kernels:
-        family, steps = shape.family, shape.element * (software.makes_steps and not shape.is_fused)
-        is_stepped = bool(device.shared_cores) and not family.has_norm_bias
+        steps = shape.element * (software.makes_steps and not shape.is_fused)
         return (
-            norms * RMS_PASSES * steps * is_stepped,
-            hidden * GATE_PASSES * steps * family.has_gate,
-            turned * TURN_PASSES * steps * (not family.has_positions),
+            0.0,
+            hidden * GATE_PASSES * steps * shape.family.has_gate,
+            turned * TURN_PASSES * steps * (not shape.family.has_positions),
         )
     return norms * NORM_STEPS_BYTES, hidden * GATE_STEPS_BYTES, turned * ROTATION_STEPS_BYTES
 

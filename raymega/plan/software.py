@@ -30,8 +30,8 @@ class Software:
             those of the generation before.
         fuses_kernels: Norms, rotations and nonlinearities are one kernel each; else one for every
             operation of their formula, with float32 in between.
-        makes_steps: Unless the job says ``run.kernels=compile``, rotations, gates and, on CPUs, RMSNorm take
-            the fewest of torch's own kernels instead.
+        makes_steps: Unless the job says ``run.kernels=compile``, rotations and gates take the fewest of
+            torch's own kernels instead.
         remakes: Which products selective recompute makes again, beside its parts.
     """
 

@@ -108,8 +108,9 @@ def test_products_that_selective_recompute_makes_again_are_those_of_the_system()
 
 def test_kernels_of_single_operations_cost_what_they_read_and_write():
     shape = activation_shape(plan_of().job)
+    system = replace(RAYMEGA, makes_steps=False)
     fused, apart = (
-        layer_time(shape, H100, replace(RAYMEGA, fuses_kernels=f)) for f in (True, False)
+        layer_time(shape, H100, replace(system, fuses_kernels=f)) for f in (True, False)
     )
     stream = 2 * shape.stream_tokens * shape.model.width * 32
     rate = H100.memory_bytes_per_s * CATALOGUE["a100"].fitted.memory_share
@@ -130,13 +131,12 @@ def test_fused_kernels_save_the_passes_over_memory_that_steps_make(name):
     hidden = shape.tokens * shape.model.ffn_width / shape.parallel.tp
     gate = stream_s(device, 2 * hidden * shape.element)
     assert stepped.activation_s - fused.activation_s == pytest.approx(gate)
-    norms = stream_s(device, 2 * 3 * shape.stream_bytes) if device.shared_cores else 0.0
-    assert stepped.norms_s - fused.norms_s == pytest.approx(norms)
+    assert stepped.norms_s == fused.norms_s
     turned = shape.model.num_heads + shape.model.kv_heads
     turned *= shape.tokens * shape.model.head_width / shape.parallel.tp
     turn = stream_s(device, 3 * turned * shape.element)
     saved = stepped.forward_s - fused.forward_s
-    assert saved == pytest.approx(gate + norms + turn)
+    assert saved == pytest.approx(gate + turn)
     assert stepped.backward_s - fused.backward_s == pytest.approx(2 * saved)
     assert fused == layer_time(shape, device, replace(RAYMEGA, makes_steps=False))
 
