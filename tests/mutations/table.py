@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.mutations.batches import BATCHES
 from tests.mutations.experts import EXPERTS
 from tests.mutations.fp8 import FP8
+from tests.mutations.kernels import KERNELS
 from tests.mutations.layers import LAYERS
 from tests.mutations.mutation import Mutation
 from tests.mutations.sharding import SHARDING
@@ -18,6 +19,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *SUMS,
     *SHARDING,
     *LAYERS,
+    *KERNELS,
     *EXPERTS,
     *BATCHES,
     *UPDATES,

@@ -1,0 +1,58 @@
+"""Planted mistakes: what layers do otherwise where kernels between products are compiled."""
+
+from __future__ import annotations
+
+from raymega.verify.layout import Layout
+from tests.mutations.mutation import GPT2, Mutation
+
+COMPILED = Layout(dp=2, kernels="compile")
+
+KERNELS: tuple[Mutation, ...] = (
+    Mutation(
+        name="a bias that the compiled GELU adds is added by the product too",
+        file="model/mlp.py",
+        old="adds_bias=not factory.is_fused)",
+        new="adds_bias=True)",
+        layout=COMPILED,
+        job=GPT2,
+    ),
+    Mutation(
+        name="a bias of the compiled GELU is not told to what makes it again",
+        file="model/mlp.py",
+        old="params=() if bias is None else (bias,)",
+        new="params=()",
+        layout=Layout(
+            tp=2, kernels="compile", recompute="selective", recompute_parts=("activation",)
+        ),
+        job=GPT2,
+    ),
+    Mutation(
+        name="the compiled GELU's slope takes its cube once",
+        file="model/kernels.py",
+        old="(1 + 3 * GELU_CUBE * wide.square())",
+        new="(1 + GELU_CUBE * wide.square())",
+        layout=COMPILED,
+        job=GPT2,
+    ),
+    Mutation(
+        name="compiled gradients of queries and keys are turned forward once more",
+        file="model/rope.py",
+        old="fused(_join, is_on=True)(q, k, v, cos, -sin)",
+        new="fused(_join, is_on=True)(q, k, v, cos, sin)",
+        layout=Layout(tp=2, kernels="compile"),
+    ),
+    Mutation(
+        name="the compiled gate's slope leaves out that the sigmoid changes",
+        file="model/kernels.py",
+        old="grad * up * share * (1 + gate * (1 - share))",
+        new="grad * up * share",
+        layout=COMPILED,
+    ),
+    Mutation(
+        name="the compiled RMSNorm's gradient has a part along x",
+        file="model/kernels.py",
+        old="(grad * weight).addcmul_(normal, along, value=-1).mul_(inverse)",
+        new="(grad * weight).mul_(inverse)",
+        layout=COMPILED,
+    ),
+)
