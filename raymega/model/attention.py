@@ -63,14 +63,16 @@ class Attention(nn.Module):
         """Queries [S/cp, B, H/tp, K], keys and values [S/cp, B, G/tp, K], normalised and turned."""
         H, G = self.num_heads, self.num_kv_heads
         qkv_SBhK = qkv.unflatten(-1, (H + 2 * G, -1))
-        if self.norms is None and isinstance(self.positions, Rope):
-            return self.positions.split(qkv_SBhK, places.turns, sizes=(H, G))
+        if self.norms is None:
+            if isinstance(self.positions, Rope):
+                return self.positions.split(qkv_SBhK, places.turns, sizes=(H, G))
+            q_SBHK, k_SBGK, v_SBGK = qkv_SBhK.split((H, G, G), dim=2)
+            return q_SBHK, k_SBGK, v_SBGK
         qk_SBhK, v_SBGK = qkv_SBhK.split((H + G, G), dim=2)
-        if self.norms is not None:
-            if not places.is_whole:
-                # Attention keeps copies then, and the norms what they read: alone, or v is kept twice.
-                qk_SBhK, v_SBGK = qk_SBhK.contiguous(), v_SBGK.contiguous()
-            qk_SBhK = self.norms(qk_SBhK, num_heads=H)
+        if not places.is_whole:
+            # Attention keeps copies then, and the norms what they read: alone, or v is kept twice.
+            qk_SBhK, v_SBGK = qk_SBhK.contiguous(), v_SBGK.contiguous()
+        qk_SBhK = self.norms(qk_SBhK, num_heads=H)
         if isinstance(self.positions, Rope):
             qk_SBhK = self.positions(qk_SBhK, places.turns)
         q_SBHK, k_SBGK = qk_SBhK.split((H, G), dim=2)

@@ -65,6 +65,8 @@ def _norm(values: torch.Tensor) -> torch.Tensor:
     """
     flat = values.reshape(-1)
     rest = flat.numel() % STRETCH
+    if rest == flat.numel():
+        return torch.linalg.vector_norm(flat, dtype=torch.float64)
     stretches = flat[rest:].view(-1, STRETCH)
     norms = torch.linalg.vector_norm(stretches, dim=1).double()
-    return torch.linalg.vector_norm(torch.cat((norms, flat[:rest].double())))
+    return torch.linalg.vector_norm(torch.cat((norms, flat[:rest].double())) if rest else norms)
