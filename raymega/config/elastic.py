@@ -46,7 +46,7 @@ class ElasticSection(Section):
     replan_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a run that has lost workers waits for others before it takes a smaller "
-        "grid.",
+        "grid; three times as long for processes that load on nodes that live.",
     )
     grow: bool = Field(
         default=True,

@@ -18,6 +18,10 @@ from raymega.orchestrate.states import RunState, State
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.sink import RunFinished, Sink
 
+LOADING_PATIENCE = 3
+"""So many times elastic.replan_after_s are processes waited for that load on nodes that live: they come
+sooner than a run that has shrunk grows back."""
+
 
 class Controller:
     """One driver's work on one run. ``run`` does it all; ``tick`` is one step of it."""
@@ -169,7 +173,10 @@ class Controller:
     def _shrink(self) -> bool:
         """When lost workers have not come back in time: take the best grid for those that are left."""
         course = self._course
-        if course.seconds_here <= self._job.elastic.replan_after_s:
+        patience_s = self._job.elastic.replan_after_s
+        if course.seconds_here <= patience_s:
+            return False
+        if course.seconds_here <= LOADING_PATIENCE * patience_s and self._group.is_loading():
             return False
         plan = course.grids.shrink(self._group.ready())
         if plan is None or plan == course.grids.now:

@@ -89,6 +89,9 @@ class WorkerGroup(Protocol):
     def ready(self) -> Sequence[Place]:
         """Processes that could train now, with a rank or without one. Never blocks."""
 
+    def is_loading(self) -> bool:
+        """More processes will soon be ready, on nodes that are there already. Never blocks."""
+
     def departure(self) -> Departure | None:
         """Whether ranks must leave their nodes; asks for slots in their place. Never blocks."""
 

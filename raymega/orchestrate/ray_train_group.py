@@ -75,6 +75,10 @@ class RayTrainGroup:
         """See WorkerGroup; no process waits without a rank."""
         return ()
 
+    def is_loading(self) -> bool:
+        """See WorkerGroup; the trainer starts all at once."""
+        return False
+
     def departure(self) -> Departure | None:
         """See WorkerGroup; a node that is taken away is lost when it goes."""
         return None

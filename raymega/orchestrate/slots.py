@@ -147,6 +147,14 @@ class Slots:
         """Those with a process, loaded or not, whose node stays."""
         return [slot for slot in self.slots if slot.place and not self.is_leaving(slot)]
 
+    def loading(self) -> list[Slot]:
+        """Those on nodes that live whose process is not ready yet, ordered or about to be."""
+        awaited = [slot for slot in self.slots if not slot.is_warm]
+        living = {node.node_id for node in list_nodes(self._cluster)}
+        tables = {group: placement_group_table(group) for group in {s.group for s in awaited}}
+        nodes = [tables[slot.group]["bundles_to_node_id"].get(slot.bundle) for slot in awaited]
+        return [slot for slot, node in zip(awaited, nodes, strict=True) if node in living]
+
     def stuck(self, limit_s: float) -> list[Slot]:
         """Those whose process was ordered as long ago as a start may take, and has not loaded."""
         now_s, almost = time.monotonic(), 0.9 * limit_s

@@ -91,6 +91,10 @@ class RayWorkerGroup:
         """See WorkerGroup."""
         return tuple(slot.place for slot in self._slots.ready if slot.place)
 
+    def is_loading(self) -> bool:
+        """See WorkerGroup."""
+        return bool(self._slots.loading())
+
     def departure(self) -> Departure | None:
         """See WorkerGroup."""
         going = self._slots.departure(self._block)

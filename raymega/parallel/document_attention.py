@@ -6,23 +6,35 @@ wide formats, context_attention computes the same a document at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from raymega.parallel.attention_blocks import Flash, kernel_for
 
 CAUSAL, FULL = (-1, 0), (-1, -1)
 """How many tokens before and behind itself a token sees; -1 is all of its document."""
-IS_KNOWN = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
-"""Torch's function takes what is handed to it; older ones had other parameters."""
+
+
+@cache
+def torch_kernel() -> Callable[..., Any] | None:
+    """Torch's function; None when it is an older one with other parameters.
+
+    It brings torch's compiler, a second of loading that a process without a GPU is spared.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes_all = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+    return varlen_attn if takes_all else None
 
 
 def has_one_kernel(q: Tensor) -> bool:
     """Torch's variable-length kernel serves tensors like ``q``: those that its flash kernel does."""
-    return IS_KNOWN and kernel_for(q) is Flash
+    return kernel_for(q) is Flash and torch_kernel() is not None
 
 
 def attend_in_documents(  # noqa: PLR0913  # one a property of the rows
@@ -46,7 +58,9 @@ def attend_in_documents(  # noqa: PLR0913  # one a property of the rows
     if are_alike and num_rows > 1:
         ends = _of_all_rows(ends, num_tokens, num_rows)
     q_THK, k_TGK, v_TGK = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
-    out_THK = varlen_attn(
+    kernel = torch_kernel()
+    assert kernel is not None, "has_one_kernel was asked"
+    out_THK = kernel(
         q_THK,
         k_TGK,
         v_TGK,

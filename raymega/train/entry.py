@@ -25,6 +25,7 @@ from raymega.messages import Box, Channel, Entered, StartWorker
 from raymega.parallel import groups as world
 from raymega.parallel.blocks import Block
 from raymega.parallel.comm import is_communication_error
+from raymega.parallel.document_attention import torch_kernel
 from raymega.parallel.groups import Store
 from raymega.parallel.parameter import initial_values
 from raymega.parallel.warm_up import open_communicators
@@ -56,7 +57,10 @@ MAX_COPIES = 2
 def warm_up(plan_json: str, device: str) -> None:
     """Load what the first step would: kernels' libraries, the GPU's context, torch's own lazy parts."""
     where = prepare_process(read_plan(plan_json), device=device, local_rank=0)
-    torch.ones(1, device=where, requires_grad=True).sum().backward()
+    loss = torch.ones(1, device=where, requires_grad=True).sum()
+    torch.autograd.backward(loss, torch.ones_like(loss))
+    if where.type == "cuda":
+        torch_kernel()
 
 
 def host_rendezvous(host: str) -> tuple[str, object]:

@@ -103,6 +103,7 @@ class FakeWorkerGroup:
         self.lacking = list(lacking)
         self.orders, self.requested, self.releases, self.plans = [], [], [], []
         self.places, self.departures, self.looks = [], [], []
+        self.loads = False
         self._polls = []
 
     @property
@@ -115,6 +116,9 @@ class FakeWorkerGroup:
 
     def ready(self):
         return tuple(self.places)
+
+    def is_loading(self):
+        return self.loads
 
     def departure(self):
         return self.departures.pop(0) if self.departures else None

@@ -64,6 +64,16 @@ def test_workers_that_come_back_in_time_keep_the_grid(world):
     assert world.group.plans == []
 
 
+@pytest.mark.parametrize(("loads", "waits_s"), [(False, 1.0), (True, 3.0)])
+def test_processes_that_load_on_living_nodes_are_waited_for(world, loads, waits_s):
+    begin(world, small_run(step=2, attempt=2), lacking=60)
+    world.group.loads = loads
+    lost_s = world.clock.now_s
+    while not world.group.plans:
+        world.controller.tick()
+    assert waits_s < world.clock.now_s - lost_s <= waits_s + 0.5
+
+
 def test_min_workers_grid_waits_and_gives_up(world):
     more = ["elastic.min_workers=grid", "cluster.capacity_timeout_s=10.0"]
     begin(world, lacking=1000, overrides=more)
