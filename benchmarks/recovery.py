@@ -114,31 +114,31 @@ class NodeKiller:
     is_frozen: bool
     stop: object = None
     nodes: dict[int, str] = field(default_factory=dict)
-    attempt: int = 0
     calm: int = 0
     since_s: dict[str, float] = field(default_factory=dict)
 
     def emit(self, event: RunEvent) -> None:
         match event:
             case AttemptStarted():
-                self.attempt, self.calm = self.attempt + 1, 0
+                self.calm = 0
             case WorkersStarted():
                 self.nodes = dict(event.nodes)
-            case FailureSeen():
+            case FailureSeen() if "lost" in self.since_s:
                 self.since_s.setdefault("detected", time.monotonic())
             case StepFinished():
                 self._step()
 
     def _step(self) -> None:
         self.calm += 1
+        number = len(self.nodes)
         if self.calm == 1:
-            self.since_s[f"attempt {self.attempt}"] = time.monotonic()
+            self.since_s[f"{number} ranks"] = time.monotonic()
         if self.calm != CALM_STEPS:
             return
-        if self.attempt == 1:
+        if "lost" not in self.since_s:
             self.since_s["lost"] = time.monotonic()
             (self.box.freeze if self.is_frozen else self.box.kill)(self.nodes[0])
-        elif self.attempt == 2:
+        elif "returned" not in self.since_s:
             self.box.fill(NODES)
             self.since_s["returned"] = time.monotonic()
         else:
@@ -152,8 +152,8 @@ class NodeKiller:
         at, how = self.since_s, "frozen" if self.is_frozen else "killed"
         print(
             f"{ranks} ranks, a node {how}: noticed after {at['detected'] - at['lost']:.2f} s, first step on "
-            f"{ranks // 2} ranks {at['attempt 2'] - at['detected']:.2f} s later; on {ranks} again "
-            f"{at['attempt 3'] - at['returned']:.2f} s after a node came back",
+            f"{ranks // 2} ranks {at[f'{ranks // 2} ranks'] - at['detected']:.2f} s later; on {ranks} again "
+            f"{at[f'{ranks} ranks'] - at['returned']:.2f} s after a node came back",
             flush=True,
         )
 
