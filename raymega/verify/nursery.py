@@ -82,9 +82,16 @@ def _fork(rank: int, request: Mapping[str, Any]) -> int:
             timeout_s=request["timeout_s"] * COLLECTIVE_SHARE,
         )
         code = 0
-    except BaseException:  # noqa: BLE001  # the edge of the process: it becomes a text
-        failure_path(folder, rank).write_text(traceback.format_exc(), encoding="utf-8")
+    except BaseException as error:  # noqa: BLE001  # the edge of the process: it becomes a text
+        text = f"{traceback.format_exc()}\n{_in_one_line(error)}"
+        failure_path(folder, rank).write_text(text, encoding="utf-8")
     os._exit(code)
+
+
+def _in_one_line(error: BaseException) -> str:
+    """What it is and says, then its notes, which end a traceback."""
+    said = (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()))
+    return " ".join("; ".join(said).split())
 
 
 def _reap(ranks: dict[int, int]) -> bool:

@@ -20,7 +20,7 @@ def result_path(folder: Path, rank: int) -> Path:
 
 
 def failure_path(folder: Path, rank: int) -> Path:
-    """The traceback of a rank that raised."""
+    """The traceback of a rank that raised; its last line says what it raised."""
     return folder / f"rank{rank}.failure"
 
 

@@ -66,6 +66,19 @@ def test_gpt2_with_biases_and_no_rope_passes():
     assert "same run on all 2 layouts" in done.stdout
 
 
+def test_what_a_rank_raised_within_a_schedule_is_told_with_its_place(tmp_path):
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
+    with (package / "raymega" / "model" / "head.py").open("a") as file:
+        file.write("\n\ndef _fail(*_):\n    raise ValueError('planted')\n\n\nHead.loss_sum = _fail\n")
+    own = ["--set", "parallel.pp=2", "--layouts", "1", "--max-ranks", "2"]
+    job = str(JOBS / "verify.yaml")
+    done = _verify(job, *SMALL, *own, package=package)
+    assert done.returncode == 4, done.stdout + done.stderr
+    told = " ".join((done.stdout + done.stderr).split())
+    assert "ValueError: planted; on pipeline stage 0, at forward 0" in told
+
+
 def test_planted_mistake_is_found_and_its_smallest_layout_named(broken):
     own = ["--set", "parallel.tp=2", "--set", "parallel.dp=2", "--set", "parallel.pp=1"]
     words = [*SMALL, *own, "--layouts", "2", "--max-ranks", "8", "--seed", "1"]
