@@ -105,6 +105,24 @@ def settle(weight: Tensor, term: Term) -> Tensor | None:
     return None
 
 
+class _RowSums(NamedTuple):
+    """Of a bias: grad [..., out], summed over all but the last dim."""
+
+    grad: Tensor
+
+    def make(self) -> Tensor:
+        return self.grad.flatten(0, -2).sum(0)
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        """total: [out]; a wider one gets the sum as it was made, which a narrow format may not hold."""
+        add(self.grad.flatten(0, -2).sum(0, dtype=total.dtype), total, is_first=is_first)
+
+
+def settle_bias(bias: Tensor | None, grad: Tensor) -> Tensor | None:
+    """:func:`settle` for a linear layer's bias [out], or None, of whose output ``grad`` is the gradient."""
+    return None if bias is None else settle(bias, _RowSums(grad))
+
+
 def add(made: Tensor, total: Tensor, *, is_first: bool) -> None:
     """For terms that no kernel adds where they belong."""
     if is_first:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm import all_reduce
-from raymega.parallel.deferral import Deferral, Made
+from raymega.parallel.deferral import Deferral, Made, settle_bias
 from raymega.parallel.fp8 import (
     FORWARD,
     GRADIENT,
@@ -185,7 +185,7 @@ class _Fp8Linear(torch.autograd.Function):
         fp8 = place.fp8
         own = fp8.quantise(x, place.inner, FORWARD)
         ctx.save_for_backward(x)
-        ctx.param, ctx.has_bias = weight, bias is not None
+        ctx.param, ctx.bias = weight, bias
         ctx.place, ctx.deferral = place, deferral
         ctx.scale = None if fp8.by_row else own.scale
         whole = _whole(own, place)
@@ -212,7 +212,7 @@ class _Fp8Linear(torch.autograd.Function):
             return grad.flatten(0, -2).T @ _gathered(x, place).flatten(0, -2)
 
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, Made(make))
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        grad_bias = settle_bias(ctx.bias, grad)
         if summing is not None:
             summing.wait(place.stream.tp.timeout_s)
         return grad_x, grad_weight, grad_bias, None, None

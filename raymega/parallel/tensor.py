@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
-from raymega.parallel.deferral import Deferral, settle
+from raymega.parallel.deferral import Deferral, settle, settle_bias
 from raymega.parallel.fp8_linear import Fp8, Place, fp8_linear
 from raymega.parallel.groups import Group
 from raymega.parallel.kept_memory import KeptMemory
@@ -245,7 +245,9 @@ def whole_linear(
     kept: KeptMemory | None = None,
 ) -> Tensor:
     """Linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
-    if deferral.is_autograds(weight) and not is_emulated(x):
+    # A bias's gradient by torch is in the format of the layer, where a sum over tokens may not fit.
+    is_narrow = bias is not None and x.dtype == torch.float16
+    if deferral.is_autograds(weight) and not is_emulated(x) and not is_narrow:
         return linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, deferral, kept)
 
@@ -307,7 +309,7 @@ class _Linear(torch.autograd.Function):
         kept: KeptMemory | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.param, ctx.has_bias, ctx.deferral = weight, bias is not None, deferral
+        ctx.param, ctx.bias, ctx.deferral = weight, bias, deferral
         return project(x, weight, bias, kept)
 
     @staticmethod
@@ -315,7 +317,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, x))
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        grad_bias = settle_bias(ctx.bias, grad)
         return product(grad, weight), grad_weight, grad_bias, None, None
 
 
@@ -346,7 +348,7 @@ class _ColumnLinear(torch.autograd.Function):
         deferral: Deferral, kept: KeptMemory | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.param, ctx.has_bias = weight, bias is not None
+        ctx.param, ctx.bias = weight, bias
         ctx.stream, ctx.deferral = stream, deferral
         whole, gathering = stream.start_gather(x)
         gathering.wait(stream.tp.timeout_s)
@@ -361,7 +363,7 @@ class _ColumnLinear(torch.autograd.Function):
         grad_x, summing = ctx.stream.start_sum(product(grad, weight))
         term = _GatheredProducts(grad, x, ctx.stream, gather)
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, term)
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        grad_bias = settle_bias(ctx.bias, grad)
         summing.wait(ctx.stream.tp.timeout_s)
         return grad_x, grad_weight, grad_bias, None, None, None
 
@@ -379,7 +381,7 @@ class _RowLinear(torch.autograd.Function):
         deferral: Deferral,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.param, ctx.has_bias = weight, bias is not None
+        ctx.param, ctx.bias = weight, bias
         ctx.stream, ctx.deferral = stream, deferral
         y, summing = stream.start_sum(project(x, weight, None))
         summing.wait(stream.tp.timeout_s)
@@ -390,7 +392,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         whole, gathering = ctx.stream.start_gather(grad.contiguous())
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        grad_bias = settle_bias(ctx.bias, grad)
         gathering.wait(ctx.stream.tp.timeout_s)
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(whole, x))
         return product(whole, weight), grad_weight, grad_bias, None, None

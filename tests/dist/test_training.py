@@ -78,6 +78,20 @@ def test_float16_trains_like_float32(layout):
     np.testing.assert_allclose([o.grad_norm for o in half], [o.grad_norm for o in wide], rtol=2e-2)
 
 
+@pytest.mark.parametrize("layout", ["tp1", "dp2", "tp2-sp"])
+def test_bias_gradients_that_float16_cannot_hold_are_no_overflow(layout):
+    """A bias's gradient is a sum over tokens; ranks that cut positions would have smaller terms."""
+    job = (
+        *HALF, "data.global_batch_size=9", "schedule.micro_batch_size=1", "model.family=gpt2",
+        "model.num_kv_heads=num_heads", "model.is_embedding_tied=false", "model.vocab_size=70",
+        "precision.loss_scale_window=2",
+    )  # fmt: skip
+    outcomes = _run(layout, *job, loss_scale=LossScale(factor=2.0**16), steps=4)
+    factors = [outcome.state.loss_scale.factor for outcome in outcomes]
+    assert factors == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
+    assert outcomes[-1].state.skipped_steps == 0
+
+
 def _state_after_a_skipped_step():
     """Whether weights and moments kept their bits; and that the next good step is the first."""
     from raymega.parallel.groups import build_groups
