@@ -1,5 +1,6 @@
 """Peak bytes of tensors by level of sharding are what the planner says, and fall as it says."""
 
+import time
 from functools import cache
 from unittest.mock import patch
 
@@ -7,6 +8,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from raymega.messages import Requests
+from raymega.parallel.pending import Pending
 from raymega.plan import levels
 from raymega.plan.levels import group_size
 from raymega.plan.memory_use import memory_use
@@ -21,6 +23,7 @@ from tests.support.ranks import run_grid
 pytestmark = pytest.mark.dist
 
 LIMIT = 0.03
+LET_GO_S = 0.003
 MANY_BUCKETS = 16
 """How many of the copies that gloo makes of what it gathers are there at once is chance: buckets are small."""
 STATE_OF_NEARLY_ALL = (
@@ -45,8 +48,16 @@ def _peak(env, plan_json):
     """The most bytes that tensors of rank 0 held while it was built, and in a step.
 
     A thread of gloo that has told of the end of a collective still holds its bucket until it is
-    scheduled again, which is chance: of three steps the one with the least counts.
+    scheduled again, which is chance: it is given time after each wait, and of three steps the one with
+    the least counts.
     """
+    wait = Pending.wait
+
+    def wait_and_let_go(pending, timeout_s):
+        wait(pending, timeout_s)
+        time.sleep(LET_GO_S)
+
+    Pending.wait = wait_and_let_go
     levels.MIN_BUCKETS = MANY_BUCKETS
     plan = read_plan(plan_json)
     parts, peaks = None, []

@@ -234,7 +234,8 @@ def test_files_of_a_share_are_written_side_by_side():
     writer = _limited(Meeting(), shards, file_bytes=half)
     writer.save(100, blocks, STATE)
     assert writer.wait()
-    assert shards[0].error == "" and len({box.file for box in shards[0].boxes}) == 2
+    (shard,) = _saved(shards)
+    assert shard.error == "" and len({box.file for box in shard.boxes}) == 2
 
 
 @pytest.mark.parametrize("buffer_bytes", [512, 5000, 10**9])
@@ -248,7 +249,7 @@ def test_buffer_stays_below_its_cap_and_everything_is_saved(buffer_bytes):
         writer.save(step, blocks, {**STATE, "step": step})
         assert writer.wait()
     assert 0 < writer.host_bytes <= buffer_bytes
-    for shard in shards:
+    for shard in _saved(shards):
         manifest = assemble_shards([shard], ALONE)
         load(store, manifest, found := make_blocks(MODEL, ALONE, 0, is_filled=False))
         assert same(found, blocks)
