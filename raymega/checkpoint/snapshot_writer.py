@@ -17,7 +17,7 @@ from threading import Thread
 
 from raymega.checkpoint.keys import ROOT, CheckpointId, data_prefix
 from raymega.checkpoint.retention import Keep, expired_keys
-from raymega.checkpoint.slots import Slots
+from raymega.checkpoint.snapshot_buffers import SnapshotBuffers
 from raymega.checkpoint.snapshots import Part
 from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience, State
 from raymega.errors import RaymegaError
@@ -71,7 +71,7 @@ class SnapshotWriter:
             for address in replicas.write_to
         }  # fmt: skip
         self._copies = Copies(stores)
-        self._slots = Slots(
+        self._buffers = SnapshotBuffers(
             stores.get(replicas.home), shared, owner=data_prefix(attempt=attempt, rank=rank)
         )
         self._tidied = [stores[address] for address in replicas.tidies]
@@ -118,8 +118,8 @@ class SnapshotWriter:
         """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change."""
         self._is_wanted, self._is_free, self._waited_s = False, False, 0.0
         self._newest = _Newest(step=step, is_writing=True)
-        slot = self._slots.free(whole_step=self._whole_step, step=step)
-        self._writer.save(step, blocks, state, host=slot)
+        host = self._buffers.free(whole_step=self._whole_step, step=step)
+        self._writer.save(step, blocks, state, host=host)
 
     def fence(self) -> None:
         """Call before the tensors change: on a GPU the change then comes behind the copy."""

@@ -73,7 +73,7 @@ SAVE_MUTATIONS = (
     ),
     SaveMutation(
         name="a snapshot is copied over the one before, which alone is whole",
-        file="checkpoint/slots.py",
+        file="checkpoint/snapshot_buffers.py",
         old="int(bool(whole_step) and self._steps[0] == whole_step)",
         new="0",
         caught="snapshot: of step 0",

@@ -102,6 +102,7 @@ def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(make_group,
     before = pids(group)
     os.kill(before[1], signal.SIGKILL)
     poll_until(group, lambda r: isinstance(r, WorkerDied))
+    assert group.is_loading()  # the slot of the lost one, on a node that lives
     group.release(keep_warm=True)
     assert group.members() == {}
     assert group.reserve(10.0) is None
@@ -109,6 +110,7 @@ def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(make_group,
     wait_for_start(group)
     after = pids(group)
     assert {rank for rank in after if after[rank] == before[rank]} == {0, 2, 3}
+    poll_until(group, lambda _report: not group.is_loading())
 
 
 def test_worker_that_does_not_let_go_is_replaced(make_group, tmp_path):

@@ -17,7 +17,7 @@ from raymega.storage.shared_memory import SharedMemories
 log = logging.getLogger(__name__)
 
 
-class Slots:
+class SnapshotBuffers:
     """Two, in turn: the newest whole snapshot stays as it is while the next one is copied.
 
     Where the keeper has no view, or is lost, one is enough: what was written from it may change.
@@ -26,13 +26,13 @@ class Slots:
     def __init__(self, keeper: KeeperStore | None, shared: SharedMemories, *, owner: str) -> None:
         """``keeper`` is that of the own node; ``owner`` begins the names of all that the rank writes."""
         self._keeper, self._owner = keeper, owner
-        self._slots = [HostCopy(shared), HostCopy(shared)]
+        self._buffers = [HostCopy(shared), HostCopy(shared)]
         self._steps = [0, 0]
 
     @property
     def num_bytes(self) -> int:
         """Host memory of both."""
-        return sum(slot.num_bytes for slot in self._slots)
+        return sum(buffer.num_bytes for buffer in self._buffers)
 
     def free(self, *, whole_step: int, step: int) -> HostCopy:
         """The one for the snapshot of ``step``, where that of ``whole_step`` is the newest whole one.
@@ -43,13 +43,13 @@ class Slots:
             number = int(bool(whole_step) and self._steps[0] == whole_step)
             if self._forgets(self._steps[number]):
                 self._steps[number] = step
-                return self._slots[number]
-        if self._slots[0].is_shared or len(self._slots) > 1:
-            self._keeper, self._slots = None, [HostCopy()]
-        return self._slots[0]
+                return self._buffers[number]
+        if self._buffers[0].is_shared or len(self._buffers) > 1:
+            self._keeper, self._buffers = None, [HostCopy()]
+        return self._buffers[0]
 
     def _is_seen(self) -> bool:
-        is_private = any(slot.num_bytes and not slot.is_shared for slot in self._slots)
+        is_private = any(buffer.num_bytes and not buffer.is_shared for buffer in self._buffers)
         return self._keeper is not None and self._keeper.is_sharing and not is_private
 
     def _forgets(self, step: int) -> bool:
