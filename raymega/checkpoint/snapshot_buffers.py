@@ -34,9 +34,10 @@ class SnapshotBuffers:
         """Host memory of both."""
         return sum(buffer.num_bytes for buffer in self._buffers)
 
-    def free(self, *, whole_step: int, step: int) -> HostCopy:
+    def free(self, *, whole_step: int, step: int = 0) -> HostCopy:
         """The one for the snapshot of ``step``, where that of ``whole_step`` is the newest whole one.
 
+        0 is none: with that it may be used for anything until it is asked for again.
         Nothing is being written. The keeper forgets what lay there.
         """
         if self._is_seen():

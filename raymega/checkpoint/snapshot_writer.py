@@ -15,6 +15,7 @@ from functools import partial
 from math import inf
 from threading import Thread
 
+from raymega.checkpoint.host_copy import HostCopy
 from raymega.checkpoint.keys import ROOT, CheckpointId, data_prefix
 from raymega.checkpoint.retention import Keep, expired_keys
 from raymega.checkpoint.snapshot_buffers import SnapshotBuffers
@@ -77,13 +78,15 @@ class SnapshotWriter:
         self._tidied = [stores[address] for address in replicas.tidies]
         self._writer = CheckpointWriter(
             self._copies, rank=rank, attempt=attempt, report=self._finish,
-            patience=PATIENCE, limits=Limits(report_every_s=inf),
+            patience=PATIENCE,
+            limits=Limits(file_bytes=plan.job.checkpoint.file_bytes, report_every_s=inf),
         )  # fmt: skip
         self._newest = _Newest(step=0)
         self._whole_step = 0
         self._num_lacking = 0
         self._is_wanted = False
         self._is_free = False
+        self._is_lent = False
         self._waited_s = 0.0
 
     def summed(self) -> tuple[float, ...]:
@@ -92,8 +95,12 @@ class SnapshotWriter:
         is_lacking = self._copies.num_stores < self._replicas.num_copies
         return float(newest.is_writing), float(newest.has_failed), float(is_lacking)
 
-    def observe(self, totals: Sequence[float], *, step: int) -> None:
-        """Learn from the sums of the step that led to ``step`` completed ones, as every rank does."""
+    def observe(self, totals: Sequence[float], *, step: int, is_lent: bool = False) -> None:
+        """Learn from the sums of the step that led to ``step`` completed ones, as every rank does.
+
+        While memory ``is_lent`` on any rank (see :meth:`lend`) no snapshot begins.
+        """
+        self._is_lent = is_lent
         num_writing, num_failed, num_lacking = map(round, totals)
         self._is_free, self._num_lacking = num_writing == 0, num_lacking
         is_whole = self._is_free and num_failed == 0
@@ -106,7 +113,12 @@ class SnapshotWriter:
     @property
     def is_due(self) -> bool:
         """All ranks begin a snapshot now, or none does: one is wanted, and nobody still writes."""
-        return self._is_wanted and self._is_free
+        return self._is_wanted and self._is_free and not self._is_lent
+
+    @property
+    def is_under_way(self) -> bool:
+        """All ranks know of the newest snapshot whether it is whole, or none does."""
+        return not self._is_free
 
     @property
     def is_late(self) -> bool:
@@ -114,12 +126,22 @@ class SnapshotWriter:
         is_held_up = self._is_wanted and not self._is_free
         return is_held_up and self._plan.job.elastic.snapshot_when_late == "wait"
 
-    def save(self, step: int, blocks: Sequence[Block], state: State) -> None:
-        """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change."""
+    def save(self, step: int, blocks: Sequence[Block], state: State) -> HostCopy | None:
+        """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change.
+
+        Returns:
+            The copy, which stays as it is until the next snapshot but one; None where there is none.
+        """
         self._is_wanted, self._is_free, self._waited_s = False, False, 0.0
         self._newest = _Newest(step=step, is_writing=True)
         host = self._buffers.free(whole_step=self._whole_step, step=step)
-        self._writer.save(step, blocks, state, host=host)
+        self._writer.save(step, blocks, state, into=lambda: host)
+        return None if self._newest.has_failed else host
+
+    def lend(self) -> HostCopy:
+        """Memory for a copy of another writer's, as long as no snapshot is made or under way."""
+        assert self._is_free, "the snapshot under way may be the newest whole one"
+        return self._buffers.free(whole_step=self._whole_step)
 
     def fence(self) -> None:
         """Call before the tensors change: on a GPU the change then comes behind the copy."""

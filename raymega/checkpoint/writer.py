@@ -174,20 +174,30 @@ class CheckpointWriter:
         return self._host.num_bytes
 
     def save(
-        self, step: int, blocks: Sequence[Block], state: State, *, host: HostCopy | None = None
+        self,
+        step: int,
+        blocks: Sequence[Block],
+        state: State,
+        *,
+        into: Callable[[], HostCopy] | None = None,
+        copy: HostCopy | None = None,
     ) -> float:
         """Copy this rank's share of ``blocks``, start its write, return the seconds it took.
 
         It waits for the save before. Tensors of the CPU may change when it returns, those of a GPU
-        behind :meth:`fence`. The copy lies in ``host``, by default in a buffer of the writer's own.
+        behind :meth:`fence`.
+
+        It copies to a buffer of the writer's own, or to that which ``into`` gives when the save before is
+        written; or there is a ``copy`` already, which a writer of the same limits made. Others' buffers
+        must stay as they are until this writer is not busy.
         """
-        self._last = host or self._host
         save = _Save(
-            step=step, state=state, host=self._last, num_bytes=0, began_s=time.monotonic()
+            step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic()
         )  # fmt: skip
         if not self.wait():
             error = f"the save before is still being written after {self._patience.timeout_s:g} s"
             return self._give_up(save, error)
+        save.host = self._last = copy or (into() if into else self._host)
         division = self._divide(blocks)
         save.num_bytes, largest = division.num_bytes, division.buffer_bytes
         buffer_bytes = self._limits.buffer_bytes
@@ -201,12 +211,13 @@ class CheckpointWriter:
             return self._give_up(save, f"no host memory for the copy: {error}")
         *earlier, last = division.portions or ((),)
         for files in earlier:
+            assert copy is None, "a copy holds the whole share"
             self._start(save, files, blocks, is_last=False)
             if not self.wait():
                 save.error = f"its first part was not written in {self._patience.timeout_s:g} s"
             if save.error:
                 return self._give_up(save, save.error)
-        self._start(save, last, blocks, is_last=True)
+        self._start(save, last, () if copy else blocks, is_last=True)
         return save.stall_s
 
     def fence(self) -> None:
@@ -249,11 +260,12 @@ class CheckpointWriter:
     def _start(
         self, save: _Save, files: Sequence[_File], blocks: Sequence[Block], *, is_last: bool
     ) -> None:
-        save.host.take(
-            (file.base + start, values_at(blocks[share.holding], share.box))
-            for file in files
-            for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
-        )
+        if blocks:
+            save.host.take(
+                (file.base + start, values_at(blocks[share.holding], share.box))
+                for file in files
+                for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
+            )
         save.stall_s = time.monotonic() - save.began_s
         self._background.run(lambda: self._write(save, files, is_last=is_last))
 

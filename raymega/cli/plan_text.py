@@ -16,7 +16,7 @@ from raymega.plan.context_cost import context_costs
 from raymega.plan.hardware import ROUND_H100
 from raymega.plan.replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.save_cost import save_cost
+from raymega.plan.save_cost import save_cost, shares_snapshot
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import StateSize, count_parameters, rank_state
 from raymega.schedule.placement import Program
@@ -211,12 +211,16 @@ def _show_saves(plan: RunPlan) -> None:
     section = plan.job.checkpoint
     first = [rank for rank in range(plan.grid.world_size) if plan.grid.coords(rank).dp == 0]
     cost = max((save_cost(plan, rank) for rank in first), key=lambda cost: cost.share_bytes)
-    waits = "" if cost.buffer_bytes == cost.share_bytes else ", piece by piece while training waits"
+    place = f"{_readable(cost.buffer_bytes)} of host memory"
+    if shares_snapshot(plan.job):
+        place = "the memory of snapshots, of which none begins until it is written"
+    elif cost.buffer_bytes < cost.share_bytes:
+        place += ", piece by piece while training waits"
     least = f", in {cost.least_s:.1f} s or more" if section.bytes_per_s else ""
     files = "1 file" if cost.num_files == 1 else f"{cost.num_files} files"
     print(
         f"\na checkpoint every {_steps(section.every) if section.every else 'run'}: a rank copies at "
-        f"most {_readable(cost.share_bytes)} to {_readable(cost.buffer_bytes)} of host memory{waits}, "
+        f"most {_readable(cost.share_bytes)} to {place}, "
         f"and writes them in {files}{least}"
     )
 

@@ -74,6 +74,12 @@ class ElasticSection(Section):
         "stands still, so that a loss costs no more than snapshot_every says. skip: it is taken "
         "after a later step.",
     )
+    snapshot_during_save: Literal["go_on", "pause"] = Field(
+        default="go_on",
+        description="Snapshots while a checkpoint is being written. go_on: it has a buffer of its own. pause: "
+        "it is read from their memory, and none is taken until it is written, so a loss meanwhile costs "
+        "the steps since it began; not with checkpoint.buffer_bytes, which is for a buffer of its own.",
+    )
     snapshot_timeout_s: PositiveFloat = Field(
         default=60.0,
         description="Longest wait for a file of a snapshot to reach another node's memory, or to "

@@ -19,7 +19,7 @@ class SaveCost:
 
     Attributes:
         share_bytes: What the rank writes.
-        buffer_bytes: Host memory of its copy.
+        buffer_bytes: Host memory of its copy; none where that lies in snapshots' memory.
         num_files: Data files, at least.
         least_s: Time of the write at checkpoint.bytes_per_s; 0 without such a limit.
     """
@@ -37,10 +37,17 @@ def save_cost(plan: RunPlan, rank: int) -> SaveCost:
     file_bytes = min(section.file_bytes, buffer_bytes)
     return SaveCost(
         share_bytes=share,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=0 if shares_snapshot(plan.job) else buffer_bytes,
         num_files=-(-share // file_bytes),
         least_s=share / section.bytes_per_s if section.bytes_per_s else 0.0,
     )
+
+
+def shares_snapshot(job: Job) -> bool:
+    """A checkpoint is read from the memory of snapshots, of which none begins until it is written."""
+    section = job.elastic
+    is_paused = section.snapshot_every > 0 and section.snapshot_during_save == "pause"
+    return is_paused and not job.checkpoint.buffer_bytes
 
 
 def share_bytes(plan: RunPlan, rank: int) -> int:

@@ -73,6 +73,7 @@ HYBRID = Partner(
 
 PARTNERS: Mapping[str, Partner] = {
     "data.packing_window": _is("data.packing", "best_fit"),
+    "elastic.snapshot_during_save": SNAPSHOTS,
     "elastic.snapshot_timeout_s": SNAPSHOTS,
     "elastic.snapshot_when_late": SNAPSHOTS,
     "memory.recompute_every": _is("memory.recompute", "full"),

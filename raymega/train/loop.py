@@ -80,7 +80,7 @@ def run_loop(
         metrics |= expert_metrics(outcome.loads) | _rates(outcome.lr, job)
         state, stopped = outcome.state, outcome.stop
         is_last = stopped or state.step == job.run.steps
-        metrics |= saving.observe(outcome)
+        metrics |= saving.observe(outcome, is_last=is_last)
         is_saving = saving.is_checkpoint_due(outcome, is_last=is_last)
         metrics |= check.look(state.step, is_saving=is_saving)
         _report_step(channel, rank, outcome, metrics)

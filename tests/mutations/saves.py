@@ -78,6 +78,13 @@ SAVE_MUTATIONS = (
         new="0",
         caught="snapshot: of step 0",
     ),
+    SaveMutation(
+        name="a snapshot is copied to memory that a checkpoint is still read from",
+        file="checkpoint/snapshot_writer.py",
+        old="return self._is_wanted and self._is_free and not self._is_lent",
+        new="return self._is_wanted and self._is_free",
+        caught="snapshot: over a checkpoint",
+    ),
 )
 
 
@@ -129,6 +136,9 @@ def snapshot_outcome() -> str:
             writer.observe(writer.summed(), step=step)
             writer.save(step, blocks, {**support.STATE, "step": step})
             writer.wait()
+        writer.observe(writer.summed(), step=3, is_lent=True)
+        if writer.is_due:
+            return "snapshot: over a checkpoint"
         store = KeeperStore(keeper.uri, "token")
         store.drop(key for key in store.list(folder_of(2)) if key.endswith(".json"))
         found = find_snapshot({"keeper": store}, job={}, now="")

@@ -8,6 +8,8 @@ from raymega.storage.memory import MemoryStore
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.unit.checkpoint.support import STATE, make_blocks, make_grid
 
+PAUSE = ("elastic.snapshot_every=5", "elastic.snapshot_during_save=pause")
+
 
 @pytest.mark.parametrize("layout", ["tp1-pp1-dp1", "tp2-pp2-dp1", "tp1-pp2-dp2", "tp1-pp1-dp3"])
 @pytest.mark.parametrize("buffer_bytes", [0, 40_000])
@@ -31,6 +33,21 @@ def test_writer_writes_as_many_bytes_as_planned(layout, buffer_bytes):
         assert cost.num_files <= len({box.file for box in shards[-1].boxes}) <= 2 * cost.num_files
         if buffer_bytes:
             assert writer.host_bytes <= cost.buffer_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_shared"),
+    [
+        (["elastic.snapshot_every=0"], False),
+        (["elastic.snapshot_every=5"], False),
+        ([*PAUSE], True),
+        ([*PAUSE, "checkpoint.buffer_bytes=40000"], False),
+    ],
+    ids=["none", "go-on", "pause", "own-buffer"],
+)
+def test_copy_in_the_memory_of_snapshots_takes_none_of_its_own(settings, is_shared):
+    cost = save_cost(make_test_plan(*settings), 0)
+    assert (cost.buffer_bytes == 0) == is_shared and cost.num_files >= 1
 
 
 def test_rate_of_the_job_gives_the_least_time():

@@ -11,6 +11,7 @@ from tests.support.jobs import VERIFY
 UNREAD = {
     "data.packing_window": (64, ["data.packing=best_fit"]),
     "elastic.snapshot_timeout_s": (5.0, ["elastic.snapshot_every=1"]),
+    "elastic.snapshot_during_save": ("pause", ["elastic.snapshot_every=1"]),
     "elastic.snapshot_when_late": ("skip", ["elastic.snapshot_every=1"]),
     "memory.recompute_every": (2, ["memory.recompute=full"]),
     "memory.recompute_parts": ("[norm]", ["memory.recompute=selective"]),
