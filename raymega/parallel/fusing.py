@@ -7,8 +7,12 @@ what is kept for backward, what is recomputed and what is put off stay as they a
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -41,7 +45,33 @@ def can_fuse(device: torch.device) -> bool:
 def _compiled(function: Function) -> Function:
     # One process compiles a kernel or two at a time: a pool of compilers a rank costs more than it
     # gains.
-    return cast(Function, torch.compile(function, options={"compile_threads": 1}))
+    folder = _own_folder()
+    compiled = torch.compile(function, options={"compile_threads": 1})
+
+    @wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        try:
+            return compiled(*args, **kwargs)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    return cast(Function, call)
+
+
+@cache
+def _own_folder() -> Path:
+    """Where torch keeps what it compiled, from now on: a folder that is raymega's alone.
+
+    A compiler that was killed may leave half a file there, which torch takes for a whole one in every
+    process to come. So a failure empties the folder, and the next process compiles anew.
+    """
+    default = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)
+    if folder.name != "raymega":  # as it is for the child of a process that did this
+        folder /= "raymega"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
 
 
 @cache

@@ -99,3 +99,25 @@ def test_without_a_compiler_layers_are_not_fused_and_the_log_says_so_once(monkey
     assert [record.getMessage() for record in caplog.records] == [
         "kernels are not compiled but run one by one: no working C++ compiler"
     ]
+
+
+@needs_compiler
+def test_failure_empties_the_folder_of_compiled_kernels_which_may_be_torn(tmp_path, monkeypatch):
+    folder = tmp_path / "raymega"
+    (folder / "ab").mkdir(parents=True)
+    (folder / "ab" / "torn.so").write_bytes(b"half a file")
+    (tmp_path / "anothers.so").touch()
+    monkeypatch.setattr(fusing, "_own_folder", lambda: folder)
+
+    def fails(x):
+        return x.exp() @ x
+
+    with pytest.raises(Exception, match="same reduction dim"):
+        fusing.fused(fails, is_on=True)(torch.zeros(3, 8))
+    assert [path.name for path in tmp_path.iterdir()] == ["anothers.so"]
+
+
+def test_compiled_kernels_are_kept_in_a_folder_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for _ in range(2):  # the second time as a child of the process finds it
+        assert fusing._own_folder.__wrapped__() == tmp_path / "raymega"
