@@ -6,8 +6,8 @@ the loss of the model is, because only a step divides. Each rank has its own tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +19,24 @@ from raymega.parallel.groups import Group
 from raymega.parallel.token_marks import TokenMarks
 
 NUM_SUMS = 5
-"""Of :meth:`Tally.sums`, those that are not by expert."""
+"""Of a :class:`Record`'s sums, those that are not by expert."""
 
 
-class Tally(NamedTuple):
-    """One micro-batch's routing of this rank's counted tokens: sums, and the least margin.
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What is told of one micro-batch's routing on this rank besides its scores and choices.
 
-    ``counts`` [E] are choices by expert before any is dropped, ``kept`` those that were not.
+    Attributes:
+        marks: Of the tokens.
+        gaps: [T], by how much the last choice was better than the next.
+        kept: Choices of counted tokens that were not dropped, a scalar; None where none can be.
+        losses: The router's, by their names in :class:`Load`, scalars; autograd does not see them.
     """
 
-    counts: Tensor
-    tokens: Tensor
-    kept: Tensor
-    entropy: Tensor
-    balance: Tensor
-    z: Tensor
-    margin: Tensor
-
-    def sums(self) -> Tensor:
-        """[E + 5] in the order of the fields."""
-        exact = torch.stack((self.tokens, self.kept))
-        rest = torch.stack((self.entropy, self.balance, self.z)).to(torch.float64)
-        return torch.cat((self.counts, exact, rest))
+    marks: TokenMarks
+    gaps: Tensor
+    kept: Tensor | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +61,7 @@ class Load:
 
     @staticmethod
     def of(sums: Tensor) -> Load:
-        """From :meth:`Tally.sums` that were added up."""
+        """From those of :meth:`Record.take` that were added up."""
         counts, rest = sums[:-NUM_SUMS], sums[-NUM_SUMS:].tolist()
         return Load(
             counts=counts, tokens=rest[0], kept=rest[1], entropy=rest[2], balance=rest[3], z=rest[4]
@@ -73,10 +69,10 @@ class Load:
 
 
 class Record:
-    """Adds up the tallies of a step.
+    """Adds up what the routing of a step was like: counts, tokens, kept, entropy, balance, z.
 
-    A tally is added when its micro-batch's backward passes: once, however often forward ran. Who ends
-    a step takes the sums.
+    A micro-batch is added when its backward passes: once, however often forward ran. Who ends a step
+    takes the sums.
 
     Attributes:
         name: The router's.
@@ -88,49 +84,71 @@ class Record:
         self.name, self.num_experts = name, num_experts
         self.loss_gradient = 1.0
         self._sums: Tensor | None = None
+        self._parts: dict[str, Tensor] = {}
         self._margin: Tensor | None = None
 
-    def add(self, tally: Tally) -> None:
-        """Of one micro-batch."""
-        sums = tally.sums()
-        self._sums = sums if self._sums is None else self._sums + sums
-        margin = tally.margin
-        self._margin = margin if self._margin is None else torch.minimum(self._margin, margin)
+    @torch.no_grad()
+    def add(self, tally: Tally, shares: Tensor, chosen: Tensor) -> None:
+        """One micro-batch: shares [T, E] that add up to 1, choices [T, k] before any is dropped."""
+        if self._sums is None:
+            self._begin(chosen.device)
+        marks, parts, top_k = tally.marks, self._parts, chosen.shape[1]
+        add_load(chosen, marks, parts["counts"])
+        parts["tokens"].add_(marks.num_counted)
+        if tally.kept is None:
+            parts["kept"].add_(marks.num_counted, alpha=top_k)
+        else:
+            parts["kept"].add_(tally.kept)
+        parts["entropy"].add_(entropy(shares, marks))
+        for name, loss in tally.losses.items():
+            parts[name].add_(loss)
+        if tally.gaps.numel():
+            margin = torch.where(marks.is_counted, tally.gaps, torch.inf).min()
+            self._margin = margin if self._margin is None else torch.minimum(self._margin, margin)
 
     def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Sums [E + 5] and the least margin since the last call, in float64; forgets both."""
+        if self._sums is None:
+            self._begin(device)
         sums, margin = self._sums, self._margin
+        assert sums is not None, "begun"
         self._sums = self._margin = None
-        if sums is None or margin is None:
-            sums = torch.zeros(self.num_experts + NUM_SUMS, dtype=torch.float64, device=device)
+        if margin is None:
             margin = torch.tensor(torch.inf, device=device)
         return sums, margin.to(torch.float64)
 
+    def _begin(self, device: torch.device) -> None:
+        sums = torch.zeros(self.num_experts + NUM_SUMS, dtype=torch.float64, device=device)
+        sizes, names = [self.num_experts, *[1] * NUM_SUMS], [part.name for part in fields(Load)]
+        self._sums, self._parts = sums, dict(zip(names, sums.split(sizes), strict=True))
 
-def join(x: Tensor, loss: Tensor, tally: Tally, record: Record) -> Tensor:
-    """``x`` as it is; its backward lets ``loss`` in, a scalar, and gives ``tally`` to ``record``."""
-    return _Join.apply(x, loss, tally, record)
+
+def join(x: Tensor, loss: Tensor, record: Record) -> Tensor:
+    """``x`` as it is; its backward lets ``loss`` in, a scalar, with the record's gradient."""
+    return _Join.apply(x, loss, record)
+
+
+def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:
+    """Scores [T, E] that add up to 1."""
+    return scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
 
 
 @torch.no_grad()
-def count_load(chosen: Tensor, marks: TokenMarks, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Choices of counted tokens by expert [E], and how many such tokens there are, in float64."""
-    counted = marks.is_counted.to(torch.float64)
-    counts = counted.new_zeros(num_experts)
-    counts.scatter_add_(0, chosen.flatten(), counted[:, None].expand(chosen.shape).flatten())
-    return counts, counted.sum()
+def add_load(chosen: Tensor, marks: TokenMarks, counts: Tensor) -> Tensor:
+    """Add to ``counts`` [E] float64, and return, how many choices of counted tokens each expert is."""
+    return counts.scatter_add_(0, chosen.flatten(), marks.counted_choices(chosen.shape[1]))
 
 
 def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
     moe: MoeSection,
-    shares: Tensor,
+    scores: Tensor,
     chosen: Tensor,
     marks: TokenMarks,
     *,
     totals: Tensor | None,
     last: Tensor | None,
     micro: Group,
-) -> Tensor:
+) -> Tensor | None:
     """coefficient * E * sum over experts of load share * mean score, once for each counted token.
 
     Switch Transformer's loss (Fedus et al. 2021, eq. 4) for k choices. The load share is that of the
@@ -138,7 +156,7 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
 
     Args:
         moe: Which of them, and how much.
-        shares: [T, E], scores that add up to 1.
+        scores: [T, E].
         chosen: [T, k] int64.
         marks: Of the tokens.
         totals: [E + 1], load and tokens of the micro-batch.
@@ -146,27 +164,27 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
         micro: The ranks that share the micro-batch.
 
     Returns:
-        This rank's terms of the sum: a scalar.
+        This rank's terms of the sum, a scalar; None for a job without.
     """
     if not moe.has_aux_loss:
-        return shares.new_zeros(())
+        return None
     load = _load(moe, chosen, marks, totals=totals, last=last, micro=micro)
     share = load / load.sum(-1, keepdim=True).clamp(min=1)
-    per_token = (shares * share.to(shares.dtype)).sum(-1)
+    per_token = (shares_of(scores, moe) * share.to(scores.dtype)).sum(-1)
     return moe.balance_coefficient * moe.num_experts * (per_token * marks.is_counted).sum()
 
 
-def z_loss(moe: MoeSection, logits: Tensor, marks: TokenMarks) -> Tensor:
+def z_loss(moe: MoeSection, logits: Tensor, marks: TokenMarks) -> Tensor | None:
     """coefficient * logsumexp(logits)^2 of each counted token (ST-MoE, Zoph et al. 2022, eq. 5)."""
     if not moe.z_coefficient:
-        return logits.new_zeros(())
+        return None
     return moe.z_coefficient * (logits.logsumexp(-1).square() * marks.is_counted).sum()
 
 
 @torch.no_grad()
 def entropy(shares: Tensor, marks: TokenMarks) -> Tensor:
     """Sum over counted tokens of the entropy of their scores, in nats."""
-    return (torch.special.entr(shares).sum(-1) * marks.is_counted).sum()
+    return torch.special.entr(shares).sum(-1, dtype=torch.float64) @ marks.counted
 
 
 @torch.no_grad()
@@ -195,8 +213,7 @@ def _load(
     num_rows = _num_rows(marks, micro)
     table = torch.zeros(num_rows * moe.num_experts, dtype=torch.float64, device=chosen.device)
     places = marks.rows[:, None] * moe.num_experts + chosen
-    counted = marks.is_counted.to(torch.float64).repeat_interleave(chosen.shape[1])
-    table.scatter_add_(0, places.flatten(), counted)
+    table.scatter_add_(0, places.flatten(), marks.counted_choices(chosen.shape[1]))
     return all_reduce(table, micro).view(num_rows, moe.num_experts)[marks.rows]
 
 
@@ -206,13 +223,11 @@ def _num_rows(marks: TokenMarks, micro: Group) -> int:
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, tally: Tally, record: Record) -> Tensor:
-        ctx.tally, ctx.record, ctx.loss_dtype = tally, record, loss.dtype
+    def forward(ctx: Any, x: Tensor, loss: Tensor, record: Record) -> Tensor:
+        ctx.record, ctx.loss_dtype = record, loss.dtype
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        ctx.record.add(ctx.tally)
-        gradient = grad.new_tensor(ctx.record.loss_gradient, dtype=ctx.loss_dtype)
-        return grad, gradient, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, grad.new_tensor(ctx.record.loss_gradient, dtype=ctx.loss_dtype), None

@@ -143,10 +143,9 @@ def _swiglu_gradient_in_steps(grad: Tensor, gate_up: Tensor) -> Tensor:
     grad_gate_up = torch.empty_like(gate_up)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
     share = gate.sigmoid()
-    torch.mul(gate, share, out=grad_up)
-    # s (1 + gate (1 - s)) = silu + s (1 - silu)
-    torch.lerp(grad_up, grad_up.new_ones(()), share, out=grad_gate).mul_(up).mul_(grad)
-    grad_up.mul_(grad)
+    torch.mul(gate, share, out=grad_up).mul_(grad)
+    # g s (1 + gate (1 - s)) = d up + s (g - d up)
+    torch.lerp(grad_up, grad, share, out=grad_gate).mul_(up)
     return grad_gate_up
 
 

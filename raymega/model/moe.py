@@ -62,16 +62,16 @@ class MoeLayer(nn.Module):
         self, x: Tensor, places: Places | None
     ) -> tuple[Tensor, TokenMarks, Tensor | None]:
         """[T, D]: what this rank holds or, where tp ranks hold the same, its part of that."""
-        marks = None if places is None else places.marks
-        marks = marks or plain_marks(x, self.groups.micro)
+        stream, marks = self.groups.stream, None if places is None else places.marks
         keys = None if places is None or places.keys is None else places.keys.own
-        tp, tokens = self.groups.stream.tp, x.flatten(0, 1)
-        part = slice(None)
-        if not self.groups.stream.is_sequence_parallel and tp.size > 1:
-            num_tokens = tokens.shape[0] // tp.size
-            part = slice(tp.index * num_tokens, (tp.index + 1) * num_tokens)
-            tokens = own_rows(tokens, tp)
-        return tokens, marks.of_tokens(part), None if keys is None else keys.flatten()[part]
+        tokens = x.flatten(0, 1)
+        if not stream.is_sequence_parallel and stream.tp.size > 1:
+            tokens = own_rows(tokens, stream.tp)
+        return (
+            tokens,
+            marks or plain_marks(x, self.groups.micro),
+            None if keys is None else stream.share(keys.flatten()),
+        )
 
     def _stream(self, y: Tensor) -> Tensor:
         """From own tokens to what the rank holds of the stream."""

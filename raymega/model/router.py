@@ -6,6 +6,8 @@ capacity, which go by sums over all ranks that share the micro-batch. Ties go to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -18,10 +20,10 @@ from raymega.config.moe import MoeSection
 from raymega.model.balance import (
     Record,
     Tally,
+    add_load,
     auxiliary_loss,
-    count_load,
-    entropy,
     join,
+    shares_of,
     z_loss,
 )
 from raymega.model.capacity import keep_within_capacity
@@ -33,6 +35,7 @@ from raymega.parallel.groups import Group
 from raymega.parallel.tensor import ParameterFactory
 from raymega.parallel.token_marks import TokenMarks
 
+Tell = Callable[[Tensor, Tensor], None]
 ROUTER_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -65,34 +68,21 @@ class Router(nn.Module):
         logits = self._logits(x, keys)
         with torch.set_grad_enabled(moe.has_aux_loss and torch.is_grad_enabled()):
             scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
-            shares = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        chosen, margin = self._choose(logits, scores, marks)
-        weights = weigh_choices(logits, scores.detach(), chosen, moe)
-        counts, num_counted = count_load(chosen, marks, moe.num_experts)
-        totals = self._totals(counts, num_counted)
-        balance = auxiliary_loss(
-            moe, shares, chosen, marks, totals=totals, last=self.counts, micro=self.micro
-        )
+        chosen, gaps = self._choose(logits, scores, marks)
+        tally = Tally(marks=marks, gaps=gaps)
+        tell = partial(self.record.add, tally)
+        weights = weigh_choices(logits, scores.detach(), chosen, moe, tell)
+        totals = self._totals(chosen, marks)
         routing = self._routing(chosen, weights, marks, totals)
-        z = z_loss(moe, logits, marks)
-        tally = Tally(
-            counts=counts,
-            tokens=num_counted,
-            kept=self._count_kept(routing, marks, counts),
-            entropy=entropy(shares, marks),
-            balance=balance.detach(),
-            z=z.detach(),
-            margin=margin,
+        if routing.is_dropping:
+            tally.kept = ((routing.experts < moe.num_experts) & marks.is_counted[:, None]).sum()
+        balance = auxiliary_loss(
+            moe, scores, chosen, marks, totals=totals, last=self.counts, micro=self.micro
         )
-        return join(x, balance + z, tally, self.record), routing
-
-    @torch.no_grad()
-    def _count_kept(self, routing: Routing, marks: TokenMarks, counts: Tensor) -> Tensor:
-        """Choices of counted tokens that are not dropped, a scalar; the host does not wait."""
-        if not routing.is_dropping:
-            return counts.sum()
-        is_kept = (routing.experts < self.moe.num_experts) & marks.is_counted[:, None]
-        return is_kept.sum().to(counts.dtype)
+        for name, loss in (("balance", balance), ("z", z_loss(moe, logits, marks))):
+            if loss is not None:
+                x, tally.losses[name] = join(x, loss, self.record), loss.detach()
+        return x, routing
 
     def _logits(self, x: Tensor, keys: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
@@ -109,17 +99,16 @@ class Router(nn.Module):
             choice = logits + sinkhorn(logits, is_counted, self.micro, rounds=moe.sinkhorn_rounds)
         else:
             choice = scores if self.bias is None else scores + self.bias.to(scores.dtype)
-        chosen, gaps = choose(choice, moe)
-        gaps = torch.where(marks.is_counted, gaps, torch.inf)
-        return chosen, gaps.min() if gaps.numel() else gaps.new_tensor(torch.inf)
+        return choose(choice, moe)
 
-    def _totals(self, counts: Tensor, num_counted: Tensor) -> Tensor | None:
+    def _totals(self, chosen: Tensor, marks: TokenMarks) -> Tensor | None:
         """[E + 1]: load by expert and tokens of the whole micro-batch; None where nobody asks."""
         moe = self.moe
         is_level = moe.has_aux_loss and moe.balance == "micro_batch"
         if not is_level and not moe.capacity_factor:
             return None
-        return all_reduce(torch.cat((counts, num_counted[None])), self.micro)
+        counts = add_load(chosen, marks, marks.counted.new_zeros(moe.num_experts))
+        return all_reduce(torch.cat((counts, marks.num_counted[None])), self.micro)
 
     def _routing(
         self, chosen: Tensor, weights: Tensor, marks: TokenMarks, totals: Tensor | None
@@ -162,7 +151,9 @@ def choose(scores: Tensor, moe: MoeSection) -> tuple[Tensor, Tensor]:
     return chosen, torch.minimum(gap, gaps)
 
 
-def weigh_choices(logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection) -> Tensor:
+def weigh_choices(
+    logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection, tell: Tell
+) -> Tensor:
     """By what each chosen expert's output is weighed; its backward goes to the logits.
 
     Args:
@@ -170,11 +161,12 @@ def weigh_choices(logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSectio
         scores: [T, E], of the logits; autograd does not see them.
         chosen: [T, k] int64.
         moe: Of which it reads score, is_normalised and scaling.
+        tell: Called in backward with the shares [T, E] and ``chosen``.
 
     Returns:
         [T, k].
     """
-    return _WeighChoices.apply(logits, scores, chosen, moe)
+    return _WeighChoices.apply(logits, scores, chosen, moe, tell)
 
 
 @torch.no_grad()
@@ -216,7 +208,7 @@ class _WeighChoices(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, _logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection
+        ctx: Any, _logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection, tell: Tell
     ) -> Tensor:
         weights = scores.gather(1, chosen)
         total = weights.sum(-1, keepdim=True) if moe.is_normalised else None
@@ -225,14 +217,15 @@ class _WeighChoices(torch.autograd.Function):
         if moe.scaling != 1.0:
             weights = weights * moe.scaling
         ctx.save_for_backward(scores, chosen, weights, total)
-        ctx.moe = moe
+        ctx.moe, ctx.tell = moe, tell
         return weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """With g = dL/dw: p dL/dp = w g - w sum(w g) / scaling, of which the latter is normalising's."""
         scores, chosen, weights, total = ctx.saved_tensors
+        ctx.tell(shares_of(scores, ctx.moe), chosen)
         moved = weights * grad
         if total is not None:
             moved.addcmul_(weights, moved.sum(-1, keepdim=True), value=-1 / ctx.moe.scaling)
@@ -245,12 +238,18 @@ class _WeighChoices(torch.autograd.Function):
         return grad_logits, *NONE
 
 
-NONE = (None, None, None)
+NONE = (None, None, None, None)
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Places of the k largest of each row, the lower first where two are equal; gap to the next."""
-    ordered, places = scores.sort(dim=1, descending=True, stable=True)
     if k == scores.shape[1]:
+        places = scores.sort(dim=1, descending=True, stable=True).indices
         return places, scores.new_full(scores.shape[:1], torch.inf)
+    if scores.device.type == "cpu" and scores.numel():
+        ordered, places = scores.topk(k + 1, dim=1)
+        gaps = ordered[:, :-1] - ordered[:, 1:]
+        if gaps.min() > 0:  # no two are equal, so there is one order
+            return places[:, :k].contiguous(), gaps[:, -1]
+    ordered, places = scores.sort(dim=1, descending=True, stable=True)
     return places[:, :k].contiguous(), ordered[:, k - 1] - ordered[:, k]

@@ -154,8 +154,8 @@ def mark_tokens(rows: Rows, mask: Tensor, context: Context, stream: Stream) -> T
     row_length = mask.shape[1] * context.degree
     first = torch.arange(mask.shape[0], device=mask.device)[:, None] * row_length
     return TokenMarks(
-        numbers=stream.own((first + at).t()),
-        is_counted=stream.own(mask.bool().t()),
+        numbers=stream.share(stream.own((first + at).t()).flatten()),
+        is_counted=stream.share(stream.own(mask.bool().t()).flatten()),
         row_length=row_length,
     )
 

@@ -47,7 +47,7 @@ def group_sizes(rows: Tensor, counts: Tensor, *, inner: int) -> GroupSizes:
     )
     largest = -1
     if not has_product or rows.device.type == "cpu":
-        largest = int(counts.max())
+        largest = max(counts.tolist())
         if has_product and counts.shape[0] * largest != rows.shape[0]:
             largest = -1
     return GroupSizes(counts, counts.cumsum(0, dtype=torch.int32), largest)
@@ -112,13 +112,9 @@ class _OuterProducts(NamedTuple):
 
     def _add_one_by_one(self, total: Tensor, *, is_first: bool) -> None:
         counts = self.sizes.counts.tolist()
-        for one, columns, rows in zip(
-            total.unbind(0), self.grad.T.split(counts, 1), self.rows.split(counts), strict=True
-        ):
-            if is_first:
-                torch.mm(columns, rows, out=one)
-            else:
-                one.addmm_(columns, rows)
+        columns, rows = self.grad.T.split(counts, 1), self.rows.split(counts)
+        for one, a, b in zip(total.unbind(0), columns, rows, strict=True):
+            one.addmm_(a, b, beta=0 if is_first else 1)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -36,6 +36,8 @@ class Arrangement:
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     """How often each expert is chosen: [E] int64; the number E stands for none."""
     flat = experts.flatten()
+    if flat.device.type == "cpu":  # where its look at the largest number makes nobody wait
+        return flat.bincount(minlength=num_experts + 1)[:num_experts]
     counts = flat.new_zeros(num_experts + 1)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
@@ -116,6 +118,8 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         arrangement, grad = ctx.arrangement, grad.contiguous()
+        if _has_bag(grad, grad.dtype, arrangement):
+            return _sum_of_rows(grad, arrangement, None), None
         first, *others = arrangement.slots.unbind(1)
         total = _select(grad, first, is_whole=arrangement.is_whole)
         total = total.to(torch.promote_types(grad.dtype, torch.float32))
@@ -129,6 +133,8 @@ class _WeighRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.arrangement = arrangement
+        if _has_bag(rows, weights.dtype, arrangement):
+            return _sum_of_rows(rows, arrangement, weights.flatten())
         slots, columns = arrangement.slots.unbind(1), weights.unsqueeze(2).unbind(1)
         is_whole = arrangement.is_whole
         total = _select(rows, slots[0], is_whole=is_whole) * columns[0]
@@ -141,7 +147,7 @@ class _WeighRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         arrangement, is_whole = ctx.arrangement, ctx.arrangement.is_whole
-        of_rows = _select(grad, arrangement.sources, is_whole=is_whole)
+        of_rows = _select(grad.contiguous(), arrangement.sources, is_whole=is_whole)
         products = (rows * of_rows).sum(1, dtype=weights.dtype)
         grad_weights = _select(products, arrangement.slots.flatten(), is_whole=is_whole)
         weight = _select(weights.flatten(), arrangement.choices, is_whole=is_whole)
@@ -162,6 +168,19 @@ class _ReorderRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.index_select(0, ctx.back), None, None
+
+
+def _has_bag(rows: Tensor, dtype: torch.dtype, arrangement: Arrangement) -> bool:
+    """torch's one kernel for sums of rows can be used, and it adds up in the dtype that is promised."""
+    is_wide = rows.dtype == dtype and dtype in (torch.float32, torch.float64)
+    return is_wide and arrangement.is_whole and rows.device.type == "cpu"
+
+
+def _sum_of_rows(rows: Tensor, arrangement: Arrangement, weights: Tensor | None) -> Tensor:
+    """Each token's rows, each by its weight: [T, N]. weights: [T * k]."""
+    slots = arrangement.slots
+    starts = torch.arange(0, slots.numel(), slots.shape[1])
+    return torch.embedding_bag(rows, slots.flatten(), starts, False, 0, False, weights)[0]  # noqa: FBT003
 
 
 def _select(x: Tensor, rows: Tensor, *, is_whole: bool) -> Tensor:

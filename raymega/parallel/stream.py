@@ -47,6 +47,15 @@ class Stream:
         """This rank's positions: [S, ...] -> [S/sp, ...], a view."""
         return whole.chunk(self.degree)[self.tp.index] if self.degree > 1 else whole
 
+    def share(self, tokens: Tensor) -> Tensor:
+        """Of equal tokens on all ranks this rank's part: [T, ...] -> [T/tp, ...], a view.
+
+        What sequence parallelism has cut is a rank's own already.
+        """
+        if self.is_sequence_parallel or self.tp.size == 1:
+            return tokens
+        return tokens.chunk(self.tp.size)[self.tp.index]
+
     def enter(self, x: Tensor) -> Tensor:
         """Go from the stream into work that is cut over tp: [S/sp, ...] -> [S, ...] on every rank.
 

@@ -43,8 +43,8 @@ EXPERTS: tuple[Mutation, ...] = (
     Mutation(
         name="the load that balances is that of one context-parallel rank",
         file="model/router.py",
-        old="        return all_reduce(torch.cat((counts, num_counted[None])), self.micro)",
-        new="        return torch.cat((counts, num_counted[None]))",
+        old="        return all_reduce(torch.cat((counts, marks.num_counted[None])), self.micro)",
+        new="        return torch.cat((counts, marks.num_counted[None]))",
         layout=Layout(cp=2, ep=2, micro_batch_size=2),
         job=BALANCED,
     ),
@@ -66,9 +66,9 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="padding is counted in the load of experts",
-        file="model/balance.py",
-        old="    counted = marks.is_counted.to(torch.float64)\n    counts",
-        new="    counted = torch.ones_like(marks.is_counted, dtype=torch.float64)\n    counts",
+        file="parallel/token_marks.py",
+        old="        return self.is_counted.to(torch.float64)",
+        new="        return torch.ones_like(self.is_counted, dtype=torch.float64)",
         layout=Layout(micro_batch_size=4),
         job=LAST_LOAD,
     ),

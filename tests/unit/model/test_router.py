@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raymega.config.moe import MoeSection
-from raymega.model.balance import count_load, nudge_bias
+from raymega.model.balance import add_load, nudge_bias
 from raymega.model.capacity import keep_within_capacity
 from raymega.model.moe import MoeLayer
 from raymega.model.router import choose, jitter, sinkhorn
@@ -105,16 +105,17 @@ def test_of_equal_weights_the_earlier_token_stays_wherever_it_lies():
 
 def test_uncounted_tokens_are_in_no_load_and_no_margin():
     chosen = torch.tensor([[0, 1], [0, 2], [0, 3]])
-    counts, tokens = count_load(chosen, _marks(3, uncounted=[1]), 4)
-    assert counts.tolist() == [2, 1, 0, 1] and tokens == 2
+    marks = _marks(3, uncounted=[1])
+    counts = add_load(chosen, marks, torch.zeros(4, dtype=torch.float64))
+    assert counts.tolist() == [2, 1, 0, 1] and marks.num_counted == 2
     moe = MoeSection(num_experts=4)
     layer = _layer(moe)
     x = torch.randn(3, 12).double().requires_grad_()
     with torch.no_grad():
         x[1] = 0.0  # all experts are equal to it
     for uncounted, is_zero in (((), True), ((1,), False)):
-        own, _ = layer.router(x, _marks(3, uncounted=uncounted))
-        own.sum().backward()
+        _, routing = layer.router(x, _marks(3, uncounted=uncounted))
+        routing.weights.sum().backward()
         _, margin = layer.router.record.take(x.device)
         assert (margin.item() == 0) == is_zero
 
