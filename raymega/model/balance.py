@@ -87,9 +87,8 @@ class Record:
         self._parts: dict[str, Tensor] = {}
         self._margin: Tensor | None = None
 
-    @torch.no_grad()
     def add(self, tally: Tally, shares: Tensor, chosen: Tensor) -> None:
-        """One micro-batch: shares [T, E] that add up to 1, choices [T, k] before any is dropped."""
+        """One micro-batch, in its backward: shares [T, E] that add up to 1, choices [T, k] before any is dropped."""
         if self._sums is None:
             self._begin(chosen.device)
         marks, parts, top_k = tally.marks, self._parts, chosen.shape[1]
@@ -133,7 +132,6 @@ def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:
     return scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
 
 
-@torch.no_grad()
 def add_load(chosen: Tensor, marks: TokenMarks, counts: Tensor) -> Tensor:
     """Add to ``counts`` [E] float64, and return, how many choices of counted tokens each expert is."""
     return counts.scatter_add_(0, chosen.flatten(), marks.counted_choices(chosen.shape[1]))
@@ -181,7 +179,6 @@ def z_loss(moe: MoeSection, logits: Tensor, marks: TokenMarks) -> Tensor | None:
     return moe.z_coefficient * (logits.logsumexp(-1).square() * marks.is_counted).sum()
 
 
-@torch.no_grad()
 def entropy(shares: Tensor, marks: TokenMarks) -> Tensor:
     """Sum over counted tokens of the entropy of their scores, in nats."""
     return torch.special.entr(shares).sum(-1, dtype=torch.float64) @ marks.counted

@@ -113,7 +113,7 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, is_fused: bool) -> Tensor:  # noqa: FBT001
         ctx.save_for_backward(gate_up)
         ctx.is_fused = is_fused
-        return fused(_swiglu, is_on=is_fused)(gate_up.detach())
+        return fused(swiglu_values, is_on=is_fused)(gate_up.detach())
 
     @staticmethod
     @once_differentiable
@@ -121,10 +121,11 @@ class _Swiglu(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         if ctx.is_fused:
             return fused(_swiglu_gradient, is_on=True)(grad, gate_up.detach()), None
-        return _swiglu_gradient_in_steps(grad, gate_up), None
+        return swiglu_gradient(grad, gate_up), None
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+def swiglu_values(gate_up: Tensor) -> Tensor:
+    """:func:`swiglu`, of which autograd is not told."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 
@@ -137,8 +138,8 @@ def _swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((grad_gate, grad * gate * share), -1)
 
 
-def _swiglu_gradient_in_steps(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The same by the fewest of torch's own kernels, each of which writes where its result belongs."""
+def swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Backward of :func:`swiglu` by the fewest of torch's own kernels, each of which writes where its result belongs."""
     gate, up = gate_up.chunk(2, dim=-1)
     grad_gate_up = torch.empty_like(gate_up)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raymega.config.moe import MoeSection
 from raymega.model.experts import Experts, SharedExpert
+from raymega.model.mixture import is_one_node, mix
 from raymega.model.mlp import GeluMlp, SwigluMlp
 from raymega.model.router import Router
 from raymega.parallel.collectives import all_rows, own_rows
@@ -51,6 +52,9 @@ class MoeLayer(nn.Module):
         """x: [S/(cp*sp), B, D] -> the same; without places rows are whole and every token counts."""
         own, marks, keys = self._own_tokens(x, places)
         own, routing = self.router(own, marks, keys)
+        if is_one_node(self.experts, routing, self.groups):
+            y = self._stream(mix(own, routing, self.experts)).view_as(x)
+            return y if self.shared is None else y + self.shared.finish(self.shared.start(x), x)
         trip = start_trip(own, routing, self.groups)
         inner = x if self.shared is None else self.shared.start(x)
         trip.start_back(self.experts(*trip.arrive()))

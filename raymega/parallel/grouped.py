@@ -84,7 +84,7 @@ def grouped_outer(grad: Tensor, rows: Tensor, sizes: GroupSizes) -> Tensor:
     return torch.bmm(_as_batch(grad, sizes)[0].mT, _as_batch(rows, sizes)[0])
 
 
-class _OuterProducts(NamedTuple):
+class OuterProducts(NamedTuple):
     """The term of a weight's gradient: see :func:`grouped_outer`."""
 
     grad: Tensor
@@ -130,7 +130,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (rows, weight), sizes, grad = ctx.saved_tensors, ctx.sizes, grad.contiguous()
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, _OuterProducts(grad, rows, sizes))
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, rows, sizes))
         return grouped_product(grad, weight, sizes), grad_weight, None, None
 
 

@@ -7,6 +7,7 @@ row, so gradients are gathered too and never added by atomics: equal runs give e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,24 +109,60 @@ def reorder_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     return _ReorderRows.apply(x, order, back)
 
 
+def rows_of_tokens(x: Tensor, arrangement: Arrangement) -> Tensor:
+    """:func:`take_rows`, of which autograd is not told."""
+    return _select(x.contiguous(), arrangement.sources, is_whole=arrangement.is_whole)
+
+
+def sum_of_rows(rows: Tensor, arrangement: Arrangement) -> Tensor:
+    """Backward of :func:`take_rows`: [R, N] -> [T, N], added up in float32 or wider."""
+    if _has_bag(rows, rows.dtype, arrangement):
+        return _bag(rows, arrangement, None)
+    first, *others = arrangement.slots.unbind(1)
+    total = _select(rows, first, is_whole=arrangement.is_whole)
+    total = total.to(torch.promote_types(rows.dtype, torch.float32))
+    for slots in others:
+        total += _select(rows, slots, is_whole=arrangement.is_whole)
+    return total.to(rows.dtype)
+
+
+def weighed_sum(rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
+    """:func:`weigh_rows`, of which autograd is not told."""
+    if _has_bag(rows, weights.dtype, arrangement):
+        return _bag(rows, arrangement, weights.flatten())
+    slots, columns = arrangement.slots.unbind(1), weights.unsqueeze(2).unbind(1)
+    is_whole = arrangement.is_whole
+    total = _select(rows, slots[0], is_whole=is_whole) * columns[0]
+    for places, weight in zip(slots[1:], columns[1:], strict=True):
+        total.addcmul_(_select(rows, places, is_whole=is_whole).to(total.dtype), weight)
+    return total.to(rows.dtype)
+
+
+def weighed_sum_gradients(
+    grad: Tensor, rows: Tensor, weights: Tensor, arrangement: Arrangement
+) -> tuple[Tensor, Tensor]:
+    """Backward of :func:`weigh_rows`: [T, N] -> [R, N] and [T, k]."""
+    is_whole, of_rows = arrangement.is_whole, rows_of_tokens(grad, arrangement)
+    products = (rows * of_rows).sum(1, dtype=weights.dtype)
+    grad_weights = _select(products, arrangement.slots.flatten(), is_whole=is_whole)
+    weight = _select(weights.flatten(), arrangement.choices, is_whole=is_whole)
+    if weight.dtype == of_rows.dtype:
+        grad_rows = of_rows.mul_(weight.unsqueeze(1))
+    else:
+        grad_rows = (of_rows * weight.unsqueeze(1)).to(rows.dtype)
+    return grad_rows, grad_weights.view_as(weights)
+
+
 class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
         ctx.arrangement = arrangement
-        return _select(x, arrangement.sources, is_whole=arrangement.is_whole)
+        return rows_of_tokens(x, arrangement)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        arrangement, grad = ctx.arrangement, grad.contiguous()
-        if _has_bag(grad, grad.dtype, arrangement):
-            return _sum_of_rows(grad, arrangement, None), None
-        first, *others = arrangement.slots.unbind(1)
-        total = _select(grad, first, is_whole=arrangement.is_whole)
-        total = total.to(torch.promote_types(grad.dtype, torch.float32))
-        for slots in others:
-            total += _select(grad, slots, is_whole=arrangement.is_whole)
-        return total.to(grad.dtype), None
+        return sum_of_rows(grad.contiguous(), ctx.arrangement), None
 
 
 class _WeighRows(torch.autograd.Function):
@@ -133,29 +170,12 @@ class _WeighRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.arrangement = arrangement
-        if _has_bag(rows, weights.dtype, arrangement):
-            return _sum_of_rows(rows, arrangement, weights.flatten())
-        slots, columns = arrangement.slots.unbind(1), weights.unsqueeze(2).unbind(1)
-        is_whole = arrangement.is_whole
-        total = _select(rows, slots[0], is_whole=is_whole) * columns[0]
-        for places, weight in zip(slots[1:], columns[1:], strict=True):
-            total.addcmul_(_select(rows, places, is_whole=is_whole).to(total.dtype), weight)
-        return total.to(rows.dtype)
+        return weighed_sum(rows, weights, arrangement)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weights = ctx.saved_tensors
-        arrangement, is_whole = ctx.arrangement, ctx.arrangement.is_whole
-        of_rows = _select(grad.contiguous(), arrangement.sources, is_whole=is_whole)
-        products = (rows * of_rows).sum(1, dtype=weights.dtype)
-        grad_weights = _select(products, arrangement.slots.flatten(), is_whole=is_whole)
-        weight = _select(weights.flatten(), arrangement.choices, is_whole=is_whole)
-        if weight.dtype == of_rows.dtype:
-            grad_rows = of_rows.mul_(weight.unsqueeze(1))
-        else:
-            grad_rows = (of_rows * weight.unsqueeze(1)).to(rows.dtype)
-        return grad_rows, grad_weights.view_as(weights), None
+        return *weighed_sum_gradients(grad, *ctx.saved_tensors, ctx.arrangement), None
 
 
 class _ReorderRows(torch.autograd.Function):
@@ -176,10 +196,16 @@ def _has_bag(rows: Tensor, dtype: torch.dtype, arrangement: Arrangement) -> bool
     return is_wide and arrangement.is_whole and rows.device.type == "cpu"
 
 
-def _sum_of_rows(rows: Tensor, arrangement: Arrangement, weights: Tensor | None) -> Tensor:
+@lru_cache(maxsize=16)
+def _starts(num_tokens: int, top_k: int) -> Tensor:
+    """Where each token's choices begin, on the CPU; made once for all layers and micro-batches."""
+    return torch.arange(0, num_tokens * top_k, top_k)
+
+
+def _bag(rows: Tensor, arrangement: Arrangement, weights: Tensor | None) -> Tensor:
     """Each token's rows, each by its weight: [T, N]. weights: [T * k]."""
     slots = arrangement.slots
-    starts = torch.arange(0, slots.numel(), slots.shape[1])
+    starts = _starts(*slots.shape)
     return torch.embedding_bag(rows, slots.flatten(), starts, False, 0, False, weights)[0]  # noqa: FBT003
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymega.parallel.grouped import FRESH_BYTES, _OuterProducts, group_sizes, grouped_product
+from raymega.parallel.grouped import FRESH_BYTES, OuterProducts, group_sizes, grouped_product
 
 COUNTS = {"even": [4, 4, 4], "uneven": [5, 0, 7], "one": [12, 0, 0]}
 WIDTHS = {"short": (16, 8), "long": (384, 256), "unaligned": (5, 3)}
@@ -47,7 +47,7 @@ def test_product_is_each_experts_own(counts, widths, dtype, limit):
 def test_weight_gradients_are_added_where_the_sums_lie(counts, widths, dtype, limit, is_first):
     rows, grad, weight, sizes = _draw(counts, widths, dtype)
     total = torch.full_like(weight, float("nan") if is_first else 2.0)
-    _OuterProducts(grad, rows, sizes).add_to(total, is_first=is_first)
+    OuterProducts(grad, rows, sizes).add_to(total, is_first=is_first)
     parts = zip(_loop(grad.split(counts.tolist())), _loop(rows.split(counts.tolist())), strict=True)
     wanted = torch.stack([left.T @ right for left, right in parts]) + (0.0 if is_first else 2.0)
     assert (total.double() - wanted).abs().max() < limit
