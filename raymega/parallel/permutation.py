@@ -175,7 +175,8 @@ class _WeighRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *weighed_sum_gradients(grad, *ctx.saved_tensors, ctx.arrangement), None
+        rows, weights = ctx.saved_tensors
+        return *weighed_sum_gradients(grad, rows, weights, ctx.arrangement), None
 
 
 class _ReorderRows(torch.autograd.Function):
