@@ -96,4 +96,12 @@ EXPERTS: tuple[Mutation, ...] = (
         layout=Layout(cp=2, ep=2, micro_batch_size=2),
         job=DROPPED,
     ),
+    Mutation(
+        name="routers learn nothing where experts are one node of autograd",
+        file="model/mixture.py",
+        old="        return grad_x, grad_weights, grad_up, grad_down, None, None",
+        new="        return grad_x, torch.zeros_like(grad_weights), grad_up, grad_down, None, None",
+        layout=Layout(dp=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
 )
