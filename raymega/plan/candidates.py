@@ -14,6 +14,7 @@ from raymega.config.schema import Job, ParallelSection, ScheduleSection
 from raymega.plan.accelerators import Accelerator
 from raymega.plan.fp8_rules import goes_by_micro_batch
 from raymega.plan.unread_rules import settled
+from raymega.schedule.table import SCHEDULES
 
 MICRO_BATCH_SIZE = "schedule.micro_batch_size"
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -21,6 +22,9 @@ MOST_CHUNKS = 8
 CP_METHODS = ("ring", "all_to_all")
 LEAST_TOKENS = 4096
 """Of a sequence on each context-parallel rank; shorter parts cost more than they save."""
+ORDERS = ("1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "gpipe")
+"""Schedules, of equally fast ones the first. ``interleaved`` is 1f1b with chunks; ``zb_auto`` looks for long,
+and begins with zb_h1 or zb_h2."""
 RECOMPUTES = ("none", "selective", "full")
 SHARDINGS = get_args(ParallelSection.model_fields["sharding"].annotation)
 CHOSEN = (
@@ -151,7 +155,7 @@ def _schedules(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Sch
     """Micro-batches, chunks and orders."""
     pp = degrees["pp"]
     sequences = -(-base.data.global_batch_size // degrees["dp"])
-    names = ("1f1b", "zb_h1") if pp > 1 else ("1f1b",)
+    names = ORDERS if pp > 1 else ORDERS[:1]
     axes = (
         space.options(MICRO_BATCH_SIZE, [b for b in MICRO_BATCH_SIZES if b <= sequences]),
         space.options(
@@ -160,10 +164,17 @@ def _schedules(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Sch
         ),
         space.options("schedule.name", names),
     )
+    is_named = "schedule.name" in space.fixed
     for size, v, name in product(*axes):
-        if name not in names or name == "1f1b" or v == 1:
+        if is_named or _is_worth_asking(name, v):
             chosen = {"micro_batch_size": size, "chunks": v, "name": name}
             yield base.schedule.model_copy(update=chosen)
+
+
+def _is_worth_asking(name: str, chunks: int) -> bool:
+    """GPipe with chunks holds all activations of an order that 1F1B goes through as fast with fewer."""
+    kind = SCHEDULES[name]
+    return kind.least_chunks <= chunks <= kind.most_chunks and (name != "gpipe" or chunks == 1)
 
 
 def _stages(space: Space, *, is_piped: bool) -> Any:

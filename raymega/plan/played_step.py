@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raymega.plan.accelerators import Accelerator
+from raymega.plan.batch import BatchPlan
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stage_costs import StageTime
 from raymega.plan.step_time import StepTime, message_time, stage_times, step_time
@@ -57,8 +58,9 @@ def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
     played = _played(plan)
     pipeline_s = play(plan, device, num_micro_batches=played).time
     busy_s = time.compute_s + time.tensor_parallel_s + time.experts_s
-    # The rest of the micro-batches go through at the busiest rank's pace.
-    pipeline_s += (micro_batches - played) * (busy_s + time.messages_s) / micro_batches
+    if played < micro_batches:  # the rest goes on at the pace of the closed forms
+        few = step_time(replace(plan, batch=_batch(plan, played)), device)
+        pipeline_s += time.pipeline_s - time.straggler_s - few.pipeline_s + few.straggler_s
     waiting_s = max(0.0, pipeline_s - busy_s)
     # Messages are what is waited for beyond filling and draining; what the closed forms have not, waits too.
     messages_s = min(time.messages_s, max(0.0, waiting_s - time.bubble_s))
@@ -67,15 +69,21 @@ def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
 
 def play(plan: RunPlan, device: Accelerator, *, num_micro_batches: int) -> Simulation:
     """The pipeline of a step with so many micro-batches."""
-    placement, times, batch = plan.placement, stage_times(plan, device), plan.batch
+    placement, times = plan.placement, stage_times(plan, device)
     by_rank = [
         [times[placement.stage(rank, chunk)] for chunk in range(placement.chunks)]
         for rank in range(plan.grid.pp)
     ]
-    size = num_micro_batches * batch.micro_batch_size * batch.dp
-    few = replace(batch, num_micro_batches=num_micro_batches, global_batch_size=size)
-    program = make_schedule(plan.job.schedule.name, plan.sizes(few))
+    sizes = plan.sizes(_batch(plan, num_micro_batches))
+    program = make_schedule(plan.job.schedule.name, sizes)
     return simulate(program, PlannedTimes(stages=by_rank, transfer=message_time(plan, device)))
+
+
+def _batch(plan: RunPlan, num_micro_batches: int) -> BatchPlan:
+    """The plan's, of so many."""
+    batch = plan.batch
+    size = num_micro_batches * batch.micro_batch_size * batch.dp
+    return replace(batch, num_micro_batches=num_micro_batches, global_batch_size=size)
 
 
 def _played(plan: RunPlan) -> int:

@@ -23,6 +23,7 @@ class RankKind:
 
     Attributes:
         pp_rank: The first of them, which has most micro-batches in flight.
+        last_pp_rank: And the last one.
         count: So many.
         stages: Of the first, by chunk.
         kinds: Of these.
@@ -30,6 +31,7 @@ class RankKind:
     """
 
     pp_rank: int
+    last_pp_rank: int
     count: int
     stages: tuple[Stage, ...]
     kinds: tuple[StageKind, ...]
@@ -54,15 +56,17 @@ def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[Rank
     kinds = [stage_kind(shape, stage) for stage in plan.stages]
     ranks: dict[tuple[StageKind, ...], list[tuple[Stage, ...]]] = {}
     first: dict[tuple[StageKind, ...], int] = {}
+    last: dict[tuple[StageKind, ...], int] = {}
     for pp_rank in range(plan.grid.pp):
         chunks = [placement.stage(pp_rank, chunk) for chunk in range(placement.chunks)]
         mine = tuple(kinds[stage] for stage in chunks)
         first.setdefault(mine, pp_rank)
+        last[mine] = pp_rank
         ranks.setdefault(mine, []).append(tuple(plan.stages[stage] for stage in chunks))
     return tuple(
         RankKind(
-            pp_rank=first[mine], count=len(alike), stages=alike[0], kinds=mine,
-            elements=counts.of(alike[0], plan.grid),
+            pp_rank=first[mine], last_pp_rank=last[mine], count=len(alike), stages=alike[0],
+            kinds=mine, elements=counts.of(alike[0], plan.grid),
         )
         for mine, alike in ranks.items()
     )  # fmt: skip

@@ -32,6 +32,8 @@ class Software:
             operation of their formula, with float32 in between.
         makes_steps: Unless the job says ``run.kernels=compile``, rotations and gates take the fewest of
             torch's own kernels instead.
+        waits_for_update: No rank updates before all are done, because the norm of all gradients decides; else
+            each begins its next step by itself.
         remakes: Which products selective recompute makes again, beside its parts.
     """
 
@@ -45,6 +47,7 @@ class Software:
     has_newest_attention: bool = True
     fuses_kernels: bool = True
     makes_steps: bool = False
+    waits_for_update: bool = True
     remakes: Remakes = "nothing"
 
 

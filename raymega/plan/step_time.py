@@ -22,13 +22,14 @@ from raymega.plan.software import RAYMEGA, Software
 from raymega.plan.stage_costs import StageCosts, StageTime, stage_costs
 from raymega.plan.state_size import state_of
 from raymega.plan.update_time import update_s
+from raymega.plan.waiting import PacedRank, Passes, waiting_s
 
 OPTIMIZER_BYTES = 34
 """Read and written for one parameter: gradient, master and two moments in, all but the gradient and
 the weight out."""
-WITHOUT_BUBBLE = ("zb_h2", "zb_v")
-FILLED_BY_WEIGHTS = ("zb_h1", "zb_auto", "dualpipe_v")
-INTERLEAVED = ("1f1b", "interleaved")
+BEGINS_LATE = ("zb_h2", "zb_v")
+"""Orders that wait for nothing but the late start of later ranks, of which one step has no more than the
+next."""
 UNEVEN_SHARE = 0.35
 """Of the difference between the longest chunks' sum and the busiest rank's: as orders that are played show."""
 
@@ -93,7 +94,7 @@ def step_time(
     eight: InEight | None = None,
     known: Known | None = None,
 ) -> StepTime:
-    """Of a step of ``plan``'s batch by closed forms, (pp - 1) / (v m) for the bubble.
+    """Of a step of ``plan``'s batch by closed forms; fill_time's for the bubble.
 
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
     ``eight`` are products in fp8 of all blocks, where the job itself says nothing of it.
@@ -106,13 +107,26 @@ def step_time(
     micro_batches = plan.batch.num_micro_batches
     held = known.ranks[0].elements
     state = state_of(job, held, grid)
+    bubble_s, messages_s = waiting_s(
+        _order(plan),
+        chunks=plan.placement.chunks,
+        num_micro_batches=micro_batches,
+        ranks=pace.ranks,
+        mean=pace.mean,
+        pp=grid.pp,
+        message_s=pace.messages_s / 2,
+    )
+    if not software.hides_messages:
+        messages_s = max(messages_s, _stood_still_s(plan, pace))
+    if not software.waits_for_update and _order(plan) in BEGINS_LATE:
+        bubble_s = max(0.0, bubble_s - (grid.pp - 1) * pace.mean.forward_s)
     compute = micro_batches * (pace.busiest_s - pace.traffic_s - pace.experts_s)
     alone = StepTime(
         compute_s=compute,
         tensor_parallel_s=micro_batches * pace.traffic_s,
         experts_s=micro_batches * pace.experts_s,
-        messages_s=micro_batches * pace.messages_s,
-        bubble_s=_fill_s(plan, pace) + _interleaved_s(plan, pace),
+        messages_s=messages_s,
+        bubble_s=bubble_s + _uneven_s(plan, pace),
         data_parallel_s=data_parallel_s(
             plan, held, device, software, backward_s=pace.busiest_s * 2 / 3
         ),
@@ -143,7 +157,7 @@ def work_s(
     state = state_of(plan.job, held, plan.grid)
     hiding_nothing = replace(software, hides_gradients=False)
     sums_s = data_parallel_s(plan, held, device, hiding_nothing, backward_s=0.0)
-    passes_s = plan.batch.num_micro_batches * (pace.mean_s + pace.messages_s)
+    passes_s = plan.batch.num_micro_batches * (pace.mean.total_s + pace.messages_s)
     whole_s = update_s(plan.job, held, plan.grid, device)
     return passes_s + sums_s + whole_s + memory_s(device, state.num_owned * OPTIMIZER_BYTES)
 
@@ -154,20 +168,20 @@ class _Pace:
 
     Attributes:
         busiest_s: Of the rank that takes longest, traffic of its layers included.
-        mean_s: Of the ranks' mean.
-        mean_backward_s: Of that the backward.
-        mean_weight_s: Of that the part that makes weights' gradients.
+        ranks: Of each kind of ranks.
+        mean: Of the ranks' mean.
         chunks_s: Of the chunks' sum, each on the rank on which it takes longest.
+        last_stage_s: Of the last stage.
         traffic_s: Of the busiest rank's those over tp and cp.
         experts_s: And those of tokens to experts.
         messages_s: Messages to neighbours beside, that nothing hides.
     """
 
     busiest_s: float
-    mean_s: float
-    mean_backward_s: float
-    mean_weight_s: float
+    ranks: tuple[PacedRank, ...]
+    mean: Passes
     chunks_s: float
+    last_stage_s: float
     traffic_s: float
     experts_s: float
     messages_s: float
@@ -180,18 +194,25 @@ def _pace(plan: RunPlan, known: Known, device: Accelerator, software: Software) 
     ]
     seconds = [sum(chunk.total_s for chunk in chunks) for chunks in ranks]
     busiest = ranks[seconds.index(max(seconds))]
-    shares = [rank.count / plan.grid.pp for rank in known.ranks]
     messages_s = _messages_s(plan.job, known.costs.shape, device, software)
-    if plan.job.schedule.name in (*WITHOUT_BUBBLE, *FILLED_BY_WEIGHTS):
-        messages_s /= 2  # gradients travel behind the weight parts
-    backwards = [sum(chunk.backward_s for chunk in chunks) for chunks in ranks]
-    weights = [sum(chunk.weight_s for chunk in chunks) for chunks in ranks]
+    passes = [_passes(chunks) for chunks in ranks]
+    counts = [rank.count for rank in known.ranks]
     return _Pace(
         busiest_s=max(seconds),
-        mean_s=_mean(seconds, shares),
-        mean_backward_s=_mean(backwards, shares),
-        mean_weight_s=_mean(weights, shares),
+        ranks=tuple(
+            PacedRank(tuple({rank.pp_rank, rank.last_pp_rank}), mine)
+            for rank, mine in zip(known.ranks, passes, strict=True)
+        ),
+        mean=Passes(
+            *(_sum(each, counts) / plan.grid.pp for each in zip(*passes, strict=True)),
+        ),
         chunks_s=sum(max(chunk.total_s for chunk in each) for each in zip(*ranks, strict=True)),
+        last_stage_s=next(
+            chunk.total_s
+            for chunks, rank in zip(ranks, known.ranks, strict=True)
+            for chunk, stage in zip(chunks, rank.stages, strict=True)
+            if stage.is_last
+        ),
         traffic_s=sum(chunk.tensor_parallel_s for chunk in busiest),
         experts_s=sum(chunk.experts_s for chunk in busiest),
         messages_s=messages_s,
@@ -211,37 +232,43 @@ def message_time(plan: RunPlan, device: Accelerator) -> float:
     return _messages_s(plan.job, shape, device, RAYMEGA) / both_ways
 
 
-def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
-    return sum(value * share for value, share in zip(values, shares, strict=True))
+def _passes(chunks: Sequence[StageTime]) -> Passes:
+    backward_s = sum(chunk.backward_s for chunk in chunks)
+    weight_s = sum(chunk.weight_s for chunk in chunks)
+    return Passes(sum(chunk.forward_s for chunk in chunks), backward_s - weight_s, weight_s)
 
 
-def _interleaved_s(plan: RunPlan, pace: _Pace) -> float:
-    """What interleaved orders wait for beside filling: a last round that is not full, whose backwards
-    (and forwards, where it is the first round as well) come around before the next chunk's can begin;
-    and chunks of unequal length on different ranks, of which the order takes up most."""
-    chunks, pp = plan.placement.chunks, plan.grid.pp
-    if chunks == 1 or plan.job.schedule.name not in INTERLEAVED:
+def _sum(values: Sequence[float], counts: Sequence[int]) -> float:
+    return sum(value * count for value, count in zip(values, counts, strict=True))
+
+
+def _order(plan: RunPlan) -> str:
+    """The schedule; of zb_auto the one of the papers that it begins with, and seldom leaves by 1 %."""
+    schedule = plan.job.schedule
+    if schedule.name != "zb_auto":
+        return schedule.name
+    is_free = (
+        schedule.max_activations != "pp" and int(schedule.max_activations) >= 2 * plan.grid.pp - 1
+    )
+    return "zb_h2" if is_free else "zb_h1"
+
+
+def _stood_still_s(plan: RunPlan, pace: _Pace) -> float:
+    """Where a rank stands still for each of its messages; gradients' go behind weight parts if these are apart."""
+    behind = 2 if plan.job.schedule.name.startswith("zb_") else 1
+    fill = (plan.grid.pp - 1) / plan.placement.chunks / 2
+    return (plan.batch.num_micro_batches + fill) * pace.messages_s / behind
+
+
+def _uneven_s(plan: RunPlan, pace: _Pace) -> float:
+    """Chunks of unequal length on different ranks, of which the order takes up most; in a round that is not
+    full micro-batches turn round one after another on the last stage, and wait nowhere else."""
+    pp, chunks, num = plan.grid.pp, plan.placement.chunks, plan.batch.num_micro_batches
+    if num >= pp:
+        return num * UNEVEN_SHARE * (pace.chunks_s - pace.busiest_s)
+    if chunks == 1 or plan.placement.is_vee:
         return 0.0
-    missing = -plan.batch.num_micro_batches % pp
-    is_only_round = plan.batch.num_micro_batches < pp
-    around_s = pace.mean_s if is_only_round else pace.mean_backward_s
-    ragged_s = missing * (chunks - 1) / chunks * around_s
-    uneven_s = UNEVEN_SHARE * (pace.chunks_s - pace.busiest_s)
-    return ragged_s + plan.batch.num_micro_batches * uneven_s
-
-
-def _fill_s(plan: RunPlan, pace: _Pace) -> float:
-    """Waiting of a rank while the pipeline fills and drains: (pp - 1) / v passes, or what of them is left
-    where weight parts fill the rest (Qi et al. 2023, table 1; V schedules: Qi et al. 2024)."""
-    name = plan.job.schedule.name
-    passes = (plan.grid.pp - 1) / plan.placement.chunks
-    if name in WITHOUT_BUBBLE:
-        return 0.0
-    filled_s = 0.0
-    if name in FILLED_BY_WEIGHTS and passes:  # once by putting them off, once by what was put off
-        filled_s = (1 + min(1.0, plan.batch.num_micro_batches / passes)) * pace.mean_weight_s
-    # Half of the messages: those of warm-up are not waited for, and every micro-batch's are counted.
-    return passes * (pace.mean_s - filled_s + pace.messages_s / 2)
+    return (num - 1) * max(0.0, pace.last_stage_s - pace.mean.total_s / chunks)
 
 
 def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software: Software) -> float:
