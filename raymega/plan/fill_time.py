@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 
 class Path(NamedTuple):
-    """Passes of one chunk beyond those of the rank itself, and messages on the way."""
+    """Passes of one chunk beyond those of the rank itself, messages on the way, and forwards and backwards of
+    the rank that are not on it."""
 
     forwards: int
     inputs: int
     weights: int
     messages: int
+    left_forwards: int = 0
+    left_backwards: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -33,9 +36,10 @@ _Paths = tuple[tuple[int, int, int, int], ...]
 
 def _one_f_one_b(after: int, chunks: int, num: int) -> _Paths:
     """pp - 1 passes; with chunks, as many as the last round is short of for each other chunk: backwards,
-    and forwards as well where it is the first round (Narayanan et al. 2021, section 2.2)."""
+    and forwards as well where it is the first round (Narayanan et al. 2021, section 2.2). In a round that is
+    not full, without chunks, paths differ by the rank that most of them is on: own_paths has these."""
     if chunks == 1:
-        return ((after, after, after, _round_trips(after, num)),)
+        return ((after, after, after, _round_trips(after, num)),) if num > after + 1 else ()
     ragged = -num % (after + 1) * (chunks - 1)
     first = ragged if num <= after else 0
     messages = 2 * (after + (after + 1) * (chunks - 1))
@@ -112,12 +116,34 @@ def own_paths(
     then are passes of these."""
     if chunks > 1 and num_micro_batches < pp and name not in _OWN:
         return ()  # all come one after another, and none waits for a rank's others
+    if name in _ONE_AFTER_ANOTHER and chunks == 1:
+        return _own_one_f_one_b(pp - 1, pp_rank, num_micro_batches)
     if name in _OWN:
         paths = _OWN[name](pp - 1, pp_rank, num_micro_batches)
         return tuple(Path(*path, sum(path[:2])) for path in paths)
     return tuple(
         path._replace(messages=min(path.messages, 2 * (pp - 1 + pp * (chunks - 1))))
         for path in waiting_paths(name, pp=pp, chunks=chunks, num_micro_batches=num_micro_batches)
+    )
+
+
+_ONE_AFTER_ANOTHER = ("1f1b", "interleaved")
+
+
+def _own_one_f_one_b(after: int, rank: int, num: int) -> tuple[Path, ...]:
+    """All passes of the rank; or one until its first micro-batch is back, or from its last one on, or both:
+    later ranks pass the others on meanwhile."""
+    early = min(num - 1, after - rank)
+    both, ways = after + early, after
+    if num > after + 1:
+        ways = both if num > after - rank + 1 else after
+    elif early:
+        ways = _round_trips(after, num) // 2
+    return (
+        Path(rank, rank, rank, 2 * rank),
+        Path(after, after, after, 2 * after, left_forwards=early),
+        Path(after, after, after, 2 * after, left_backwards=early),
+        Path(both, both, both, 2 * ways, left_forwards=early, left_backwards=early),
     )
 
 

@@ -313,7 +313,7 @@ def _software(row: Row) -> Software:
             gathers_tensors=_is_fully_sharded(row),
             hides_messages=False,
             has_dropout=True,
-            # Qi et al. 2023, section 4: checked afterwards, and taken back where that must be.
+            # Qi et al. 2023, section 4: checked afterwards, and taken back where it must be.
             waits_for_update=not row["source"].startswith("ZeroBubble"),
         )
     if _is_torchtitan(row):

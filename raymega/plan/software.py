@@ -24,7 +24,7 @@ class Software:
         gathers_tensors: Weights that are sharded are gathered, and their gradients summed, tensor by
             tensor; else block by block.
         hides_tensor_parallel: Share of tensor-parallel traffic that runs behind products.
-        hides_messages: Messages between chunks of an interleaved pipeline run behind work.
+        hides_messages: Messages of a pipeline run behind work; else ranks do nothing while they send.
         has_dropout: Residual dropout is computed and its masks written.
         has_newest_attention: Fused attention is written for the device's own instructions; else for
             those of the generation before.
@@ -32,8 +32,8 @@ class Software:
             operation of their formula, with float32 in between.
         makes_steps: Unless the job says ``run.kernels=compile``, rotations and gates take the fewest of
             torch's own kernels instead.
-        waits_for_update: No rank updates before all are done, because the norm of all gradients decides; else
-            each begins its next step by itself.
+        waits_for_update: No rank updates before all are done, because the norm of all gradients scales
+            the update; else each goes on to its next step by itself.
         remakes: Which products selective recompute makes again, beside its parts.
     """
 

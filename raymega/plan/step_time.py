@@ -107,19 +107,7 @@ def step_time(
     micro_batches = plan.batch.num_micro_batches
     held = known.ranks[0].elements
     state = state_of(job, held, grid)
-    bubble_s, messages_s = waiting_s(
-        _order(plan),
-        chunks=plan.placement.chunks,
-        num_micro_batches=micro_batches,
-        ranks=pace.ranks,
-        mean=pace.mean,
-        pp=grid.pp,
-        message_s=pace.messages_s / 2,
-    )
-    if not software.hides_messages:
-        messages_s = max(messages_s, _stood_still_s(plan, pace))
-    if not software.waits_for_update and _order(plan) in BEGINS_LATE:
-        bubble_s = max(0.0, bubble_s - (grid.pp - 1) * pace.mean.forward_s)
+    bubble_s, messages_s = _waits(plan, pace, software)
     compute = micro_batches * (pace.busiest_s - pace.traffic_s - pace.experts_s)
     alone = StepTime(
         compute_s=compute,
@@ -253,11 +241,28 @@ def _order(plan: RunPlan) -> str:
     return "zb_h2" if is_free else "zb_h1"
 
 
-def _stood_still_s(plan: RunPlan, pace: _Pace) -> float:
-    """Where a rank stands still for each of its messages; gradients' go behind weight parts if these are apart."""
-    behind = 2 if plan.job.schedule.name.startswith("zb_") else 1
-    fill = (plan.grid.pp - 1) / plan.placement.chunks / 2
-    return (plan.batch.num_micro_batches + fill) * pace.messages_s / behind
+def _waits(plan: RunPlan, pace: _Pace, software: Software) -> tuple[float, float]:
+    """Of the busiest rank: for passes of others, and for messages."""
+    chunks, num, pp = plan.placement.chunks, plan.batch.num_micro_batches, plan.grid.pp
+    sent_s, ranks, mean = pace.messages_s / 2, pace.ranks, pace.mean
+    still_s = 0.0
+    if not software.hides_messages:
+        longer = _standing_still(sent_s, is_split=_order(plan).startswith("zb_"))
+        ranks = tuple(PacedRank(each.pp_ranks, each.passes.plus(longer)) for each in ranks)
+        mean, sent_s, still_s = mean.plus(longer), 0.0, num * longer.total_s
+    bubble_s, messages_s = waiting_s(
+        _order(plan), chunks=chunks, num_micro_batches=num, ranks=ranks, mean=mean, pp=pp,
+        message_s=sent_s,
+    )  # fmt: skip
+    if not software.waits_for_update and _order(plan) in BEGINS_LATE:
+        bubble_s = max(0.0, bubble_s - (pp - 1) * mean.forward_s / chunks)
+    return bubble_s, messages_s + still_s
+
+
+def _standing_still(message_s: float, *, is_split: bool) -> Passes:
+    """What passes take longer on a rank that does nothing while it sends: gradients of inputs go behind
+    weights' parts where these are apart."""
+    return Passes(message_s, 0.0 if is_split else message_s, 0.0)
 
 
 def _uneven_s(plan: RunPlan, pace: _Pace) -> float:

@@ -24,6 +24,10 @@ class Passes(NamedTuple):
         """All of it."""
         return self.forward_s + self.input_s + self.weight_s
 
+    def plus(self, more: Passes) -> Passes:
+        """With so much more of each."""
+        return Passes(*(mine + other for mine, other in zip(self, more, strict=True)))
+
     def along(self, path: Path) -> float:
         """So many of them, less messages."""
         return (
@@ -31,6 +35,11 @@ class Passes(NamedTuple):
             + path.inputs * self.input_s
             + path.weights * self.weight_s
         )
+
+    def left(self, path: Path) -> float:
+        """What of a rank's own is not on its path."""
+        backward_s = self.input_s + self.weight_s
+        return path.left_forwards * self.forward_s + path.left_backwards * backward_s
 
 
 class PacedRank(NamedTuple):
@@ -66,14 +75,16 @@ def waiting_s(  # noqa: PLR0913  # one a size
     """
     num = num_micro_batches
     paths = waiting_paths(name, pp=pp, chunks=chunks, num_micro_batches=num)
-    longest = max(_priced(paths, mean, chunks, message_s))
-    longest = longest[0] + num * mean.total_s, longest[1]
+    alike_s, longest = num * mean.total_s, (0.0, 0.0)
+    for wait_s, messages_s in _priced(paths, mean, chunks, message_s):
+        longest = max(longest, (alike_s + wait_s, messages_s))
     for pp_ranks, passes in ranks:
         others, own_s = _others(mean, passes, pp), num * passes.total_s
         for pp_rank in pp_ranks:
             paths = own_paths(name, pp=pp, pp_rank=pp_rank, chunks=chunks, num_micro_batches=num)
-            for wait_s, messages_s in _priced(paths, others, chunks, message_s):
-                longest = max(longest, (own_s + wait_s, messages_s))
+            priced = _priced(paths, others, chunks, message_s)
+            for path, (wait_s, messages_s) in zip(paths, priced, strict=True):
+                longest = max(longest, (own_s - passes.left(path) + wait_s, messages_s))
     busiest_s = num * max(rank.passes.total_s for rank in ranks)
     waits_s = max(0.0, longest[0] - busiest_s)
     messages_s = min(waits_s, longest[1])

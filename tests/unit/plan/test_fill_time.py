@@ -86,6 +86,16 @@ def test_others_wait_for_a_slow_rank_as_played(name, chunks, rank):
             assert expected == pytest.approx(taken, rel=0.05), (num, passes)
 
 
+@pytest.mark.parametrize("times", [1.02, 1.1, 1.3])
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_while_a_slow_rank_waits_for_a_backward_later_ranks_pass_others_on(rank, times):
+    for num in (1, 2, 4, 6, 16):
+        usual = Durations(forward=1.0, backward=2.0, weight=0.8)
+        taken = played("1f1b", 1, 4, num, Uneven(usual, rank, times))
+        expected = closed("1f1b", 1, 4, num, passes=(1.0, 1.2, 0.8), slow=(rank, times))
+        assert expected == pytest.approx(taken, rel=1e-3), num
+
+
 def test_a_single_rank_waits_for_nothing():
     for name, chunks in ORDERS:
         sizes = {"pp": 1, "chunks": chunks, "num_micro_batches": 5}
