@@ -133,6 +133,24 @@ def test_a_tally_counts_once_though_forward_runs_again():
     assert layer.router.record.take(x.device)[0].sum() == 0
 
 
+@pytest.mark.parametrize("frozen", ["router.weight", "experts.up", "all"])
+@pytest.mark.parametrize("is_remade", [False, True])
+def test_a_tally_counts_once_whatever_is_frozen(frozen, is_remade):
+    moe = MoeSection(
+        num_experts=4, balance="micro_batch", balance_coefficient=0.1, z_coefficient=0.1
+    )
+    layer = _layer(moe)
+    layer.is_remade = is_remade
+    for name, param in layer.named_parameters():
+        param.requires_grad_(frozen not in (name, "all"))
+    x = torch.randn(6, 2, 12).double().requires_grad_()
+    for _ in range(2):
+        layer(x).sum().backward()
+    sums, margin = layer.router.record.take(x.device)
+    assert sums[:4].sum() == 2 * 2 * 12 and sums[4] == 2 * 12 and sums[5] == 2 * 2 * 12
+    assert sums[7:].min() > 0 and margin < torch.inf
+
+
 def test_bias_moves_by_the_sign_of_the_error_alone():
     bias = torch.zeros(4)
     nudge_bias(bias, torch.tensor([10.0, 0.0, 5.0, 5.0]), 0.25)
