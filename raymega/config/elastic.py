@@ -25,7 +25,9 @@ class ElasticSection(Section):
         default=180.0, description="Longest wait for workers to start and to meet."
     )
     stop_timeout_s: PositiveFloat = Field(
-        default=120.0, description="Longest wait for the last save when a run is asked to stop."
+        default=120.0,
+        description="Longest wait for the last save when a run is asked to stop, and for the start before it "
+        "where only snapshots hold the last steps.",
     )
     lease_s: PositiveFloat = Field(
         default=30.0,

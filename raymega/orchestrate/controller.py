@@ -7,6 +7,7 @@ makes is bounded.
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from math import inf
 
 from raymega.errors import CapacityError, RaymegaError
 from raymega.messages import Requests
@@ -54,7 +55,7 @@ class Controller:
         self._course = Course(
             plan, lease=lease, group=group, sink=sink, clock=clock, executor=executor
         )
-        self._is_stop_asked = False
+        self._clock, self._stop_asked_s = clock, inf
         self._handlers = {
             State.SCHEDULING: self._schedule,
             State.STARTING: self._wait_for_start,
@@ -71,7 +72,7 @@ class Controller:
 
     def request_stop(self) -> None:
         """Ask for a stop with a save at the next step; callable from a signal handler."""
-        self._is_stop_asked = True
+        self._stop_asked_s = min(self._stop_asked_s, self._clock.monotonic())
 
     def run(self) -> RunFinished:
         """Step to an end, and leave nothing behind.
@@ -105,7 +106,7 @@ class Controller:
             done = f"step {course.state.saved_step} of {steps} is saved"
             course.move(State.FINISHED, f"nothing is left to do: {done}")
             return
-        if self._is_stop_asked:
+        if self._is_stop_due():
             course.move(State.PREEMPTED, "stopped before its workers started")
             return
         lacking = self._group.reserve(TICK_S)
@@ -121,7 +122,7 @@ class Controller:
         failure = course.listen()
         if failure is not None:
             course.lose(failure)
-        elif self._is_stop_asked:
+        elif self._is_stop_due():
             course.move(State.PREEMPTED, "stopped before its first step")
         elif course.work.attempt.has_met:
             course.move(State.RUNNING, "all workers have met")
@@ -133,7 +134,7 @@ class Controller:
             course.lose(failure)
         elif course.is_done:
             course.move(State.FINISHED, "every step is done and saved")
-        elif self._is_stop_asked:
+        elif self._asked_s_ago >= 0:
             self._group.request(Requests(stop=True, save=True))
             course.move(State.STOPPING, "asked to stop")
         elif course.work.saves.is_wished_for(course.state.step):
@@ -149,7 +150,7 @@ class Controller:
         elif course.is_done:
             is_whole = course.state.saved_step >= self._job.run.steps
             course.move(State.FINISHED if is_whole else State.PREEMPTED, "asked to stop")
-        elif course.seconds_here > limit_s:
+        elif self._asked_s_ago > limit_s:
             reason = f"the last save took longer than elastic.stop_timeout_s={limit_s:g}"
             course.move(State.PREEMPTED, reason)
 
@@ -167,6 +168,16 @@ class Controller:
     def _clear_up(self) -> None:
         self._course.clear_up()
         self._course.move(State.SCHEDULING, self._course.state.reason)
+
+    def _is_stop_due(self) -> bool:
+        """A run that trains nothing stops when asked to; but first it saves what only snapshots hold."""
+        is_unsaved = self.state.step > self.state.saved_step
+        return self._asked_s_ago >= (self._job.elastic.stop_timeout_s if is_unsaved else 0.0)
+
+    @property
+    def _asked_s_ago(self) -> float:
+        """Seconds since a stop was asked for; below 0 when none was."""
+        return self._clock.monotonic() - self._stop_asked_s
 
     # When the grid changes.
 

@@ -169,7 +169,7 @@ class Course:
         if decision.action is Action.GIVE_UP:
             self.error = give_up_error(failure, decision.reason)
             self.move(State.FAILED, failure.cause)
-        elif self.state.state is State.STOPPING:
+        elif self.state.state is State.STOPPING and not self._job.elastic.snapshot_every:
             self.move(State.PREEMPTED, f"the last save was lost: {failure.cause}")
         else:
             if decision.action is Action.ROLL_BACK:

@@ -52,7 +52,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
         {State.STOPPING, State.RESIZING, State.RESTARTING, State.FINISHED, State.FAILED}
     ),
     State.RESIZING: frozenset({State.STOPPING, State.RESTARTING, State.FINISHED, State.FAILED}),
-    State.STOPPING: frozenset({State.FINISHED, State.PREEMPTED, State.FAILED}),
+    State.STOPPING: frozenset({State.RESTARTING, State.FINISHED, State.PREEMPTED, State.FAILED}),
     State.RESTARTING: frozenset({State.SCHEDULING, State.PREEMPTED, State.FAILED}),
     State.FINISHED: frozenset(),
     State.FAILED: frozenset(),

@@ -667,6 +667,53 @@ def test_death_while_stopping_is_still_a_stop(world):
     assert len(world.group.orders) == 1
 
 
+def snapshot_and_die(world, workers, step):
+    world.keeping.take(step)
+    return workers.die(1)
+
+
+@pytest.mark.parametrize("state", [State.RESTARTING, State.SCHEDULING, State.STARTING])
+def test_stop_while_only_snapshots_hold_the_last_steps_saves_them_first(world, state):
+    again = FakeWorkers(4, step=3, attempt=2)
+    polls = [[], *again.enter(), *again.steps(1), *again.save(), *again.finish(stopped=True)]
+    controller = world.drive(
+        lost_run(lambda w: snapshot_and_die(world, w, 3)), polls,
+        overrides=["run.steps=9", "elastic.snapshot_every=1"],
+    )  # fmt: skip
+    world.tick_until(State.RESTARTING)
+    world.tick_until(state)
+    controller.request_stop()
+    with pytest.raises(PreemptedError, match="step 4 of 9 saved"):
+        controller.run()
+    assert restores(world) == [("nothing", 0), ("memory", 3)]
+
+
+def test_worker_lost_while_stopping_costs_no_step_that_a_snapshot_holds(world):
+    again = FakeWorkers(4, step=3, attempt=2)
+    polls = again.enter() + again.steps(1) + again.save() + again.finish(stopped=True)
+    controller = world.drive(
+        lost_run(lambda w: [[], [], *snapshot_and_die(world, w, 3)]), polls,
+        overrides=["run.steps=9", "elastic.snapshot_every=1"],
+    )  # fmt: skip
+    world.tick_until(State.RUNNING)
+    controller.request_stop()
+    with pytest.raises(PreemptedError, match="step 4 of 9 saved"):
+        controller.run()
+
+
+def test_stop_waits_for_a_start_no_longer_than_its_timeout(world):
+    controller = world.drive(
+        lost_run(lambda w: snapshot_and_die(world, w, 3)), [],
+        overrides=["run.steps=9", "elastic.snapshot_every=1", "elastic.stop_timeout_s=20.0"],
+    )  # fmt: skip
+    world.tick_until(State.RESTARTING)
+    controller.request_stop()
+    begun_s = world.clock.now_s
+    with pytest.raises(PreemptedError, match="step 2 of 9 saved"):
+        controller.run()
+    assert 20.0 <= world.clock.now_s - begun_s < 25.0
+
+
 # The next driver.
 
 
