@@ -5,7 +5,7 @@ docs/failures.md by part, and the steps that must be done again; steady state co
 constant has its source beside it and is swept from 0.3 to 3 times its value, the others held.
 
     python benchmarks/goodput.py [--draw docs/img/goodput.svg] [--hours 2000]
-    python benchmarks/goodput.py --live [--mtbf 60] [--seconds 600]     # needs a quiet machine and ten minutes
+    python benchmarks/goodput.py --live [--mtbf 60] [--seconds 600]     # needs a quiet machine and twice that time
 """
 
 from __future__ import annotations
@@ -181,14 +181,14 @@ def simulate_all(hours: float, path: Path | None) -> None:
         draw(rows, path)
 
 
-def live(*, mtbf_s: float, seconds: float, seed: int) -> None:
+def live(*, mtbf_s: float, seconds: float, batch: int, seed: int) -> None:
     """A random kill every ``mtbf_s`` on average, with the command that users have."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             "run.steps=100000000", "run.eval_samples=0", "checkpoint.every=200", "tracking.mlflow_uri=off",
             "parallel.tp=1", "parallel.pp=2", "parallel.dp=2", "cluster.cpus_per_worker=1.0",
             "elastic.snapshot_every=1", "elastic.spares=1", "elastic.max_failures=1000",
-            "optimizer.lr_decay_steps=100000",
+            "optimizer.lr_decay_steps=100000", f"data.global_batch_size={batch}",
         ]  # fmt: skip
         command = [
             sys.executable, "-c", "from raymega.cli.main import run; run()", "chaos", str(JOB),
@@ -211,10 +211,13 @@ def main() -> None:
     parser.add_argument("--live", action="store_true", help="kill workers of a real run instead")
     parser.add_argument("--mtbf", type=float, default=60.0)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--batch", type=int, default=128, help="samples of a step, in --live")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
     if options.live:
-        live(mtbf_s=options.mtbf, seconds=options.seconds, seed=options.seed)
+        live(
+            mtbf_s=options.mtbf, seconds=options.seconds, batch=options.batch, seed=options.seed
+        )  # fmt: skip
     else:
         simulate_all(options.hours, options.draw)
 
