@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks.measure import Sample, interleave, median, report, set_threads
 from raymega.config.moe import MoeSection
 from raymega.config.schema import ModelSection
 from raymega.model.experts import Experts
+from raymega.model.mixture import mix
 from raymega.model.moe import MoeLayer
 from raymega.parallel.buckets import Sharing, make_buckets
 from raymega.parallel.comm import barrier
@@ -167,6 +169,28 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
                 rounds=rounds if way != "batched_mm" else 3,
             )
             report(f"{num_experts} experts, width {width}, {tokens} tokens: {way}", pairs)
+            if way == "grouped_mm":
+                pairs = interleave(*_experts_alone(ours, layer, block, x, places), rounds=rounds)
+                report(f"{num_experts} experts, width {width}, {tokens} tokens: no router", pairs)
+
+
+def _experts_alone(
+    summed: Summed, layer: MoeLayer, block: torch.nn.Module, x: Tensor, places: Places
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Both ways from tokens and their choices to weighted sums, for the same choices."""
+    tokens = x.detach().flatten(0, 1).requires_grad_()
+    with torch.no_grad():
+        routing = layer.router(tokens, places.marks)[1]
+    routing = replace(routing, weights=routing.weights.clone().requires_grad_())
+    ours = copy(summed)
+    ours.forward = lambda: mix(tokens, routing, layer.experts)
+
+    def theirs() -> Tensor:
+        return block.experts(tokens, routing.experts, routing.weights)  # type: ignore[operator]
+
+    with torch.no_grad():
+        assert torch.allclose(ours.forward(), theirs(), rtol=1e-3, atol=1e-4)
+    return ours, lambda: _step(theirs, block)
 
 
 def _whole_places(tokens: int) -> Places:

@@ -126,9 +126,9 @@ class ElasticSection(Section):
         "checkpoint, and the steps since are done again.",
     )
     hang_min_s: PositiveFloat = Field(
-        default=2.0,
+        default=1.5,
         description="Least silence after which it is looked whether a rank hangs. The deadline is three "
-        "times the median step and 2 s, as far as the two bounds let it.",
+        "times the median step and 1.5 s, as far as the two bounds let it.",
     )
     hang_max_s: PositiveFloat = Field(default=300.0, description="Most such silence.")
     straggler_ratio: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(

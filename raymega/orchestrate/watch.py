@@ -16,8 +16,8 @@ from statistics import median
 from raymega.config.elastic import ElasticSection
 from raymega.orchestrate.signs import Answered, ProcessSeen, Sign, Standing
 
-MEDIANS, MARGIN_S = 3.0, 2.0
-"""The deadline: so many median steps, and so many seconds."""
+MEDIANS, MARGIN_S = 3.0, 1.5
+"""The deadline: so many median steps, and so many seconds; a look more, and a hang is known within 2 s."""
 NUM_STEPS, MIN_STEPS = 20, 3
 """Newest steps that the median is of, and how few say nothing yet."""
 LOOK_AHEAD_S = LOOK_EVERY_S = 0.5

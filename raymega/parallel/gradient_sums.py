@@ -30,6 +30,7 @@ class GradientSum:
         self._views = {
             span.param: flat[span.start : span.stop].view(span.param.shape) for span in bucket.spans
         }
+        self._padding = flat[bucket.spans[-1].stop :]
         self._untouched: set[ShardedParameter] = set()
         self.missing = {param for param in self._views if param.requires_grad}
 
@@ -56,7 +57,7 @@ class GradientSum:
 
     def forget(self) -> None:
         """Begin anew, whatever ``flat`` holds; its padding is zero."""
-        self.flat[self.bucket.spans[-1].stop :] = 0.0
+        self._padding.zero_()
         self._untouched = set(self._views)
         self.missing = {param for param in self._views if param.requires_grad}
 
