@@ -31,7 +31,7 @@ from raymega.orchestrate.holder import this_process
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.lease import Lease, held
 from raymega.orchestrate.outage import PHASES
-from raymega.orchestrate.watch import MARGIN_S, MEDIANS, NUM_STEPS
+from raymega.orchestrate.watch import NUM_STEPS
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
@@ -81,7 +81,7 @@ class Killer:
                 lost = {
                     "lost_steps": float(event.lost_steps),
                     "total": time.monotonic() - self.killed_s,
-                    "limit": MEDIANS * statistics.median(self.steps_s[-NUM_STEPS:]) + MARGIN_S,
+                    "limit": 3 * statistics.median(self.steps_s[-NUM_STEPS:]) + 2,
                 }
                 self.recovered.append({"detect": self.detect_s, **event.phases, **lost})
             case StepFinished():

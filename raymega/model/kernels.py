@@ -1,6 +1,7 @@
 """Functions whose backward needs less than autograd would keep for them, each computed as written.
 
-They own their derivatives and know nothing of layers or layouts.
+They own their derivatives and know nothing of layers or layouts. A weight's gradient is a sum over rows, in
+float32 or wider, and is added to the run's sums as it is: a narrow format may not hold it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
+from raymega.parallel.deferral import Made, settle
 from raymega.parallel.fusing import fused
 
 GELU_FACTOR, GELU_CUBE = sqrt(2 / pi), 0.044715
@@ -49,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
         make = fused(_rms_norm, is_on=True) if is_fused else _rms_norm_in_steps
         y, inverse = make(x.detach(), weight.detach(), eps)
         ctx.save_for_backward(x, weight, inverse)
-        ctx.is_fused = is_fused
+        ctx.param, ctx.is_fused = weight, is_fused
         return y
 
     @staticmethod
@@ -60,7 +62,8 @@ class _RmsNorm(torch.autograd.Function):
         if not ctx.is_fused and not is_narrow:
             return *_rms_norm_gradients_in_steps(grad, x, weight, inverse), None, None
         make = fused(_rms_norm_gradients, is_on=ctx.is_fused)
-        return *make(grad, x.detach(), weight.detach(), inverse), None, None
+        grad_x, wide = make(grad, x.detach(), weight.detach(), inverse)
+        return grad_x, settle(ctx.param, Made(lambda: wide)), None, None
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -81,14 +84,14 @@ def _rms_norm_in_steps(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 def _rms_norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """With n = x / rms(x): dx = (g w - n mean(g w n)) / rms(x), dw = sum of g n over rows."""
+    """With n = x / rms(x): dx = (g w - n mean(g w n)) / rms(x), dw = sum of g n over rows, in float32 or wider."""
     normal = x.to(inverse.dtype) * inverse
     grad = grad.to(inverse.dtype)
     product = grad * normal
     grad_weight = product.flatten(0, -weight.dim() - 1).sum(0)
     along = product.mul_(weight).mean(-1, keepdim=True)
     grad_x = (grad * weight).addcmul_(normal, along, value=-1).mul_(inverse)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+    return grad_x.to(x.dtype), grad_weight
 
 
 def _rms_norm_gradients_in_steps(
@@ -156,13 +159,15 @@ class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, bias)
+        ctx.param = bias
         return fused(_gelu, is_on=True)(x.detach(), bias.detach())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, bias = ctx.saved_tensors
-        return fused(_gelu_gradients, is_on=True)(grad, x.detach(), bias.detach())
+        grad_x, wide = fused(_gelu_gradients, is_on=True)(grad, x.detach(), bias.detach())
+        return grad_x, settle(ctx.param, Made(lambda: wide))
 
 
 def _gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -172,12 +177,12 @@ def _gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def _gelu_gradients(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """With s = sigmoid(2 u(x)): dx = g (s + x s (1 - s) 2 u'(x))."""
+    """With s = sigmoid(2 u(x)): dx = g (s + x s (1 - s) 2 u'(x)); the bias's is its sum, in float32 or wider."""
     wide = (x + bias).to(torch.promote_types(x.dtype, torch.float32))
     share = _gelu_share(wide)
     slope = 2 * GELU_FACTOR * (1 + 3 * GELU_CUBE * wide.square())
     grad_x = (grad * (share + wide * share * (1 - share) * slope)).to(x.dtype)
-    return grad_x, grad_x.flatten(0, -2).sum(0, dtype=wide.dtype).to(bias.dtype)
+    return grad_x, grad_x.flatten(0, -2).sum(0, dtype=wide.dtype)
 
 
 def _gelu_share(wide: Tensor) -> Tensor:

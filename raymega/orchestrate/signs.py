@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ANSWER_EVERY_S = 1.0
+"""A worker's process that has nothing to report answers so often."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:

@@ -14,7 +14,7 @@ from math import inf
 from statistics import median
 
 from raymega.config.elastic import ElasticSection
-from raymega.orchestrate.signs import Answered, ProcessSeen, Sign, Standing
+from raymega.orchestrate.signs import ANSWER_EVERY_S, Answered, ProcessSeen, Sign, Standing
 
 MEDIANS, MARGIN_S = 3.0, 1.5
 """The deadline: so many median steps, and so many seconds; a look more, and a hang is known within 2 s."""
@@ -114,12 +114,12 @@ class Watch:
     def _silent(self, limit_s: float, now_s: float) -> dict[int, float]:
         """Ranks whose process has not answered for so long, and how long.
 
-        Against the newest answer of any: a driver that was held up itself has heard nobody.
+        Until the next answer of any is due: a driver that was held up itself has heard nobody.
         """
         newest_s = max(self._answered_s.values(), default=now_s)
-        if now_s - newest_s >= limit_s:
-            newest_s = now_s
-        ages = {rank: newest_s - at_s for rank, at_s in self._answered_s.items()}
+        is_nobody_heard = now_s - newest_s >= limit_s
+        until_s = now_s if is_nobody_heard else min(now_s, newest_s + ANSWER_EVERY_S)
+        ages = {rank: until_s - at_s for rank, at_s in self._answered_s.items()}
         return {rank: age_s for rank, age_s in ages.items() if age_s >= limit_s}
 
 

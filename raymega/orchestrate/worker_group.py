@@ -28,7 +28,7 @@ from raymega.orchestrate.placement import Place
 from raymega.orchestrate.preflight import Answer, Preflight
 from raymega.orchestrate.ray_errors import death_cause
 from raymega.orchestrate.seating import Seating
-from raymega.orchestrate.signs import Answered
+from raymega.orchestrate.signs import ANSWER_EVERY_S, Answered
 from raymega.orchestrate.slots import Slot, Slots, abort, kill, name_of
 from raymega.plan.replicas import memory_faults
 from raymega.plan.run_plan import RunPlan
@@ -36,7 +36,6 @@ from raymega.plan.run_plan import RunPlan
 log = logging.getLogger(__name__)
 
 TRAIN_ENTRY = "raymega.train.entry"
-LONG_POLL_S = 1.0
 RESPAWN_S = 1.0
 """Pause before a process that died without a rank is replaced: its node may be dying too."""
 LOOK_EVERY_S = 1.0
@@ -354,7 +353,7 @@ class RayWorkerGroup:
         )
 
     def _on_reports(self, slot: Slot, reports: list[Report] | None) -> Reports:
-        self._calls.make(slot, "next_reports", LONG_POLL_S, answered=self._on_reports)
+        self._calls.make(slot, "next_reports", ANSWER_EVERY_S, answered=self._on_reports)
         return [Answered(rank=slot.rank), *(reports or ())]
 
     def _listen(self, timeout_s: float) -> Reports:

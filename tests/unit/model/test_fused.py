@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from raymega.config.schema import MemorySection
+from raymega.model.kernels import bias_gelu, rms_norm
 from raymega.model.saved_bytes import SavedBytes
 from raymega.model.stage import StageModule
 from raymega.parallel import fusing
 from raymega.parallel.deferral import make_owed
+from raymega.parallel.parameter import ShardedParameter
 from raymega.plan.stages import even_stages
 from tests.support.reference import draw_batch, make_model
 from tests.unit.model.parts import CPU, make_stream
@@ -121,3 +123,34 @@ def test_compiled_kernels_are_kept_in_a_folder_of_their_own(tmp_path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for _ in range(2):  # the second time as a child of the process finds it
         assert fusing._own_folder.__wrapped__() == tmp_path / "raymega"
+
+
+class _Sum:
+    """What a run sums gradients in, of one parameter."""
+
+    def __init__(self, param):
+        self.total = torch.empty(param.shape, dtype=torch.float32)
+        param.intake = self
+
+    def place(self, _param):
+        return self.total, True
+
+
+@pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=needs_compiler)])
+def test_norm_whose_gradient_float16_cannot_hold_adds_it_whole(is_fused):
+    weight = ShardedParameter(torch.ones(8, dtype=torch.float16), None)
+    added = _Sum(weight)
+    x = torch.ones(4096, 8, dtype=torch.float16, requires_grad=True)
+    rms_norm(x, weight, 1e-6, is_fused=is_fused).backward(torch.full_like(x, 64))
+    assert added.total.allclose(torch.tensor(64.0 * 4096), rtol=1e-3)
+    assert weight.grad is None and x.grad.isfinite().all()
+
+
+@needs_compiler
+def test_bias_whose_gradient_float16_cannot_hold_adds_it_whole():
+    bias = ShardedParameter(torch.zeros(8, dtype=torch.float16), None)
+    added = _Sum(bias)
+    x = torch.zeros(4096, 8, dtype=torch.float16, requires_grad=True)
+    bias_gelu(x, bias).backward(torch.full_like(x, 64))
+    assert added.total.allclose(torch.tensor(32.0 * 4096), rtol=1e-3)
+    assert bias.grad is None

@@ -67,6 +67,14 @@ def test_stopped_process_is_found_at_the_deadline_and_looked_at_before():
     assert hang.rank == 1 and "state T" in hang.message
 
 
+def test_stopped_process_is_found_while_the_others_have_nothing_to_say():
+    watch = make_watch()
+    answer(watch, (0, 1), 10.0)
+    answer(watch, (0,), 12.0)
+    watch.observe(ProcessSeen(rank=1, state="T"), 12.3)
+    assert watch.hang(12.7, last_sign_s=12.0, is_training=True).rank == 1
+
+
 def test_silent_process_that_is_not_stopped_has_until_the_upper_bound():
     watch = make_watch(hang_max_s=30.0)
     answer(watch, (0, 1), 0.0)
