@@ -2,6 +2,7 @@
 
 Workers are real processes on a real Ray of several nodes on this machine, and faults are SIGKILLs and SIGSTOPs.
 Detection is from the fault to the driver's notice; the other parts are those that the driver reports for each recovery.
+Where a node is lost, ranks wait for each micro-batch in place of an accelerator (waiting_entry.py, a mock).
 Ray Train's TorchTrainer with a FailureConfig trains the same model and meets the same kill (recovery_ray_train.py).
 
     python benchmarks/recovery.py [--quick] [--parts kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
@@ -172,7 +173,9 @@ def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str
     return make_plan(parse_job(JOB, settings).job())
 
 
-def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller) -> None:
+def run(
+    plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = "raymega.train.entry"
+) -> None:
     """One driver, until the killer has had its kills."""
     clock, store = SystemClock(), open_store(f"{folder}/{plan.job.run.name}")
     duration_s = plan.job.elastic.lease_s
@@ -182,7 +185,7 @@ def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller) -> None:
             plan,
             lease=lease,
             group=RayWorkerGroup(
-                plan, log_dir=Path(folder), can_grow=True, keepers=Keepers(plan, clock=clock)
+                plan, log_dir=Path(folder), can_grow=True, keepers=Keepers(plan, clock=clock), entry=entry
             ),
             sink=killer, clock=clock, executor=executor,
         )  # fmt: skip
@@ -256,9 +259,10 @@ class Bench:
     def node(self, ranks: int, *, is_frozen: bool) -> None:
         with self.cluster(ranks // NODES) as box:
             name = "frozen" if is_frozen else "lost"
-            plan = plan_for(ranks, spares=0, name=name, folder=self.folder, extra=self.extra)
+            extra = ["data.global_batch_size=8", *self.extra]
+            plan = plan_for(ranks, spares=0, name=name, folder=self.folder, extra=extra)
             killer = NodeKiller(box=box, is_frozen=is_frozen)
-            run(plan, self.folder, killer)
+            run(plan, self.folder, killer, entry="benchmarks.waiting_entry")
             killer.show(ranks)
 
     def ray_train(self, ranks: int, spares: list[int]) -> None:
