@@ -92,5 +92,6 @@ class _Produce(torch.autograd.Function):
         again, leaves = _make_again(ctx), ctx.leaves
         ctx.again = ctx.leaves = None
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        gradients = iter(torch.autograd.grad(again, wanted, grad))
+        # None for a parameter whose gradient was added to the run's sums on the way.
+        gradients = iter(torch.autograd.grad(again, wanted, grad, allow_unused=True))
         return (None, None, *(next(gradients) if t.requires_grad else None for t in leaves))

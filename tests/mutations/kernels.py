@@ -17,10 +17,10 @@ KERNELS: tuple[Mutation, ...] = (
         job=GPT2,
     ),
     Mutation(
-        name="a bias of the compiled GELU is not told to what makes it again",
+        name="a compiled GELU that is made again gives its bias no gradient",
         file="model/mlp.py",
-        old="params=() if bias is None else (bias,)",
-        new="params=()",
+        old="partial(bias_gelu, bias=bias)",
+        new="partial(bias_gelu, bias=bias.detach())",
         layout=Layout(
             tp=2, kernels="compile", recompute="selective", recompute_parts=("activation",)
         ),
