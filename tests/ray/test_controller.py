@@ -106,12 +106,20 @@ def test_passing_error_restarts_without_a_new_process(bench):
     assert first.pids == second.pids
 
 
-@pytest.mark.parametrize("fault", ["hang", pytest.param("stop", marks=pytest.mark.slow)])
-def test_hung_worker_is_replaced_after_the_deadline(bench, monkeypatch, fault):
+def test_hung_worker_is_replaced_after_the_deadline(bench, monkeypatch):
     monkeypatch.setattr(attempt, "PROGRESS_MARGIN_S", 0.5)
-    controller = bench.controller(f"x.{fault}-2-6", "elastic.collective_timeout_s=1.0")
+    controller = bench.controller("x.hang-2-6", "elastic.collective_timeout_s=1.0")
     assert controller.run().status == "finished"
     assert "no step after step 5 for 1.5 s" in bench.sink.of(FailureSeen)[0].cause
+    first, second = bench.sink.of(WorkersStarted)
+    assert first.pids[2] != second.pids[2]
+
+
+@pytest.mark.slow
+def test_stopped_worker_is_replaced_long_before_its_collective_times_out(bench):
+    controller = bench.controller("x.stop-2-6", "elastic.collective_timeout_s=300.0")
+    assert controller.run().status == "finished"
+    assert "rank 2 hung: its process is stopped (state T)" in bench.sink.of(FailureSeen)[0].cause
     first, second = bench.sink.of(WorkersStarted)
     assert first.pids[2] != second.pids[2]
 
