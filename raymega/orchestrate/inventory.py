@@ -19,16 +19,13 @@ _ROUNDING = 1e-6
 def list_nodes(cluster: ClusterSection) -> list[NodeSlots]:
     """Every living node with the number of workers that it could hold, were it idle."""
     nodes = _living_nodes()
-    device = _device(cluster, nodes)
-    return [
-        NodeSlots(
-            node_id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            num_slots=_num_slots(node["Resources"], device, cluster.cpus_per_worker),
-            labels=dict(node.get("Labels", {})),
-        )
-        for node in nodes
-    ]
+    return _with_slots(cluster, nodes, {node["NodeID"]: node["Resources"] for node in nodes})
+
+
+def list_free_nodes(cluster: ClusterSection) -> list[NodeSlots]:
+    """The same, with the number of workers for which it has room beside what runs on it."""
+    free = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return _with_slots(cluster, _living_nodes(), free)
 
 
 def node_memory() -> dict[str, int]:
@@ -50,6 +47,22 @@ def worker_resources(device: Device, cpus_per_worker: float) -> dict[str, float]
 def _living_nodes() -> list[dict[str, Any]]:  # Ray's own table, untyped there
     table = ray.nodes()  # type: ignore[no-untyped-call]
     return [node for node in table if node["Alive"]]
+
+
+def _with_slots(
+    cluster: ClusterSection, nodes: list[dict[str, Any]], has: Mapping[str, Mapping[str, float]]
+) -> list[NodeSlots]:
+    """``nodes`` with the workers that fit into what each ``has``."""
+    device = _device(cluster, nodes)
+    return [
+        NodeSlots(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            num_slots=_num_slots(has.get(node["NodeID"], {}), device, cluster.cpus_per_worker),
+            labels=dict(node.get("Labels", {})),
+        )
+        for node in nodes
+    ]
 
 
 def _device(cluster: ClusterSection, nodes: list[dict[str, Any]]) -> Device:

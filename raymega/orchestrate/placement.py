@@ -6,7 +6,7 @@ for that, and the map from living workers to ranks. It asks Ray for nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,13 +58,18 @@ def place_ranks(
 ) -> tuple[str, ...]:
     """A node id for each rank: proof, before anything is asked of Ray, that the run fits.
 
+    Domain after domain and node after node, those with most room first, so that the run is on few.
+
     Raises:
         CapacityError: The nodes have no room, even when nothing else runs on them.
     """
     block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
+    room: Counter[str] = Counter()
+    for node in nodes:
+        room[node.labels.get(DOMAIN_LABEL, "")] += node.num_slots
     workers = [
         node.node_id
-        for node in sorted(nodes, key=lambda node: (-node.num_slots, node.node_id))
+        for node in sorted(nodes, key=lambda node: _roomiest_first(node, room))
         for _ in range(node.num_slots // block * block)
     ][: grid.world_size]
     if len(workers) < grid.world_size:
@@ -73,6 +78,11 @@ def place_ranks(
     seats = assign_seats(places, grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
     by_rank = {seat.rank: node_id for seat, node_id in zip(seats, workers, strict=True)}
     return tuple(by_rank[rank] for rank in range(grid.world_size))
+
+
+def _roomiest_first(node: NodeSlots, room: Counter[str]) -> tuple[int, str, int, str]:
+    domain = node.labels.get(DOMAIN_LABEL, "")
+    return (-room[domain], domain, -node.num_slots, node.node_id)
 
 
 def assign_seats(

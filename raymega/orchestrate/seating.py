@@ -7,7 +7,9 @@ are told is the worker group's.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
+from raymega.errors import CapacityError
 from raymega.messages import NodeSlots
 from raymega.orchestrate.placement import (
     Place,
@@ -55,14 +57,24 @@ class Seating:
         """
         return place_ranks(nodes, self.grid, **self._rule)
 
+    def nodes_of_blocks(self, nodes: list[NodeSlots]) -> list[str]:
+        """For each block of workers that must be together a node of ``nodes``; none where they lack room."""
+        try:
+            num_ranks = Counter(self.nodes_of_ranks(nodes))
+        except CapacityError:
+            return []
+        return [
+            node for node, num in num_ranks.items() for _ in range(num // self.block_of(self.grid))
+        ]
+
     def expect(self) -> list[Place]:
-        """Homes by where Ray has put the bundles, and those places; none when homes are known.
+        """Homes by where Ray has put the slots, and those places; none when homes are known.
 
         Ray renames nothing, so processes need their ranks for their names before they live.
         """
         if any(slot.home >= 0 for slot in self._slots.slots):
             return []
-        main = [slot for slot in self._slots.slots if not self._slots.is_spare(slot)]
+        main = [slot for slot in self._slots.slots if not slot.is_spare]
         places = self._slots.expected_places()
         seats = assign_seats(places, self.grid, **self._rule)
         for slot, seat in zip(main, seats, strict=True):

@@ -1,15 +1,19 @@
 """The slots of a run on Ray: what is reserved, and the process that sits in each slot.
 
-Slots of the grid are one placement group, so that a run gets all of them or none; those of spares
-are a second one, which nobody waits for. A group that loses a node keeps its other bundles and their
-processes, and Ray fills the lost ones when a node comes that has room. Calls are not made here.
+Each block of workers that must be together is a placement group of its own: a node that is lost takes
+whole groups with it, which are asked for anew, and the others keep theirs with their processes. (One
+group for all would keep them too; but Ray looks for room for a group's lost bundles without a pause,
+with all of a CPU of the head, until a node comes: https://github.com/ray-project/ray/pull/65007.)
+So a run could hold half of what it needs while another holds the other half; it gives that back after
+a while. Calls are not made here.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,6 +47,11 @@ log = logging.getLogger(__name__)
 
 ABORT_PATIENCE_S = 2.0
 ANSWER_MARGIN_S = 1.0
+LOOK_EVERY_S = 0.02
+HALF_S = 10.0
+"""At least so long, and at most twice so long, half of the slots are held while nobody works in them."""
+PAUSE_S = 2.0
+"""Then none are asked for: Ray looks once a second whether what others wait for is free."""
 NAMED_AXES = ("tp", "pp", "dp")
 
 
@@ -52,8 +61,8 @@ class Slot:
 
     Attributes:
         index: Among all slots.
-        group: The placement group that it is a part of.
-        bundle: Which bundle of that.
+        group: The placement group that it is a part of, with its block.
+        is_spare: Beyond what the grid needs that was asked for.
         home: The rank that it had last, or is expected to get; -1 for none.
         actor: Its process, or the order for one; None when there is neither.
         place: Where the process lives, once it has said so.
@@ -65,7 +74,7 @@ class Slot:
 
     index: int
     group: PlacementGroup
-    bundle: int
+    is_spare: bool = False
     home: int = -1
     actor: ActorHandle[Any] | None = None  # an actor class made at run time has no static type
     place: Place | None = None
@@ -92,50 +101,91 @@ class Slots:
         self._cluster, self._can_grow = cluster, can_grow
         self.device: Device = "cpu"
         self.slots: list[Slot] = []
-        self._main: PlacementGroup | None = None
-        self._spares: list[PlacementGroup] = []
+        self._patient_until_s = self._pause_until_s = 0.0
         self._departures = Departures()
         self._replaced: set[int] = set()
 
     @property
     def are_asked_for(self) -> bool:
         """Ray knows what the run needs."""
-        return self._main is not None
+        return bool(self.slots)
 
-    def ask(self, *, num_workers: int, num_spares: int, block: int) -> None:
-        """Reserve slots; one bundle for ``block`` workers, which Ray cannot part."""
+    @property
+    def may_be_asked_for(self) -> bool:
+        """They are not, and nobody else is let go first."""
+        return not self.slots and time.monotonic() > self._pause_until_s
+
+    def ask(
+        self, *, num_workers: int, num_spares: int, block: int, nodes: Sequence[str] = ()
+    ) -> None:
+        """Reserve slots, ``block`` workers at a time, which Ray cannot part.
+
+        Args:
+            num_workers: Of the grid.
+            num_spares: Beside them; nobody waits for these.
+            block: Workers that must be together on a node.
+            nodes: One that has room for each block of the grid, as far as there are such nodes;
+                without, Ray spreads them.
+        """
         self.device = find_device(self._cluster)
         if (self._cluster.device, self.device, self._can_grow) == ("auto", "cpu", True):
             log.warning(
                 "cluster.device=auto takes cpu: no node has a GPU, and Ray knows of no node type with "
                 "one; set cluster.device=cuda to wait for GPU nodes"
             )
-        self._main = self._reserve(num_workers, block)
-        if num_spares:
-            self._spares.append(self._reserve(num_spares, block))
+        self._patient_until_s = time.monotonic() + HALF_S * (1 + random.random())
+        self._reserve(num_workers, block, nodes=nodes)
+        self._reserve(num_spares, block, is_spare=True)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the grid's slots are all held to stay; looks for ``timeout_s`` at most."""
-        assert self._main, "slots were asked for"
-        return not any(map(self.is_leaving, self.slots)) and bool(self._main.wait(timeout_s))
+        """Whether the grid's slots are all held to stay; looks for ``timeout_s`` at most.
+
+        Ray's own wait takes whole seconds, and cuts off the rest.
+        """
+        end_s, lacking = time.monotonic() + timeout_s, self._main
+        while not self.slots or (lacking := [group for group in lacking if not _is_held(group)]):
+            if time.monotonic() + LOOK_EVERY_S > end_s:
+                return False
+            time.sleep(LOOK_EVERY_S)
+        return not any(map(self.is_leaving, self.slots))
 
     @property
     def are_held(self) -> bool:
         """Whether no node of the grid's slots is lost, as far as Ray knows."""
-        assert self._main, "slots were asked for"
-        return bool(placement_group_table(self._main)["state"] == "CREATED")
+        return all(map(_is_held, self._main))
+
+    def give_back_half(self) -> None:
+        """Let go, for a while, of slots that wait for others, and that another run may wait for."""
+        is_late = time.monotonic() > self._patient_until_s
+        if is_late and not any(slot.actor for slot in self.slots):
+            held = [group for group in self._main if _is_held(group)]
+            if 0 < len(held) < len(self._main):
+                log.info("gives back %d of %d slots' groups", len(held), len(self._main))
+                self.release()
+                self._pause_until_s = time.monotonic() + PAUSE_S
+
+    def lost(self) -> list[Slot]:
+        """Those whose node is gone, as far as Ray knows."""
+        empty = _groups(slot for slot in self.slots if slot.place is None)
+        gone = {group for group in empty if placement_group_table(group)["state"] == "RESCHEDULING"}
+        return [slot for slot in self.slots if slot.group in gone]
+
+    def ask_anew(self, slots: Sequence[Slot]) -> None:
+        """Give up the groups of ``slots``, in which nobody is left, for others of their size."""
+        for group in _groups(slots):
+            remove_placement_group(group)
+            (bundle,) = group.bundle_specs
+            other = placement_group([bundle], strategy="STRICT_PACK")
+            for slot in slots:
+                if slot.group == group:
+                    slot.group = other
 
     def expected_places(self) -> list[Place]:
-        """Where the process of each of the grid's slots will be: where Ray has put the bundles."""
-        assert self._main, "slots were asked for"
-        node_of = placement_group_table(self._main)["bundles_to_node_id"]
+        """Where the process of each of the grid's slots will be: where Ray has put the groups."""
+        node_of = {group: _node_of(group) for group in self._main}
         domains = {n.node_id: n.labels.get(DOMAIN_LABEL, "") for n in list_nodes(self._cluster)}
-        nodes = [node_of[slot.bundle] for slot in self.slots if slot.group is self._main]
+        nodes = [node_of[slot.group] for slot in self.slots if not slot.is_spare]
         return [Place(node_id=n, address="", pid=0, domain=domains.get(n, "")) for n in nodes]
-
-    def is_spare(self, slot: Slot) -> bool:
-        """Beyond what the job's own grid needs."""
-        return slot.group in self._spares
 
     @property
     def ready(self) -> list[Slot]:
@@ -151,9 +201,8 @@ class Slots:
         """Those on nodes that live whose process is not ready yet, ordered or about to be."""
         awaited = [slot for slot in self.slots if not slot.is_warm]
         living = {node.node_id for node in list_nodes(self._cluster)}
-        tables = {group: placement_group_table(group) for group in {s.group for s in awaited}}
-        nodes = [tables[slot.group]["bundles_to_node_id"].get(slot.bundle) for slot in awaited]
-        return [slot for slot, node in zip(awaited, nodes, strict=True) if node in living]
+        node_of = {group: _node_of(group) for group in _groups(awaited)}
+        return [slot for slot in awaited if node_of[slot.group] in living]
 
     def stuck(self, limit_s: float) -> list[Slot]:
         """Those whose process was ordered as long ago as a start may take, and has not loaded."""
@@ -175,7 +224,7 @@ class Slots:
         new = {slot.index for slot in going} - self._replaced
         if new:
             self._replaced |= new
-            self._spares.append(self._reserve(-(-len(new) // block) * block, block))
+            self._reserve(-(-len(new) // block) * block, block, is_spare=True)
         left = [seconds[slot.place.node_id] for slot in going if slot.place]
         ranks = tuple(sorted(slot.rank for slot in going))
         return Departure(seconds=min(left), ranks=ranks, is_ready=False) if left else None
@@ -192,7 +241,7 @@ class Slots:
             "max_concurrency": MAX_CONCURRENCY,
             "max_restarts": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=slot.group, placement_group_bundle_index=slot.bundle
+                placement_group=slot.group, placement_group_bundle_index=0
             ),
         }
         slot.ordered_s = time.monotonic()
@@ -201,9 +250,9 @@ class Slots:
     def release(self) -> None:
         """Kill every process and give every slot back."""
         kill(self.slots)
-        for group in ([self._main] if self._main else []) + self._spares:
+        for group in _groups(self.slots):
             remove_placement_group(group)
-        self.slots, self._main, self._spares = [], None, []
+        self.slots = []
 
     def not_free(self, grid: Grid, *, block: int) -> Fault:
         """Why the slots are not held yet."""
@@ -218,17 +267,34 @@ class Slots:
             remedy="wait for other jobs, add nodes, or raise cluster.capacity_timeout_s",
         )
 
-    def _reserve(self, num_workers: int, block: int) -> PlacementGroup:
+    @property
+    def _main(self) -> list[PlacementGroup]:
+        return _groups(slot for slot in self.slots if not slot.is_spare)
+
+    def _reserve(
+        self, num_workers: int, block: int, *, is_spare: bool = False, nodes: Sequence[str] = ()
+    ) -> None:
         needs = worker_resources(self.device, self._cluster.cpus_per_worker)
         bundle = {kind: round(amount * block, 4) for kind, amount in needs.items()}
-        bundles = [bundle] * -(-num_workers // block)
-        group = cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
-        first = len(self.slots)
-        self.slots += [
-            Slot(index=first + number, group=group, bundle=number // block)
-            for number in range(num_workers)
-        ]
-        return group
+        for first in range(0, num_workers, block):
+            near = nodes[first // block] if first // block < len(nodes) else None
+            group = placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=near)
+            for _ in range(min(block, num_workers - first)):
+                self.slots.append(Slot(index=len(self.slots), group=group, is_spare=is_spare))
+
+
+def _groups(slots: Iterable[Slot]) -> list[PlacementGroup]:
+    """Of ``slots``, each once."""
+    return list(dict.fromkeys(slot.group for slot in slots))
+
+
+def _is_held(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group)["state"] == "CREATED")
+
+
+def _node_of(group: PlacementGroup) -> str:
+    """Id of the node that it is on, or was last; '' for none."""
+    return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
 
 
 def abort(seated: Sequence[Slot], attempt: int) -> list[Slot]:

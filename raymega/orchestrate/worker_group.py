@@ -21,7 +21,7 @@ from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
 from raymega.messages import Replicas, Report, Requests, StartWorker, StepDone, WorkerDied
 from raymega.orchestrate.calls import Calls, Reports, nothing
 from raymega.orchestrate.group import AttemptOrder, Departure, NoSnapshots, SnapshotKeeping
-from raymega.orchestrate.inventory import list_nodes, node_memory
+from raymega.orchestrate.inventory import list_free_nodes, list_nodes, node_memory
 from raymega.orchestrate.keepers import Keepers
 from raymega.orchestrate.looks import Looks
 from raymega.orchestrate.placement import Place
@@ -73,7 +73,7 @@ class RayWorkerGroup:
         self._looks = Looks(self._calls)
         self._order: AttemptOrder | None = None
         self._preflight, self._keepers = preflight, keepers
-        self._rendezvous, self._looked_s = "", 0.0
+        self._rendezvous, self._looked_s, self._renewed_s = "", 0.0, 0.0
         self._is_seated = self._is_let_go = self._is_stepping = self._has_begun = False
 
     @property
@@ -104,6 +104,8 @@ class RayWorkerGroup:
         if self._seating.living_ranks() is not None:
             return None
         self._drop_empty_slots()
+        self._slots.give_back_half()
+        self._renew_lost()
         lacking = None
         try:
             nodes = list_nodes(self._plan.job.cluster)
@@ -114,7 +116,7 @@ class RayWorkerGroup:
             if not self._can_grow:
                 raise
             lacking = error.faults[0]
-        if not self._slots.are_asked_for:
+        if self._slots.may_be_asked_for:
             # Also when nothing fits yet: what is asked for is what an autoscaler goes by.
             self._ask_for_slots()
         if self._plan is self._asked and self._slots.wait(timeout_s):
@@ -131,7 +133,7 @@ class RayWorkerGroup:
         is_enough = self._seating.living_ranks() is not None
         if not is_enough:
             self._expect_seats()
-            self._fill([slot for slot in self._slots.slots if not self._slots.is_spare(slot)])
+            self._fill([slot for slot in self._slots.slots if not slot.is_spare])
         self._seat_when_all_are_there(are_living_enough=is_enough)
 
     def members(self) -> Mapping[int, Place]:
@@ -144,6 +146,7 @@ class RayWorkerGroup:
         if self._keepers:
             self._keepers.collect()
             self._let_go_when_clear()
+        self._renew_lost()
         self._is_stepping |= any(isinstance(report, StepDone) for report in reports)
         if self._is_stepping:  # before that, loading would take its cores from those who start
             self._fill_later()
@@ -186,10 +189,7 @@ class RayWorkerGroup:
         return self._seating.block_of(self._asked.grid)
 
     def _drop_empty_slots(self) -> None:
-        """Slots of another grid in which nobody is left: those of this one come sooner.
-
-        Ray gives lost slots of a group back all together, however few the grid needs.
-        """
+        """Slots of another grid in which nobody is left: those of this one are asked for near each other."""
         slots = self._slots.slots
         if self._plan is not self._asked and not any(slot.place for slot in slots):
             self._kill(slots)
@@ -200,7 +200,22 @@ class RayWorkerGroup:
         self._asked = self._plan
         num_workers = self._asked.grid.world_size
         num_beside = self._full.grid.world_size - num_workers + self._full.job.elastic.spares
-        self._slots.ask(num_workers=num_workers, num_spares=num_beside, block=self._block)
+        self._slots.ask(
+            num_workers=num_workers,
+            num_spares=num_beside,
+            block=self._block,
+            nodes=self._seating.nodes_of_blocks(list_free_nodes(self._plan.job.cluster)),
+        )
+
+    def _renew_lost(self) -> None:
+        """Ask anew for slots that went with their node; who waits for their processes is told by then."""
+        now_s = time.monotonic()
+        if now_s - self._renewed_s < LOOK_EVERY_S:
+            return
+        self._renewed_s = now_s
+        lost = self._slots.lost()
+        self._kill(lost)
+        self._slots.ask_anew(lost)
 
     # Processes.
 
@@ -249,7 +264,7 @@ class RayWorkerGroup:
         cause = f"{who} is gone ({death_cause(error)})"
         slot.clear()
         slot.respawn_at_s = time.monotonic() + RESPAWN_S
-        if slot.seat or (self._order and not self._is_seated and not self._slots.is_spare(slot)):
+        if slot.seat or (self._order and not self._is_seated and not slot.is_spare):
             return [WorkerDied(rank=slot.rank, cause=cause)]
         log.warning("a process without a rank was lost: %s", cause)
         return []

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
+from ray.util.placement_group import placement_group_table
 
 from raymega import session
 from raymega.errors import CapacityError, ConfigError, PreemptedError
@@ -166,6 +168,47 @@ def test_lost_node_is_replaced_by_a_spare_one_and_survivors_stay(cluster, make_c
     assert [len(home) for home in nodes_of_tp_groups(make_controller.plan, second)] == [1, 1]
     survivors = {pid for rank, pid in first.pids.items() if first.nodes[rank] != lost[0].node_id}
     assert len(survivors) == 2 and survivors < set(second.pids.values())
+
+
+def cpu_s(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_head_rests_while_there_is_no_room_for_lost_slots(cluster, make_controller):
+    """Ray would look for room for a group's lost bundles without a pause, with all of a CPU."""
+    controller = make_controller(
+        "rest", "run.steps=100000", "checkpoint.every=20", "elastic.replan_after_s=0.5"
+    )
+    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    workers = [node for node in cluster.workers if node.node_id in living]
+    for node in workers[2:]:
+        cluster.remove_node(node, allow_graceful=True)
+    (gcs,) = cluster.head_node.all_processes["gcs_server"]
+    sink, seen = make_controller.sink, {}
+    emit = sink.emit
+
+    def lose_a_node_and_look_at_the_head(event):
+        emit(event)
+        if isinstance(event, StepFinished) and (event.step, event.attempt) == (30, 1):
+            home = sink.of(WorkersStarted)[0].nodes[0]
+            lost = next(node for node in workers if node.node_id == home)
+            cluster.remove_node(lost, allow_graceful=True)
+        if not isinstance(event, StepFinished) or event.attempt != 2:
+            return
+        began = seen.setdefault("began", (time.monotonic(), cpu_s(gcs.process.pid)))
+        seconds = time.monotonic() - began[0]
+        if seconds > 3.0 and "share" not in seen:
+            seen["share"] = (cpu_s(gcs.process.pid) - began[1]) / seconds
+            seen["states"] = [group["state"] for group in placement_group_table().values()]
+            controller.request_stop()
+
+    sink.emit = lose_a_node_and_look_at_the_head
+    with pytest.raises(PreemptedError):
+        controller.run()
+    assert len(sink.of(WorkersStarted)[1].pids) == 2, "one tp pair is left"
+    assert seen["share"] < 0.3
+    assert seen["states"].count("PENDING") == 1 and "RESCHEDULING" not in seen["states"]
 
 
 @pytest.fixture

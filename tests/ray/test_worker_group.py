@@ -11,6 +11,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from raymega.errors import CapacityError
 from raymega.messages import Entered, Requests, WorkerDied, WorkerFailed, WorkerFinished
+from raymega.orchestrate import slots
 from raymega.orchestrate.group import AttemptOrder
 from raymega.orchestrate.worker_group import RayWorkerGroup
 from tests.support.jobs import make_test_plan
@@ -70,7 +71,7 @@ def pids(group):
 
 def test_workers_run_to_the_end_and_leave_nothing(make_group, tmp_path):
     group = make_group("calm", "run.steps=3")
-    assert len(leftovers(patience_s=0)) == 5, "four actors and a placement group"
+    assert len(leftovers(patience_s=0)) == 6, "four actors and two placement groups"
     finished, deadline_s = [], time.monotonic() + 60
     while len(finished) < 4 and time.monotonic() < deadline_s:
         finished += [r.rank for r in group.poll(0.5) if isinstance(r, WorkerFinished)]
@@ -164,3 +165,21 @@ def test_reserve_waits_while_another_job_has_the_slots(make_group):
     assert "0.1 CPU free" in lacking.fact and "4 workers of 0.1 CPU each" in lacking.rule
     remove_placement_group(other)
     assert group.reserve(20.0) is None
+
+
+def test_half_of_the_slots_is_given_back_to_who_waits_for_it(make_group, monkeypatch):
+    """Else two runs that hold half of their slots each would wait for each other."""
+    monkeypatch.setattr(slots, "HALF_S", 2.0)
+    first = placement_group([{"CPU": 2.0}])
+    ray.get(first.ready(), timeout=20)
+    group = make_group("calm", "cluster.cpus_per_worker=1.0", reserve=False)
+    assert group.reserve(1.0) is not None, "it holds one tp pair of two"
+    second = placement_group([{"CPU": 2.0}])
+    assert group.reserve(0.2) is not None and not second.wait(0), "and keeps it for a while"
+    deadline_s = time.monotonic() + 30
+    while not second.wait(0):
+        assert group.reserve(0.2) is not None and time.monotonic() < deadline_s
+    for other in (first, second):
+        remove_placement_group(other)
+    while group.reserve(0.2) is not None:
+        assert time.monotonic() < deadline_s

@@ -5,6 +5,7 @@ from ray._private.state import state
 from raymega.config.schema import ClusterSection
 from raymega.orchestrate.inventory import (
     find_device,
+    list_free_nodes,
     list_nodes,
     node_memory,
     worker_resources,
@@ -39,6 +40,13 @@ def test_list_nodes_counts_slots_of_living_nodes(device, cpus, slots):
     nodes = list_nodes(ClusterSection(device=device, cpus_per_worker=cpus))
     assert {node.node_id: node.num_slots for node in nodes} == slots
     assert nodes[1].labels == {"zone": "a"}
+
+
+def test_free_nodes_are_counted_by_what_is_left_on_them(monkeypatch):
+    left = {"h": {"CPU": 0.5}, "g": {"CPU": 12.0, "GPU": 3.0}}
+    monkeypatch.setattr(state, "available_resources_per_node", lambda: left)
+    nodes = list_free_nodes(ClusterSection(device="cuda"))
+    assert {node.node_id: node.num_slots for node in nodes} == {"h": 0, "g": 3}
 
 
 def test_find_device_is_cpu_when_no_living_node_has_gpus(monkeypatch):

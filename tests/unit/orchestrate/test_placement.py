@@ -1,10 +1,12 @@
 import random
+from dataclasses import replace
 
 import pytest
 
 from raymega.errors import CapacityError, InternalError
 from raymega.messages import NodeSlots
 from raymega.orchestrate.placement import (
+    DOMAIN_LABEL,
     Place,
     assign_seats,
     choose_ranks,
@@ -62,6 +64,13 @@ def test_place_ranks_names_an_empty_cluster():
 def test_place_ranks_fills_the_largest_node_first():
     placed = place_ranks(nodes(1, 4), Grid(dp=4), is_tp_across_nodes_allowed=False)
     assert set(placed) == {"n1"}
+
+
+def test_place_ranks_fills_the_roomiest_domain_first():
+    rack = [replace(node, labels={DOMAIN_LABEL: name})
+            for node, name in zip(nodes(4, 2, 3), ("one", "two", "two"), strict=True)]  # fmt: skip
+    placed = place_ranks(rack, Grid(dp=5), is_tp_across_nodes_allowed=False)
+    assert set(placed) == {"n1", "n2"}
 
 
 def test_assign_seats_does_not_depend_on_the_order_of_the_workers():

@@ -13,7 +13,7 @@ PLAN = make_test_plan("parallel.tp=2")
 
 def slot(index, *, node="stays", is_warm=True, rank=-1, age_s=0.0, home=-1):
     return Slot(
-        index=index, group=None, bundle=index, home=home, actor=object(), is_warm=is_warm,
+        index=index, group=None, home=home, actor=object(), is_warm=is_warm,
         place=Place(node_id=node, address="", pid=index),
         seat=Seat(rank=rank, local_rank=0) if rank >= 0 else None,
         ordered_s=time.monotonic() - age_s,
@@ -34,7 +34,7 @@ class Drains:
 def slots():
     slots = Slots(PLAN.job.cluster, can_grow=True)
     slots._departures, slots.asked = Drains(), []
-    slots._reserve = lambda number, block: slots.asked.append(number)
+    slots._reserve = lambda number, block, *, is_spare: slots.asked.append(number)
     return slots
 
 
