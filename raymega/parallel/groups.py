@@ -16,11 +16,15 @@ from torch._C._distributed_c10d import Store, TCPStore, _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from raymega.errors import CommunicationError, Fault
+from raymega.parallel.connections import Connections
 from raymega.parallel.name_lookups import without_name_lookups
 from raymega.plan.grid import Grid
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
+
+
+_connections = Connections()
 
 
 @dataclass(slots=True)
@@ -155,6 +159,7 @@ def open_world(
             with without_name_lookups():
                 store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         store.set_timeout(timeout)
+        _connections.begin()
         # torch counts the groups of a process and meets under that number. A meeting that failed has
         # counted: a process that comes in the place of a lost one would look elsewhere, for ever.
         c10d._world.group_count = 0
@@ -249,6 +254,7 @@ def build_groups(
     )
     if groups.world.size > 1:
         _wait_for_all(rank, timeout_s)
+        _connections.built()
     return groups
 
 
@@ -261,17 +267,19 @@ def close_world() -> None:
 def abort_world() -> None:
     """Fail the operations that this process and its peers wait in; called from any thread.
 
-    Afterwards the groups are gone, and a new world may be opened on a new store. With gloo a
-    transfer ends only when its peer aborts as well or dies, and a rank that is still meeting the
-    others ends with its timeout.
+    Afterwards the groups are gone, and a new world may be opened on a new store. A rank that is still
+    meeting the others ends with its timeout.
     """
     if not dist.is_initialized():
         return
+    is_gloo = dist.get_backend() == "gloo"
     handles = list(c10d._world.pg_map)
     c10d._abort_process_group()
     # A gloo group with an operation under way is torn down only after that: not in this thread.
     while handles:
         threading.Thread(target=[handles.pop()].clear, daemon=True).start()
+    if is_gloo:  # which gives up collectives, and no transfers
+        _connections.cut()
 
 
 def _make_group(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> Group:

@@ -1,9 +1,12 @@
 """Groups: members and order on gloo, large grids on torch's fake backend, taking the world down."""
 
+import os
 import random
+import signal
 import threading
 import time
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as dist
 
 from raymega.errors import CommunicationError
 from raymega.parallel import groups as world
-from raymega.parallel.comm import all_gather, all_reduce, is_communication_error
+from raymega.parallel.comm import all_gather, all_reduce, irecv, is_communication_error
 from raymega.plan.grid import Grid
 from tests.support.ranks import run_alone, run_grid, run_ranks
 
@@ -156,6 +159,39 @@ def test_abort_from_another_thread_frees_a_rank_that_is_stuck(tmp_path):
     waited_s, is_communication, is_open = results[0]
     assert 0.2 < waited_s < 20
     assert is_communication and not is_open
+
+
+def _wait_for_a_rank_that_stands_still(env, path):
+    if env.rank == 1:
+        Path(path).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    group = env.groups.pp_forward
+    while not is_stopped(path):
+        time.sleep(0.05)
+    threading.Timer(0.3, world.abort_world).start()
+    began = time.monotonic()
+    try:
+        irecv(torch.ones(1), group, 1, 0).wait(group.timeout_s)
+    except CommunicationError as error:
+        return time.monotonic() - began, is_communication_error(error)
+    finally:
+        os.kill(int(Path(path).read_text()), signal.SIGCONT)
+
+
+def is_stopped(path):
+    """The process whose number ``path`` holds."""
+    if not Path(path).exists():
+        return False
+    status = Path(f"/proc/{Path(path).read_text()}/stat").read_text()
+    return status.rpartition(")")[2].split()[0] == "T"
+
+
+def test_abort_ends_a_transfer_from_a_process_that_is_stopped(tmp_path):
+    waited_s, is_communication = run_grid(
+        _wait_for_a_rank_that_stands_still, Grid(pp=2), str(tmp_path / "pid")
+    )[0]
+    assert 0.2 < waited_s < 5 and is_communication
 
 
 def _meet_again_after_abort(rank, world_size, folder):
