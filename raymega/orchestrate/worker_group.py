@@ -146,7 +146,7 @@ class RayWorkerGroup:
         if self._keepers:
             self._keepers.collect()
             self._let_go_when_clear()
-        self._renew_lost()
+        reports += self._renew_lost()
         self._is_stepping |= any(isinstance(report, StepDone) for report in reports)
         if self._is_stepping:  # before that, loading would take its cores from those who start
             self._fill_later()
@@ -207,15 +207,17 @@ class RayWorkerGroup:
             nodes=self._seating.nodes_of_blocks(list_free_nodes(self._plan.job.cluster)),
         )
 
-    def _renew_lost(self) -> None:
-        """Ask anew for slots that went with their node; who waits for their processes is told by then."""
+    def _renew_lost(self) -> list[Report]:
+        """Ask anew for slots that went with their node; deaths there that Ray has not told of yet."""
         now_s = time.monotonic()
         if now_s - self._renewed_s < LOOK_EVERY_S:
-            return
+            return []
         self._renewed_s = now_s
         lost = self._slots.lost()
+        untold = [slot.rank for slot in lost if slot.actor is not None and self._is_awaited(slot)]
         self._kill(lost)
         self._slots.ask_anew(lost)
+        return [WorkerDied(rank=rank, cause="its node is gone") for rank in untold]
 
     # Processes.
 
@@ -259,15 +261,19 @@ class RayWorkerGroup:
         return []
 
     def _bury(self, slot: Slot, error: RayActorError) -> list[Report]:
-        """A death is the attempt's when the process had a rank, or when its start waits for it."""
         who = f"process {slot.place.pid} on {slot.place.address}" if slot.place else "a process"
         cause = f"{who} is gone ({death_cause(error)})"
         slot.clear()
         slot.respawn_at_s = time.monotonic() + RESPAWN_S
-        if slot.seat or (self._order and not self._is_seated and not slot.is_spare):
+        if self._is_awaited(slot):
             return [WorkerDied(rank=slot.rank, cause=cause)]
         log.warning("a process without a rank was lost: %s", cause)
         return []
+
+    def _is_awaited(self, slot: Slot) -> bool:
+        """A death is the attempt's when the process had a rank, or when its start waits for it."""
+        is_starting = self._order is not None and not self._is_seated
+        return slot.seat is not None or (is_starting and not slot.is_spare)
 
     def _kill(self, slots: list[Slot]) -> None:
         for slot in slots:

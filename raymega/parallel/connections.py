@@ -34,8 +34,10 @@ class Connections:
     def cut(self) -> None:
         """Shut them down; does nothing before they are all there, or a second time."""
         found, opened, self._opened = _sockets(), self._opened, frozenset()
+        ports = {_port(found[name]) for name in found.keys() - opened if _is_listening(found[name])}
         for name in opened & found.keys():
-            _shut_down(found[name], name)
+            if _port(found[name]) not in ports:  # who called a server that was there before
+                _shut_down(found[name], name)
 
 
 def _sockets() -> dict[str, int]:
@@ -50,12 +52,26 @@ def _sockets() -> dict[str, int]:
     return found
 
 
+def _port(descriptor: int) -> int:
+    """Of this side of a TCP connection or server; -1 for whatever else it may be by now."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6):
+            return int(found.getsockname()[1])
+    return -1
+
+
+def _is_listening(descriptor: int) -> bool:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
+
+
 def _shut_down(descriptor: int, name: str) -> None:
     """Of a TCP connection; the descriptor may have been closed, and be another's by now."""
+    if _port(descriptor) < 0 or _is_listening(descriptor):
+        return
     with suppress(OSError):
         mine = os.dup(descriptor)
         with socket.socket(fileno=mine) as connection:
-            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
-            is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if is_tcp and not is_listening and str((OWN_FILES / str(mine)).readlink()) == name:
+            if str((OWN_FILES / str(mine)).readlink()) == name:
                 connection.shutdown(socket.SHUT_RDWR)
