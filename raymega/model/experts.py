@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from raymega.model.gated_experts import gated_experts
 from raymega.model.kernels import swiglu
 from raymega.model.mlp import GeluMlp, SwigluMlp, gelu_tanh
 from raymega.parallel.fp8_grouped import expert_linear, expert_places
@@ -37,9 +38,16 @@ class Experts(nn.Module):
         self.up = factory.make(f"{name}.up.weight") if gate_up is None else gate_up
         self.down = factory.make(f"{name}.down.weight")
 
+    @property
+    def is_one_node(self) -> bool:
+        """Both products and what lies between them are a single node of autograd."""
+        return self.inside is swiglu and not self.is_remade and self.up_place is None
+
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
         sizes, deferral = group_sizes(rows, counts, inner=self.down.shape[2]), self.deferral
+        if self.is_one_node:
+            return gated_experts(rows, self.up, self.down, sizes, deferral)
         up = expert_linear(rows, self.up, sizes, deferral, self.up_place)
         inside, place = self.inside, self.down_place
         inner = produce(inside, up) if self.is_remade else inside(up)

@@ -127,10 +127,11 @@ class _Swiglu(torch.autograd.Function):
         return swiglu_gradient(grad, gate_up), None
 
 
-def swiglu_values(gate_up: Tensor) -> Tensor:
-    """:func:`swiglu`, of which autograd is not told."""
+def swiglu_values(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """:func:`swiglu`, of which autograd is not told; into ``out`` [..., N] where there is one."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate).mul_(up)
+    share = silu(gate) if out is None else torch.ops.aten.silu.out(gate, out=out)
+    return share.mul_(up)
 
 
 def _swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
@@ -141,10 +142,10 @@ def _swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((grad_gate, grad * gate * share), -1)
 
 
-def swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+def swiglu_gradient(grad: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Backward of :func:`swiglu` by the fewest of torch's own kernels, each of which writes where its result belongs."""
     gate, up = gate_up.chunk(2, dim=-1)
-    grad_gate_up = torch.empty_like(gate_up)
+    grad_gate_up = torch.empty_like(gate_up) if out is None else out
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
     share = gate.sigmoid()
     torch.mul(gate, share, out=grad_up).mul_(grad)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.model.experts import Experts
-from raymega.model.kernels import swiglu, swiglu_gradient, swiglu_values
+from raymega.model.gated_experts import gated_product, gated_product_gradient
 from raymega.parallel.deferral import Deferral
 from raymega.parallel.dispatch import ExpertGroups, Routing
 from raymega.parallel.grouped import OuterProducts, group_sizes, grouped_product
@@ -31,8 +31,7 @@ from raymega.parallel.permutation import (
 def is_one_node(experts: Experts, routing: Routing, groups: ExpertGroups) -> bool:
     """:func:`mix` does what the layer needs."""
     is_alone = groups.ep.size == 1 and groups.etp.size == 1
-    is_plain = experts.inside is swiglu and not experts.is_remade and experts.up_place is None
-    return is_alone and is_plain and not routing.is_dropping
+    return is_alone and experts.is_one_node and not routing.is_dropping
 
 
 def mix(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
@@ -58,8 +57,7 @@ class _Mix(torch.autograd.Function):
     ) -> Tensor:
         rows = rows_of_tokens(x, arrangement)
         sizes = group_sizes(rows, arrangement.counts, inner=down.shape[2])
-        gate_up = grouped_product(rows, up.mT, sizes)
-        inner = swiglu_values(gate_up)
+        gate_up, inner = gated_product(rows, up, sizes)
         made = grouped_product(inner, down.mT, sizes)
         ctx.save_for_backward(weights, rows, gate_up, inner, made, up, down)
         ctx.params, ctx.arrangement, ctx.sizes, ctx.deferral = (
@@ -77,7 +75,7 @@ class _Mix(torch.autograd.Function):
         sizes, settle_or_owe = ctx.sizes, ctx.deferral.settle_or_owe
         grad_made, grad_weights = weighed_sum_gradients(grad, made, weights, ctx.arrangement)
         grad_down = settle_or_owe(ctx.params[1], OuterProducts(grad_made, inner, sizes))
-        grad_gate_up = swiglu_gradient(grouped_product(grad_made, down, sizes), gate_up)
+        grad_gate_up = gated_product_gradient(grad_made, down, gate_up, sizes)
         grad_up = settle_or_owe(ctx.params[0], OuterProducts(grad_gate_up, rows, sizes))
         grad_x = sum_of_rows(grouped_product(grad_gate_up, up, sizes), ctx.arrangement)
         return grad_x, grad_weights, grad_up, grad_down, None, None

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from raymega.config.moe import MoeSection
+from raymega.model import gated_experts
 from raymega.model import moe as layers
 from raymega.parallel.deferral import make_owed
 from raymega.parallel.dispatch import ExpertGroups
@@ -30,12 +31,13 @@ def _draw(num_tokens, moe, *, chosen=None):
     return weights, x, grad
 
 
-def _work(weights, x, grad, *, moe, dtype, is_put_off=False):
+def _work(weights, x, grad, *, moe, dtype, is_put_off=False, is_remade=False):
     """Output and gradients by name."""
     nobody, stream = alone(0), make_stream()
     factory = Factory(weights, stream, dtype=dtype)
     groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, stream=stream)
     layer = layers.MoeLayer(factory, "moe", moe, groups)
+    layer.is_remade = is_remade
     leaf = x.to(dtype, copy=True).requires_grad_()
     y = layer(leaf)
     if is_put_off:
@@ -76,8 +78,27 @@ def test_one_node_equals_the_nodes_it_stands_for(case, dtype, monkeypatch):
     for name, deviation in _apart(put_off, found):
         assert deviation == 0.0, name
     monkeypatch.setattr(layers, "is_one_node", lambda *_: False)
-    for name, deviation in _apart(_work(*drawn, moe=moe, dtype=dtype), found):
-        assert deviation <= LIMITS[dtype], name
+    for is_remade in (False, True):  # one node from rows to rows, and a node for each product
+        wanted = _work(*drawn, moe=moe, dtype=dtype, is_remade=is_remade)
+        for name, deviation in _apart(wanted, found):
+            assert deviation <= LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_expert_by_expert_is_what_all_at_once_is(case, is_whole, dtype, monkeypatch):
+    num_tokens, chosen, moe = CASES[case]
+    drawn = _draw(num_tokens, moe, chosen=chosen)
+    if not is_whole:
+        monkeypatch.setattr(layers, "is_one_node", lambda *_: False)
+    wanted = _work(*drawn, moe=moe, dtype=dtype)
+    for limit in ("CACHED_BYTES", "PART_BYTES"):
+        monkeypatch.setattr(gated_experts, limit, 0)
+    for is_put_off in (False, True):
+        found = _work(*drawn, moe=moe, dtype=dtype, is_put_off=is_put_off)
+        for name, deviation in _apart(found, wanted):
+            assert deviation <= LIMITS[dtype], name
 
 
 @pytest.mark.parametrize("case", CASES)
