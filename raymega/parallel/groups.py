@@ -89,10 +89,9 @@ class Groups:
     gradients are summed, and state is shared out, over them. ``cp_inner`` are neighbours on cp that
     exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline
     groups have equal ranks: activations travel on one, gradients on the other, so that neither waits
-    behind the other. ``model`` is tp x pp, all ranks of one replica. ``micro`` is tp x cp, the ranks
-    that share a micro-batch's tokens. ``etp``, ``ep`` and ``edp`` are the experts' view of the same
-    ranks: those that cut each expert, those that share the experts out, and those that hold the same
-    part of the same ones, over which its gradients are summed.
+    behind the other. ``micro`` is tp x cp, the ranks that share a micro-batch's tokens. ``etp``, ``ep``
+    and ``edp`` are the experts' view of the same ranks: those that cut each expert, those that share the
+    experts out, and those that hold the same part of the same ones, over which its gradients are summed.
     ``sharers`` are neighbours among the replicas that share out one copy of the state, ``copies`` the
     ranks that own the same part of the other copies: all replicas and none, unless sharding is hybrid;
     ``expert_sharers`` and ``expert_copies`` are the same of edp.
@@ -110,7 +109,6 @@ class Groups:
     replicas: Group
     pp_forward: Group
     pp_backward: Group
-    model: Group
     micro: Group
     etp: Group
     ep: Group
@@ -194,7 +192,7 @@ def build_groups(
 
     A rank makes only groups that it belongs to, with their members. torch names a group by its
     ranks and by how many groups the process has made before, so members must have made equally
-    many: ``embedding``, which middle stages lack, has to come last.
+    many: ``embedding``, which middle stages lack, has to come last; of two stages it is theirs.
 
     Args:
         grid: All ranks.
@@ -227,6 +225,9 @@ def build_groups(
     neighbours = cp.ranks[cp.index // cp_inner * cp_inner :][:cp_inner]
     alike = cp.ranks[cp.index % cp_inner :: cp_inner]
     edp = make_again("edp", grid.expert_group("edp", rank), replicas)
+    pp_forward, pp_backward = (
+        make(name, grid.group("pp", rank)) for name in ("pp_forward", "pp_backward")
+    )
     groups = Groups(
         world=make("world", tuple(range(grid.world_size))),
         tp=tp,
@@ -238,9 +239,8 @@ def build_groups(
         nested=tuple(
             make(f"cp{size}", replicas.ranks[place // size * size :][:size]) for size in sizes
         ),
-        pp_forward=make("pp_forward", grid.group("pp", rank)),
-        pp_backward=make("pp_backward", grid.group("pp", rank)),
-        model=make("model", grid.group(("tp", "pp"), rank)),
+        pp_forward=pp_forward,
+        pp_backward=pp_backward,
         micro=make_again("micro", grid.group(("tp", "cp"), rank), tp, cp),
         etp=make_again("etp", grid.expert_group("etp", rank), tp),
         # Its own: tokens on their way to experts must not wait behind sums of gradients.
@@ -250,7 +250,7 @@ def build_groups(
         copies=make_again("copies", _copies(replicas, sharers), replicas),
         expert_sharers=make_again("expert_sharers", _sharers(edp, sharers), edp),
         expert_copies=make_again("expert_copies", _copies(edp, sharers), edp),
-        embedding=make("embedding", _embedding_ranks(grid, rank)),
+        embedding=make_again("embedding", _embedding_ranks(grid, rank), pp_backward),
     )
     if groups.world.size > 1:
         _wait_for_all(rank, timeout_s)

@@ -24,10 +24,12 @@ def open_communicators(groups: Groups, device: torch.device) -> None:
     Raises:
         CommunicationError: A peer did not come in time.
     """
-    for group in (
+    sums = (
         groups.tp, groups.cp, groups.cp_inner, groups.cp_outer, groups.dp, groups.replicas,
-        groups.model, *groups.nested, groups.embedding,
-    ):  # fmt: skip
+        groups.micro, groups.etp, groups.ep, groups.edp, groups.sharers, groups.copies,
+        groups.expert_sharers, groups.expert_copies, *groups.nested, groups.embedding,
+    )  # fmt: skip
+    for group in {group.handle: group for group in sums}.values():
         all_reduce(torch.zeros(1, device=device), group)
     here = groups.pp_forward.index
     for lower, upper in pairs(groups.pp_forward.size):

@@ -30,7 +30,6 @@ UNMEASURED = (
     "cp_outer",
     "replicas",
     "pp_backward",
-    "model",
     "embedding",
     "micro",
     "edp",

@@ -28,7 +28,6 @@ AXES = {
     "replicas": ("cp", "dp"),
     "pp_forward": "pp",
     "pp_backward": "pp",
-    "model": ("tp", "pp"),
     "micro": ("tp", "cp"),
     "sharers": ("cp", "dp"),
 }
