@@ -5,6 +5,7 @@ It is pure: the same job, number, bound and seed give the same layouts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -17,8 +18,8 @@ from raymega.verify.layout import (
     Layout,
     Option,
     fixed_size,
-    is_legal,
     legal_shapes,
+    legality,
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
@@ -44,16 +45,16 @@ def draw_layouts(
     the layers are still as many. Then each pick is the one that adds most that was not met yet: first
     axes, then two axes together, schedules, sizes, orders, degrees that are no power of two.
     """
-    random, shapes = Random(seed), list(legal_shapes(job, max_ranks))
-    own = own if is_legal(job, own) else own.with_value("stages", SIMPLEST_STAGES)
-    is_own_possible = 1 < own.world_size <= max_ranks and is_legal(job, own)
+    random, shapes, can_run = Random(seed), list(legal_shapes(job, max_ranks)), legality(job)
+    own = own if can_run(own) else own.with_value("stages", SIMPLEST_STAGES)
+    is_own_possible = 1 < own.world_size <= max_ranks and can_run(own)
     chosen = [own] if is_own_possible else []
     while shapes and len(chosen) < count:
         met = set().union(*map(features, chosen)) if chosen else set()
         random.shuffle(shapes)
         best = sorted(shapes, key=lambda shape: _gain(features(shape) - met), reverse=True)
         some = best[:SHAPES] + shapes[:SHAPES]
-        candidates = [_dress(job, shape, random) for shape in some for _ in range(DRESSES)]
+        candidates = [_dress(job, shape, random, can_run) for shape in some for _ in range(DRESSES)]
         candidates = [candidate for candidate in candidates if candidate not in chosen]
         if not candidates:
             break
@@ -89,17 +90,17 @@ def _met(option: Option, layout: Layout) -> tuple[object, ...]:
     return (option.name, value)
 
 
-def _dress(job: Job, shape: Layout, random: Random) -> Layout:
+def _dress(job: Job, shape: Layout, random: Random, can_run: Callable[[Layout], bool]) -> Layout:
     """The shape with random options; those that are not legal together are left out."""
     sizes = [size for size in MICRO_BATCH_SIZES if size <= job.data.global_batch_size]
     size = fixed_size(job) or random.choice([*sizes, job.schedule.micro_batch_size])
     dressed = replace(shape, micro_batch_size=size)
     for option in OPTIONS:
         value = random.choice([*option.values, *option.others(job, dressed)])
-        candidate = dressed.with_value(option.name, value)
-        if option.matters(dressed) and is_legal(job, candidate):
-            dressed = candidate
-    return dressed if is_legal(job, dressed) else shape
+        if option.matters(dressed) and value != dressed.value(option):
+            candidate = dressed.with_value(option.name, value)
+            dressed = candidate if can_run(candidate) else dressed
+    return dressed if can_run(dressed) else shape
 
 
 def _gain(new: frozenset[tuple[object, ...]]) -> int:

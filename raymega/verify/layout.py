@@ -339,11 +339,19 @@ def with_layout(job: Job, layout: Layout) -> Job:
 
 def is_legal(job: Job, layout: Layout) -> bool:
     """Whether the job can run so, with a sample for every data-parallel rank."""
-    if layout.dp > job.data.global_batch_size:
-        return False
-    if fixed_size(job) not in (0, layout.micro_batch_size):
-        return False
-    return not job_faults(job_values(job) | _values(layout))
+    return legality(job)(layout)
+
+
+def legality(job: Job) -> Callable[[Layout], bool]:
+    """:func:`is_legal` for many layouts of one job."""
+    values, size = job_values(job), fixed_size(job)
+
+    def is_legal(layout: Layout) -> bool:
+        if layout.dp > job.data.global_batch_size or size not in (0, layout.micro_batch_size):
+            return False
+        return not job_faults(values | _values(layout))
+
+    return is_legal
 
 
 def _values(layout: Layout) -> dict[str, Any]:
@@ -358,10 +366,11 @@ def _values(layout: Layout) -> dict[str, Any]:
 
 def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:
     """Every legal choice of degrees with 2 to ``max_ranks`` ranks; the rest is the plainest."""
+    can_run = legality(job)
     for degrees in product(range(1, max_ranks + 1), repeat=len(DEGREES)):
         tp, cp, pp, dp = degrees
         shape = Layout(tp=tp, cp=cp, pp=pp, dp=dp, micro_batch_size=fixed_size(job) or 1)
-        if 1 < shape.world_size <= max_ranks and is_legal(job, shape):
+        if 1 < shape.world_size <= max_ranks and can_run(shape):
             yield shape
 
 
