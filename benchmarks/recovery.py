@@ -2,10 +2,11 @@
 
 Workers are real processes on a real Ray of several nodes on this machine, and faults are SIGKILLs and SIGSTOPs.
 Detection is from the fault to the driver's notice; the other parts are those that the driver reports for each recovery.
-Where a node is lost, ranks wait for each micro-batch in place of an accelerator (waiting_entry.py, a mock).
+Where a node is lost, and in waiting-kill, ranks wait for each micro-batch in place of an accelerator (waiting_entry.py, a
+mock), so that the cores have time for the control plane, as those of hosts with accelerators have.
 Ray Train's TorchTrainer with a FailureConfig trains the same model and meets the same kill (recovery_ray_train.py).
 
-    python benchmarks/recovery.py [--quick] [--parts kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
+    python benchmarks/recovery.py [--quick] [--parts kill waiting-kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ CONTROL = ("detect", "abort", "find", "reserve", "rendezvous")
 NODES = 2
 CALM_STEPS = 5
 """Least steps between a recovery and the next fault."""
-PARTS = ("kill", "stop", "node", "frozen-node", "ray-train")
+PARTS = ("kill", "waiting-kill", "stop", "node", "frozen-node", "ray-train")
+ENTRY, WAITING_ENTRY = "raymega.train.entry", "benchmarks.waiting_entry"
+FEW_SAMPLES = "data.global_batch_size=8"
+"""Where each micro-batch is waited for."""
 
 
 @dataclass
@@ -173,9 +177,7 @@ def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str
     return make_plan(parse_job(JOB, settings).job())
 
 
-def run(
-    plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = "raymega.train.entry"
-) -> None:
+def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = ENTRY) -> None:
     """One driver, until the killer has had its kills."""
     clock, store = SystemClock(), open_store(f"{folder}/{plan.job.run.name}")
     duration_s = plan.job.elastic.lease_s
@@ -237,20 +239,31 @@ class Bench:
             finally:
                 close_session()
 
-    def faults(self, ranks: int, *, spares: int, name: str, number: int = signal.SIGKILL):
+    def faults(
+        self,
+        ranks: int,
+        *,
+        spares: int,
+        name: str,
+        number: int = signal.SIGKILL,
+        entry: str = ENTRY,
+    ):
         """What the driver told of ``kills`` signals."""
         plan = plan_for(ranks, spares=spares, name=name, folder=self.folder, extra=self.extra)
         killer = Killer(kills=self.kills, spares=plan.job.elastic.spares, number=number)
-        run(plan, self.folder, killer)
+        run(plan, self.folder, killer, entry)
         return killer.recovered
 
-    def kill(self, ranks: list[int], spares: list[int]) -> None:
+    def kill(self, ranks: list[int], spares: list[int], *, entry: str = ENTRY) -> None:
         slots = (max(ranks) + 2 * max(spares) + NODES - 1) // NODES
         with self.cluster(slots + slots % 2):
             for number in ranks:
                 for each in spares:
                     name = f"{number} ranks, {'a warm spare' if each else 'no spare'}"
-                    show(name, self.faults(number, spares=each, name=f"r{number}s{each}"))
+                    if entry == WAITING_ENTRY:
+                        name += ", that wait"
+                    rows = self.faults(number, spares=each, name=f"r{number}s{each}", entry=entry)
+                    show(name, rows)
 
     def stop(self, ranks: int) -> None:
         with self.cluster(ranks):
@@ -259,10 +272,10 @@ class Bench:
     def node(self, ranks: int, *, is_frozen: bool) -> None:
         with self.cluster(ranks // NODES) as box:
             name = "frozen" if is_frozen else "lost"
-            extra = ["data.global_batch_size=8", *self.extra]
+            extra = [FEW_SAMPLES, *self.extra]
             plan = plan_for(ranks, spares=0, name=name, folder=self.folder, extra=extra)
             killer = NodeKiller(box=box, is_frozen=is_frozen)
-            run(plan, self.folder, killer, entry="benchmarks.waiting_entry")
+            run(plan, self.folder, killer, WAITING_ENTRY)
             killer.show(ranks)
 
     def ray_train(self, ranks: int, spares: list[int]) -> None:
@@ -301,6 +314,9 @@ def main() -> None:
         bench = Bench(folder, 1 if options.quick else options.kills, options.set)
         if "kill" in parts:
             bench.kill(ranks, options.spares)
+        if "waiting-kill" in parts:
+            few = Bench(folder, bench.kills, [FEW_SAMPLES, *bench.extra])
+            few.kill(ranks, [1], entry=WAITING_ENTRY)
         if "stop" in parts:
             bench.stop(most)
         for part in ("node", "frozen-node"):

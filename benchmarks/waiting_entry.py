@@ -4,21 +4,29 @@ A mock of one. Ranks that share two cores are no faster the more they are, so th
 has no reason to grow again; and what a new process loads takes from those that train.
 """
 
-import time
+from threading import Event
 
 from raymega.train import entry, loop
 
 WAIT_S = 0.1
 """Of a micro-batch."""
-warm_up, host_rendezvous, abort = entry.warm_up, entry.host_rendezvous, entry.abort
+warm_up, host_rendezvous = entry.warm_up, entry.host_rendezvous
 TRAIN_STEP = loop.train_step
+aborted = Event()
+
+
+def abort():
+    """An accelerator's work ends with its communicators, and so does the wait for it."""
+    aborted.set()
+    entry.abort()
 
 
 def run_worker(start, channel, rendezvous):
+    aborted.clear()
     loop.train_step = train_step
     entry.run_worker(start, channel, rendezvous)
 
 
 def train_step(parts, state, wishes, **options):
-    time.sleep(WAIT_S * parts.plan.batch.num_micro_batches)
+    aborted.wait(WAIT_S * parts.plan.batch.num_micro_batches)
     return TRAIN_STEP(parts, state, wishes, **options)
