@@ -18,6 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# The first backward of a process loads it, with sympy: 0.4 s of a CPU, once here and not in each rank.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
 from raymega.verify.results import failure_path
 from raymega.verify.worker import train_rank
 

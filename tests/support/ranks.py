@@ -28,7 +28,14 @@ from raymega.parallel import groups
 from raymega.parallel.comm import is_communication_error
 from raymega.plan.grid import Coords, Grid
 
-PRELOADED = ["torch", "torch.distributed", "numpy", "pytest", "raymega.train.entry"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",  # sympy, 0.4 s of a CPU, which the first backward loads
+    "numpy",
+    "pytest",
+    "raymega.train.entry",
+]
 GRACE_S = 2.0
 """How long the others may go on after a rank has failed, so that they can tell what they saw."""
 
