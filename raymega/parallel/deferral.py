@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from raymega.parallel.engine import add_gradients
 from raymega.parallel.parameter import ShardedParameter
 
 SMALL_BYTES = 2**20
@@ -152,6 +153,6 @@ def _settle_all(weight: Tensor, terms: list[Term]) -> None:
             made = settle(weight, term)
             gradient = made if gradient is None or made is None else gradient + made
     if gradient is not None:
-        torch.autograd.backward(weight, gradient)
+        add_gradients(weight, gradient)
     elif isinstance(weight, ShardedParameter) and weight.intake is not None:
         weight.intake.take(weight)

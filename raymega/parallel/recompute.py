@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from raymega.parallel.engine import find_gradients
+
 
 def produce(
     make: Callable[..., Tensor], *inputs: Tensor, params: tuple[Tensor, ...] = ()
@@ -93,5 +95,5 @@ class _Produce(torch.autograd.Function):
         ctx.again = ctx.leaves = None
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         # None for a parameter whose gradient was added to the run's sums on the way.
-        gradients = iter(torch.autograd.grad(again, wanted, grad, allow_unused=True))
+        gradients = iter(find_gradients(again, wanted, grad))
         return (None, None, *(next(gradients) if t.requires_grad else None for t in leaves))

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.deferral import Debt, Deferral, make_owed
+from raymega.parallel.engine import add_gradients
 from raymega.parallel.turns import Turns
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import (
@@ -250,9 +251,9 @@ class _Step(Generic[MicroBatch]):
         """Go back from the loss, or from where an output that was sent and let go of came from."""
         if self._p2p.is_last(task.chunk):
             loss = self._outputs.pop(_key(task))
-            torch.autograd.backward(loss, torch.full_like(loss, self._loss_gradient))
+            add_gradients(loss, torch.full_like(loss, self._loss_gradient))
         else:
-            torch.autograd.backward(self._edges.pop(_key(task)), self._gradients.pop(_key(task)))
+            add_gradients(self._edges.pop(_key(task)), self._gradients.pop(_key(task)))
 
     def backward_input(self, task: Instruction) -> None:
         with self._deferrals[task.chunk].collecting() as owed:

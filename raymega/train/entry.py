@@ -26,6 +26,7 @@ from raymega.parallel import groups as world
 from raymega.parallel.blocks import Block
 from raymega.parallel.comm import is_communication_error
 from raymega.parallel.document_attention import torch_kernel
+from raymega.parallel.engine import add_gradients
 from raymega.parallel.groups import Store
 from raymega.parallel.parameter import initial_values
 from raymega.parallel.warm_up import open_communicators
@@ -58,7 +59,7 @@ def warm_up(plan_json: str, device: str) -> None:
     """Load what the first step would: kernels' libraries, the GPU's context, torch's own lazy parts."""
     where = prepare_process(read_plan(plan_json), device=device, local_rank=0)
     loss = torch.ones(1, device=where, requires_grad=True).sum()
-    torch.autograd.backward(loss, torch.ones_like(loss))
+    add_gradients(loss, torch.ones_like(loss))
     if where.type == "cuda":
         torch_kernel()
 

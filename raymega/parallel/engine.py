@@ -1,0 +1,60 @@
+"""autograd's engine from a given gradient, without the checks of shapes that may be symbols.
+
+torch.autograd's own calls make those checks, and import sympy for them: 0.4 of the 1.8 s of a CPU that a new
+process loads, and each that takes a lost rank's place is one. Shapes here are numbers, and the engine itself
+holds a gradient's against its output's. Megatron-LM calls the engine too (schedules.custom_backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+
+def add_gradients(output: Tensor | GradientEdge, gradient: Tensor) -> None:
+    """Go back from ``output``, and add to the gradients of the leaves, as ``torch.autograd.backward`` does.
+
+    Args:
+        output: A tensor of a graph, or the edge that one came from which is gone.
+        gradient: Of the output's shape, dtype and device.
+
+    Raises:
+        RuntimeError: The gradient's shape is not the output's, or the graph was gone through before.
+    """
+    _run(output, gradient, (), accumulate_grad=True)
+
+
+def find_gradients(
+    output: Tensor, inputs: Sequence[Tensor], gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``inputs``, None where the output does not depend on one; the leaves' are left alone.
+
+    Args:
+        output: A tensor of a graph.
+        inputs: Tensors of that graph, at least one.
+        gradient: Of the output's shape, dtype and device.
+
+    Raises:
+        RuntimeError: As in :func:`add_gradients`.
+    """
+    return _run(output, gradient, tuple(inputs), accumulate_grad=False)
+
+
+def _run(
+    output: Tensor | GradientEdge,
+    gradient: Tensor,
+    inputs: tuple[Tensor, ...],
+    *,
+    accumulate_grad: bool,
+) -> tuple[Tensor | None, ...]:
+    return _engine_run_backward(
+        (output,),
+        (gradient,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=inputs,
+        allow_unreachable=True,
+        accumulate_grad=accumulate_grad,
+    )
