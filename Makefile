@@ -19,8 +19,9 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --ignore tests/ray --ignore tests/s3 --ignore tests/chaos
 	$(BIN)/python -m pytest tests/ray tests/s3 tests/chaos
 
-# And every fault in every phase of a run, alone and in pairs: more than an hour on 2 idle cores.
+# And the rest of long lists, and every fault in every phase of a run, alone and in pairs: more than an hour on 2 idle cores.
 test-all: test
+	$(BIN)/python -m pytest -n 2 -m wide
 	$(BIN)/python -m pytest -m matrix -s tests/chaos
 
 check: setup

@@ -42,7 +42,12 @@ from raymega.storage.keeper_store import KeeperStore
 from raymega.storage.open import open_store
 from raymega.storage.store import Store as StateStore
 from raymega.train.build import Parts, build_parts
-from raymega.train.environment import listen_towards, prepare_process, refused_operation
+from raymega.train.environment import (
+    listen_towards,
+    load_lazy_parts,
+    prepare_process,
+    refused_operation,
+)
 from raymega.train.loop import run_loop
 from raymega.train.pulse import Pulse
 from raymega.train.saving import Saving
@@ -57,7 +62,9 @@ MAX_COPIES = 2
 
 def warm_up(plan_json: str, device: str) -> None:
     """Load what the first step would: kernels' libraries, the GPU's context, torch's own lazy parts."""
-    where = prepare_process(read_plan(plan_json), device=device, local_rank=0)
+    plan = read_plan(plan_json)
+    where = prepare_process(plan, device=device, local_rank=0)
+    load_lazy_parts(plan)
     loss = torch.ones(1, device=where, requires_grad=True).sum()
     add_gradients(loss, torch.ones_like(loss))
     if where.type == "cuda":

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# The first backward of a process loads it, with sympy: 0.4 s of a CPU, once here and not in each rank.
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
-
+from raymega.plan.run_plan import read_plan
+from raymega.train.environment import load_lazy_parts
 from raymega.verify.results import failure_path
 from raymega.verify.worker import train_rank
 
@@ -55,6 +54,7 @@ def _serve() -> None:
 
 def _run_layout(request: Mapping[str, Any]) -> list[int]:
     """Run all ranks of a request to their end; the ranks that had to be killed."""
+    load_lazy_parts(read_plan(request["plan"]))  # once here, and not in each rank
     ranks = {_fork(rank, request): rank for rank in range(request["world_size"])}
     deadline = time.monotonic() + request["timeout_s"]
     try:

@@ -65,54 +65,43 @@ def _measure(env, model, memory, stage, is_cut):
     return kept.total
 
 
-def _kept(model, memory, stage, *, tp, is_cut):
-    totals = run_grid(_measure, Grid(tp=tp), model, memory, stage, is_cut)
-    assert len(set(totals)) == 1, "ranks keep the same"
-    return totals[0]
-
-
 LAYOUTS = pytest.mark.parametrize(
     ("tp", "is_cut"), [(1, False), (2, False), (2, True), (4, True)], ids=["tp1", "tp2", "tp2-sp", "tp4-sp"]
 )  # fmt: skip
 
 
 @LAYOUTS
-@pytest.mark.parametrize("case", ["none", "fused", "selective", "full"])
-def test_layer_keeps_what_the_published_formulas_say(case, tp, is_cut):
+def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
     """Korthikanti et al. 2022, equations 2, 4, 6 and table 2, in bytes of bf16.
 
     Beyond them: the norms' statistics; without attention dropout, torch's fused attention keeps a
     number a row where the formula has 5 as/h. Below them: with the attention core the input of the
     projection after it, 2 sbh / t, is made again too.
     """
-    model, memory = {
-        "none": (GPT2, MemorySection()),
-        "fused": (FUSED, MemorySection()),
-        "selective": (GPT2, CORE),
-        "full": (GPT2, FULL),
-    }[case]
-    heads, sp = model.num_heads, tp if is_cut else 1
-    sbh = S * B * model.width
-    attention = 5 * heads * S / (model.width * tp)
-    log_sum_exp, statistics = 4 * heads / (model.width * tp), 4 * 2 / (model.width * sp)
+    heads, width, sp = GPT2.num_heads, GPT2.width, tp if is_cut else 1
+    attention = 5 * heads * S / (width * tp)
+    log_sum_exp, statistics = 4 * heads / (width * tp), 4 * 2 / (width * sp)
     between = 10 / sp + 24 / tp
     published = {
-        "none": between + attention + statistics,
-        "fused": between + log_sum_exp + statistics,
-        "selective": between - 2 / tp + statistics,
-        "full": 2 / sp,
-    }[case]
-    kept = _kept(model, memory, MIDDLE, tp=tp, is_cut=is_cut) / LAYERS
-    assert kept / sbh == pytest.approx(published, rel=0.002)
+        "none": (GPT2, MemorySection(), between + attention + statistics),
+        "fused": (FUSED, MemorySection(), between + log_sum_exp + statistics),
+        "selective": (GPT2, CORE, between - 2 / tp + statistics),
+        "full": (GPT2, FULL, 2 / sp),
+    }
+    cases = [(model, memory, MIDDLE) for model, memory, _ in published.values()]
+    for kept in run_grid(_measure_all, Grid(tp=tp), cases, is_cut):
+        for (name, (_, _, wanted)), total in zip(published.items(), kept, strict=True):
+            assert total / LAYERS / (S * B * width) == pytest.approx(wanted, rel=0.002), name
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_predicts_stages(name, tp):
     model, is_cut = MODELS[name], tp > 1
-    cases = [(m, stage) for m in (MemorySection(), CORE, ALL, FULL, PAIRS) for stage in STAGES]
-    for kept in run_grid(_measure_all, Grid(tp=tp), model, cases, is_cut):
-        for (memory, stage), total in zip(cases, kept, strict=True):
+    memories = MemorySection(), CORE, ALL, FULL, PAIRS
+    cases = [(model, memory, stage) for memory in memories for stage in STAGES]
+    for kept in run_grid(_measure_all, Grid(tp=tp), cases, is_cut):
+        for (_, memory, stage), total in zip(cases, kept, strict=True):
             shape = ActivationShape(
                 model=model,
                 parallel=ParallelSection(tp=tp, sequence_parallel=is_cut),
@@ -125,12 +114,16 @@ def test_plan_predicts_stages(name, tp):
             assert total == pytest.approx(wanted, rel=0.01), (memory, stage)
 
 
-def _measure_all(env, model, cases, is_cut):
-    return [_measure(env, model, memory, stage, is_cut) for memory, stage in cases]
+def _measure_all(env, cases, is_cut):
+    return [_measure(env, model, memory, stage, is_cut) for model, memory, stage in cases]
 
 
-def _measure_cp(env, model, method, inner, memory):
+def _measure_cp(env, cases, method, inner):
     """Bytes that a context-parallel rank keeps of one micro-batch in bf16, in a middle stage."""
+    return [_measure_middle(env, model, method, inner, memory) for model, memory in cases]
+
+
+def _measure_middle(env, model, method, inner, memory):
     parallel = ParallelSection(cp=env.groups.cp.size, cp_method=method, cp_inner=max(inner, 2))
     context = make_context(env.groups, parallel, CommLog())
     module = StageModule(
@@ -154,26 +147,23 @@ def _measure_cp(env, model, method, inner, memory):
 
 
 @pytest.mark.parametrize(
-    "memory", [MemorySection(), CORE, ALL, FULL], ids=["none", "core", "all", "full"]
-)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mla"])
-@pytest.mark.parametrize(
     ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
 )
-def test_plan_predicts_a_context_parallel_rank(method, inner, name, memory):
-    cp, model = 4, MODELS[name]
-    totals = run_grid(_measure_cp, Grid(cp=cp), model, method, inner, memory, cp_inner=inner)
-    shape = ActivationShape(
-        model=model,
-        parallel=ParallelSection(cp=cp, cp_method=method, cp_inner=max(inner, 2)),
-        memory=memory,
-        seq_len=S,
-        micro_batch_size=B,
-        dtype="bfloat16",
-    )
-    wanted = stage_activations(shape, MIDDLE).micro_batch_bytes
-    assert len(set(totals)) == 1, "ranks keep the same"
-    assert totals[0] == pytest.approx(wanted, rel=0.01)
+def test_plan_predicts_a_context_parallel_rank(method, inner):
+    names, memories = ("gpt2", "llama", "qwen3", "mla"), (MemorySection(), CORE, ALL, FULL)
+    cases = [(MODELS[name], memory) for name in names for memory in memories]
+    for kept in run_grid(_measure_cp, Grid(cp=4), cases, method, inner, cp_inner=inner):
+        for (model, memory), total in zip(cases, kept, strict=True):
+            shape = ActivationShape(
+                model=model,
+                parallel=ParallelSection(cp=4, cp_method=method, cp_inner=max(inner, 2)),
+                memory=memory,
+                seq_len=S,
+                micro_batch_size=B,
+                dtype="bfloat16",
+            )
+            wanted = stage_activations(shape, MIDDLE).micro_batch_bytes
+            assert total == pytest.approx(wanted, rel=0.01), (model, memory)
 
 
 def test_rerun_holds_the_blocks_that_run_together():

@@ -46,7 +46,7 @@ CASES = [
     ("llama-gqa-tied", "tp2-dp3-sp"),
     ("llama-kv2", "tp4"),
     ("llama-kv2", "tp4-dp2-sp"),
-    ("llama-kv2", "tp8-sp"),
+    pytest.param("llama-kv2", "tp8-sp", marks=pytest.mark.wide),
     *((model, layout) for model in ("qwen2-kv2", "qwen3-kv2") for layout in ("tp4-sp", "tp2-pp2")),
     ("gpt2-kv1", "tp2-pp2"),
     ("gpt2-kv1", "tp4-pp2-sp"),

@@ -31,7 +31,7 @@ from raymega.plan.grid import Coords, Grid
 PRELOADED = [
     "torch",
     "torch.distributed",
-    "torch.fx.experimental.symbolic_shapes",  # sympy, 0.4 s of a CPU, which the first backward loads
+    "torch._dynamo",  # 1.5 s of a CPU, which torch.utils.checkpoint loads when it is first used
     "numpy",
     "pytest",
     "raymega.train.entry",

@@ -15,7 +15,7 @@ from tests.support.ranks import run_grid
 from tests.support.reference import slices
 
 LIMIT = 1e-9
-STEPS = 4
+STEPS = 3
 
 
 def train(overrides, *, steps=STEPS, timeout=60):
