@@ -67,7 +67,7 @@ def gated_product_gradient(
 
 
 class _GatedExperts(torch.autograd.Function):
-    """Keeps what the nodes that it stands for keep."""
+    """Keeps what the nodes that it stands for keep, and all of it until its backward has ended."""
 
     @staticmethod
     def forward(

@@ -1,16 +1,19 @@
 """autograd's engine from a given gradient, without the checks of shapes that may be symbols.
 
 torch.autograd's own calls make those checks, and import sympy for them: 0.4 of the 1.8 s of a CPU that a new
-process loads, and each that takes a lost rank's place is one. Shapes here are numbers, and the engine itself
-holds a gradient's against its output's. Megatron-LM calls the engine too (schedules.custom_backward).
+process loads, and each that takes a lost rank's place is one. Shapes here are numbers. The engine itself would sum
+a gradient that is larger than its output, so that is refused here. Megatron-LM calls it too (schedules.custom_backward).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from raymega.errors import Fault, InternalError
 
 
 def add_gradients(output: Tensor | GradientEdge, gradient: Tensor) -> None:
@@ -21,7 +24,8 @@ def add_gradients(output: Tensor | GradientEdge, gradient: Tensor) -> None:
         gradient: Of the output's shape, dtype and device.
 
     Raises:
-        RuntimeError: The gradient's shape is not the output's, or the graph was gone through before.
+        InternalError: The gradient's shape is not the output's.
+        RuntimeError: The graph was gone through before.
     """
     _run(output, gradient, (), accumulate_grad=True)
 
@@ -37,7 +41,7 @@ def find_gradients(
         gradient: Of the output's shape, dtype and device.
 
     Raises:
-        RuntimeError: As in :func:`add_gradients`.
+        InternalError, RuntimeError: As in :func:`add_gradients`.
     """
     return _run(output, gradient, tuple(inputs), accumulate_grad=False)
 
@@ -49,6 +53,15 @@ def _run(
     *,
     accumulate_grad: bool,
 ) -> tuple[Tensor | None, ...]:
+    shape = _shape(output)
+    if gradient.shape != shape:
+        raise InternalError(
+            Fault(
+                fact=f"a gradient has shape {tuple(gradient.shape)}, its output {tuple(shape)}",
+                rule="both must be equal",
+                remedy="report it with the job file",
+            )
+        )
     return _engine_run_backward(
         (output,),
         (gradient,),
@@ -58,3 +71,9 @@ def _run(
         allow_unreachable=True,
         accumulate_grad=accumulate_grad,
     )
+
+
+def _shape(output: Tensor | GradientEdge) -> torch.Size:
+    if isinstance(output, Tensor):
+        return output.shape
+    return torch.Size(output.node._input_metadata[output.output_nr].shape)

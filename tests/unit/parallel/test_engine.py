@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from raymega.errors import InternalError
 from raymega.parallel.engine import add_gradients, find_gradients
 
 
@@ -26,10 +27,14 @@ def test_gradients_are_added_from_a_tensor_and_from_the_edge_it_came_from():
     torch.testing.assert_close(x.grad, 2 * wanted, rtol=0, atol=0)
 
 
-def test_a_gradient_of_another_shape_is_refused():
-    x = torch.randn(3, 2, requires_grad=True)
-    with pytest.raises(RuntimeError, match="shape"):
-        add_gradients(x.exp(), torch.ones(2, 3))
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (5, 1, 2), (2,)], ids=str)
+def test_a_gradient_of_another_shape_is_refused(shape):
+    """The engine itself would sum one that is larger."""
+    x = torch.randn(1, 2, requires_grad=True)
+    for output in (x.exp(), get_gradient_edge(x.exp())):
+        with pytest.raises(InternalError, match=r"its output \(1, 2\)"):
+            add_gradients(output, torch.ones(shape))
+    assert x.grad is None
 
 
 def test_a_worker_loads_no_sympy_before_it_trains():
