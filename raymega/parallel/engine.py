@@ -59,7 +59,7 @@ def _run(
             Fault(
                 fact=f"a gradient has shape {tuple(gradient.shape)}, its output {tuple(shape)}",
                 rule="both must be equal",
-                remedy="report it with the job file",
+                remedy="give the gradient of this very output",
             )
         )
     return _engine_run_backward(
