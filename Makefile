@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 setup: $(VENV)/.ok
 
 $(VENV)/.ok: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -39,15 +39,15 @@ class Experts(nn.Module):
         self.down = factory.make(f"{name}.down.weight")
 
     @property
-    def is_one_node(self) -> bool:
-        """Both products and what lies between them are a single node of autograd."""
+    def can_be_one_node(self) -> bool:
+        """Both products and what lies between them may be a single node of autograd."""
         return self.inside is swiglu and not self.is_remade and self.up_place is None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
         sizes, deferral = group_sizes(rows, counts, inner=self.down.shape[2]), self.deferral
         # Where no cache is won, several nodes let go of more on their way back.
-        if self.is_one_node and rows.device.type == "cpu":
+        if self.can_be_one_node and rows.device.type == "cpu":
             return gated_experts(rows, self.up, self.down, sizes, deferral)
         up = expert_linear(rows, self.up, sizes, deferral, self.up_place)
         inside, place = self.inside, self.down_place

@@ -31,7 +31,7 @@ from raymega.parallel.permutation import (
 def is_one_node(experts: Experts, routing: Routing, groups: ExpertGroups) -> bool:
     """:func:`mix` does what the layer needs."""
     is_alone = groups.ep.size == 1 and groups.etp.size == 1
-    return is_alone and experts.is_one_node and not routing.is_dropping
+    return is_alone and experts.can_be_one_node and not routing.is_dropping
 
 
 def mix(x: Tensor, routing: Routing, experts: Experts) -> Tensor:

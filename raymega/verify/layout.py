@@ -346,12 +346,12 @@ def legality(job: Job) -> Callable[[Layout], bool]:
     """:func:`is_legal` for many layouts of one job."""
     values, size = job_values(job), fixed_size(job)
 
-    def is_legal(layout: Layout) -> bool:
+    def can_run(layout: Layout) -> bool:
         if layout.dp > job.data.global_batch_size or size not in (0, layout.micro_batch_size):
             return False
         return not job_faults(values | _values(layout))
 
-    return is_legal
+    return can_run
 
 
 def _values(layout: Layout) -> dict[str, Any]:

@@ -70,6 +70,23 @@ LAYOUTS = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+def _equal_on_all_ranks(totals):
+    assert len({tuple(of_rank) for of_rank in totals}) == 1, "ranks keep the same"
+    return totals[0]
+
+
+def _planned(model, parallel, memory, stage):
+    shape = ActivationShape(
+        model=model,
+        parallel=parallel,
+        memory=memory,
+        seq_len=S,
+        micro_batch_size=B,
+        dtype="bfloat16",
+    )
+    return stage_activations(shape, stage).micro_batch_bytes
+
+
 @LAYOUTS
 def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
     """Korthikanti et al. 2022, equations 2, 4, 6 and table 2, in bytes of bf16.
@@ -89,9 +106,9 @@ def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
         "full": (GPT2, FULL, 2 / sp),
     }
     cases = [(model, memory, MIDDLE) for model, memory, _ in published.values()]
-    for kept in run_grid(_measure_all, Grid(tp=tp), cases, is_cut):
-        for (name, (_, _, wanted)), total in zip(published.items(), kept, strict=True):
-            assert total / LAYERS / (S * B * width) == pytest.approx(wanted, rel=0.002), name
+    kept = _equal_on_all_ranks(run_grid(_measure_all, Grid(tp=tp), cases, is_cut))
+    for (name, (_, _, wanted)), total in zip(published.items(), kept, strict=True):
+        assert total / LAYERS / (S * B * width) == pytest.approx(wanted, rel=0.002), name
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -100,17 +117,10 @@ def test_plan_predicts_stages(name, tp):
     model, is_cut = MODELS[name], tp > 1
     memories = MemorySection(), CORE, ALL, FULL, PAIRS
     cases = [(model, memory, stage) for memory in memories for stage in STAGES]
+    parallel = ParallelSection(tp=tp, sequence_parallel=is_cut)
     for kept in run_grid(_measure_all, Grid(tp=tp), cases, is_cut):
         for (_, memory, stage), total in zip(cases, kept, strict=True):
-            shape = ActivationShape(
-                model=model,
-                parallel=ParallelSection(tp=tp, sequence_parallel=is_cut),
-                memory=memory,
-                seq_len=S,
-                micro_batch_size=B,
-                dtype="bfloat16",
-            )
-            wanted = stage_activations(shape, stage).micro_batch_bytes
+            wanted = _planned(model, parallel, memory, stage)
             assert total == pytest.approx(wanted, rel=0.01), (memory, stage)
 
 
@@ -152,18 +162,11 @@ def _measure_middle(env, model, method, inner, memory):
 def test_plan_predicts_a_context_parallel_rank(method, inner):
     names, memories = ("gpt2", "llama", "qwen3", "mla"), (MemorySection(), CORE, ALL, FULL)
     cases = [(MODELS[name], memory) for name in names for memory in memories]
-    for kept in run_grid(_measure_cp, Grid(cp=4), cases, method, inner, cp_inner=inner):
-        for (model, memory), total in zip(cases, kept, strict=True):
-            shape = ActivationShape(
-                model=model,
-                parallel=ParallelSection(cp=4, cp_method=method, cp_inner=max(inner, 2)),
-                memory=memory,
-                seq_len=S,
-                micro_batch_size=B,
-                dtype="bfloat16",
-            )
-            wanted = stage_activations(shape, MIDDLE).micro_batch_bytes
-            assert total == pytest.approx(wanted, rel=0.01), (model, memory)
+    parallel = ParallelSection(cp=4, cp_method=method, cp_inner=max(inner, 2))
+    totals = run_grid(_measure_cp, Grid(cp=4), cases, method, inner, cp_inner=inner)
+    for (model, memory), total in zip(cases, _equal_on_all_ranks(totals), strict=True):
+        wanted = _planned(model, parallel, memory, MIDDLE)
+        assert total == pytest.approx(wanted, rel=0.01), (model, memory)
 
 
 def test_rerun_holds_the_blocks_that_run_together():
