@@ -79,7 +79,7 @@ def prepare_corpus(console: Console, out: Path):
         inputs=(stdlib,),
         out=str(out),
         tokenizer="bpe:2048",
-        valid_fraction=0.04,
+        valid_fraction=0.02,
         include=("*.py",),
         exclude=NO_PROSE,
         address="local",

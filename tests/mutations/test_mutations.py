@@ -91,7 +91,7 @@ def test_every_row_still_fits_the_package():
     assert not stale
 
 
-@pytest.mark.parametrize("mutation", _first_of_each_file_and_the_rest())
+@pytest.mark.parametrize("mutation", list(_first_of_each_file_and_the_rest()))
 def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy, tmp_path):
     if mutation.layout.kernels == "compile" and not can_fuse(torch.device("cpu")):
         pytest.skip("torch.compile finds no C++ compiler on this machine")
