@@ -12,7 +12,7 @@ from raymega.model.saved_bytes import SavedBytes
 from raymega.model.stage import StageModule
 from raymega.parallel.groups import Group
 from raymega.parallel.stream import Stream
-from raymega.plan.stages import Stage
+from raymega.plan.stages import make_stages
 
 MEMORIES = {
     "none": MemorySection(),
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 def kept_bytes(model: ModelSection, memory: MemorySection, seq_len: int, batch: int) -> int:
     """What a block in the middle of the model keeps, in bf16 on one rank."""
     alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
-    stage = Stage(index=1, num_stages=3, first_layer=1, num_layers=1)
+    _, stage, _ = make_stages((1, 1, 1))
     module = StageModule(
         model, stage, stream=Stream(tp=alone), dtype=torch.bfloat16, device=CPU, seed=1
     )

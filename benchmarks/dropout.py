@@ -14,7 +14,7 @@ from raymega.model.stage import StageModule
 from raymega.parallel.dropout import dropout, keep_mask, row_keys
 from raymega.parallel.groups import Group
 from raymega.parallel.stream import Stream
-from raymega.plan.stages import Stage
+from raymega.plan.stages import make_stages
 
 RATE, ROUNDS = 0.1, 7
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def make_step(
         ffn_width=4 * width, vocab_size=256, max_positions=seq_len, **rates,
     )  # fmt: skip
     alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
-    stage = Stage(index=1, num_stages=3, first_layer=0, num_layers=layers)
+    _, stage, _ = make_stages((layers, layers, layers))
     module = StageModule(
         model, stage, stream=Stream(tp=alone), dtype=torch.float32, device=CPU, seed=1
     )

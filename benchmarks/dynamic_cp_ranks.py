@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dynamic_cp import batches, cases
-from measure import median
 
+from benchmarks.dynamic_cp import batches, cases
+from benchmarks.measure import median
 from raymega.plan.dynamic_cp import Limits, Round, finish_seconds, imbalance, schedule_documents
 from raymega.plan.pack_cost import PackCost, pairs_in
 

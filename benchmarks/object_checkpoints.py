@@ -24,8 +24,8 @@ import boto3
 import torch
 import torch.distributed as dist
 from botocore.config import Config
-from checkpoints import MIB, Setting, State
 
+from benchmarks.checkpoints import MIB, Setting, State
 from raymega.checkpoint.assembly import assemble
 from raymega.checkpoint.fetching import NUM_FETCHES, REMOTE_BYTES
 from raymega.checkpoint.manifest import commit, read_manifest
