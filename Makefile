@@ -27,7 +27,7 @@ test-all: test
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy raymega
+	$(BIN)/mypy raymega benchmarks
 	$(BIN)/lint-imports
 
 # As root. Brings the cluster files up for real on machines of namespaces, and breaks them: minutes.

@@ -375,7 +375,7 @@ def spread(setting: Setting) -> list[dict]:
     ]
     for rank in ranks:
         rank.start()
-    found = {}
+    found: dict[int, dict[str, float]] = {}
     while len(found) < setting.ranks:
         with suppress(queue.Empty):
             rank, row = results.get(timeout=1.0)

@@ -73,7 +73,8 @@ class Switch:
 
     def __init__(self, channel: Channel, *, steps: int) -> None:
         self._channel, self._steps, self._num = channel, steps, 0
-        self.is_on, self.blocks, self._since = True, [], None
+        self.is_on, self._since = True, None
+        self.blocks: list[list[float]] = []
         self.settle: Callable[[], None] = lambda: None
 
     def report(self, report: Report) -> None:
@@ -101,6 +102,8 @@ class Switch:
 
 class QuietSaving(Saving):
     """No snapshot where the switch is off."""
+
+    _channel: Switch
 
     def save_what_is_due(self, outcome: StepOutcome, *, is_last: bool) -> None:
         """See Saving."""

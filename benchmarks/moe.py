@@ -186,7 +186,7 @@ def _experts_alone(
     ours.forward = lambda: mix(tokens, routing, layer.experts)
 
     def theirs() -> Tensor:
-        return block.experts(tokens, routing.experts, routing.weights)  # type: ignore[operator]
+        return block.experts(tokens, routing.experts, routing.weights)
 
     with torch.no_grad():
         assert torch.allclose(ours.forward(), theirs(), rtol=1e-3, atol=1e-4)
@@ -206,9 +206,9 @@ def _output(found: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 @torch.no_grad()
 def _fill(block: torch.nn.Module, layer: MoeLayer) -> None:
-    block.gate.weight.copy_(layer.router.weight)  # type: ignore[union-attr, operator]
-    block.experts.gate_up_proj.copy_(layer.experts.up)  # type: ignore[union-attr, operator]
-    block.experts.down_proj.copy_(layer.experts.down)  # type: ignore[union-attr, operator]
+    block.gate.weight.copy_(layer.router.weight)
+    block.experts.gate_up_proj.copy_(layer.experts.up)
+    block.experts.down_proj.copy_(layer.experts.down)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ def _rank_step(env: RankEnv, variant: Variant) -> Callable[[], None]:
         ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream,
         is_gathered=variant.is_gathered,
     )  # fmt: skip
-    layer = MoeLayer(factory, "moe", moe, ranks)  # type: ignore[arg-type]  # a factory's stand-in
+    layer = MoeLayer(factory, "moe", moe, ranks)  # a factory's stand-in
     x = torch.randn(RANK_TOKENS // groups.tp.size, 1, RANK_WIDTH, requires_grad=True)
     places = _places(env)
     return lambda: _step(lambda: layer(x, places), layer)

@@ -31,6 +31,7 @@ from raymega.checkpoint.fetching import NUM_FETCHES, REMOTE_BYTES
 from raymega.checkpoint.manifest import commit, read_manifest
 from raymega.checkpoint.reader import load
 from raymega.checkpoint.writer import CheckpointWriter
+from raymega.messages import ShardSaved
 from raymega.plan.grid import Grid
 from raymega.storage.open import open_store
 from raymega.storage.s3_multipart import PART_BYTES, PARTS_IN_FLIGHT
@@ -48,7 +49,8 @@ class Rank:
         self.rank, self.ranks, self.uri = rank, ranks, uri
         self.state = State(Setting(folder="", ranks=ranks, layers=layers, rounds=0), rank, 0)
         self.bytes = self.state.like()[0].view(torch.uint8).numpy().data
-        self.store, self.shards, self.key = open_store(uri), [], ""
+        self.store, self.key = open_store(uri), ""
+        self.shards: list[ShardSaved] = []
         self.writer = CheckpointWriter(self.store, rank=rank, attempt=1, report=self.shards.append)
         self.bucket, _, self.prefix = uri.removeprefix("s3://").partition("/")
         self.client = boto3.client("s3", config=Config(

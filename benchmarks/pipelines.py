@@ -110,7 +110,7 @@ def shard(modules: list[nn.Module], groups: Groups) -> GradBuffer:
     chunks: list[list[ShardedParameter]] = []
     for module in modules:
         chunks.append([])
-        for number, layer in enumerate(module):
+        for number, layer in enumerate(module.children()):
             for name in ("up", "down"):
                 values = getattr(layer, name).detach()
                 spec = make_spec((make_tensor(f"{number}.{name}", values.shape),), tp=1, tp_rank=0)

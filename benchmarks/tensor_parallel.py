@@ -31,6 +31,7 @@ from raymega.model.families import make_block, make_positions
 from raymega.model.kernels import rms_norm, swiglu
 from raymega.parallel.comm import all_reduce
 from raymega.parallel.groups import Groups, build_groups, open_world
+from raymega.parallel.parameter import ShardedParameter
 from raymega.parallel.stream import Stream
 from raymega.parallel.tensor import ParameterFactory
 from raymega.plan.grid import Grid
@@ -99,6 +100,7 @@ def make_ours(model: ModelSection, rank: int, *, is_fused: bool) -> nn.Module:
 def fill_from(plain: PlainBlock, ours: nn.Module) -> None:
     """Give our ranks their blocks of the whole weights, before DTensor cuts those."""
     for param in ours.parameters():
+        assert isinstance(param, ShardedParameter)
         for piece in param.spec.pieces:
             name = piece.tensor.name.removeprefix("layers.0.").removesuffix(".weight")
             if name in OURS_OF:
