@@ -119,8 +119,8 @@ def _show_report(report: Report) -> None:
         )
     if report.undecided:
         print(
-            f"not compared: {', '.join(report.undecided)}: the loss does not depend on them, so their "
-            "gradient is rounding noise, by whose sign lion moves them"
+            f"may differ by what noise can move them: {', '.join(report.undecided)}: the loss does not "
+            "depend on them, so their gradient is rounding, which the optimizer makes a step of"
         )
     if isfinite(report.fp8_margin):
         print(
@@ -210,7 +210,7 @@ def _verdict_object(report: Report) -> dict[str, object]:
         "steps": report.options.steps,
         "limit": report.options.limit,
         "router_margin": report.router_margin if isfinite(report.router_margin) else None,
-        "not_compared": list(report.undecided),
+        "undecided": list(report.undecided),
         "fp8_margin": report.fp8_margin if isfinite(report.fp8_margin) else None,
         "largest": _deviation_object(_worst(report)) if has_any else None,
         "smallest_failing": _outcome_object(report.smallest) if report.smallest else None,

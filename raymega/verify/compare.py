@@ -1,7 +1,7 @@
 """Deviations of one run from the reference run, and the first one that is too large.
 
 It knows arrays and numbers only. Loss and gradient norm deviate relatively; a weight by
-max|a - b| / (max|b| + sum of learning rates so far), because a value that starts at zero is as
+max|a - b| / (max|b| + sum of its learning rates so far), because a value that starts at zero is as
 large as what the optimizer has added; what the optimizer keeps (``kind/weight``) by
 max|a - b| / max|b over all weights|, because the moments of a gradient that is zero are noise.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isnan
 
 import numpy as np
@@ -20,8 +20,8 @@ from raymega.messages import Box
 
 Array = npt.NDArray[np.float64]
 LIMIT = 1e-9
-SIGN_KINDS = frozenset({"lion.exp_avg"})
-"""State by whose sign a weight is updated, which is discontinuous at zero."""
+SIZELESS_KINDS = frozenset({"lion.exp_avg", "adam.exp_avg"})
+"""State of which an update takes the direction but not the size, so that noise moves a weight too."""
 NOISE = 1e-12
 """A share of the largest of its kind: what a moment has at the most whose gradient is zero but for
 rounding."""
@@ -50,10 +50,12 @@ class Block:
 class RankResult:
     """What one rank brings back; ``router_margin`` is by how much its closest choice of an expert was
     won, ``fp8_margin`` how near a number came to another rounding, infinite where there was none.
+    ``lr_scales`` has for each weight what its learning rate is of the step's; 1 where it is silent.
     """
 
     curve: tuple[StepValues, ...]
     blocks: Iterable[Block]
+    lr_scales: Mapping[str, float] = field(default_factory=dict)
     router_margin: float = inf
     fp8_margin: float = inf
 
@@ -61,24 +63,27 @@ class RankResult:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
     """The run on one rank: scalars by step, tensors by (step, name), and what a kind of optimizer
-    state has as its largest value. Weights that are ``undecided`` are not compared: they were moved by
-    the sign of rounding noise, because their gradient is zero and the loss does not depend on them.
+    state has as its largest value. Weights that are ``undecided`` may differ by what noise can have
+    moved them: their gradient is zero but for rounding, because the loss does not depend on them.
     """
 
     curve: tuple[StepValues, ...]
     tensors: Mapping[tuple[int, str], Array]
     state_sizes: Mapping[str, float]
+    lr_scales: Mapping[str, float]
     router_margin: float = inf
     undecided: frozenset[str] = frozenset()
     fp8_margin: float = inf
 
-    def scale(self, step: int, name: str) -> float:
-        """What a deviation of the tensor after ``step`` is divided by."""
+    def deviation(self, step: int, name: str, off: float) -> float:
+        """What ``off``, the largest difference of the tensor after ``step``, is of its scale."""
         kind, slash, _ = name.partition("/")
         if slash:
-            return self.state_sizes[kind]
-        moved = sum(values.lr for values in self.curve[:step])
-        return float(np.abs(self.tensors[step, name]).max()) + moved
+            return _share(off, self.state_sizes[kind])
+        moved = sum(values.lr for values in self.curve[:step]) * self.lr_scales.get(name, 1.0)
+        if name in self.undecided and off <= 2 * moved:  # one way here, the other way there
+            return 0.0
+        return _share(off, float(np.abs(self.tensors[step, name]).max()) + moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +119,7 @@ def make_reference(result: RankResult) -> Reference:
         if slash:
             sizes[kind] = max(sizes[kind], float(np.abs(values).max()))
     return Reference(
-        curve=result.curve, tensors=tensors, state_sizes=dict(sizes),
+        curve=result.curve, tensors=tensors, state_sizes=dict(sizes), lr_scales=result.lr_scales,
         router_margin=result.router_margin, fp8_margin=result.fp8_margin,
         undecided=_undecided(tensors, sizes),
     )  # fmt: skip
@@ -139,15 +144,13 @@ def _undecided(
     return frozenset(
         name
         for key, (kind, _, name) in kinds.items()
-        if kind in SIGN_KINDS and float(np.abs(tensors[key]).max()) <= NOISE * state_sizes[kind]
+        if kind in SIZELESS_KINDS and float(np.abs(tensors[key]).max()) <= NOISE * state_sizes[kind]
     )
 
 
 def relative(value: float, wanted: float) -> float:
     """|value - wanted| / |wanted|; infinite when it is not a number."""
-    if value == wanted:
-        return 0.0
-    return _number(abs(value - wanted) / abs(wanted)) if wanted else inf
+    return 0.0 if value == wanted else _share(abs(value - wanted), abs(wanted))
 
 
 def _curve_deviations(result: RankResult, reference: Reference) -> list[Deviation]:
@@ -171,12 +174,11 @@ def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> l
     for block in (block for result in results for block in result.blocks):
         key, place = (block.step, block.name), _slices(block.box)
         off = np.abs(block.values - reference.tensors[key][place]).max(initial=0.0)
-        worst[key] = max(worst[key], _number(float(off) / reference.scale(*key)))
+        worst[key] = max(worst[key], reference.deviation(*key, float(off)))
         is_held[key][place] = True
     return [
         Deviation(step=step, quantity=name, value=value if is_held[step, name].all() else inf)
         for (step, name), value in worst.items()
-        if name not in reference.undecided
     ]
 
 
@@ -208,5 +210,7 @@ def _first(deviations: Sequence[Deviation], limit: float) -> Deviation | None:
     return min(too_large, key=lambda found: (found.step, -found.value), default=None)
 
 
-def _number(value: float) -> float:
-    return inf if isnan(value) else value
+def _share(off: float, scale: float) -> float:
+    if off == 0:
+        return 0.0
+    return off / scale if scale and not isnan(off / scale) else inf

@@ -66,7 +66,7 @@ class Report:
     ``smallest`` is the smallest layout found to fail. ``router_margin`` is by how much the closest
     choice of an expert was won on one rank: below rounding, a layout may choose another one. Infinite
     without experts. ``fp8_margin`` is the same of roundings to 8 bits. Weights that are ``undecided``
-    were not compared: see Reference.
+    may differ by what noise can move them: see Reference.
     """
 
     shrunk: Shrunk

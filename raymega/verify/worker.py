@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from raymega.messages import Box, Requests
+from raymega.optim.param_groups import rates_of
 from raymega.parallel.groups import build_groups, close_world, open_world
 from raymega.plan.context import inner_ranks
 from raymega.plan.levels import group_size
@@ -59,7 +60,7 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
 
 
 def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
-    state, curve = TrainState(), []
+    job, state, curve = parts.plan.job, TrainState(), []
     arrays: dict[str, Any] = {}
     blocks: list[dict[str, object]] = []
     for step in range(1, steps + 1):
@@ -72,6 +73,11 @@ def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
     index = {
         "curve": [asdict(values) for values in curve],
         "blocks": blocks,
+        "lr_scales": {
+            block.tensor.name: rates_of(block.tensor, job.optimizer, job.model).lr_scale
+            for block in parts.optimizer.values()
+            if block.kind == "model"
+        },
         "router_margin": parts.routers.smallest_margin,
         "fp8_margin": min(module.fp8.margin.smallest for module in parts.modules),
     }

@@ -1,5 +1,6 @@
 """Deviations: their scales, holes, replicas, and which one is named first."""
 
+from dataclasses import replace
 from math import inf, nan
 
 import numpy as np
@@ -83,8 +84,28 @@ def test_optimizer_state_deviates_relative_to_the_largest_of_its_kind():
     assert found.quantity == "adam.exp_avg/w" and found.value == pytest.approx(0.1)
 
 
-def test_a_weight_that_lion_moves_by_the_sign_of_noise_is_named_and_not_compared():
-    def result(bias, weight=1.0, moment="lion.exp_avg"):
+def test_state_that_stays_zero_deviates_by_nothing_or_infinitely():
+    def result(value):
+        blocks = [
+            Block(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array([number]))
+            for name, number in (("w", 1.0), ("sgd.momentum/w", value))
+        ]
+        return RankResult(curve=(StepValues(loss=1.0, grad_norm=1.0, lr=0.5),), blocks=blocks)
+
+    reference = make_reference(result(0.0))
+    assert compare([result(0.0)], reference, limit=LIMIT).largest.value == 0
+    assert compare([result(1e-30)], reference, limit=LIMIT).first.value == inf
+
+
+def test_a_tensor_deviates_relative_to_its_own_learning_rates():
+    result = replace(_result([[0.0], [0.0]]), lr_scales={"w": 4.0})
+    found = compare([_result([[0.0], [0.2]])], make_reference(result), limit=LIMIT)
+    assert found.tensor.value == pytest.approx(0.2 / (4.0 * 2 * 0.5))
+
+
+@pytest.mark.parametrize("moment", ["lion.exp_avg", "adam.exp_avg"])
+def test_a_weight_that_noise_moves_is_named_and_may_differ_by_so_much(moment):
+    def result(bias, weight=1.0, moment=moment):
         rows = {"w": [weight], "bias": [bias], f"{moment}/w": [2.0], f"{moment}/bias": [1e-17]}
         blocks = [
             Block(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array(row))
@@ -96,5 +117,6 @@ def test_a_weight_that_lion_moves_by_the_sign_of_noise_is_named_and_not_compared
     assert reference.undecided == {"bias"}
     assert compare([result(-0.5)], reference, limit=LIMIT).first is None
     assert compare([result(-0.5, weight=1.1)], reference, limit=LIMIT).first.quantity == "w"
-    others = make_reference(result(0.5, moment="adam.exp_avg"))
+    assert compare([result(-0.6)], reference, limit=LIMIT).first.quantity == "bias"
+    others = make_reference(result(0.5, moment="sgd.momentum"))
     assert others.undecided == frozenset()
