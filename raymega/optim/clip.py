@@ -18,11 +18,17 @@ Shares = Iterable[tuple[GlobalTensor, torch.Tensor]]
 
 
 def local_norm_sq(shares: Shares, device: torch.device) -> torch.Tensor:
-    """This rank's share of the squared norm, a float64 scalar on ``device``."""
-    norms = [_norm(values) for _, values in shares]
-    if not norms:
+    """This rank's share of the squared norm, a float64 scalar on ``device``; waits for it.
+
+    Squares of float32 are infinite from 1e19 on: such a sum is taken again with float64 squares.
+    """
+    counted = [values for _, values in shares]
+    if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(norms).square().sum()
+    norm_sq = torch.stack([_norm(values) for values in counted]).square().sum()
+    if norm_sq.isinf():
+        norm_sq = torch.stack([_exact_norm(values) for values in counted]).square().sum()
+    return norm_sq
 
 
 def local_norm_sq_by_group(
@@ -66,7 +72,11 @@ def _norm(values: torch.Tensor) -> torch.Tensor:
     flat = values.reshape(-1)
     rest = flat.numel() % STRETCH
     if rest == flat.numel():
-        return torch.linalg.vector_norm(flat, dtype=torch.float64)
+        return _exact_norm(flat)
     stretches = flat[rest:].view(-1, STRETCH)
     norms = torch.linalg.vector_norm(stretches, dim=1).double()
     return torch.linalg.vector_norm(torch.cat((norms, flat[:rest].double())) if rest else norms)
+
+
+def _exact_norm(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float64)

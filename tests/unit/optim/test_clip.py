@@ -32,6 +32,15 @@ def test_norm_is_summed_in_float64():
     assert float(norm_sq) == pytest.approx(1e-57, rel=1e-6)
 
 
+def test_a_norm_whose_squares_float32_cannot_hold_is_finite():
+    params = [make_param(make_tensor("w", (5000,)), dtype=torch.float32)]
+    buffer = make_buffer(params)
+    buffer.view(params[0]).fill_(1e25)
+    assert float(local_norm_sq(buffer.shares(), CPU)) == pytest.approx(5e53, rel=1e-6)
+    buffer.view(params[0])[7] = float("inf")
+    assert local_norm_sq(buffer.shares(), CPU).isinf()
+
+
 def test_a_gradient_that_is_no_number_shows():
     params = [make_param(make_tensor("w", (4,)))]
     buffer = make_buffer(params)
