@@ -10,9 +10,18 @@ from raymega.messages import ExpertsLoaded, MemoryMeasured, TimelineRecorded
 from raymega.orchestrate.stragglers import Stragglers, ratios
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.recording import Recording
-from raymega.tracking.sink import ExpertsSeen, MemoryReady, StragglerSeen, TimelineReady, WorkEvent
+from raymega.tracking.expert_load import is_collapsed, starved_experts
+from raymega.tracking.sink import (
+    ExpertsSeen,
+    MemoryReady,
+    RoutingCollapsed,
+    StragglerSeen,
+    TimelineReady,
+    WorkEvent,
+)
 
 T = TypeVar("T")
+Found = TimelineReady | MemoryReady | StragglerSeen | ExpertsSeen | RoutingCollapsed
 
 
 class Gather(Generic[T]):
@@ -40,25 +49,39 @@ class RankReports:
         self._memory: Gather[dict[str, float]] = Gather(plan.grid.world_size)
         self._stragglers = Stragglers(plan.grid, ratio=plan.job.elastic.straggler_ratio)
         self._num_looks = 0
+        self._collapsed: set[int] = set()
         self.nodes: Mapping[int, str] = {}
         """Of each rank, once it is known."""
 
     def take(
         self, report: TimelineRecorded | MemoryMeasured | ExpertsLoaded, *, attempt: int
-    ) -> list[TimelineReady | MemoryReady | StragglerSeen | ExpertsSeen]:
+    ) -> list[Found]:
         """The event of all ranks when this was the last one missing."""
         rank, step = report.rank, report.step
         if isinstance(report, ExpertsLoaded):  # of all ranks already
-            return [ExpertsSeen(attempt=attempt, step=step, tokens=report.tokens)]
+            seen = ExpertsSeen(attempt=attempt, step=step, tokens=report.tokens)
+            return [seen, *self._collapses(seen)]
         if isinstance(report, TimelineRecorded):
             rows = self._timelines.add(rank=rank, step=step, value=report.events)
             return [_timeline(self._plan, rows, attempt=attempt, step=step)] if rows else []
         ranks = self._memory.add(rank=rank, step=step, value=report.metrics)
         return self._measured(ranks, attempt=attempt, step=step) if ranks else []
 
+    def _collapses(self, seen: ExpertsSeen) -> list[RoutingCollapsed]:
+        """Of each layer once, until its routing has recovered."""
+        before = self._collapsed
+        self._collapsed = {layer for layer, counts in seen.tokens.items() if is_collapsed(counts)}
+        return [
+            RoutingCollapsed(
+                attempt=seen.attempt, step=seen.step, layer=layer,
+                experts=starved_experts(seen.tokens[layer]),
+            )
+            for layer in sorted(self._collapsed - before)
+        ]  # fmt: skip
+
     def _measured(
         self, ranks: dict[int, dict[str, float]], *, attempt: int, step: int
-    ) -> list[TimelineReady | MemoryReady | StragglerSeen | ExpertsSeen]:
+    ) -> list[Found]:
         """The first look of an attempt is its first step, in which ranks load and compile."""
         self._num_looks += 1
         work_s = {r: own["worker/work_s"] for r, own in ranks.items() if "worker/work_s" in own}

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from raymega.tracking.expert_load import collapse_warnings, is_collapsed
+from raymega.tracking.expert_load import collapse_warning
 from raymega.tracking.metrics import metrics_of
 from raymega.tracking.sink import (
     ArtefactWritten,
@@ -23,6 +23,7 @@ from raymega.tracking.sink import (
     MemoryReady,
     NodesPassed,
     Recovered,
+    RoutingCollapsed,
     RunEvent,
     RunFinished,
     RunStarted,
@@ -60,7 +61,6 @@ class ConsoleSink:
         self._name = ""
         self._total_steps = 0
         self._is_first_step = True
-        self._collapsed: set[int] = set()
 
     def emit(self, event: RunEvent) -> None:
         """Print the event when it is worth a line; blocks only while the stream does."""
@@ -76,12 +76,10 @@ class ConsoleSink:
             case RunFinished():
                 style = "bold green" if event.status == "finished" else "bold red"
                 self._print(_run_finished(event, self._name), style=style)
-            case SaveFailed() | FailureSeen() | DoubtSeen() | StragglerSeen():
+            case SaveFailed() | FailureSeen() | DoubtSeen() | StragglerSeen() | RoutingCollapsed():
                 self._print(_trouble(event), style="red")
-            case MemoryReady():
-                pass  # a number for curves
-            case ExpertsSeen():
-                self._print_collapse(event)
+            case MemoryReady() | ExpertsSeen():
+                pass  # numbers for curves and the heat map
             case Recovered():
                 self._print(_recovered(event), style="green")
             case _:
@@ -95,15 +93,6 @@ class ConsoleSink:
         if is_due or self._is_first_step:
             self._print(_step_line(event, self._total_steps))
         self._is_first_step = False
-
-    def _print_collapse(self, event: ExpertsSeen) -> None:
-        """Once for a layer, until its routing has recovered."""
-        found = collapse_warnings(event.tokens, event.step)
-        layers = {layer for layer, counts in event.tokens.items() if is_collapsed(counts)}
-        for layer, line in zip(sorted(layers), found, strict=True):
-            if layer not in self._collapsed:
-                self._print(line, style="red")
-        self._collapsed = layers
 
     def _print(self, line: str, style: str = "") -> None:
         self._console.print(line, style=style, soft_wrap=True)
@@ -167,7 +156,11 @@ def _run_finished(event: RunFinished, name: str) -> str:
     )
 
 
-def _trouble(event: SaveFailed | FailureSeen | DoubtSeen | StragglerSeen) -> str:
+def _trouble(
+    event: SaveFailed | FailureSeen | DoubtSeen | StragglerSeen | RoutingCollapsed,
+) -> str:
+    if isinstance(event, RoutingCollapsed):
+        return collapse_warning(event.layer, event.experts, event.step)
     if isinstance(event, SaveFailed):
         return f"The checkpoint of step {event.step} failed, training goes on: {event.reason}"
     if isinstance(event, StragglerSeen):

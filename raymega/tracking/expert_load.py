@@ -5,7 +5,7 @@ Pure numbers of one step; how they are gathered is training's, how they are draw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 STARVED_SHARE = 0.1
 """An expert with less than this share of an even load is starved."""
@@ -39,14 +39,12 @@ def load_metrics(layer: int, counts: Sequence[float]) -> dict[str, float]:
     }
 
 
-def collapse_warnings(loads: Mapping[int, Sequence[float]], step: int) -> list[str]:
-    """A sentence for each layer whose routing collapses, naming the experts."""
-    return [
-        f"Routing collapses in layer {layer} at step {step}: experts "
-        f"{_names(starved_experts(counts))} get less than {STARVED_SHARE:.0%} of an even load."
-        for layer, counts in sorted(loads.items())
-        if is_collapsed(counts)
-    ]
+def collapse_warning(layer: int, experts: Sequence[int], step: int) -> str:
+    """A sentence that names the layer and its starved experts."""
+    return (
+        f"Routing collapses in layer {layer} at step {step}: experts {_names(experts)} "
+        f"get less than {STARVED_SHARE:.0%} of an even load."
+    )
 
 
 def _names(experts: Sequence[int]) -> str:

@@ -26,6 +26,7 @@ from raymega.tracking.sink import (
     MemoryReady,
     NodesPassed,
     Recovered,
+    RoutingCollapsed,
     RunEvent,
     RunFinished,
     RunStarted,
@@ -116,6 +117,7 @@ _NAMES: Mapping[type, str] = {
     MemoryReady: "memory",
     StragglerSeen: "straggler",
     ExpertsSeen: "experts",
+    RoutingCollapsed: "routing_collapsed",
     ArtefactWritten: "artefact",
     RunFinished: "finished",
 }

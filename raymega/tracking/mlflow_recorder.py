@@ -25,6 +25,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.telemetry import set_telemetry_client
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME
 
+from raymega.tracking.expert_load import collapse_warning
 from raymega.tracking.metrics import metrics_of
 from raymega.tracking.sink import (
     ArtefactWritten,
@@ -33,6 +34,7 @@ from raymega.tracking.sink import (
     DoubtSeen,
     EvaluationFinished,
     FailureSeen,
+    RoutingCollapsed,
     RunFinished,
     RunStarted,
     SaveFailed,
@@ -113,7 +115,7 @@ class Recorder:
                 self._tag(self._parent, tags)
             case SaveFailed() as event:
                 self._tag(self._parent, {"raymega.failed_save": f"{event.step}: {event.reason}"})
-            case DoubtSeen() | StragglerSeen() as event:
+            case DoubtSeen() | StragglerSeen() | RoutingCollapsed() as event:
                 self._tag(self._child, _sign_tag(event))
             case FailureSeen() as event:
                 self._fail_attempt(event)
@@ -249,7 +251,9 @@ class Recorder:
             self._client.log_batch(run_id, params=chunk)
 
 
-def _sign_tag(event: DoubtSeen | StragglerSeen) -> dict[str, str]:
+def _sign_tag(event: DoubtSeen | StragglerSeen | RoutingCollapsed) -> dict[str, str]:
+    if isinstance(event, RoutingCollapsed):
+        return {f"collapse.{event.layer}": collapse_warning(event.layer, event.experts, event.step)}
     if isinstance(event, DoubtSeen):
         return {f"doubt.{event.step}": f"{event.ruling}: {event.fact} {event.where}".strip()}
     told = f"{event.ratio:.2f} at step {event.step}, node {event.node}"

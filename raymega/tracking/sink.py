@@ -283,6 +283,16 @@ class ExpertsSeen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingCollapsed:
+    """Hardly any token reaches these ``experts`` of a layer; told once, until it has recovered."""
+
+    attempt: int
+    step: int
+    layer: int
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArtefactWritten:
     """A small local file about the run exists: a picture, a trace, the job as YAML."""
 
@@ -330,6 +340,7 @@ RunEvent = (
     | MemoryReady
     | StragglerSeen
     | ExpertsSeen
+    | RoutingCollapsed
     | ArtefactWritten
     | RunFinished
 )

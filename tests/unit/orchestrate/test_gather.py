@@ -1,6 +1,6 @@
 import pytest
 
-from raymega.messages import TimelineRecorded
+from raymega.messages import ExpertsLoaded, TimelineRecorded
 from raymega.orchestrate.gather import Gather, RankReports
 from tests.support.jobs import layout_overrides, make_test_plan
 
@@ -39,3 +39,14 @@ def test_timelines_come_on_one_clock_with_the_schedules_own_bubble():
     assert event.events[1][0] == pytest.approx((*rows[1][0][:3], 0.5, 1.0))
     assert event.simulated_bubble == pytest.approx(1.0)
     assert {(t.sender, t.receiver) for t in event.transfers} == {(0, 1), (1, 0)}
+
+
+def test_a_layer_whose_routing_collapses_is_told_once_until_it_has_recovered():
+    reports = RankReports(make_test_plan(*layout_overrides("pp2")))
+    even, piled = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
+    told = []
+    for step, tokens in enumerate((even, piled, piled, even, piled)):
+        report = ExpertsLoaded(rank=0, step=step, tokens={0: even, 5: tokens})
+        _, *collapsed = reports.take(report, attempt=1)
+        told += [(event.step, event.layer, event.experts) for event in collapsed]
+    assert told == [(1, 5, (1, 2, 3)), (4, 5, (1, 2, 3))]

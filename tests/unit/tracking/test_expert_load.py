@@ -9,10 +9,15 @@ import torch
 from raymega.model.balance import Load
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.expert_heat import draw_heat, load_expert_loads
-from raymega.tracking.expert_load import collapse_warnings, is_collapsed, load_metrics
+from raymega.tracking.expert_load import (
+    collapse_warning,
+    is_collapsed,
+    load_metrics,
+    starved_experts,
+)
 from raymega.tracking.jsonl import JsonLinesSink
 from raymega.tracking.names import check_names
-from raymega.tracking.sink import ExpertsSeen
+from raymega.tracking.sink import ExpertsSeen, RoutingCollapsed
 from raymega.train.expert_load import expert_metrics, expert_report
 
 EVEN, PILED = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
@@ -39,19 +44,20 @@ def test_metrics_of_a_layer():
 
 def test_a_collapse_names_layer_and_experts_and_few_tokens_are_none():
     assert not is_collapsed(EVEN) and not is_collapsed((8.0, 0.0, 1.0, 0.0))
-    (line,) = collapse_warnings({0: EVEN, 5: PILED}, 40)
+    line = collapse_warning(5, starved_experts(PILED), 40)
     assert line.startswith("Routing collapses in layer 5 at step 40: experts 1, 2, 3 get less than")
-    (line,) = collapse_warnings({0: (1000.0, *[0.0] * 31)}, 1)
+    line = collapse_warning(0, starved_experts((1000.0, *[0.0] * 31)), 1)
     assert "experts 1, 2, 3, 4, 5, 6, 7, 8 and 23 more get" in line
 
 
-def test_console_warns_once_until_the_layer_has_recovered():
-    stream = io.StringIO()
-    sink = ConsoleSink(stream, every=1)
-    for step, tokens in enumerate((EVEN, PILED, PILED, EVEN, PILED)):
-        sink.emit(_seen(step, L5=tokens))
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 2 and "at step 1:" in lines[0] and "at step 4:" in lines[1]
+def test_every_sink_can_say_which_layer_and_experts():
+    event = RoutingCollapsed(attempt=1, step=4, layer=5, experts=(1, 2))
+    console, lines = io.StringIO(), io.StringIO()
+    ConsoleSink(console, every=1).emit(event)
+    JsonLinesSink(lines).emit(event)
+    assert "layer 5 at step 4: experts 1, 2 get less" in console.getvalue()
+    record = json.loads(lines.getvalue())
+    assert (record["event"], record["layer"], record["experts"]) == ("routing_collapsed", 5, [1, 2])
 
 
 def test_heat_map_is_drawn_from_the_record_and_shows_the_history_that_survived(tmp_path):
