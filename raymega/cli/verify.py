@@ -29,14 +29,16 @@ def verify(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a field: --set model.num_layers=2")
     ] = None,
-    layouts: Annotated[int, typer.Option(min=1, help="Layouts to draw.")] = 8,
+    layouts: Annotated[int, typer.Option(min=1, max=10_000, help="Layouts to draw.")] = 8,
     max_ranks: Annotated[int, typer.Option(min=2, help="Processes of the largest layout.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Another seed draws other layouts.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps on each layout.")] = 3,
     max_params: Annotated[
         int, typer.Option(min=1, help="Shrink the model to so many parameters.")
     ] = 2_000_000,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Longest time of one layout.")] = 120.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, max=86400, help="Longest time of one layout.")
+    ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Prove that this job trains the same run on any layout as on one rank.

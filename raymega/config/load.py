@@ -163,7 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(
             Fault(
-                fact=f"job file {str(path)!r} does not exist",
+                fact=f"job file {str(path)!r} {'is no file' if path.exists() else 'does not exist'}",
                 rule="a job is a YAML file",
                 remedy="give its path; jobs/verify.yaml is one that runs as it is",
             )

@@ -81,6 +81,11 @@ PARTNERS: Mapping[str, Partner] = {
     "model.mtp_weight": Partner(
         reads=("model.mtp_depth",), holds=lambda depth: depth > 0, words="model.mtp_depth above 0"
     ),
+    "model.rope_base": Partner(
+        reads=("model.family",),
+        holds=lambda family: family != "gpt2",
+        words="model.family=llama, qwen2 or qwen3",
+    ),
     "model.rope_factor": SCALED_ROPE,
     "model.rope_high_freq_factor": SCALED_ROPE,
     "model.rope_low_freq_factor": SCALED_ROPE,

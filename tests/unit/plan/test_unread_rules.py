@@ -16,6 +16,7 @@ UNREAD = {
     "memory.recompute_every": (2, ["memory.recompute=full"]),
     "memory.recompute_parts": ("[norm]", ["memory.recompute=selective"]),
     "model.mtp_weight": (0.1, ["model.mtp_depth=1"]),
+    "model.rope_base": (5e5, ["model.family=llama"]),
     "model.rope_factor": (4.0, ["model.rope_scaling=llama3"]),
     "model.rope_high_freq_factor": (5.0, ["model.rope_scaling=llama3"]),
     "model.rope_low_freq_factor": (2.0, ["model.rope_scaling=llama3"]),
@@ -43,7 +44,12 @@ UNREAD = {
     "precision.loss_scale_window": (10, ["precision.dtype=float16"]),
     "precision.min_loss_scale": (2.0, ["precision.dtype=float16"]),
 }
-WITHOUT = {"optimizer.beta1", "optimizer.beta2", "optimizer.eps"}
+ALONE = {
+    "model.rope_base": ["model.family=gpt2"],
+    **dict.fromkeys(
+        ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), ["optimizer.name=sgd"]
+    ),
+}
 PLAIN = (
     "parallel.pp=1",
     "model.family=llama",
@@ -56,7 +62,7 @@ PLAIN = (
 @pytest.mark.parametrize("path", PARTNERS)
 def test_field_is_refused_alone_and_taken_with_its_partner(path):
     value, partner = UNREAD[path]
-    alone = ["optimizer.name=sgd"] if path in WITHOUT else []
+    alone = ALONE.get(path, [])
     with pytest.raises(PlanError, match="nothing goes by it without") as refused:
         make_plan(_job(*PLAIN, *alone, f"{path}={value}"))
     (fault,) = refused.value.faults
