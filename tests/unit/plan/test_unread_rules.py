@@ -46,9 +46,10 @@ UNREAD = {
 }
 ALONE = {
     "model.rope_base": ["model.family=gpt2"],
-    **dict.fromkeys(
-        ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), ["optimizer.name=sgd"]
-    ),
+    **{
+        key: ["optimizer.name=sgd"]
+        for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.eps")
+    },
 }
 PLAIN = (
     "parallel.pp=1",
