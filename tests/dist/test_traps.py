@@ -6,8 +6,6 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from raymega.data.order import sample_window
 from raymega.messages import Requests
@@ -20,6 +18,7 @@ from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
+from tests.support.tensor_watch import TensorWatch
 from tests.support.training import assert_same_run, train
 
 pytestmark = pytest.mark.dist
@@ -30,6 +29,12 @@ SHARDED = ("parallel.sharding=optimizer",)
 
 def _build(env, plan_json):
     return build_parts(read_plan(plan_json), rank=env.rank, groups=env.groups, device=env.device)
+
+
+def _on_ranks(fn, *overrides, args=()):
+    """``fn(env, plan as JSON, *args)`` on every rank of the plan's grid."""
+    plan = make_test_plan(*overrides)
+    return run_grid(fn, plan.grid, plan.to_json(), *args, timeout=30)
 
 
 def _steps(parts, num):
@@ -74,8 +79,7 @@ def _train_on_one_token(env, plan_json):
 def test_one_unmasked_token_gives_equal_losses_and_gradients_on_every_grid():
     curves = {}
     for layout in ("tp1", "dp2", "dp4", "tp2-pp2-dp2-sp", "cp2", "cp4", "cp2-dp2"):
-        plan = make_test_plan(*layout_overrides(layout))
-        for curve in run_grid(_train_on_one_token, plan.grid, plan.to_json()):
+        for curve in _on_ranks(_train_on_one_token, *layout_overrides(layout)):
             curves[layout] = curve
             np.testing.assert_allclose(curve, curves["tp1"], rtol=1e-9, err_msg=layout)
 
@@ -90,10 +94,8 @@ def _first_step(env, plan_json):
 @pytest.mark.parametrize("job", [TIED_GPT2, ("model.num_kv_heads=1",)], ids=["biases", "shared-kv"])
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
 def test_gradient_norm_counts_whole_and_cut_parameters_once_each(layout, job):
-    alone = make_test_plan(*job, *layout_overrides("tp1"))
-    (wanted,) = run_grid(_first_step, alone.grid, alone.to_json())
-    plan = make_test_plan(*job, *layout_overrides(layout))
-    for found in run_grid(_first_step, plan.grid, plan.to_json()):
+    (wanted,) = _on_ranks(_first_step, *job, *layout_overrides("tp1"))
+    for found in _on_ranks(_first_step, *job, *layout_overrides(layout)):
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
@@ -124,8 +126,8 @@ def _replicated_bits(env, plan_json):
 
 @pytest.mark.parametrize("options", [(), SHARDED], ids=["none", "sharded"])
 def test_replicas_are_equal_to_the_bit_after_steps_with_sequence_parallelism(options):
-    plan = make_test_plan(*TIED_GPT2, *layout_overrides("tp4-dp2-sp"), *options)
-    first, *others = run_grid(_replicated_bits, plan.grid, plan.to_json())
+    job = (*TIED_GPT2, *layout_overrides("tp4-dp2-sp"), *options)
+    first, *others = _on_ranks(_replicated_bits, *job)
     assert len(first) > 10
     for other in others:
         for name, values in first.items():
@@ -137,27 +139,9 @@ def test_replicas_are_equal_to_the_bit_after_steps_with_sequence_parallelism(opt
 VOCABULARY = 1200, 1280  # without padding, and with it
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every operator's tensors, backward's and collectives' too: how many columns those have that
-    are no flat memory, how many elements the largest has, and whose operators there were."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements, self.columns, self.owners = 0, set(), set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        self.owners.add(func.namespace)
-        for leaf in tree_leaves((args, kwargs, results)):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.itemsize)
-                self.columns |= set(leaf.shape[-1:]) if leaf.dim() > 1 else set()
-        return results
-
-
 def _watch_steps(env, plan_json):
     parts = _build(env, plan_json)
-    with _Watch() as seen:
+    with TensorWatch() as seen:
         _steps(parts, 2)
     return seen.columns, seen.elements, seen.owners
 
@@ -374,12 +358,10 @@ def _train_without_a_block(env, plan_json, samples):
     ],
 )
 def test_parameters_that_take_no_part_in_the_second_step_count_as_zero_in_it(samples, sharding):
-    alone = make_test_plan(*FOUR_SAMPLES, *layout_overrides("tp1"))
-    ((wanted, _),) = run_grid(_train_without_a_block, alone.grid, alone.to_json(), samples)
-    overrides = (*FOUR_SAMPLES, *layout_overrides("dp2"), f"parallel.sharding={sharding}")
-    plan = make_test_plan(*overrides)
-    ranks = run_grid(_train_without_a_block, plan.grid, plan.to_json(), samples, timeout=30)
-    for curve, idle in ranks:
+    alone = (*FOUR_SAMPLES, *layout_overrides("tp1"))
+    ((wanted, _),) = _on_ranks(_train_without_a_block, *alone, args=(samples,))
+    shared = (*FOUR_SAMPLES, *layout_overrides("dp2"), f"parallel.sharding={sharding}")
+    for curve, idle in _on_ranks(_train_without_a_block, *shared, args=(samples,)):
         np.testing.assert_allclose(curve, wanted, rtol=1e-9)
         assert idle[0] > 0 and idle[2] > 0
         assert (idle[1] == 0) == (len(samples) == 4), "zero where no rank used them"
@@ -396,7 +378,6 @@ def _train_with_a_frozen_norm(env, plan_json):
 def test_frozen_parameters_hold_nothing_back():
     curves = {}
     for layout in ("tp1", "pp2-dp2"):
-        plan = make_test_plan(*layout_overrides(layout), *SHARDED)
-        for curve in run_grid(_train_with_a_frozen_norm, plan.grid, plan.to_json()):
+        for curve in _on_ranks(_train_with_a_frozen_norm, *layout_overrides(layout), *SHARDED):
             curves[layout] = curve
             np.testing.assert_allclose(curve, curves["tp1"], rtol=1e-9)
