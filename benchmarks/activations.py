@@ -1,18 +1,27 @@
-"""Bytes that autograd keeps for one block of one micro-batch, counted, in units of S*B*D.
+"""Bytes that autograd keeps for one block of one micro-batch, counted on real ranks, beside what is published.
 
-python benchmarks/activations.py [S] [B] [D] [heads]
+    python benchmarks/activations.py [--seq-len S] [--batch B] [--width D] [--heads H] [--tp T] [--quick]
+
+In units of S*B*D, bf16. The published formulas (Korthikanti et al. 2022, equations 1, 2 and 4, table 2) are
+for GPT with residual and attention dropout and F = 4D; "published" is that of such a model, and a model
+without such dropout, or with other layers, has none.
 """
 
-import sys
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from raymega.config.schema import MemorySection, ModelSection
 from raymega.model.saved_bytes import SavedBytes
 from raymega.model.stage import StageModule
-from raymega.parallel.groups import Group
 from raymega.parallel.stream import Stream
+from raymega.plan.grid import Grid
 from raymega.plan.stages import make_stages
+from tests.support.ranks import RankEnv, run_grid
 
 MEMORIES = {
     "none": MemorySection(),
@@ -22,47 +31,108 @@ MEMORIES = {
     ),
     "full": MemorySection(recompute="full"),
 }
+DROPPED = "gpt2, dropout, attention dropout"
 MODELS = {
     "gpt2": {"family": "gpt2"},
     "gpt2, dropout": {"family": "gpt2", "residual_dropout": 0.1},
-    "gpt2, dropout, attention dropout": {
-        "family": "gpt2",
-        "residual_dropout": 0.1,
-        "attention_dropout": 0.1,
-    },
+    DROPPED: {"family": "gpt2", "residual_dropout": 0.1, "attention_dropout": 0.1},
     "llama": {"family": "llama"},
 }
-CPU = torch.device("cpu")
 
 
-def kept_bytes(model: ModelSection, memory: MemorySection, seq_len: int, batch: int) -> int:
-    """What a block in the middle of the model keeps, in bf16 on one rank."""
-    alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Of one micro-batch and one block."""
+
+    seq_len: int
+    batch: int
+    width: int
+    heads: int
+
+    @property
+    def unit(self) -> int:
+        """S * B * D."""
+        return self.seq_len * self.batch * self.width
+
+    def model(self, name: str) -> ModelSection:
+        """The model of this name, three blocks deep."""
+        return ModelSection(
+            num_layers=3, width=self.width, num_heads=self.heads, ffn_width=4 * self.width,
+            vocab_size=256, max_positions=self.seq_len, **MODELS[name],
+        )  # fmt: skip
+
+
+def published(recomputed: str, sizes: Sizes, tp: int, *, is_cut: bool) -> float | None:
+    """Bytes over S*B*D that a block of a rank keeps; None for a recompute that the paper has not.
+
+    Selective recompute there is of the attention core, whose output is kept.
+    """
+    between = 10 / (tp if is_cut else 1) + 24 / tp
+    scores = 5 * sizes.heads * sizes.seq_len / (sizes.width * tp)
+    by_name = {"none": between + scores, "attention": between, "full": 2 / (tp if is_cut else 1)}
+    return by_name.get(recomputed)
+
+
+def kept_bytes(env: RankEnv, sizes: Sizes, *, is_cut: bool) -> dict[tuple[str, str], int]:
+    """What a block in the middle of the model keeps on this rank, by model and recompute."""
+    stream = Stream(tp=env.groups.tp, is_sequence_parallel=is_cut)
+    return {
+        (name, recomputed): _kept(sizes.model(name), memory, sizes, stream)
+        for name in MODELS
+        for recomputed, memory in MEMORIES.items()
+    }
+
+
+def _kept(model: ModelSection, memory: MemorySection, sizes: Sizes, stream: Stream) -> int:
     _, stage, _ = make_stages((1, 1, 1))
-    module = StageModule(
-        model, stage, stream=Stream(tp=alone), dtype=torch.bfloat16, device=CPU, seed=1
-    )
+    cpu = torch.device("cpu")
+    module = StageModule(model, stage, stream=stream, dtype=torch.bfloat16, device=cpu, seed=1)
     module.recompute(memory)
-    tokens, samples = torch.zeros(batch, seq_len, dtype=torch.int64), torch.arange(batch)
-    hidden = torch.randn(seq_len, batch, model.width).bfloat16().requires_grad_()
+    tokens = torch.zeros(sizes.batch, sizes.seq_len, dtype=torch.int64)
+    shape = sizes.seq_len // stream.degree, sizes.batch, model.width
+    hidden = torch.randn(shape).bfloat16().requires_grad_()
     with SavedBytes([*module.parameters(), *module.buffers()]) as kept:
-        module(tokens, tokens, tokens, hidden, samples)
+        module(tokens, tokens, tokens, hidden, torch.arange(sizes.batch))
     return kept.total
 
 
+def show(sizes: Sizes, tp: int, *, is_cut: bool) -> None:
+    """A row for each model and recompute; the most that a rank keeps, which all do."""
+    ranks = run_grid(partial(kept_bytes, is_cut=is_cut), Grid(tp=tp), sizes, timeout=600)
+    layout = f"tp{tp}{' + sp' if is_cut else ''}" if tp > 1 else "one rank"
+    for name, recomputed in ranks[0]:
+        kept = max(rank[name, recomputed] for rank in ranks)
+        wanted = published(recomputed, sizes, tp, is_cut=is_cut) if name == DROPPED else None
+        found = kept / sizes.unit
+        beside = f"{wanted:11.2f}{found / wanted - 1:+9.2%}" if wanted else ""
+        print(f"{layout:10}{name:34}{recomputed:29}{found:8.2f}{kept:12,}{beside}")
+
+
 def main() -> None:
-    sizes = [int(word) for word in sys.argv[1:]]
-    seq_len, batch, width, heads = (*sizes, *(256, 2, 128, 8)[len(sizes) :])
-    print(f"S={seq_len} B={batch} D={width} H={heads} F={4 * width}, bf16, one rank")
-    print(f"{'model':34}{'recomputed':30}{'sbh':>8}{'bytes':>12}")
-    for name, options in MODELS.items():
-        model = ModelSection(
-            num_layers=3, width=width, num_heads=heads, ffn_width=4 * width, vocab_size=256,
-            max_positions=seq_len, **options,
-        )  # fmt: skip
-        for recomputed, memory in MEMORIES.items():
-            kept = kept_bytes(model, memory, seq_len, batch)
-            print(f"{name:34}{recomputed:30}{kept / (seq_len * batch * width):8.2f}{kept:12,}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seq-len", type=int, default=256, help="S")
+    parser.add_argument("--batch", type=int, default=2, help="B, sequences of a micro-batch")
+    parser.add_argument("--width", type=int, default=128, help="D")
+    parser.add_argument("--heads", type=int, default=8, help="H")
+    parser.add_argument("--tp", type=int, default=2, help="ranks that a block is cut over")
+    parser.add_argument("--quick", action="store_true", help="64 tokens, one sequence")
+    given = parser.parse_args()
+    if given.quick:
+        given.seq_len, given.batch = 64, 1
+    sizes = Sizes(
+        seq_len=given.seq_len, batch=given.batch, width=given.width, heads=given.heads
+    )  # fmt: skip
+    print(
+        f"S={sizes.seq_len} B={sizes.batch} D={sizes.width} H={sizes.heads} F={4 * sizes.width}, bf16"
+    )
+    heads = f"{'layout':10}{'model':34}{'recomputed':29}{'sbh':>8}{'bytes':>12}"
+    print(f"{heads}{'published':>11}{'off by':>9}")
+    show(sizes, 1, is_cut=False)
+    if given.tp > 1:
+        show(sizes, given.tp, is_cut=False)
+        show(sizes, given.tp, is_cut=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What keyed dropout costs: nanoseconds an element, and its share of a training step.
 
-python benchmarks/dropout.py [S] [B] [D] [layers]
+python benchmarks/dropout.py [--seq-len S] [--batch B] [--width D] [--layers L] [--quick]
 """
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 
@@ -73,8 +73,18 @@ def make_step(
 
 
 def main() -> None:
-    sizes = [int(word) for word in sys.argv[1:]]
-    seq_len, batch, width, layers = (*sizes, *(256, 4, 512, 2)[len(sizes) :])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seq-len", type=int, default=256, help="S")
+    parser.add_argument("--batch", type=int, default=4, help="B, sequences of a micro-batch")
+    parser.add_argument("--width", type=int, default=512, help="D")
+    parser.add_argument("--layers", type=int, default=2, help="blocks of a step")
+    parser.add_argument("--quick", action="store_true", help="64 tokens, one sequence, D=128")
+    given = parser.parse_args()
+    if given.quick:
+        given.seq_len, given.batch, given.width = 64, 1, 128
+    seq_len, batch, width, layers = given.seq_len, given.batch, given.width, given.layers
     print(f"S={seq_len} B={batch} D={width}, fp32, {torch.get_num_threads()} threads")
     show_element(seq_len, batch, width)
     rates = {

@@ -11,16 +11,8 @@ from random import Random
 
 from raymega.config.schema import Job
 from raymega.plan.placement import CUT, LAYER
-from raymega.verify.layout import (
-    DEGREES,
-    OPTIONS,
-    SIMPLEST_STAGES,
-    Layout,
-    Option,
-    fixed_size,
-    legal_shapes,
-    legality,
-)
+from raymega.verify.layout import DEGREES, OPTIONS, Layout, Option
+from raymega.verify.legal import fixed_size, legal_shapes, legality
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
 SHAPES = 10
@@ -29,11 +21,11 @@ DRESSES = 3
 """choices of options that are tried on each."""
 WEIGHTS = {
     "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12,
-    "ep": 20, "etp": 20,
+    "ep": 20, "etp": 20, "group_size": 4, "max_activations": 4, "owed_share": 4,
 }  # fmt: skip
 """An axis that was not met yet outweighs any number of options that were not; two axes together,
-a schedule, a size of micro-batches, a cut of experts and compiled kernels, which few layouts may
-have, some of them. All else weighs 1."""
+a schedule and what only it goes by, a size of micro-batches, a cut of experts and compiled kernels,
+which few layouts may have, some of them. All else weighs 1."""
 
 
 def draw_layouts(
@@ -46,7 +38,7 @@ def draw_layouts(
     axes, then two axes together, schedules, sizes, orders, degrees that are no power of two.
     """
     random, shapes, can_run = Random(seed), list(legal_shapes(job, max_ranks)), legality(job)
-    own = own if can_run(own) else own.with_value("stages", SIMPLEST_STAGES)
+    own = own if can_run(own) else own.without_stages_by_hand()
     is_own_possible = 1 < own.world_size <= max_ranks and can_run(own)
     chosen = [own] if is_own_possible else []
     while shapes and len(chosen) < count:
@@ -81,12 +73,15 @@ def is_power_of_two(number: int) -> bool:
 
 def _met(option: Option, layout: Layout) -> tuple[object, ...]:
     """An option's value; of the many rank orders only which axis is the fastest, of the many texts
-    that place layers only whether a stage has none."""
+        that place layers only whether a stage has none; of numbers that ``pp`` stands for only whether they
+    are below it."""
     value = layout.value(option)
     if option.name == "order":
         value = value.split("-")[0]
     if option.name == "stages" and value not in option.values:
         value = "uneven" if all(LAYER in stage for stage in value.split(CUT)) else "empty"
+    if isinstance(value, int) and "pp" in option.values:
+        value = "less" if value < layout.pp else "more"
     return (option.name, value)
 
 

@@ -20,7 +20,8 @@ from raymega.config.schema import Job
 from raymega.errors import Fault, InternalError
 from raymega.plan.run_plan import make_plan
 from raymega.verify.compare import RankResult
-from raymega.verify.layout import Layout, with_layout
+from raymega.verify.layout import Layout
+from raymega.verify.legal import with_layout
 from raymega.verify.results import failure_path, read_result, result_path
 
 START_TIMEOUT_S = 120.0

@@ -1,24 +1,21 @@
-"""Layout: one way to run a job, as values, and the job that runs so.
+"""Layout: one way to run a job, as values, and the options that it is made of.
 
-It owns which options a layout has and which ones are legal for a job; it draws and runs none.
+Which of them are legal for a job is raymega.verify.legal's to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import permutations, product
+from itertools import permutations
 from typing import Any, get_args
 
 from raymega.config.schema import Job, MemorySection, ParallelSection, RunSection, ScheduleSection
-from raymega.plan.fp8_rules import goes_by_micro_batch
 from raymega.plan.grid import AXES
 from raymega.plan.placement import EVEN_ONLY, KINDS, LAYER
-from raymega.plan.rules import job_faults
-from raymega.plan.run_plan import job_values
 from raymega.plan.stages import even_counts
 from raymega.plan.unread_rules import PARTNERS
-from raymega.schedule.table import SCHEDULES
+from raymega.schedule.table import MANY, SCHEDULES
 
 DEGREES = ("tp", "cp", "pp", "dp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -39,7 +36,14 @@ class Layout:
     micro_batch_size: int = 1
     chunks: int = 1
     stages: str = SIMPLEST_STAGES
+    first_stage_layers: int | str = "even"
+    last_stage_layers: int | str = "even"
+    is_embedding_a_layer: bool = False
+    is_loss_a_layer: bool = False
     schedule: str = SIMPLEST_SCHEDULE
+    group_size: int | str = "pp"
+    max_activations: int | str = "pp"
+    owed_share: float = 1.0
     order: str = DEFAULT_ORDER
     ep: int = 1
     etp: int = 1
@@ -83,22 +87,37 @@ class Layout:
     def with_value(self, name: str, value: object) -> Layout:
         """The same but for one degree or option.
 
-        Chunks follow the schedule, and stages that were written for another number of them go, as do
-        options that would have nothing to say.
+        Chunks follow the schedule, and stages that were set by hand for another number of them go, as
+        do options that would have nothing to say.
         """
         change: dict[str, Any] = {name: value}
         if name == "schedule":
             kind = SCHEDULES[str(value)]
             change["chunks"] = min(max(self.chunks, kind.least_chunks), kind.most_chunks)
         changed = replace(self, **change)
-        if changed.num_stages != self.num_stages and changed.stages not in KINDS:
-            changed = replace(changed, stages=SIMPLEST_STAGES)
+        if changed.num_stages != self.num_stages:
+            changed = changed.without_stages_by_hand()
         unread: dict[str, Any] = {
             option.name: option.simplest
             for option in OPTIONS
-            if option.path in PARTNERS and not option.matters(changed)
+            if option.path in REFUSED_UNREAD and not option.matters(changed)
         }
         return replace(changed, **unread)
+
+    def without_stages_by_hand(self) -> Layout:
+        """The same, no stage told how many layers it has."""
+        kind = self.stages if self.stages in KINDS else SIMPLEST_STAGES
+        return replace(self, stages=kind, first_stage_layers="even", last_stage_layers="even")
+
+    def reads(self, setting: str) -> bool:
+        """Whether the schedule goes by this field of its section."""
+        least = SCHEDULES[self.schedule].reads.get(setting, MANY)
+        return self.pp > 1 and self.chunks >= least
+
+    @property
+    def is_split_evenly(self) -> bool:
+        """There are stages, and layers are shared out over them by ``even``."""
+        return self.num_stages > 1 and self.stages == SIMPLEST_STAGES
 
     def grid(self) -> str:
         """Short form of the degrees, such as ``tp2-pp2``."""
@@ -183,6 +202,12 @@ def _stage_texts(job: Job, layout: Layout) -> tuple[str, ...]:
     return tuple(f"E{'|'.join(LAYER * count for count in each)}L" for each in counts)
 
 
+def _end_counts(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Layers of the first or the last stage: none, one, and two more than evenly."""
+    layers = job.model.num_layers
+    return tuple(sorted({0, min(1, layers), min(layers, layers // layout.num_stages + 2)}))
+
+
 OPTIONS = (
     Option(
         name="schedule",
@@ -197,11 +222,50 @@ OPTIONS = (
     ),
     Option(name="chunks", path="schedule.chunks", values=(1, 2, 3)),
     Option(
+        name="group_size",
+        path="schedule.group_size",
+        values=("pp",),
+        others=lambda _job, layout: (layout.pp + 1, 2 * layout.pp),
+        matters=lambda layout: layout.reads("group_size"),
+    ),
+    Option(
+        name="max_activations",
+        path="schedule.max_activations",
+        values=("pp",),
+        others=lambda _job, layout: (1, 2 * layout.pp),
+        matters=lambda layout: layout.reads("max_activations"),
+    ),
+    Option(
+        name="owed_share",
+        path="schedule.owed_share",
+        values=(1.0, 0.5),
+        matters=lambda layout: layout.reads("owed_share"),
+    ),
+    Option(
         name="stages",
         path="parallel.stages",
         values=(SIMPLEST_STAGES, "auto"),
         others=_stage_texts,
         matters=lambda layout: layout.num_stages > 1,
+    ),
+    *(
+        Option(
+            name=name,
+            path=f"parallel.{name}",
+            values=("even",),
+            others=_end_counts,
+            matters=lambda layout: layout.is_split_evenly,
+        )
+        for name in ("first_stage_layers", "last_stage_layers")
+    ),
+    *(
+        Option(
+            name=name,
+            path=f"parallel.{name}",
+            values=(False, True),
+            matters=lambda layout: layout.is_split_evenly,
+        )
+        for name in ("is_embedding_a_layer", "is_loss_a_layer")
     ),
     Option(
         name="order",
@@ -307,71 +371,14 @@ OPTIONS = (
 )
 
 
-def layout_of(job: Job) -> Layout:
-    """The layout that the job asks for."""
-    values: dict[str, Any] = {axis: getattr(job.parallel, axis) for axis in DEGREES}
-    values["micro_batch_size"] = job.schedule.micro_batch_size
-    values |= {option.name: job_values(job)[option.path] for option in OPTIONS}
-    return Layout(**values)
-
-
-def reference_layout(job: Job) -> Layout:
-    """One rank that takes the whole batch at once: nothing is cut, sent or accumulated.
-
-    Where routing or scales go by the tokens of a micro-batch, the batch is in micro-batches as the job says.
-    """
-    return Layout(micro_batch_size=fixed_size(job) or job.data.global_batch_size)
-
-
-def fixed_size(job: Job) -> int:
-    """Samples of a micro-batch where another number would be another run, else 0."""
-    return job.schedule.micro_batch_size if goes_by_micro_batch(job) else 0
-
-
-def with_layout(job: Job, layout: Layout) -> Job:
-    """The job on ``layout``; whether that is legal is :func:`is_legal`'s to say."""
-    values = job.model_dump()
-    for path, value in _values(layout).items():
-        section, _, field = path.partition(".")
-        values[section][field] = value
-    return Job.model_validate(values)
-
-
-def is_legal(job: Job, layout: Layout) -> bool:
-    """Whether the job can run so, with a sample for every data-parallel rank."""
-    return legality(job)(layout)
-
-
-def legality(job: Job) -> Callable[[Layout], bool]:
-    """:func:`is_legal` for many layouts of one job."""
-    values, size = job_values(job), fixed_size(job)
-
-    def can_run(layout: Layout) -> bool:
-        if layout.dp > job.data.global_batch_size or size not in (0, layout.micro_batch_size):
-            return False
-        return not job_faults(values | _values(layout))
-
-    return can_run
-
-
-def _values(layout: Layout) -> dict[str, Any]:
-    """Dotted path in a job to the layout's value, of everything that it decides."""
-    values: dict[str, Any] = {f"parallel.{axis}": layout.degree(axis) for axis in DEGREES}
-    values["schedule.micro_batch_size"] = layout.micro_batch_size
-    values |= {option.path: layout.value(option) for option in OPTIONS}
-    if layout.stages != SIMPLEST_STAGES:
-        values |= {f"parallel.{field}": value for field, value in EVEN_ONLY.items()}
-    return values
-
-
-def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:
-    """Every legal choice of degrees with 2 to ``max_ranks`` ranks; the rest is the plainest."""
-    can_run = legality(job)
-    for degrees in product(range(1, max_ranks + 1), repeat=len(DEGREES)):
-        tp, cp, pp, dp = degrees
-        shape = Layout(tp=tp, cp=cp, pp=pp, dp=dp, micro_batch_size=fixed_size(job) or 1)
-        if 1 < shape.world_size <= max_ranks and can_run(shape):
-            yield shape
+REFUSED_UNREAD = frozenset(
+    {
+        *PARTNERS,
+        *(f"parallel.{field}" for field in EVEN_ONLY),
+        *(f"schedule.{field}" for kind in SCHEDULES.values() for field in kind.reads),
+    }
+)
+"""Paths of fields that a job must not set where nothing goes by them."""
 
 
 def _text(value: object) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from raymega.config.schema import Job
-from raymega.verify.layout import DEGREES, OPTIONS, Layout, is_legal, reference_layout
+from raymega.verify.layout import DEGREES, OPTIONS, Layout
+from raymega.verify.legal import is_legal, reference_layout
 
 
 def minimise(job: Job, layout: Layout, is_failing: Callable[[Layout], bool]) -> Layout:

@@ -16,10 +16,11 @@ from raymega.config.schema import Job, MlaSection
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault
 from raymega.plan.placement import KINDS
+from raymega.plan.rules import SCHEDULING
 from raymega.plan.state_size import count_parameters
-from raymega.plan.unread_rules import settled
+from raymega.plan.unread_rules import default_of, settled
 from raymega.verify.draw import is_power_of_two
-from raymega.verify.layout import layout_of
+from raymega.verify.legal import layout_of
 
 MAX_SEQ_LEN = 32
 MAX_BATCH = 16
@@ -155,9 +156,8 @@ def _free_stages(draft: _Draft) -> None:
         draft.set("parallel.stages", "even", why)
     draft.set("parallel.first_stage_layers", "even", why)
     draft.set("parallel.last_stage_layers", "even", why)
-    draft.set("schedule.group_size", "pp", why)
-    draft.set("schedule.max_activations", "pp", why)
-    draft.set("schedule.owed_share", 1.0, why)
+    for field in SCHEDULING:  # each layout's own
+        draft.values["schedule"][field] = default_of(f"schedule.{field}")
 
 
 def _narrow(draft: _Draft, max_params: int) -> None:

@@ -21,7 +21,8 @@ from raymega.plan.tensors import model_tensors
 from raymega.storage.memory import MemoryStore
 from raymega.train.build import build_parts
 from raymega.verify.draw import features
-from raymega.verify.layout import DEGREES, OPTIONS, Layout, is_legal, legal_shapes, with_layout
+from raymega.verify.layout import DEGREES, OPTIONS, Layout
+from raymega.verify.legal import is_legal, legal_shapes, with_layout
 from tests.support.jobs import make_test_plan
 from tests.unit.checkpoint.support import assemble_shards, known_values, save_rank
 

@@ -8,16 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.verify.draw import draw_layouts, features
-from raymega.verify.layout import (
-    DEGREES,
-    OPTIONS,
-    Layout,
-    is_legal,
-    layout_of,
-    legal_shapes,
-    reference_layout,
-    with_layout,
-)
+from raymega.verify.layout import DEGREES, OPTIONS, Layout
+from raymega.verify.legal import is_legal, layout_of, legal_shapes, reference_layout, with_layout
+from raymega.verify.shrink import shrink_job
 from tests.unit.verify.jobs import make_job
 
 JOB = make_job()
@@ -95,8 +88,8 @@ def test_reference_is_one_rank_with_one_micro_batch():
     assert reference.world_size == 1 and reference.micro_batch_size == JOB.data.global_batch_size
 
 
-def test_ten_layouts_meet_every_option_at_its_simplest_and_otherwise():
-    met = _met(draw_layouts(JOB, own=OWN, count=10, max_ranks=8, seed=0))
+def test_fourteen_layouts_meet_every_option_at_its_simplest_and_otherwise():
+    met = _met(draw_layouts(JOB, own=OWN, count=14, max_ranks=8, seed=0))
     for option in OPTIONS:
         values = {feature for feature in met if feature[0] == option.name}
         # Documents must be packed for the one, and 8 ranks be on cp alone for the other.
@@ -131,6 +124,32 @@ def test_stages_of_the_jobs_own_are_tried_where_the_depth_is_kept():
     assert draw_layouts(free, own=own, count=1, max_ranks=8, seed=0) == (own,)
     deeper = make_job("model.num_layers=6")
     assert draw_layouts(deeper, own=own, count=1, max_ranks=8, seed=0)[0].stages == "even"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("schedule.name=interleaved", "schedule.chunks=2", "schedule.group_size=3"),
+        ("schedule.name=zb_auto", "schedule.max_activations=3", "schedule.owed_share=0.25"),
+    ],
+)
+def test_settings_of_the_jobs_own_schedule_are_tried_on_its_own_grid(words):
+    job = make_job(*words)
+    small = shrink_job(job, steps=3, max_params=10**6, max_ranks=8, is_data_there=True)
+    assert not [change for change in small.changes if change.field.startswith("schedule")]
+    own = layout_of(job)
+    assert own.group_size == 3 or (own.max_activations, own.owed_share) == (3, 0.25)
+    assert draw_layouts(small.job, own=own, count=1, max_ranks=8, seed=0) == (own,)
+
+
+def test_settings_go_with_the_schedule_and_the_stages_that_read_them():
+    grouped = Layout(pp=2, schedule="interleaved", chunks=2, group_size=4)
+    assert is_legal(JOB, grouped) and grouped.with_value("schedule", "gpipe").group_size == "pp"
+    assert grouped.with_value("pp", 1).group_size == "pp"
+    by_hand = Layout(pp=2, first_stage_layers=1, is_loss_a_layer=True)
+    assert is_legal(JOB, by_hand)
+    assert by_hand.with_value("stages", "auto") == Layout(pp=2, stages="auto")
+    assert by_hand.with_value("chunks", 2) == Layout(pp=2, chunks=2, is_loss_a_layer=True)
 
 
 def test_text_goes_with_the_stages_that_it_was_written_for():

@@ -11,7 +11,7 @@ from raymega.errors import ConfigError
 from raymega.plan.rules import job_faults
 from raymega.plan.run_plan import job_values
 from raymega.plan.state_size import count_parameters
-from raymega.verify.layout import legal_shapes
+from raymega.verify.legal import legal_shapes
 from raymega.verify.shrink import MAX_LAYERS, shrink_job
 from tests.unit.verify.jobs import JOBS, make_job
 
@@ -40,7 +40,7 @@ def test_shipped_job_fits_and_keeps_its_ratios_and_degrees(file):
 
 @pytest.mark.parametrize(
     "override",
-    ["parallel.stages=Ett|ttL", "parallel.first_stage_layers=1", "schedule.group_size=2"],
+    ["parallel.stages=Ett|ttL", "parallel.first_stage_layers=1"],
 )
 def test_stages_by_hand_are_freed_and_that_is_told(override):
     shrunk = _shrink(make_job(override))

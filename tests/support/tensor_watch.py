@@ -1,0 +1,23 @@
+"""TensorWatch: what tensors operators had while it was on, backward's and collectives' too. CPU only."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorWatch(TorchDispatchMode):
+    """How many columns tensors had that are no flat memory, how many elements the largest memory has, and
+    whose operators there were, such as ``c10d``."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.columns, self.owners = 0, set(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self.owners.add(func.namespace)
+        for leaf in tree_leaves((args, kwargs, results)):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.itemsize)
+                self.columns |= set(leaf.shape[-1:]) if leaf.dim() > 1 else set()
+        return results
