@@ -90,7 +90,9 @@ def make_upcycling(
     made = {new.partition(EXPERTS)[0] for new in sources}
     return Upcycling(
         sources=sources,
-        routers=frozenset(new for new in wanted if new.partition(ROUTER)[0] in made and ROUTER in new),
+        routers=frozenset(
+            new for new in wanted if new.partition(ROUTER)[0] in made and ROUTER in new
+        ),
         moe=moe,
         granularity=max(parts, default=1),
     )
