@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from raymega.parallel.dropout import place_key
 from raymega.parallel.groups import Group
 from raymega.parallel.tensor import ParameterFactory
 from raymega.parallel.token_marks import TokenMarks
+from raymega.plan.expert_capacity import capacity_share, reserved_rows
 
 Tell = Callable[[Tensor, Tensor], None]
 ROUTER_DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -116,11 +116,9 @@ class Router(nn.Module):
         moe, num_tokens = self.moe, chosen.shape[0]
         if totals is None or not moe.capacity_factor:
             return Routing(experts=chosen, weights=weights, num_experts=moe.num_experts)
-        share = moe.capacity_factor * moe.top_k / moe.num_experts
-        experts = keep_within_capacity(
-            chosen, weights, marks, (totals[-1] * share).ceil(), moe, self.micro
-        )
-        rows = min(ceil(num_tokens * self.micro.size * share), num_tokens)
+        capacity = (totals[-1] * capacity_share(moe)).ceil()
+        experts = keep_within_capacity(chosen, weights, marks, capacity, moe, self.micro)
+        rows = reserved_rows(moe, num_tokens=num_tokens, num_ranks=self.micro.size)
         return Routing(
             experts=experts,
             weights=weights,

@@ -14,6 +14,7 @@ from math import ceil
 
 from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
 from raymega.plan.context import inner_ranks
+from raymega.plan.expert_capacity import reserved_rows
 from raymega.plan.fp8_rules import NONE_IN_EIGHT, InEight, fp8_blocks, in_eight
 from raymega.plan.stages import Stage
 from raymega.plan.state_size import DTYPE_BYTES
@@ -282,14 +283,14 @@ def _inner_bytes(shape: ActivationShape, width: int) -> int:
 def own_choices(shape: ActivationShape) -> float:
     """Rows that a rank sends to experts: its own share of the tokens, times their experts.
 
-    With a capacity every expert drops what is above its share; padded, it computes its share.
+    With a capacity every expert drops what is above its share; padded, it computes what is reserved.
     """
-    moe = shape.model.moe
-    choices = shape.tokens / shape.parallel.tp * moe.top_k
-    if not moe.capacity_factor:
-        return choices
-    full = moe.capacity_factor if moe.is_padded_to_capacity else min(1.0, moe.capacity_factor)
-    return choices * full
+    moe, parallel = shape.model.moe, shape.parallel
+    if moe.is_padded_to_capacity:
+        num_tokens, num_ranks = shape.tokens // parallel.tp, parallel.tp * parallel.cp
+        return moe.num_experts * reserved_rows(moe, num_tokens=num_tokens, num_ranks=num_ranks)
+    choices = shape.tokens / parallel.tp * moe.top_k
+    return choices * min(1.0, moe.capacity_factor or 1.0)
 
 
 def expert_rows(shape: ActivationShape) -> float:

@@ -78,11 +78,26 @@ def _routing_s(shape: ActivationShape, device: Accelerator) -> float:
     tokens = shape.tokens / shape.parallel.tp
     router = matmul_s(device, tokens, model.width, model.moe.num_experts, element=4)
     scores = memory_s(device, tokens * model.moe.num_experts * 4 * ROUTER_PASSES)
-    moved = 2 * own_choices(shape) + 2 * own_choices(shape) + tokens
-    if shape.parallel.ep > 1 and model.moe.num_experts > shape.parallel.ep:
-        moved += 4 * expert_rows(shape)  # by expert, and back to who sent them
-    copies = memory_s(device, moved * model.width * element)
+    copies = memory_s(device, _moved_rows(shape) * model.width * element)
     return router + scores + copies + KERNELS_OF_ROUTING * device.fitted.launch_s
+
+
+def _moved_rows(shape: ActivationShape) -> float:
+    """Rows read and written beside the products of one forward."""
+    parallel, moe = shape.parallel, shape.model.moe
+    tokens = shape.tokens / parallel.tp
+    if _is_gathered(shape):
+        # A choice of another rank's experts has no row here, but the sum looks at its place too.
+        tokens *= parallel.ep * parallel.etp
+        return 2 * expert_rows(shape) + 2 * tokens * moe.top_k + tokens
+    moved = 2 * own_choices(shape) + 2 * own_choices(shape) + tokens
+    if parallel.ep > 1 and moe.num_experts > parallel.ep:
+        moved += 4 * expert_rows(shape)  # by expert, and back to who sent them
+    return moved
+
+
+def _is_gathered(shape: ActivationShape) -> bool:
+    return getattr(shape.parallel, "dispatch", "all_to_all") == "all_gather"
 
 
 def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
@@ -92,7 +107,7 @@ def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
     ep = make_span(device, size=parallel.ep, stride=parallel.etp)
     etp = make_span(device, size=parallel.etp, stride=1)
     gathered = gather_s(device, etp, expert_rows(shape) * row_bytes)
-    if getattr(parallel, "dispatch", "all_to_all") == "all_gather":
+    if _is_gathered(shape):
         whole = shape.tokens / parallel.tp * parallel.ep * parallel.etp * row_bytes
         there = gather_s(device, ep, whole) + gather_s(device, etp, whole / parallel.ep)
     else:

@@ -227,9 +227,10 @@ def _group_faults(moe: MoeSection) -> list[Fault]:
     if moe.group_score == "top2" and experts // groups < 2:
         faults.append(
             _fault(
-                "group_score=top2",
-                f"it adds two experts of a group, and {groups} groups of {experts} have fewer",
-                "set model.moe.group_score=max",
+                f"group_score=top2 with num_groups={groups}",
+                f"it adds the scores of two experts of a group, and a group of num_experts / num_groups "
+                f"= {experts} / {groups} holds {experts // groups}",
+                f"use at most {experts // 2} groups, or set model.moe.group_score=max",
             )
         )
     return faults

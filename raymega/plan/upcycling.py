@@ -16,7 +16,7 @@ from raymega.messages import Box
 
 FIELD = "checkpoint.start_upcycle"
 DENSE, EXPERTS = ".mlp.", ".moe.experts."
-ROUTER = ".moe.router.weight"
+ROUTER = ".moe.router."
 BACK = ".down.weight"
 
 Shape = tuple[int, ...]
@@ -28,18 +28,15 @@ class Upcycling:
 
     Attributes:
         sources: By tensor of experts the dense tensor that they are copies of, as it is called here.
+        routers: Tensors of the routers of these experts, which begin fresh.
         moe: Of the model.
         granularity: G, experts that make up one copy.
     """
 
     sources: Mapping[str, str]
+    routers: frozenset[str]
     moe: MoeSection
     granularity: int
-
-    @property
-    def routers(self) -> frozenset[str]:
-        """Weights of the routers of these experts, which begin fresh."""
-        return frozenset(f"{new.partition(EXPERTS)[0]}{ROUTER}" for new in self.sources)
 
     def factor(self, name: str) -> float:
         """What a tensor's elements are times, so that the layer begins as the dense one.
@@ -56,7 +53,7 @@ class Upcycling:
         return self.granularity / (moe.scaling * share)
 
     def router_row(self, expert: int) -> int:
-        """The row of first values that a router has for ``expert``: one for all parts of a copy."""
+        """Where a router's first values for ``expert`` are drawn: in one row for all parts of a copy."""
         return expert - expert % self.granularity
 
     def boxes(self, name: str, box: Box, shape: Shape) -> Iterator[Box]:
@@ -90,7 +87,15 @@ def make_upcycling(
         if EXPERTS in new and new not in given and new.replace(EXPERTS, DENSE) in given
     }
     parts = {_granularity(given[old], wanted[new], new) for new, old in sources.items()}
-    return Upcycling(sources=sources, moe=moe, granularity=max(parts, default=1))
+    made = {new.partition(EXPERTS)[0] for new in sources}
+    return Upcycling(
+        sources=sources,
+        routers=frozenset(
+            new for new in wanted if new.partition(ROUTER)[0] in made and ROUTER in new
+        ),
+        moe=moe,
+        granularity=max(parts, default=1),
+    )
 
 
 def upcycling_faults(

@@ -244,9 +244,10 @@ def _finish_upcycling(upcycling: Upcycling, weights: Sequence[Block], seed: int)
         if block.tensor.name in upcycling.sources:
             held.mul_(upcycling.factor(block.tensor.name))
         if block.tensor.name in upcycling.routers:
-            first, columns = block.box.offset
+            first, *columns = block.box.offset
             for number, row in enumerate(held, first):
-                drawn = Box(offset=(upcycling.router_row(number), columns), shape=(1, len(row)))
+                offset = (upcycling.router_row(number), *columns)
+                drawn = Box(offset=offset, shape=(1, *row.shape))
                 row.copy_(initial_values(block.tensor, drawn, seed=seed, device=row.device)[0])
 
 

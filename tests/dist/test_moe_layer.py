@@ -12,8 +12,8 @@ import torch
 from raymega.config.moe import MoeSection
 from raymega.model.mlp import GeluMlp, SwigluMlp
 from raymega.model.moe import MoeLayer
-from raymega.model.routers import Routers
 from raymega.model.router import jitter
+from raymega.model.routers import Routers
 from raymega.parallel.comm import all_reduce
 from raymega.parallel.context import Context, Rows, held_positions, make_places, mark_tokens
 from raymega.parallel.deferral import make_owed
@@ -53,9 +53,9 @@ PLAIN = ("switch",)  # experts without a gate
 
 LAYOUTS = {
     "one": (Grid(), False),
+    "etp2 ep2 of tp2 cp2 dp2": (Grid(tp=2, cp=2, dp=2, etp=2, ep=2), False),
+    "slow etp2 ep4 of cp4 dp2": (Grid(cp=4, dp=2, etp=2, ep=4, order="ep-cp-tp-dp-pp"), False),
     "ep8 of tp4 cp2": (Grid(tp=4, cp=2, ep=8), True),
-    "etp2 ep2 of dp4": (Grid(dp=4, etp=2, ep=2), False),
-    "ep4 of tp2 cp2 dp2": (Grid(tp=2, cp=2, dp=2, ep=4), False),
     "etp4 ep2 of tp2 dp4": (Grid(tp=2, dp=4, etp=4, ep=2), True),
     "etp2 of tp2 cp2": (Grid(tp=2, cp=2, etp=2), True),
     "slow ep2 of tp2 dp2": (Grid(tp=2, dp=2, ep=2, order="tp-cp-dp-ep-pp"), False),

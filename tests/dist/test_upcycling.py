@@ -22,7 +22,8 @@ pytestmark = pytest.mark.dist
 
 SMALL = ("model.num_layers=2", "model.ffn_width=24", "data.global_batch_size=8")
 COPIES = ("model.moe.num_experts=4", "model.moe.first_dense_layers=1")
-PARTS = (*COPIES, "model.moe.width=12", "model.moe.top_k=4", "model.moe.num_experts=8")
+BIASED = ("model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
+PARTS = (*COPIES, *BIASED, "model.moe.width=12", "model.moe.top_k=4", "model.moe.num_experts=8")
 STEPS = 2
 
 
@@ -84,7 +85,7 @@ def _whole(columns, grid):
     return found[0]
 
 
-@pytest.mark.parametrize("experts", [COPIES, PARTS], ids=["copies", "parts"])
+@pytest.mark.parametrize("experts", [COPIES, PARTS], ids=["copies", "parts chosen by a bias"])
 def test_upcycled_model_begins_as_the_dense_one_on_any_grid(dense, experts):
     folder, wanted, loss = dense
     start = (f"checkpoint.start_from={folder}", "checkpoint.start_upcycle=true")

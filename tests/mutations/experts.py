@@ -81,6 +81,24 @@ EXPERTS: tuple[Mutation, ...] = (
         job=EXPERTS,
     ),
     Mutation(
+        name="probabilities are applied on both ends where tokens are exchanged",
+        file="parallel/dispatch.py",
+        old="        return weigh_rows(land(self.flight), self.routing.weights, self.arrangement)",
+        new="        weights = self.routing.weights.square()\n"
+        "        return weigh_rows(land(self.flight), weights, self.arrangement)",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="balance is lost on all micro-batches of a step but the first",
+        file="model/balance.py",
+        old="        return grad, grad.new_tensor(ctx.record.loss_gradient, dtype=ctx.loss_dtype), None",
+        new="        from_loss, ctx.record.loss_gradient = ctx.record.loss_gradient, 0.0\n"
+        "        return grad, grad.new_tensor(from_loss, dtype=ctx.loss_dtype), None",
+        layout=Layout(dp=2, ep=2, micro_batch_size=2),
+        job=BALANCED,
+    ),
+    Mutation(
         name="rows are not waited for after the other pass's turn",
         file="parallel/turns.py",
         old="                raise _OtherFailedError\n        pending.wait(timeout_s)",

@@ -139,6 +139,8 @@ def test_experts_begin_as_the_dense_layer_or_parts_of_it_where_the_job_says_so(i
     moe = MoeSection(num_experts=4, width=12, first_dense_layers=1)
     upcycled = _changed(imported.model, moe=moe)
     assert _start(imported.uri, upcycled, upcycle=True) == []
+    biased = _changed(upcycled, moe=moe.model_copy(update={"has_bias": True, "balance": "global"}))
+    assert _start(imported.uri, biased, upcycle=True) == [], "no tensor of a router has a source"
     assert "layers.1.mlp.down.weight, which this model" in str(_start(imported.uri, upcycled)[0])
     (fault,) = _start(imported.uri, imported.model, upcycle=True)
     assert "here is no block that has experts and was dense" in str(fault)

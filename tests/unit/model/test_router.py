@@ -4,15 +4,18 @@ import pytest
 import torch
 
 from raymega.config.moe import MoeSection
+from raymega.model import router
 from raymega.model.balance import add_load, nudge_bias
 from raymega.model.capacity import keep_within_capacity
 from raymega.model.moe import MoeLayer
-from raymega.model.router import choose, jitter, sinkhorn
+from raymega.model.router import Router, choose, jitter, sinkhorn
 from raymega.parallel.dispatch import ExpertGroups
-from raymega.parallel.groups import alone
+from raymega.parallel.groups import Group, alone
 from raymega.parallel.stream import Stream
 from raymega.parallel.token_marks import TokenMarks
+from raymega.plan.activations import activation_shape, own_choices
 from tests.support import moe_reference as plain
+from tests.support.jobs import layout_overrides, make_test_plan
 
 NOBODY = alone(0)
 
@@ -186,3 +189,24 @@ def test_narrow_formats_come_close_and_route_in_wide_ones(dtype):
     assert y.dtype == dtype and leaf.grad.dtype == dtype
     same = (y.double() - wanted).abs().mean() / wanted.abs().mean()
     assert same < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.25, 8.0, 1e300])
+@pytest.mark.parametrize("layout", ["tp1", "tp4", "tp2-cp2", "dp8"])
+def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
+    layout, factor, monkeypatch
+):
+    moe = {"num_experts": 8, "capacity_factor": factor, "is_padded_to_capacity": "true"}
+    fields = (f"model.moe.{name}={value}" for name, value in moe.items())
+    plan = make_test_plan(*layout_overrides(layout), *fields)
+    shape, parallel = activation_shape(plan.job), plan.job.parallel
+    ranks = tuple(range(parallel.tp * parallel.cp))
+    micro = Group(name="micro", ranks=ranks, index=0, timeout_s=1.0, handle=None)
+    monkeypatch.setattr(router, "all_reduce", lambda counts, group: counts * group.size)
+    monkeypatch.setattr(router, "keep_within_capacity", lambda chosen, *_: chosen)
+    section = shape.model.moe
+    weights = plain.draw_weights(section, width=12, ffn_width=8)
+    one = Router(plain.Factory(weights, Stream(tp=NOBODY)), "moe.router", section, micro)
+    num_tokens = shape.tokens // parallel.tp
+    _, routing = one(torch.randn(num_tokens, 12).double(), _marks(num_tokens))
+    assert 8 * routing.capacity == own_choices(shape)

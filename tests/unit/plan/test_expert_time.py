@@ -14,7 +14,7 @@ from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.activations import activation_shape, expert_bytes, expert_rows
 from raymega.plan.expert_time import expert_time
 from raymega.plan.flops import flops_per_token
-from raymega.plan.kernel_time import grouped_matmul_s, matmul_s
+from raymega.plan.kernel_time import grouped_matmul_s, matmul_s, memory_s
 from raymega.plan.layer_time import block_times
 from raymega.plan.link_time import Span, exchange_s
 from raymega.plan.memory_use import memory_use
@@ -87,6 +87,21 @@ def test_rows_follow_choices_capacity_and_etp():
     assert expert_rows(dropping) == expert_rows(shape) / 2
     padded = {"capacity_factor": 1.5, "is_padded_to_capacity": True}
     assert expert_rows(activation_shape(plan(padded, dp=8, ep=2).job)) == 1.5 * 2 * 4096
+
+
+def test_where_tokens_are_gathered_the_choices_of_all_ranks_are_added_up_on_each():
+    exchanged, gathered = (
+        activation_shape(plan(dp=8, ep=8, dispatch=dispatch).job)
+        for dispatch in ("all_to_all", "all_gather")
+    )
+    more = [
+        getattr(expert_time(gathered, H100, shared_s=0.0), name)
+        - getattr(expert_time(exchanged, H100, shared_s=0.0), name)
+        for name in ("forward_s", "backward_s")
+    ]
+    rows = (8 - 1) * (2 * 4096 * 2 + 4096)
+    wanted = memory_s(H100, rows * 4096 * 2)
+    assert more == pytest.approx([wanted, 2 * wanted])
 
 
 def test_tokens_travel_behind_the_shared_expert():

@@ -51,7 +51,11 @@ def test_no_field_means_anything_in_a_dense_model(name):
         ({"top_k": 4, "num_groups": 4, "top_groups": 1}, "the 2 experts of 1 groups"),
         ({"num_groups": 3, "top_groups": 2}, "must divide model.moe.num_experts=8 (remainder 2)"),
         ({"num_groups": 2, "top_groups": 2}, "a choice of groups must leave some out"),
-        ({"num_groups": 8, "top_groups": 2, "group_score": "top2"}, "8 groups of 8 have fewer"),
+        (
+            {"num_groups": 8, "top_groups": 2, "group_score": "top2"},
+            "num_groups=8; it adds the scores of two experts of a group, and a group of num_experts / "
+            "num_groups = 8 / 8 holds 1; use at most 4 groups, or set model.moe.group_score=max",
+        ),
         ({"top_groups": 2}, "with model.moe.num_groups=1 it does nothing"),
         ({"has_shared_gate": True}, "where model.moe.shared_width is 0 it does nothing"),
         ({"bias_rate": 0.1}, "where model.moe.has_bias is false it does nothing"),

@@ -21,6 +21,7 @@ def _wanted(experts, width):
         "layers.1.moe.experts.up.weight": (experts, width, D),
         "layers.1.moe.experts.down.weight": (experts, D, width),
         "layers.1.moe.router.weight": (experts, D),
+        "layers.1.moe.router.bias": (experts,),
     }
 
 
@@ -39,7 +40,7 @@ def test_sources_are_dense_layers_of_blocks_that_hold_experts():
     assert upcycling.sources == {
         f"layers.1.moe.experts.{n}.weight": f"layers.1.mlp.{n}.weight" for n in ("up", "down")
     }
-    assert upcycling.routers == {"layers.1.moe.router.weight"}
+    assert upcycling.routers == {f"layers.1.moe.router.{n}" for n in ("weight", "bias")}
 
 
 @pytest.mark.parametrize("name", ["up", "down"])
