@@ -15,6 +15,7 @@ from raymega.convert.dcp_import import Reading, dcp_import
 from raymega.convert.dcp_names import DIALECTS
 from raymega.convert.hf_export import DTYPES, MAX_FILE_BYTES, hf_export
 from raymega.convert.hf_import import hf_import, model_yaml
+from raymega.convert.output_folder import folder_at
 
 convert_app = typer.Typer(
     help="Bring models in and out.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
@@ -62,7 +63,7 @@ def export(
     uri: Annotated[
         str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to make.")],
     dtype: Annotated[str, typer.Option(help=f"Format: {', '.join(DTYPES)}.")] = "saved",
     max_file_bytes: Annotated[
         int, typer.Option(min=1, help="Longest weight file, unless one tensor is longer.")
@@ -73,7 +74,7 @@ def export(
 
     Example: raymega convert hf-export ~/.raymega/runs/verify --out verify-hf --dtype bfloat16
     """
-    done = hf_export(uri, out, dtype=dtype, max_file_bytes=max_file_bytes)
+    done = hf_export(uri, folder_at(out), dtype=dtype, max_file_bytes=max_file_bytes)
     if as_json:
         result = {
             "output": str(done.folder), "manifest": done.key, "step": done.step,
@@ -142,7 +143,7 @@ def export_dcp(
     uri: Annotated[
         str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to make.")],
     names: Annotated[
         str, typer.Option(help=f"Whose names to give: {', '.join(DIALECTS)}.")
     ] = "raymega",
@@ -152,7 +153,7 @@ def export_dcp(
 
     Example: raymega convert dcp-export ~/.raymega/runs/verify --out verify-dcp
     """
-    done = dcp_export(uri, out, names=names)
+    done = dcp_export(uri, folder_at(out), names=names)
     if as_json:
         result = {
             "output": str(done.folder), "manifest": done.key, "step": done.step,

@@ -5,6 +5,7 @@ What it does not know it refuses: a setting that changes the network must not be
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +13,9 @@ from pydantic import ValidationError
 from raymega.config.schema import ModelSection
 from raymega.convert.hf_architectures import ARCHITECTURES, Architecture, Config, architecture_of
 from raymega.convert.hf_experts import expert_config, expert_faults, expert_values
+from raymega.convert.hf_kinds import kind_faults
 from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.plan.rules import job_faults
 
 
 def model_from(config: Config) -> ModelSection:
@@ -21,11 +24,19 @@ def model_from(config: Config) -> ModelSection:
     Raises:
         ConfigError: With everything about it that ours cannot express.
     """
+    model = _section_of(config)
+    raise_faults(ConfigError, [_unbuilt(fault) for fault in _own_faults(model)])
+    return model
+
+
+def _section_of(config: Config) -> ModelSection:
+    """The section, of which a job file may yet be refused."""
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(_unknown(config))
     architecture = ARCHITECTURES[kind]
     whole = {**architecture.defaults, **{k: v for k, v in config.items() if v is not None}}
+    raise_faults(ConfigError, kind_faults(whole))
     raise_faults(ConfigError, _difference_faults(whole, architecture))
     try:
         values = _gpt2_values(whole) if kind == "gpt2" else _llama_values(whole)
@@ -40,6 +51,11 @@ def model_from(config: Config) -> ModelSection:
                 for at in error.errors()
             ]
         ) from error  # fmt: skip
+
+
+def _own_faults(model: ModelSection) -> list[Fault]:
+    """Whatever a job file with this section would be refused for, on one rank."""
+    return job_faults({**{f"model.{name}": value for name, value in model}, "parallel.tp": 1})
 
 
 def config_from(model: ModelSection, *, dtype: str, carried: Config) -> dict[str, Any]:
@@ -87,8 +103,11 @@ TRAINING_EXPERTS = ("jitter", "router_dtype", "balance", "balance_coefficient", 
 
 
 def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
-    """What a reader of ``config`` would not know of ``model``."""
-    ours, theirs = _function_of(model), _function_of(model_from(config))
+    """What a reader of ``config`` would not know of ``model``.
+
+    What only one side has belongs to a part, such as experts, whose size then differs.
+    """
+    ours, theirs = _function_of(model), _function_of(_section_of(config))
     return [
         Fault(
             fact=f"model.{field}={value!r}",
@@ -97,7 +116,7 @@ def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
             remedy="export it with dcp-export, which keeps raymega's names",
         )
         for field, value in ours.items()
-        if theirs[field] != value
+        if field in theirs and theirs[field] != value
     ]
 
 
@@ -220,6 +239,7 @@ def _rope_of(config: Config) -> dict[str, Any]:
     scaling = config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **scaling}
     rope |= config.get("rope_parameters") or {}
+    rope = {name: value for name, value in rope.items() if value is not None}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     return rope
 
@@ -326,6 +346,14 @@ def _unlike(fact: str, rule: str) -> Fault:
     return Fault(
         fact=f"config.json has {fact}",
         rule=rule,
+        remedy="convert a model without it, or add the feature to raymega/model first",
+    )
+
+
+def _unbuilt(fault: Fault) -> Fault:
+    return replace(
+        fault,
+        fact=f"config.json gives {fault.fact}",
         remedy="convert a model without it, or add the feature to raymega/model first",
     )
 

@@ -47,13 +47,17 @@ def _mixtral_values(config: Config) -> dict[str, Any]:
 
 
 def _qwen_values(config: Config) -> dict[str, Any]:
+    num_layers, dense = config["num_hidden_layers"], len(config["mlp_only_layers"])
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts == 0 or dense >= num_layers or config["decoder_sparse_step"] > num_layers:
+        return {}  # what they build then is the dense architecture
     shared = config.get("shared_expert_intermediate_size", 0)
     is_qwen2 = config["model_type"] == "qwen2_moe"
     return {
-        "num_experts": config.get("num_experts", config.get("num_local_experts")),
+        "num_experts": experts,
         "width": config["moe_intermediate_size"],
         "every": config["decoder_sparse_step"],
-        "first_dense_layers": len(config["mlp_only_layers"] or ()),
+        "first_dense_layers": dense,
         "shared_width": shared if is_qwen2 else 0,
         "has_shared_gate": is_qwen2,
         "is_normalised": config["norm_topk_prob"],
@@ -66,6 +70,8 @@ def _deepseek_values(config: Config) -> dict[str, Any]:
         return {}
     is_grouped = is_v3 or config["topk_method"] == "group_limited_greedy"
     groups = config["n_group"] if is_grouped else 1
+    if groups > 1 and config["topk_group"] == groups:  # a choice among all groups is none
+        groups = 1
     return {
         "num_experts": config["n_routed_experts"],
         "width": config["moe_intermediate_size"],

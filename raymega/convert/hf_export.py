@@ -72,12 +72,13 @@ def hf_export(
     raise_faults(ConfigError, [*_dtype_faults(dtype), *folder_faults(folder)])
     store, manifest = open_checkpoint(uri)
     model = model_of(manifest)
-    saved = _weights_of(manifest, model)
     carried = find_carried(store, manifest)
+    # Before the weights are looked for: a model that no config.json describes has no names there.
+    config = config_from(model, dtype=dtype, carried=carried_config(carried))
+    saved = _weights_of(manifest, model)
     source = next(iter(saved.values()))[0].dtype
-    target = source if dtype == "saved" else dtype
+    config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = hf_tensors(model)
-    config = config_from(model, dtype=target, carried=carried_config(carried))
     with new_folder(folder) as partial:
         write_weights(
             partial,

@@ -112,17 +112,21 @@ def model_yaml(model: ModelSection) -> str:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            Fault(
-                fact=f"{str(folder / CONFIG)!r} cannot be read: {error}",
-                rule="it says what network the weights belong to",
-                remedy="give a folder that transformers' save_pretrained wrote, or a download of a "
-                "model repository",
-            )
-        ) from error
+        raise ConfigError(_unreadable(folder, f"cannot be read: {error}")) from error
+    if not isinstance(config, dict):
+        raise ConfigError(_unreadable(folder, f"is no object, but {str(config)[:40]}"))
     return config
+
+
+def _unreadable(folder: Path, problem: str) -> Fault:
+    return Fault(
+        fact=f"{str(folder / CONFIG)!r} {problem}",
+        rule="it says what network the weights belong to",
+        remedy="give a folder that transformers' save_pretrained wrote, or a download of a "
+        "model repository",
+    )
 
 
 def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str, WeightEntry]:

@@ -8,7 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raymega.errors import Fault
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.storage.open import folder_faults as uri_faults
+from raymega.storage.open import local_path
+
+
+def folder_at(out: str) -> Path:
+    """The folder that ``--out`` names, which no object store can be.
+
+    Raises:
+        ConfigError: It is a URI of something else.
+    """
+    raise_faults(ConfigError, uri_faults(out, field="--out"))
+    folder = local_path(out)
+    assert folder is not None, "only folders are without faults"
+    return folder
 
 
 def folder_faults(folder: Path) -> list[Fault]:

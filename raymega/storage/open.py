@@ -105,7 +105,7 @@ def reading_faults(uri: str, *, field: str) -> list[Fault]:
 def folder_faults(uri: str, *, field: str) -> list[Fault]:
     """What keeps ``uri`` from naming a folder of whatever machine opens it; touches nothing."""
     if _scheme(uri) in SCHEMES and _scheme(uri) != "file":
-        rule, remedy = "it must be a folder on the nodes' own disks", "give a path"
+        rule, remedy = "it must be a folder on a machine's own disks", "give a path"
         return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
     return _uri_faults(uri, field=field)
 

@@ -97,6 +97,18 @@ def test_logits_of_experts_are_those_of_transformers(tmp_path, kind, tp, ep, pp)
         assert reference.difference(ours, hf_models.logits(theirs, _tokens())) < LOGITS_LIMIT
 
 
+@pytest.mark.parametrize("kind", hf_models.IN_OTHER_WORDS)
+def test_logits_are_those_of_transformers_where_the_section_says_it_in_other_words(tmp_path, kind):
+    theirs = hf_models.make_model(kind)
+    done = _import(tmp_path, theirs)
+    assert done.model.moe.num_groups == 1
+    assert bool(done.model.moe.num_experts) is not kind.endswith("dense")
+    (ours,) = run_grid(_logits, Grid(), done.model, done.uri, 1)
+    with torch.no_grad():
+        wanted = hf_models.logits(theirs, _tokens())
+    assert reference.difference(ours[..., : done.model.vocab_size], wanted) < LOGITS_LIMIT
+
+
 @pytest.mark.parametrize("kind", hf_models.EXPERTS)
 def test_way_back_of_experts_is_bit_exact(tmp_path, kind):
     _check_way_back(tmp_path, kind)

@@ -40,13 +40,33 @@ YARN = {
 }  # fmt: skip
 EXPERTS = {
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4}),
-    "qwen2_moe": ("Qwen2Moe", {**SIZES, **ROUTED, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
-    "qwen3_moe": ("Qwen3Moe", {**SIZES, **ROUTED, "head_dim": 10, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**SIZES, **ROUTED, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SIZES, **ROUTED, "head_dim": 10, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
     "deepseek_v2": (
         "DeepseekV2",
-        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+        },
     ),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "n_shared_experts": 1, "rope_parameters": YARN}),
+}
+IN_OTHER_WORDS = {
+    "deepseek_v2-all-groups": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "n_shared_experts": 2, "topk_group": 4},
+    ),
+    "deepseek_v3-all-groups": ("DeepseekV3", {**LATENT, "n_shared_experts": 1, "topk_group": 4}),
+    "qwen2_moe-dense": ("Qwen2Moe", {**SIZES, **ROUTED, "mlp_only_layers": [0, 1, 2]}),
+    "qwen3_moe-dense": ("Qwen3Moe", {**SIZES, **ROUTED, "head_dim": 10, "decoder_sparse_step": 4}),
 }  # fmt: skip
 KINDS = {
     "gpt2": ("GPT2", GPT2),
@@ -62,7 +82,7 @@ FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deep
 
 def make_model(kind, *, seed=0, dtype=torch.float64):
     """A model whose every parameter is random: no zero biases or unit norms to hide a mistake."""
-    family, fields = (KINDS | EXPERTS)[kind]
+    family, fields = (KINDS | EXPERTS | IN_OTHER_WORDS)[kind]
     folder = FOLDERS.get(family, family.lower())
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config = getattr(module, f"{family}Config")(**fields)

@@ -71,6 +71,21 @@ def test_job_with_experts_has_the_published_size_and_its_state_fits(
         assert state.total_bytes < GPU_BYTES / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "num_gpus"),
+    [
+        ("qwen2-57b-a14b-64gpu", 57_408_658_944, 64),
+        ("qwen3-30b-a3b-64gpu", 30_532_122_624, 64),
+        ("deepseek-v2-lite-32gpu", 15_706_484_224, 32),
+    ],
+)
+def test_job_of_a_published_mixture_has_its_size_and_fits_an_h100(name, num_parameters, num_gpus):
+    plan = make_plan(parse_job(JOBS / f"{name}.yaml").job())
+    assert count_parameters(plan.job.model) == num_parameters
+    assert plan.grid.world_size == num_gpus
+    assert memory_use(plan).total_bytes < 0.9 * CATALOGUE["h100"].memory_bytes
+
+
 def test_a_trillion_parameters_fit_on_3072_a100s_near_the_fastest_layout():
     """Narayanan et al. 2021 printed 102.6 s: with recompute, and attention that was not fused."""
     job = parse_job(JOBS / "gpt-1t-3072gpu.yaml").job()

@@ -14,6 +14,7 @@ import yaml
 from raymega.checkpoint.inspection import open_checkpoint, verify_checkpoints
 from raymega.checkpoint.manifest import commit
 from raymega.checkpoint.planner import MAX_BOX_BYTES
+from raymega.cli.convert import convert_app
 from raymega.config.load import parse_mapping
 from raymega.config.schema import MlaSection, MoeSection
 from raymega.convert import native
@@ -269,6 +270,36 @@ def test_model_that_their_config_cannot_say_is_refused(tmp_path):
     ):
         hf_export(store.uri, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_experts_of_a_gpt2_are_refused_before_anything_is_written(tmp_path):
+    model = make_native_model("gpt2", is_tied=False)
+    store, grid = LocalStore(tmp_path / "run"), Grid()
+    manifest = assemble_shards(save_shards(store, model, grid), grid)
+    section = model.model_copy(update={"moe": MoeSection(num_experts=4, width=12)})
+    commit(store, replace(manifest, job={"model": section.model_dump(mode="json")}))
+    with pytest.raises(
+        ConfigError, match=r"model\.moe\.num_experts=4; GPT2LMHeadModel has no such"
+    ):
+        hf_export(store.uri, tmp_path / "back")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_config_that_is_no_object_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "theirs", make_model())
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"theirs/config.json' is no object, but \[\];"):
+        _import(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("verb", ["hf-export", "dcp-export"])
+@pytest.mark.parametrize("out", ["s3://nope/b", "ftp://nope/b"])
+def test_exports_write_no_folder_that_is_called_like_a_store(tmp_path, monkeypatch, verb, out):
+    done = _import(write_folder(tmp_path / "theirs", make_model()), tmp_path / "ours")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"--out='{out}'"):
+        convert_app([verb, done.uri, "--out", out], standalone_mode=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours"}
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
