@@ -76,7 +76,7 @@ def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
         "lr_scales": {
             block.tensor.name: rates_of(block.tensor, job.optimizer, job.model).lr_scale
             for block in parts.optimizer.values()
-            if block.kind == "model"
+            if block.kind == "model" and block.tensor.is_trained
         },
         "router_margin": parts.routers.smallest_margin,
         "fp8_margin": min(module.fp8.margin.smallest for module in parts.modules),
