@@ -164,7 +164,7 @@ def _keep(moe, chosen, gates, counted):
     if not moe.capacity_factor:
         return chosen
     capacity = math.ceil(sum(counted) * moe.top_k * moe.capacity_factor / moe.num_experts)
-    kept = [[] for _ in chosen]
+    kept: list[list[int]] = [[] for _ in chosen]
     for expert in range(moe.num_experts):
         tokens = [t for t, experts in enumerate(chosen) if expert in experts]
         weight = gates[:, expert].tolist()
