@@ -168,10 +168,11 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
                 lambda: _step(lambda: _output(block(their_x)), block),  # noqa: B023
                 rounds=rounds if way != "batched_mm" else 3,
             )
-            report(f"{num_experts} experts, width {width}, {tokens} tokens: {way}", pairs)
-            if way == "grouped_mm":
+            name = f"{num_experts} experts, width {width}, {tokens} tokens: {way}"
+            report(name, pairs)
+            if way != "batched_mm":
                 pairs = interleave(*_experts_alone(ours, layer, block, x, places), rounds=rounds)
-                report(f"{num_experts} experts, width {width}, {tokens} tokens: no router", pairs)
+                report(f"{name}, no router", pairs)
 
 
 def _experts_alone(

@@ -246,6 +246,7 @@ def _die_in_a_send(env, folder):
     def stage_fn(batch, hidden):
         output = (batch if hidden is None else hidden) * weight
         if stage == 2:
+            (folder / "begun").touch()
             time.sleep(0.3)  # behind: the next message is not asked for yet
             return output.sum()
         return output
@@ -260,6 +261,8 @@ def _die_in_a_send(env, folder):
         def send_and_die(tensor, send, **options):
             post_send(tensor, send, **options)
             if send == Instruction(op=Op.SEND_FORWARD, micro_batch=1):
+                while not (folder / "begun").exists():  # micro-batch 0 has been received whole
+                    time.sleep(0.01)
                 (folder / "died").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
 
