@@ -79,8 +79,8 @@ def resume_faults(store: Store, model: ModelSection, *, micro_batch_size: int) -
     unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
     if not unlike:
         return _routing_faults(manifest, model, micro_batch_size)
-    saved, asked = manifest.job.get("model"), model.model_dump(mode="json")
-    before = saved if isinstance(saved, dict) else {}
+    saved, asked = manifest.job.get("model"), _by_path(model.model_dump(mode="json"))
+    before = _by_path(saved) if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
     return [
         Fault(
@@ -169,7 +169,7 @@ def _unlike(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str
         f"{name} as {saved.get(name, 'nothing')} instead of {shape}"
         for name, shape in wanted.items()
         if saved.get(name) != shape
-    ] + [f"{name}, which this model lacks," for name in sorted(saved.keys() - wanted.keys())]
+    ] + [f"{name}, which this model lacks" for name in sorted(saved.keys() - wanted.keys())]
 
 
 def _first(items: Sequence[str]) -> str:

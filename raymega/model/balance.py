@@ -87,6 +87,11 @@ class Record:
         self._parts: dict[str, Tensor] = {}
         self._margin: Tensor | None = None
 
+    def start(self, *, loss_gradient: float) -> None:
+        """A step's passes begin; what was added and never taken belongs to none."""
+        self.loss_gradient = loss_gradient
+        self._sums = self._margin = None
+
     def add(self, tally: Tally, shares: Tensor, chosen: Tensor) -> None:
         """One micro-batch, in its backward: shares [T, E] that add up to 1, choices [T, k] before any is dropped."""
         if self._sums is None:

@@ -37,9 +37,13 @@ class Routers:
     smallest_margin: float = field(default=torch.inf)
 
     def start_step(self, *, loss_gradient: float) -> None:
-        """Backward starts from ``loss_gradient``, and so do the routers' own losses."""
+        """Backward starts from ``loss_gradient``, and so do the routers' own losses.
+
+        What passes before it left is forgotten: a pass that only looks for where numbers go wrong is
+        no part of what the next step routed.
+        """
         for router in self.held.values():
-            router.record.loss_gradient = loss_gradient
+            router.record.start(loss_gradient=loss_gradient)
 
     def take_sums(self) -> torch.Tensor:
         """What this rank saw since the last call, by layer: [layers, E + some], float64; forgets it.

@@ -202,12 +202,25 @@ def _cut_vocabulary(draft: _Draft) -> None:
 
 
 def _cut_experts(draft: _Draft) -> None:
-    """Fewer experts that the same degrees divide, in fewer groups if they have any, and fewer choices."""
+    """Fewer experts that the same degrees divide, in fewer groups if they have any, and fewer choices.
+
+    A choice among experts stays one: some are left out, and groups of several are not single ones.
+    """
     moe = draft.job().model.moe
     if not moe.num_experts:
         return
-    experts = _like(moe.num_experts, min(moe.num_experts, MAX_EXPERTS))
-    groups = next(n for n in range(min(moe.num_groups, MAX_GROUPS), 0, -1) if experts % n == 0)
+    is_choice = moe.top_k < moe.num_experts
+    choices = min(moe.top_k, MAX_CHOICES)
+    least_group = min(2, moe.num_experts // moe.num_groups)
+
+    def holds(experts: int) -> bool:
+        groups = _groups_of(experts, moe.num_groups)
+        is_grouped = groups > 1 and experts // groups >= least_group
+        return experts >= choices + is_choice and (is_grouped or moe.num_groups == 1)
+
+    near = min(moe.num_experts, MAX_EXPERTS)
+    experts = _like(moe.num_experts, near, holds)
+    groups = _groups_of(experts, moe.num_groups)
     top_groups = min(moe.top_groups, max(1, groups - 1))
     draft.set("model.moe.num_experts", experts)
     draft.set("model.moe.num_groups", groups)
@@ -215,7 +228,13 @@ def _cut_experts(draft: _Draft) -> None:
     if groups == 1 or experts // groups < 2:
         draft.set("model.moe.group_score", "max")
     reach = experts // groups * top_groups
-    draft.set("model.moe.top_k", min(moe.top_k, max(MAX_CHOICES, 1), reach))
+    draft.set("model.moe.top_k", min(choices, reach) if is_choice else experts)
+
+
+def _groups_of(experts: int, most: int) -> int:
+    """Into how many groups, MAX_GROUPS or nearly, ``experts`` can be shared out; ``most`` at most."""
+    few = range(min(most, MAX_GROUPS), 1, -1)
+    return next((n for n in (*few, *range(MAX_GROUPS + 1, most + 1)) if experts % n == 0), 1)
 
 
 def _cut_depth(draft: _Draft) -> None:
@@ -322,15 +341,19 @@ def _resize_latents(
         draft.set(f"model.mla.{name}", number)
 
 
-def _like(number: int, near: int) -> int:
-    """The number nearest to ``near``, not above if it can be, that the same degrees divide."""
+def _like(number: int, near: int, holds: Callable[[int], bool] = lambda _number: True) -> int:
+    """The number nearest to ``near``, not above if it can be, that the same degrees divide.
+
+    ``holds`` is what else it must fulfil; ``number`` itself is taken where none does.
+    """
     degrees = range(2, MAX_TP + 1)
     wanted = [number % degree == 0 for degree in degrees]
     span = 840  # the least number that all degrees up to 8 divide
     nearest = sorted(
         range(max(1, near - span), near + span), key=lambda n: (n > near, abs(n - near))
     )
-    return next(n for n in nearest if [n % degree == 0 for degree in degrees] == wanted)
+    alike = (n for n in nearest if [n % degree == 0 for degree in degrees] == wanted)
+    return next(filter(holds, alike), number)
 
 
 def _small_batch(size: int) -> int:

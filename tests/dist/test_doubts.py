@@ -113,3 +113,38 @@ def test_batch_that_is_bad_again_is_left_out_undone_or_the_end():
         seen, name, at, text, kept = run(policy)
         assert (len(seen), name, at, kept) == (2, error.__name__, next_sample, True)
         assert "step 3: loss=" in text and "rank 1 (tp 0, cp 0, pp 0, dp 1)" in text
+
+
+BALANCED = (
+    "model.moe.num_experts=4", "model.moe.has_bias=true", "model.moe.bias_rate=0.01", "model.moe.balance=global",
+    "model.moe.balance_coefficient=0.1",
+)  # fmt: skip
+
+
+def _loads_around_bad_batch(env, plan_json):
+    """Of each step and layer: choices over what its tokens make, and whether all sums are numbers."""
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    size, state, seen = plan.batch.global_batch_size, TrainState(), []
+
+    def spoil(_module, _args, output):
+        return output * math.nan if env.rank == 1 and state.samples == size else None
+
+    next(iter(parts.modules[0].layers.values())).mlp.register_forward_hook(spoil)
+    for _ in range(3):
+        outcome = train_step(parts, state, Requests(), is_recording=False)
+        state = outcome.state
+        choices = outcome.tokens * plan.job.model.moe.top_k
+        seen.append(
+            [(float(load.counts.sum()) / choices, math.isfinite(load.entropy + load.balance))
+             for load in outcome.loads.values()]
+        )  # fmt: skip
+    return seen
+
+
+def test_routing_of_batch_that_is_left_out_is_in_no_later_step():
+    plan = make_test_plan(
+        *layout_overrides("dp2-ep2"), *BALANCED, "data.global_batch_size=8", "elastic.on_nan=skip"
+    )
+    for before, _, after in run_grid(_loads_around_bad_batch, plan.grid, plan.to_json()):
+        assert set(before) == set(after) == {(1.0, True)}

@@ -50,7 +50,7 @@ def test_same_model_has_no_faults(imported):
     ("change", "fact"),
     [
         ({"num_layers": 3}, "layers.2.attention_norm.weight as nothing instead of (16,)"),
-        ({"num_layers": 1}, "layers.1.attention.k.weight, which this model lacks,"),
+        ({"num_layers": 1}, "layers.1.attention.k.weight, which this model lacks"),
         ({"ffn_width": 32}, "mlp.gate.weight as (24, 16) instead of (32, 16)"),
         ({"num_heads": 2, "num_kv_heads": 1}, "was made with model.num_heads=4, not 2"),
         ({"vocab_size": 51}, "was made with model.vocab_size=50, not 51"),
@@ -102,7 +102,7 @@ def test_rules_say_what_belongs_where(imported):
     fresh = ("layers.2.*", "embedding.tokens.weight")
     assert _start(imported.uri, deeper, fresh=fresh, ignore=("head.*",)) == []
     (fault,) = _start(imported.uri, deeper, fresh=fresh)
-    assert "head.weight, which this model lacks," in str(fault)
+    assert "head.weight, which this model lacks" in str(fault)
     shallower = _changed(imported.model, num_layers=1)
     assert _start(imported.uri, shallower, ignore=("layers.1.*",)) == []
     last = ("layers.1=layers.0",)
@@ -200,6 +200,14 @@ def test_run_of_another_model_is_refused_before_it_goes_on(tmp_path, imported):
     with pytest.raises(ConfigError, match=r"manifest-a0000.json holds .* instead of") as caught:
         load_job(VERIFY, [f"checkpoint.uri={tmp_path / 'runs'}"], is_for_training=True)
     assert "give another run.name" in str(caught.value)
+
+
+def test_run_of_another_model_is_told_field_by_field(imported):
+    store, _ = open_checkpoint(imported.uri)
+    with_experts = _changed(imported.model, moe=MoeSection(num_experts=4, width=16))
+    (fault,) = resume_faults(store, with_experts, micro_batch_size=1)
+    assert fault.fact.startswith("model.moe.num_experts=4, model.moe.width=16: ")
+    assert "{" not in fault.fact and ",," not in fault.fact
 
 
 def test_other_micro_batches_are_refused_where_routing_goes_by_them(imported):

@@ -170,3 +170,23 @@ def test_experts_are_fewer_with_their_groups_and_choices_and_some_block_keeps_th
     assert small.moe.num_experts == 8 and small.moe.num_groups == 4 and small.moe.top_groups == 3
     assert small.moe.top_k == 3
     assert any(small.moe.holds_experts(layer) for layer in range(small.num_layers))
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups"),
+    [(11, 2, 1, 1), (13, 4, 1, 1), (22, 2, 1, 1), (257, 8, 1, 1), (121, 1, 1, 1), (9, 2, 3, 2), (77, 3, 7, 2),
+     (16, 16, 1, 1)],
+)  # fmt: skip
+def test_choice_among_any_number_of_experts_stays_a_choice(experts, top_k, groups, top_groups):
+    moe = {
+        "num_experts": experts, "top_k": top_k, "num_groups": groups, "top_groups": top_groups,
+        "is_normalised": top_k > 1,
+    }  # fmt: skip
+    job = make_job(*(f"model.moe.{name}={str(value).lower()}" for name, value in moe.items()))
+    shrunk = _shrink(job, max_params=count_parameters(job.model) - 1).job
+    small = shrunk.model.moe
+    assert not job_faults(job_values(shrunk)) and small.num_experts <= experts
+    assert (small.top_k < small.num_experts) == (top_k < experts)
+    assert (small.top_k > 1, small.num_groups > 1) == (top_k > 1, groups > 1)
+    for degree in range(2, 9):
+        assert (small.num_experts % degree == 0) == (experts % degree == 0)
