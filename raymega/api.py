@@ -351,7 +351,10 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
                 for model in _section(values, "model", ModelSection)
                 for schedule in _section(values, "schedule", ScheduleSection)
                 for fault in resume_faults(
-                    open_store(uri), model, micro_batch_size=schedule.micro_batch_size
+                    open_store(uri),
+                    model,
+                    micro_batch_size=schedule.micro_batch_size,
+                    fp8=values.get("precision.fp8", "none"),
                 )
             ]
     if values.get("checkpoint.start_from", "none") != "none":

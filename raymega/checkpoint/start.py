@@ -68,7 +68,9 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
     return faults or _field_faults(section, manifest, model)
 
 
-def resume_faults(store: Store, model: ModelSection, *, micro_batch_size: int) -> list[Fault]:
+def resume_faults(
+    store: Store, model: ModelSection, *, micro_batch_size: int, fp8: str = "none"
+) -> list[Fault]:
     """What keeps a run of ``model`` from going on where its own newest whole checkpoint is."""
     try:
         manifest = find_restore(store).manifest
@@ -78,7 +80,7 @@ def resume_faults(store: Store, model: ModelSection, *, micro_batch_size: int) -
         return []
     unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
     if not unlike:
-        return _routing_faults(manifest, model, micro_batch_size)
+        return _micro_batch_faults(manifest, model, micro_batch_size, fp8)
     saved, asked = manifest.job.get("model"), _by_path(model.model_dump(mode="json"))
     before = _by_path(saved) if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
@@ -92,23 +94,38 @@ def resume_faults(store: Store, model: ModelSection, *, micro_batch_size: int) -
     ]
 
 
-def _routing_faults(manifest: Manifest, model: ModelSection, size: int) -> list[Fault]:
-    """A micro-batch of another size is another unit of capacity, and of the load that balances."""
-    schedule = manifest.job.get("schedule")
-    before = schedule.get("micro_batch_size", size) if isinstance(schedule, dict) else size
-    if before == size or not model.moe.goes_by_micro_batch:
+def _micro_batch_faults(
+    manifest: Manifest, model: ModelSection, size: int, fp8: str
+) -> list[Fault]:
+    """A micro-batch of another size is another unit of capacity, of the load that balances, and of scales."""
+    before, fp8_before = (
+        _saved_field(manifest, "schedule", "micro_batch_size", size),
+        _saved_field(manifest, "precision", "fp8", "none"),
+    )
+    if model.moe.goes_by_micro_batch:
+        what = (
+            f"model.moe.balance={model.moe.balance} and model.moe.capacity_factor="
+            f"{model.moe.capacity_factor:g} routing goes by the tokens"
+        )
+    else:
+        what = "precision.fp8=tensorwise a scale is of each tensor"
+    is_bound = model.moe.goes_by_micro_batch or fp8 == fp8_before == "tensorwise"
+    if before == size or not is_bound:
         return []
     return [
         Fault(
             fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
             f"{manifest.step}",
-            rule=f"with model.moe.balance={model.moe.balance} and model.moe.capacity_factor="
-            f"{model.moe.capacity_factor:g} routing goes by the tokens of a micro-batch, and with "
-            "others it would be another run",
+            rule=f"with {what} of a micro-batch, and with others it would be another run",
             remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
             "checkpoint.start_from takes the weights",
         )
     ]
+
+
+def _saved_field(manifest: Manifest, section: str, name: str, default: Any) -> Any:
+    fields = manifest.job.get(section)
+    return fields.get(name, default) if isinstance(fields, dict) else default
 
 
 def starting_manifest(

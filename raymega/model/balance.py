@@ -28,7 +28,8 @@ class Tally:
 
     Attributes:
         marks: Of the tokens.
-        gaps: [T], by how much the last choice was better than the next.
+        gaps: [T], by how much the last choice was better than the next, or kept before another by its
+            weight.
         kept: Choices of counted tokens that were not dropped, a scalar; None where none can be.
         losses: The router's, by their names in :class:`Load`, scalars; autograd does not see them.
     """
@@ -192,7 +193,8 @@ def entropy(shares: Tensor, marks: TokenMarks) -> Tensor:
 @torch.no_grad()
 def nudge_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     """One step of loss-free balancing (Wang et al. 2024; DeepSeek-V3): by the sign of the error."""
-    bias += rate * torch.sign(counts.mean() - counts).to(bias.dtype)
+    # Whole numbers, so that an expert at the mean is not moved by a division's rounding.
+    bias += rate * torch.sign(counts.sum() - counts.shape[0] * counts).to(bias.dtype)
 
 
 @torch.no_grad()

@@ -73,9 +73,7 @@ class Router(nn.Module):
         tell = partial(self.record.add, tally)
         weights = weigh_choices(logits, scores.detach(), chosen, moe, tell)
         totals = self._totals(chosen, marks)
-        routing = self._routing(chosen, weights, marks, totals)
-        if routing.is_dropping:
-            tally.kept = ((routing.experts < moe.num_experts) & marks.is_counted[:, None]).sum()
+        routing = self._routing(chosen, weights, totals, tally)
         balance = auxiliary_loss(
             moe, scores, chosen, marks, totals=totals, last=self.counts, micro=self.micro
         )
@@ -111,13 +109,16 @@ class Router(nn.Module):
         return all_reduce(torch.cat((counts, marks.num_counted[None])), self.micro)
 
     def _routing(
-        self, chosen: Tensor, weights: Tensor, marks: TokenMarks, totals: Tensor | None
+        self, chosen: Tensor, weights: Tensor, totals: Tensor | None, tally: Tally
     ) -> Routing:
-        moe, num_tokens = self.moe, chosen.shape[0]
+        """Where each token goes; ``tally`` is told of what is dropped."""
+        moe, marks, num_tokens = self.moe, tally.marks, chosen.shape[0]
         if totals is None or not moe.capacity_factor:
             return Routing(experts=chosen, weights=weights, num_experts=moe.num_experts)
         capacity = (totals[-1] * capacity_share(moe)).ceil()
-        experts = keep_within_capacity(chosen, weights, marks, capacity, moe, self.micro)
+        experts, gap = keep_within_capacity(chosen, weights, marks, capacity, moe, self.micro)
+        tally.gaps = torch.minimum(tally.gaps, gap)
+        tally.kept = ((experts < moe.num_experts) & marks.is_counted[:, None]).sum()
         rows = reserved_rows(moe, num_tokens=num_tokens, num_ranks=self.micro.size)
         return Routing(
             experts=experts,

@@ -225,6 +225,17 @@ def test_other_micro_batches_are_refused_where_routing_goes_by_them(imported):
     assert "set schedule.micro_batch_size=2" in fault.remedy
 
 
+def test_other_micro_batches_are_refused_where_scales_are_of_their_tensors(imported):
+    store, manifest = open_checkpoint(imported.uri)
+    store.delete(manifest.key)
+    sections = {"schedule": {"micro_batch_size": 2}, "precision": {"fp8": "tensorwise"}}
+    commit(store, replace(manifest, job=manifest.job | sections))
+    assert resume_faults(store, imported.model, micro_batch_size=4, fp8="rowwise") == []
+    assert resume_faults(store, imported.model, micro_batch_size=2, fp8="tensorwise") == []
+    (fault,) = resume_faults(store, imported.model, micro_batch_size=4, fp8="tensorwise")
+    assert "with precision.fp8=tensorwise a scale is of each tensor of a micro-batch" in fault.rule
+
+
 def test_missing_files_are_told(imported):
     store = open_store(imported.uri)
     (data,) = [key for key in store.list(ROOT) if key.endswith(".safetensors")]

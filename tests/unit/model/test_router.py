@@ -91,8 +91,9 @@ def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
     weights = torch.tensor([[0.1], [0.9], [0.2], [0.9], [0.99]])
     moe = MoeSection(num_experts=2, top_k=1, capacity_factor=1.0, drop_by=drop_by)
     marks = _marks(5, uncounted=[4])
-    experts = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    experts, gap = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
     assert [t for t in range(5) if experts[t] == 0] == kept
+    assert gap.item() == pytest.approx(0.7 if drop_by == "probability" else torch.inf)
     assert set(experts.flatten().tolist()) == {0, 2}
 
 
@@ -102,8 +103,22 @@ def test_of_equal_weights_the_earlier_token_stays_wherever_it_lies():
         numbers=torch.tensor([7, 1, 5, 0]), is_counted=torch.ones(4, dtype=torch.bool), row_length=8
     )
     moe = MoeSection(num_experts=1, top_k=1, capacity_factor=1.0)
-    experts = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
-    assert experts.flatten().tolist() == [1, 0, 1, 0]
+    experts, gap = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    assert experts.flatten().tolist() == [1, 0, 1, 0] and gap == 0
+
+
+@pytest.mark.parametrize(("drop_by", "is_close"), [("probability", True), ("position", False)])
+def test_a_choice_that_is_barely_kept_is_in_the_margin(drop_by, is_close):
+    moe = MoeSection(
+        num_experts=2, top_k=1, capacity_factor=1, is_normalised=False, drop_by=drop_by
+    )
+    layer, token = _layer(moe), torch.randn(12).double()
+    scales = torch.tensor(
+        [1, 2, 2 + 1e-9, 3], dtype=torch.float64
+    )  # one expert, which takes two of them
+    layer((scales[:, None, None] * token).requires_grad_()).sum().backward()
+    _, margin = layer.router.record.take(token.device)
+    assert margin > 0 and (margin < 1e-8) == is_close
 
 
 def test_uncounted_tokens_are_in_no_load_and_no_margin():
@@ -158,6 +173,9 @@ def test_bias_moves_by_the_sign_of_the_error_alone():
     bias = torch.zeros(4)
     nudge_bias(bias, torch.tensor([10.0, 0.0, 5.0, 5.0]), 0.25)
     assert bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
+    even = torch.zeros(49)
+    nudge_bias(even, torch.full((49,), 3.0), 0.25)
+    assert not even.any()
 
 
 def test_jitter_is_a_function_of_the_token_and_spread_evenly():
@@ -203,7 +221,9 @@ def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
     ranks = tuple(range(parallel.tp * parallel.cp))
     micro = Group(name="micro", ranks=ranks, index=0, timeout_s=1.0, handle=None)
     monkeypatch.setattr(router, "all_reduce", lambda counts, group: counts * group.size)
-    monkeypatch.setattr(router, "keep_within_capacity", lambda chosen, *_: chosen)
+    monkeypatch.setattr(
+        router, "keep_within_capacity", lambda chosen, *_: (chosen, torch.tensor(torch.inf))
+    )
     section = shape.model.moe
     weights = plain.draw_weights(section, width=12, ffn_width=8)
     one = Router(plain.Factory(weights, Stream(tp=NOBODY)), "moe.router", section, micro)
