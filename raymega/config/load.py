@@ -55,9 +55,7 @@ class _Yaml12Loader(yaml.SafeLoader):
 
 
 _Yaml12Loader.add_constructor("tag:yaml.org,2002:seq", _Yaml12Loader.construct_tuple)
-_Yaml12Loader.add_constructor(
-    "tag:yaml.org,2002:timestamp", yaml.constructor.SafeConstructor.construct_undefined
-)
+_Yaml12Loader.add_constructor("tag:yaml.org,2002:timestamp", _Yaml12Loader.construct_undefined)
 
 _Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")

@@ -74,6 +74,22 @@ def test_lists_are_refused_in_the_words_of_yaml(override, told):
     assert told in _texts(parse_job(VERIFY, [override]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.width=" + "9" * 400], "less than or equal to 9223372036854775807"),
+        (["run.seed=9223372036854775808"], "less than or equal to 9223372036854775807"),
+        (["model.num_layers=200001"], "model.num_layers=200001; tensors are listed layer by layer"),
+        (
+            ["schedule.name=gpipe", "schedule.chunks=100001"],
+            "parallel.pp=2 with schedule.chunks=100001; that is 200002 stages",
+        ),
+    ],
+)
+def test_numbers_that_nothing_could_count_to_are_refused_at_once(overrides, told):
+    assert told in _texts(parse_job(VERIFY, overrides))
+
+
 def test_missing_section_names_each_required_field():
     raw = deepcopy(parse_job(VERIFY).raw)
     del raw["run"]
