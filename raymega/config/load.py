@@ -53,9 +53,13 @@ class _Yaml12Loader(yaml.SafeLoader):
         """A sequence, whole at once: PyYAML fills lists later."""
         return tuple(self.construct_sequence(node, deep=True))
 
+    def refuse_tag(self, node: yaml.Node) -> object:
+        """Of YAML 1.1's timestamps, for which 1.2 has no tag."""
+        return self.construct_undefined(node)
+
 
 _Yaml12Loader.add_constructor("tag:yaml.org,2002:seq", _Yaml12Loader.construct_tuple)
-_Yaml12Loader.add_constructor("tag:yaml.org,2002:timestamp", _Yaml12Loader.construct_undefined)
+_Yaml12Loader.add_constructor("tag:yaml.org,2002:timestamp", _Yaml12Loader.refuse_tag)
 
 _Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")
