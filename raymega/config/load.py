@@ -25,7 +25,7 @@ from raymega.errors import ConfigError, Fault
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number, and on, off, yes and no are words.
+    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number; on, off, yes, no and 2026-11-30 are words.
 
     Sequences become tuples, which the strict fields of a job are.
     """
@@ -34,7 +34,7 @@ class _Yaml12Loader(yaml.SafeLoader):
         first: [
             (tag, pattern)
             for tag, pattern in resolvers
-            if not tag.endswith((":bool", ":float", ":int"))
+            if not tag.endswith((":bool", ":float", ":int", ":timestamp"))
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -53,8 +53,13 @@ class _Yaml12Loader(yaml.SafeLoader):
         """A sequence, whole at once: PyYAML fills lists later."""
         return tuple(self.construct_sequence(node, deep=True))
 
+    def refuse_tag(self, node: yaml.Node) -> object:
+        """Of YAML 1.1's timestamps, for which 1.2 has no tag."""
+        return self.construct_undefined(node)
+
 
 _Yaml12Loader.add_constructor("tag:yaml.org,2002:seq", _Yaml12Loader.construct_tuple)
+_Yaml12Loader.add_constructor("tag:yaml.org,2002:timestamp", _Yaml12Loader.refuse_tag)
 
 _Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")
@@ -145,7 +150,11 @@ def read_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: It is none.
     """
-    return yaml.load(text, Loader=_Yaml12Loader)
+    try:
+        return yaml.load(text, Loader=_Yaml12Loader)
+    except (ValueError, LookupError, RecursionError) as error:
+        # Of scalars that its own patterns let through, such as !!int x, and of lists without an end.
+        raise yaml.YAMLError(str(error)) from error
 
 
 def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
@@ -196,7 +205,7 @@ def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
     if not equals or not sections or not all((*sections, field)):
         return [_bad_override(override, "it must read section.field=value")]
     try:
-        value = yaml.load(text, Loader=_Yaml12Loader)
+        value = read_yaml(text)
     except yaml.YAMLError as error:
         return [_bad_override(override, f"its value must be YAML ({_one_line(error)})")]
     section = raw

@@ -55,7 +55,8 @@ def next_loss_scale(
         return None
     if is_overflow:
         return _after_overflow(scale, precision)
-    if scale.good_steps + 1 == precision.loss_scale_window:
+    # A run that is taken up again with a shorter window may have more of them than that already.
+    if scale.good_steps + 1 >= precision.loss_scale_window:
         return LossScale(factor=2 * scale.factor)
     return LossScale(
         factor=scale.factor, good_steps=scale.good_steps + 1, overflows=scale.overflows

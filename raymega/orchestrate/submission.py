@@ -22,6 +22,7 @@ from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
 from raymega.checkpoint.fence import newest_epoch
+from raymega.config.load import read_yaml
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
 from raymega.storage.open import open_store, reading_faults
@@ -227,7 +228,7 @@ def _job_file_faults(job_file: Path, root: Path) -> list[Fault]:
 def _given_paths(job_file: Path, overrides: Iterable[str]) -> dict[str, str]:
     """The path fields as they are written; what cannot be read is load's to refuse."""
     try:
-        raw = yaml.safe_load(job_file.read_text(encoding="utf-8"))
+        raw = read_yaml(job_file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return {}
     given: dict[str, str] = {}

@@ -58,6 +58,8 @@ from raymega.schedule.table import make_placement, schedule_faults, unread_size_
 
 PLACING = ("stages", *EVEN_ONLY)
 SCHEDULING = ("group_size", "max_activations", "owed_share")
+MAX_LISTED = 100_000
+"""Layers of a model, and stages of a pipeline: more than anyone has, and few enough to be looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +141,14 @@ def _table_rows(tp: int, vocab_size: int, multiple: int) -> list[Fault]:
 
 
 def _layers(pp: int, layers: int, stages: str) -> list[Fault]:
+    if layers > MAX_LISTED:
+        return [
+            Fault(
+                fact=f"model.num_layers={layers}",
+                rule=f"tensors are listed layer by layer, for at most {MAX_LISTED:,} of them",
+                remedy=f"use at most {MAX_LISTED}",
+            )
+        ]
     if pp <= layers or stages not in KINDS:
         return []
     return [
@@ -180,6 +190,17 @@ def _stages(
 ) -> list[Fault]:
     """Layers that cannot be placed as asked, and ranks that would hold nothing."""
     by_field: dict[str, Any] = dict(zip(PLACING, placing, strict=True))
+    if layers > MAX_LISTED:
+        return []  # told by the rule of layers
+    if pp * chunks > MAX_LISTED:
+        return [
+            Fault(
+                fact=f"parallel.pp={pp} with schedule.chunks={chunks}",
+                rule=f"that is {pp * chunks} stages, which are listed one by one: at most "
+                f"{MAX_LISTED:,}",
+                remedy="use fewer ranks or chunks",
+            )
+        ]
     parallel = ParallelSection(**by_field)
     placement = make_placement(name, pp=pp, chunks=chunks)
     faults = placement_faults(parallel, num_layers=layers, num_stages=placement.num_stages)

@@ -16,6 +16,7 @@ from raymega.optim.clip import clip_factor, local_norm_sq_by_group, tensor_group
 from raymega.parallel.comm import all_reduce
 from raymega.plan.tensors import model_tensors
 from raymega.train.build import Parts
+from raymega.train.doubts import Ruling
 from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome, loss_gradient
 from raymega.train.taps import Seen, tapped
@@ -61,7 +62,12 @@ class Activations:
         self._peaks[place] = torch.maximum(self._peaks[place], x.abs().max())
 
     def metrics(self, before: TrainState, outcome: StepOutcome) -> Metrics:
-        """Mean, standard deviation and largest magnitude by layer; all ranks call it together."""
+        """Mean, standard deviation and largest magnitude by layer; all ranks call it together.
+
+        None of a step whose second pass was used: the bad numbers of the first were seen as well.
+        """
+        if outcome.doubted is not None and outcome.doubted.ruling is Ruling.SECOND_PASS:
+            return {}
         parallel, here = self._parts.plan.job.parallel, self._parts.coords
         if here.tp > 0 and not parallel.sequence_parallel:
             self._sums.zero_()  # tp ranks hold the same stream

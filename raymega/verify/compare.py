@@ -81,8 +81,8 @@ class Reference:
         if slash:
             return _share(off, self.state_sizes[kind])
         moved = sum(values.lr for values in self.curve[:step]) * self.lr_scales.get(name, 1.0)
-        if name in self.undecided and off <= 2 * moved:  # one way here, the other way there
-            return 0.0
+        if name in self.undecided:  # one way here, the other way there; rounding comes on top
+            off = 0.0 if off <= 2 * moved else off - 2 * moved
         return _share(off, float(np.abs(self.tensors[step, name]).max()) + moved)
 
 

@@ -9,6 +9,7 @@ from raymega.messages import Requests
 from raymega.model.block import Block
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import build_parts
+from raymega.train.doubts import Ruling
 from raymega.train.state import first_state
 from raymega.train.statistics import activations_of, norm_metrics
 from raymega.train.step import train_step
@@ -108,3 +109,29 @@ def test_scale_of_float16_is_not_in_the_statistics(reference):
     metrics, _, _ = _run("tp1", "precision.dtype=float16")
     for name in ("train/output_grad_std/2", "train/output_std/2", "train/group_grad_norm/mlp.up"):
         assert metrics[name] == pytest.approx(reference[0][name], rel=0.05), name
+
+
+def _train_with_a_passing_fault(env, plan_json):
+    """Metrics of a step whose first pass is spoilt on the last rank."""
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    passes = []
+
+    def spoil(_module, _args, output):
+        passes.append(env.rank)
+        return output * float("nan") if passes == [1] else None
+
+    next(iter(parts.modules[0].layers.values())).mlp.register_forward_hook(spoil)
+    state = first_state(plan.job.precision)
+    with activations_of(parts, is_due=True) as activations:
+        outcome = train_step(parts, state, Requests(), is_recording=False)
+    return outcome.doubted.ruling, activations.metrics(state, outcome), outcome.grad_norm
+
+
+def test_numbers_of_a_pass_that_was_not_used_are_in_no_statistics():
+    plan = make_test_plan(*layout_overrides("dp2"))
+    for ruling, metrics, grad_norm in run_grid(
+        _train_with_a_passing_fault, plan.grid, plan.to_json()
+    ):
+        assert ruling is Ruling.SECOND_PASS and grad_norm > 0
+        assert metrics == {}

@@ -74,6 +74,22 @@ def test_lists_are_refused_in_the_words_of_yaml(override, told):
     assert told in _texts(parse_job(VERIFY, [override]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.width=" + "9" * 400], "less than or equal to 9223372036854775807"),
+        (["run.seed=9223372036854775808"], "less than or equal to 9223372036854775807"),
+        (["model.num_layers=200001"], "model.num_layers=200001; tensors are listed layer by layer"),
+        (
+            ["schedule.name=gpipe", "schedule.chunks=100001"],
+            "parallel.pp=2 with schedule.chunks=100001; that is 200002 stages",
+        ),
+    ],
+)
+def test_numbers_that_nothing_could_count_to_are_refused_at_once(overrides, told):
+    assert told in _texts(parse_job(VERIFY, overrides))
+
+
 def test_missing_section_names_each_required_field():
     raw = deepcopy(parse_job(VERIFY).raw)
     del raw["run"]
@@ -153,12 +169,32 @@ def test_every_field_has_a_description():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3e-4", 3e-4), ("1.5", 1.5), ("2", 2), ("off", "off"), ("yes", "yes"), ("true", True)],
+    [
+        ("3e-4", 3e-4),
+        ("1.5", 1.5),
+        ("2", 2),
+        ("off", "off"),
+        ("yes", "yes"),
+        ("true", True),
+        ("2026-11-30", "2026-11-30"),
+        ("2026-13-45", "2026-13-45"),
+    ],
 )
 def test_scalars_are_read_as_yaml_1_2_has_them(text, value):
     raw = parse_job(VERIFY, [f"tracking.mlflow_uri={text}"]).raw
     assert raw["tracking"]["mlflow_uri"] == value
     assert type(raw["tracking"]["mlflow_uri"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "!!int x", "!!int ''", "!!bool maybe", "!!timestamp x", "[" * 3000]
+)
+def test_values_that_yaml_cannot_make_are_refused_as_other_mistakes_are(tmp_path, text):
+    assert "its value must be YAML" in _texts(parse_job(VERIFY, [f"run.steps={text}"]))
+    path = tmp_path / "job.yaml"
+    path.write_text(f"run: {{name: x, steps: {text}}}")
+    with pytest.raises(ConfigError, match="is not YAML: "):
+        parse_job(path)
 
 
 def test_sequences_become_tuples_in_files_and_overrides(tmp_path):

@@ -41,6 +41,11 @@ def test_hysteresis_1_forgives_nothing():
     assert _factors("oo", section) == [32, 16]
 
 
+def test_factor_doubles_where_a_shorter_window_is_already_over():
+    scale = LossScale(factor=64.0, good_steps=7, overflows=1)
+    assert next_loss_scale(scale, SECTION, is_overflow=False) == LossScale(factor=128.0)
+
+
 def test_overflow_at_the_minimum_is_an_error_with_exit_5():
     section = SECTION.model_copy(update={"min_loss_scale": 20.0})
     assert _factors("ooo", section) == [64, 32, 20]

@@ -69,6 +69,12 @@ def test_without_the_script_the_nodes_command_is_used(project):
     assert words == ["raymega", "train", "jobs/verify.yaml", "--json"]
 
 
+def test_names_are_read_as_the_job_file_has_them(project):
+    path = project / "jobs" / "verify.yaml"
+    path.write_text(path.read_text().replace("name: verify", "name: 2026-11-31", 1))
+    assert submit(project).submission_id == "2026-11-31-a2"
+
+
 def test_job_file_outside_the_working_folder_is_refused(project):
     with pytest.raises(ConfigError, match="outside the working folder"):
         submit(project, job_file=ROOT / "jobs" / "verify.yaml")

@@ -116,6 +116,8 @@ def test_a_weight_that_noise_moves_is_named_and_may_differ_by_so_much(moment):
     reference = make_reference(result(0.5))
     assert reference.undecided == {"bias"}
     assert compare([result(-0.5)], reference, limit=LIMIT).first is None
+    assert compare([result(-0.5 - 1e-15)], reference, limit=LIMIT).first is None  # rounding
+    assert compare([result(nan)], reference, limit=LIMIT).first.value == inf
     assert compare([result(-0.5, weight=1.1)], reference, limit=LIMIT).first.quantity == "w"
     assert compare([result(-0.6)], reference, limit=LIMIT).first.quantity == "bias"
     others = make_reference(result(0.5, moment="sgd.momentum"))
