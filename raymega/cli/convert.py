@@ -79,11 +79,12 @@ def export(
         result = {
             "output": str(done.folder), "manifest": done.key, "step": done.step,
             "dtype": done.dtype, "num_parameters": done.num_parameters, "files": done.files,
+            "notes": done.notes,
         }  # fmt: skip
         print(json.dumps(result))
         return
     print(f"{done.folder}: step {done.step}, {done.num_parameters:,} parameters in {done.dtype}")
-    print("\n".join(done.files))
+    print("\n".join((*done.files, *done.notes)))
 
 
 @convert_app.command("dcp-import")

@@ -44,6 +44,7 @@ class Exported:
         dtype: Format of the weights.
         num_parameters: Elements, a tied table counted once.
         files: Names of all files.
+        notes: What the model does here and not in transformers, a line each.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Exported:
     dtype: str
     num_parameters: int
     files: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def hf_export(
@@ -91,7 +93,18 @@ def hf_export(
         folder=folder, key=manifest.key, step=manifest.step, dtype=target,
         num_parameters=sum(int(np.prod(at.shape)) for at in theirs),
         files=tuple(sorted(path.name for path in folder.iterdir())),
+        notes=_notes(model),
     )  # fmt: skip
+
+
+def _notes(model: ModelSection) -> tuple[str, ...]:
+    factor = model.moe.capacity_factor
+    if not model.moe.num_experts or not factor:
+        return ()
+    return (
+        f"model.moe.capacity_factor={factor:g}: raymega drops choices of a full expert in evaluation too, "
+        "transformers drops none",
+    )
 
 
 def _dtype_faults(dtype: str) -> list[Fault]:
