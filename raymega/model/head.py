@@ -45,7 +45,7 @@ class Head(nn.Module):
         self.weight = weight
         self.logit_scale = 1 / model.width_ratio  # muP
         self.stream = factory.stream
-        self.deferral = factory.deferral
+        self.deferral, self.is_fused = factory.deferral, factory.is_fused
         self.kept = KeptMemory()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,9 @@ class Head(nn.Module):
         """:meth:`loss_sum` of what has its last norm behind it."""
         terms = self.training_terms if self.training else self.plain_terms
         logits = self._padded_logits(x)
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), self.stream.tp, terms)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t(), self.stream.tp, terms, is_fused=self.is_fused
+        )
         return (losses * mask.t().to(losses.dtype)).sum()
 
     def _padded_logits(self, x: Tensor) -> Tensor:

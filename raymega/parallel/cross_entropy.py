@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm import all_reduce
+from raymega.parallel.fusing import fused
 from raymega.parallel.groups import Group
 from raymega.parallel.tensor import local_rows
 
@@ -41,7 +42,7 @@ class LossTerms:
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, tp: Group, terms: LossTerms
+    logits: Tensor, labels: Tensor, tp: Group, terms: LossTerms, *, is_fused: bool = False
 ) -> Tensor:
     """The loss of each token.
 
@@ -50,11 +51,12 @@ def vocab_parallel_cross_entropy(
         labels: [S, B] int64. A label outside [0, V) gives a finite loss without meaning.
         tp: The tensor-parallel ranks.
         terms: What the loss is made of.
+        is_fused: By compiled kernels, one forward and one backward.
 
     Returns:
         [S, B] in max(fp32, dtype), equal on all ranks of ``tp``.
     """
-    return _CrossEntropy.apply(logits, labels, tp, terms)
+    return _CrossEntropy.apply(logits, labels, tp, terms, is_fused)
 
 
 def num_real_columns(num_columns: int, tp: Group, vocab_size: int) -> int:
@@ -66,23 +68,29 @@ class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits' memory and one number a token, and gives the gradient in the same memory.
 
     In max(fp32, dtype) the exponentials are made there too, with the rank's own peak: a portion is
-    read from memory once. Logits of fewer bits stay as they are, and backward makes them again.
+    read from memory once. Logits of fewer bits stay as they are, and so do all where kernels are
+    compiled, which read them once in either direction; backward makes the exponentials again.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Group, terms: LossTerms) -> Tensor:
+    def forward(  # autograd gives them one by one
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        tp: Group,
+        terms: LossTerms,
+        is_fused: bool,  # noqa: FBT001
+    ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows, is_elsewhere = local_rows(labels, logits.shape[-1], tp)
         num_real = num_real_columns(logits.shape[-1], tp, terms.vocab_size)
         real = logits[..., :num_real]
         picked = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1).to(wide)
-        own_peak, sum_exp, total = (torch.empty_like(picked) for _ in range(3))
-        for part in _portions(logits):
-            own_peak[part] = _peak(real[part])
-            shifted = _minus(real[part], own_peak[part])
-            if terms.label_smoothing:
-                total[part] = shifted.sum(-1)
-            sum_exp[part] = shifted.exp_().sum(-1)
+        ctx.is_fused = is_fused and num_real > 0
+        if ctx.is_fused:
+            own_peak, sum_exp, total = fused(_row_sums, is_on=True)(real.detach())
+        else:
+            own_peak, sum_exp, total = _row_sums_in_portions(real, terms)
         peak = all_reduce(own_peak.clone(), tp, op="max")
         # Of a rank that has padding only, whose own peak is -inf, the sums are 0.
         lift = (own_peak - peak).clamp_(min=torch.finfo(wide).min)
@@ -95,8 +103,10 @@ class _CrossEntropy(torch.autograd.Function):
         sum_exp, aim = all_reduce(torch.stack((sum_exp, aim)), tp)
         log_sum = sum_exp.log()
         log_sum_exp = peak + log_sum
-        ctx.is_narrow = logits.dtype != wide
-        number = log_sum_exp if ctx.is_narrow else _z_factor(log_sum_exp, terms) / sum_exp * scale
+        ctx.is_as_it_was = ctx.is_fused or logits.dtype != wide
+        number = (
+            log_sum_exp if ctx.is_as_it_was else _z_factor(log_sum_exp, terms) / sum_exp * scale
+        )
         ctx.save_for_backward(logits, number, rows, is_elsewhere)
         ctx.terms, ctx.num_real = terms, num_real
         loss = log_sum - aim
@@ -104,25 +114,76 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """softmax * (1 + 2 z log_sum_exp) - (1 - a) * one-hot of the label - a / V."""
         logits, number, rows, is_elsewhere = ctx.saved_tensors
         terms: LossTerms = ctx.terms
-        factor = _z_factor(number, terms) if ctx.is_narrow else number
-        factor = (grad * factor).unsqueeze(-1)
+        factor = grad * (_z_factor(number, terms) if ctx.is_as_it_was else number)
         at_label = torch.where(is_elsewhere, 0.0, grad * (terms.label_smoothing - 1.0))
         everywhere = grad * (terms.label_smoothing / terms.vocab_size)
+        if ctx.is_fused:
+            _to_gradient(logits, number, rows, (factor, at_label, everywhere))
+            logits[..., ctx.num_real :] = 0.0
+            return logits, None, None, None, None
         for part in _portions(logits):
             kept = logits[part]
-            softmax = _minus(kept, number[part]).exp_() if ctx.is_narrow else kept
-            grad_logits = softmax.mul_(factor[part])
+            softmax = _minus(kept, number[part]).exp_() if ctx.is_as_it_was else kept
+            grad_logits = softmax.mul_(factor[part].unsqueeze(-1))
             grad_logits.scatter_add_(-1, rows[part].unsqueeze(-1), at_label[part].unsqueeze(-1))
             if terms.label_smoothing:
                 grad_logits.sub_(everywhere[part].unsqueeze(-1))
             grad_logits[..., ctx.num_real :] = 0.0
-            if ctx.is_narrow:
+            if ctx.is_as_it_was:
                 kept.copy_(grad_logits)
-        return logits, None, None, None
+        return logits, None, None, None, None
+
+
+def _row_sums(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token's logits x [S, B, columns]: p = max x, sum of exp(x - p), sum of x - p."""
+    wide = real.to(torch.promote_types(real.dtype, torch.float32))
+    peak = wide.amax(-1)
+    shifted = wide - peak.unsqueeze(-1)
+    return peak, shifted.exp().sum(-1), shifted.sum(-1)
+
+
+def _row_sums_in_portions(real: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by torch's own kernels, the last where ``terms`` wants it; in max(fp32, dtype) x becomes exp(x - p)."""
+    wide = torch.promote_types(real.dtype, torch.float32)
+    peak, sum_exp, total = (real.new_empty(real.shape[:-1], dtype=wide) for _ in range(3))
+    for part in _portions(real):
+        peak[part] = _peak(real[part])
+        shifted = _minus(real[part], peak[part])
+        if terms.label_smoothing:
+            total[part] = shifted.sum(-1)
+        sum_exp[part] = shifted.exp_().sum(-1)
+    return peak, sum_exp, total
+
+
+def _to_gradient(
+    logits: Tensor, number: Tensor, rows: Tensor, factors: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """In place, in one pass; a token's own label, which another rank may have, is put in after it.
+
+    Args:
+        logits: [S, B, V/tp].
+        number: [S, B], log of the sum of exponentials.
+        rows: [S, B], columns of the labels.
+        factors: Each [S, B], of the softmax, of the label, and of every column.
+    """
+    factor, at_label, everywhere = factors
+    columns = rows.unsqueeze(-1)
+    at_columns = _minus(logits.gather(-1, columns).to(number.dtype), number).exp_().squeeze(-1)
+    at_columns.mul_(factor).add_(at_label).sub_(everywhere)
+    fused(_softmax_gradient, is_on=True)(logits.detach(), number, factor, everywhere)
+    tokens = torch.arange(rows.numel(), device=rows.device)
+    # Not scatter_, which on a CPU makes a copy of all logits and copies it back.
+    by_token = logits.detach().flatten(0, 1)
+    by_token[tokens, rows.flatten()] = at_columns.to(logits.dtype).flatten()
+
+
+def _softmax_gradient(logits: Tensor, number: Tensor, factor: Tensor, everywhere: Tensor) -> None:
+    softmax = (logits.to(number.dtype) - number.unsqueeze(-1)).exp()
+    logits.copy_(softmax * factor.unsqueeze(-1) - everywhere.unsqueeze(-1))
 
 
 def _portions(logits: Tensor) -> Iterator[slice]:

@@ -26,7 +26,8 @@ def fused(function: Function, *, is_on: bool) -> Function:
     """``function``, or with ``is_on`` one that computes the same in fewer passes over memory.
 
     Args:
-        function: Of tensors, numbers and booleans, to tensors; it may overwrite no argument.
+        function: Of tensors, numbers and booleans, to tensors; as its last act it may overwrite an
+            argument of which nobody wants a gradient.
         is_on: Compile it at its first call, for the shapes that it gets; other shapes later on make
             it general.
     """

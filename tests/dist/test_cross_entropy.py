@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from raymega.parallel import fusing
 from raymega.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from raymega.plan.grid import Grid
 from tests.support import reference
@@ -35,10 +36,10 @@ def _inputs(scale, dtype, *, columns=V):
     return logits.to(dtype), labels, torch.rand(S, B, generator=generator)
 
 
-def _run(env, logits, labels, grad, terms):
+def _run(env, logits, labels, grad, terms, is_fused=False):
     tp = env.groups.tp
     mine = logits.chunk(tp.size, -1)[tp.index].contiguous().requires_grad_()
-    losses = vocab_parallel_cross_entropy(mine, labels, tp, terms)
+    losses = vocab_parallel_cross_entropy(mine, labels, tp, terms, is_fused=is_fused)
     losses.backward(grad.to(losses.dtype))
     return losses.detach(), mine.grad
 
@@ -91,6 +92,28 @@ def test_bfloat16_logits_give_float32_losses(tp):
     assert losses.dtype == torch.float32 and grad.dtype == torch.bfloat16
     assert reference.difference(losses, wanted) < 1e-6
     assert reference.difference(grad, grad_wanted) < BFLOAT16_ROUNDING
+
+
+@pytest.mark.skipif(
+    not fusing.can_fuse(torch.device("cpu")), reason="torch.compile finds no C++ compiler"
+)
+def test_compiled_losses_and_gradients_are_those_of_the_whole_vocabulary():
+    """Where a rank holds tokens and padding, and where it holds padding only."""
+    kinds = [(torch.float64, FLOAT64_LAYER), (torch.bfloat16, BFLOAT16_ROUNDING)]
+    cases = [
+        (*_inputs(3.0, dtype, columns=columns), terms, True)
+        for dtype, _ in kinds
+        for columns in TABLES.values()
+        for terms in (TERMS["plain"], TERMS["both"])
+    ]
+    results = run_grid(_run_cases, Grid(tp=2), cases, timeout=240)
+    for case, (*inputs, _) in enumerate(cases):
+        losses, grad = _joined(results, case)
+        wanted, grad_wanted = _wanted(*inputs)
+        limit = dict(kinds)[inputs[0].dtype]
+        assert reference.difference(losses, wanted) < min(limit, 1e-6)
+        assert reference.difference(grad, grad_wanted) < limit, case
+        assert not grad[..., V:].any(), "padding got a gradient"
 
 
 @degrees

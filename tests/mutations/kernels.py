@@ -55,4 +55,19 @@ KERNELS: tuple[Mutation, ...] = (
         new="(grad * weight).mul_(inverse)",
         layout=COMPILED,
     ),
+    Mutation(
+        name="the compiled loss spreads no smoothing over the other columns",
+        file="parallel/cross_entropy.py",
+        old="softmax * factor.unsqueeze(-1) - everywhere.unsqueeze(-1)",
+        new="softmax * factor.unsqueeze(-1)",
+        layout=COMPILED,
+        job=("model.label_smoothing=0.1",),
+    ),
+    Mutation(
+        name="the compiled loss takes each rank's own sum of exponentials in its gradient",
+        file="parallel/cross_entropy.py",
+        old="(logits.detach(), number, factor, everywhere)",
+        new="(logits.detach(), logits.logsumexp(-1), factor, everywhere)",
+        layout=Layout(tp=2, kernels="compile"),
+    ),
 )
