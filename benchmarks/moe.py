@@ -46,24 +46,30 @@ from tests.support.ranks import RankEnv, run_grid
 TOKENS_OF_EXPERT = (1, 4, 16, 64, 256)
 WIDTHS = (64, 256, 1024)
 NUM_EXPERTS = {64: 64, 256: 32, 1024: 8}
+MICRO_BATCHES = 4
+"""Of a step beside transformers: what a run does once a step weighs as it does there."""
 
 
 class Summed:
     """A module of ours, and the sums that its gradients are added to; a call is a step."""
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, forward: Callable[[], Tensor], *, micro_batches: int = 1
+    ) -> None:
         params = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
         nobody = Sharing(whole=alone(0), inside=alone(0), across=alone(0))
         table = make_buckets([params], nobody, experts=nobody)
         self.sums = GradBuffer(table, build_groups(Grid(), 0, timeout_s=60.0))
-        self.forward = forward
+        self.forward, self.micro_batches = forward, micro_batches
 
     def __call__(self) -> None:
-        """Forward and backward."""
+        """Forward and backward of each micro-batch."""
         self.sums.zero()
-        self.sums.launch_when_full()
-        self.forward().sum().backward()
-        self.sums.launch()
+        for number in range(self.micro_batches):
+            if number == self.micro_batches - 1:
+                self.sums.launch_when_full()
+            self.forward().sum().backward()
+            self.sums.launch()
         self.sums.finish()
 
 
@@ -132,13 +138,19 @@ class _Looped(torch.nn.Module):
         return torch.cat(outputs)
 
 
-def _step(forward: Callable[[], Tensor], module: torch.nn.Module) -> None:
-    forward().sum().backward()
+def _step(
+    forward: Callable[[], Tensor], module: torch.nn.Module, *, micro_batches: int = 1
+) -> None:
+    for _ in range(micro_batches):
+        forward().sum().backward()
     module.zero_grad()
 
 
 def against_transformers(*, rounds: int, quick: bool) -> None:
-    """A whole layer and Mixtral's block with each way that transformers has for the experts."""
+    """A whole layer and Mixtral's block with each way that transformers has for the experts.
+
+    A step has some micro-batches, whose gradients both sides add up.
+    """
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -150,7 +162,7 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
         factory = _factory(moe, width=width, ffn_width=2 * width)
         layer = MoeLayer(factory, "layers.0.moe", moe, groups)
         x, places = torch.randn(tokens, 1, width, requires_grad=True), _whole_places(tokens)
-        ours = Summed(layer, lambda: layer(x, places))  # noqa: B023
+        ours = Summed(layer, lambda: layer(x, places), micro_batches=MICRO_BATCHES)  # noqa: B023
         for way in ("grouped_mm", "batched_mm", "eager"):
             config = MixtralConfig(
                 hidden_size=width, intermediate_size=2 * width, num_local_experts=num_experts,
@@ -165,7 +177,11 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
             assert torch.allclose(*found, rtol=1e-3, atol=1e-4)
             pairs = interleave(
                 ours,
-                lambda: _step(lambda: _output(block(their_x)), block),  # noqa: B023
+                lambda: _step(
+                    lambda: _output(block(their_x)),  # noqa: B023
+                    block,  # noqa: B023
+                    micro_batches=MICRO_BATCHES,
+                ),
                 rounds=rounds if way != "batched_mm" else 3,
             )
             name = f"{num_experts} experts, width {width}, {tokens} tokens: {way}"
@@ -191,7 +207,7 @@ def _experts_alone(
 
     with torch.no_grad():
         assert torch.allclose(ours.forward(), theirs(), rtol=1e-3, atol=1e-4)
-    return ours, lambda: _step(theirs, block)
+    return ours, lambda: _step(theirs, block, micro_batches=MICRO_BATCHES)
 
 
 def _whole_places(tokens: int) -> Places:
