@@ -41,9 +41,10 @@ def load_metrics(layer: int, counts: Sequence[float]) -> dict[str, float]:
 
 def collapse_warning(layer: int, experts: Sequence[int], step: int) -> str:
     """A sentence that names the layer and its starved experts."""
+    is_one = len(experts) == 1
     return (
-        f"Routing collapses in layer {layer} at step {step}: experts {_names(experts)} "
-        f"get less than {STARVED_SHARE:.0%} of an even load."
+        f"Routing collapses in layer {layer} at step {step}: expert{'' if is_one else 's'} "
+        f"{_names(experts)} {'gets' if is_one else 'get'} less than {STARVED_SHARE:.0%} of an even load."
     )
 
 
