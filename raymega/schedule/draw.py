@@ -79,9 +79,9 @@ def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float =
         time_unit: What one unit on the time axis is called.
         scale: Units on the time axis per unit of the events; 1000 shows seconds as ``ms``.
     """
-    frame = _make_frame(rows, scale)
     last_chunk = max((event[2] for events in rows.values() for event in events), default=0)
     legend, legend_px = _legend(rows, last_chunk)
+    frame = _make_frame(rows, scale, legend_px=legend_px)
     parts = [
         PATTERN,
         _text(MARGIN_PX, 24, title, "title"),
@@ -91,7 +91,7 @@ def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float =
     for index, (label, events) in enumerate(rows.items()):
         parts += _row(frame, index, label, events, last_chunk)
     height = frame.row_y(len(rows)) + AXIS_PX
-    width = max(frame.left_px + frame.width_px, legend_px) + MARGIN_PX
+    width = frame.left_px + frame.width_px + MARGIN_PX
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}">\n<style>{STYLE}</style>\n'
@@ -118,18 +118,20 @@ class _Frame:
         return TITLE_PX + LEGEND_PX + index * (ROW_PX + ROW_GAP_PX)
 
 
-def _make_frame(rows: Rows, scale: float) -> _Frame:
+def _make_frame(rows: Rows, scale: float, *, legend_px: float) -> _Frame:
+    """As wide as the blocks' numbers need, and no narrower than what is said above them."""
     first, last = span(rows.values())
     blocks = [e[4] - e[3] for row in rows.values() for e in row if e[0] == Op.FORWARD]
     typical = median(blocks) if blocks else 0.0
     width_px = (last - first) / typical * BLOCK_PX if typical > 0 else 0.0
     labels_px = CHARACTER_PX * max((len(label) for label in rows), default=0)
+    left_px = MARGIN_PX + labels_px + 8
     return _Frame(
         first=first * scale,
         length=(last - first) * scale or 1.0,
         scale=scale,
-        left_px=MARGIN_PX + labels_px + 8,
-        width_px=min(max(width_px, MIN_WIDTH_PX), MAX_WIDTH_PX),
+        left_px=left_px,
+        width_px=min(max(width_px, MIN_WIDTH_PX, legend_px - left_px), MAX_WIDTH_PX),
     )
 
 
