@@ -102,15 +102,16 @@ def _micro_batch_faults(
         _saved_field(manifest, "schedule", "micro_batch_size", size),
         _saved_field(manifest, "precision", "fp8", "none"),
     )
+    if before == size:
+        return []
     if model.moe.goes_by_micro_batch:
         what = (
             f"model.moe.balance={model.moe.balance} and model.moe.capacity_factor="
             f"{model.moe.capacity_factor:g} routing goes by the tokens"
         )
-    else:
+    elif fp8 == fp8_before == "tensorwise":
         what = "precision.fp8=tensorwise a scale is of each tensor"
-    is_bound = model.moe.goes_by_micro_batch or fp8 == fp8_before == "tensorwise"
-    if before == size or not is_bound:
+    else:
         return []
     return [
         Fault(

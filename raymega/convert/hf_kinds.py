@@ -58,7 +58,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_divisor(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and _is_whole(value) and value > 0
 
 
 def _is_number(value: object) -> bool:

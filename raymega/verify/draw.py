@@ -73,8 +73,8 @@ def is_power_of_two(number: int) -> bool:
 
 def _met(option: Option, layout: Layout) -> tuple[object, ...]:
     """An option's value; of the many rank orders only which axis is the fastest, of the many texts
-        that place layers only whether a stage has none; of numbers that ``pp`` stands for only whether they
-    are below it."""
+    that place layers only whether a stage has none; of numbers that ``pp`` stands for only whether
+    they are below it."""
     value = layout.value(option)
     if option.name == "order":
         value = value.split("-")[0]

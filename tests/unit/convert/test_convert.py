@@ -314,3 +314,16 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * largest + 500_000  # headers and the manifest are the rest
+
+
+@pytest.mark.parametrize(("factor", "notes"), [(0.0, 0), (1.5, 1)])
+def test_export_says_that_transformers_drops_no_choices(tmp_path, factor, notes):
+    moe = MoeSection(num_experts=4, width=24, capacity_factor=factor)
+    model = make_model(moe=moe, norm_eps=1e-5)
+    done = _import(write_folder(tmp_path / "theirs", model), tmp_path / "ours")
+    store, manifest = open_checkpoint(done.uri)
+    store.delete(manifest.key)  # what training with a capacity would have saved
+    commit(store, replace(manifest, job={"model": model.model_dump(mode="json")}))
+    back = hf_export(done.uri, tmp_path / "back")
+    assert len(back.notes) == notes
+    assert all("capacity_factor=1.5" in note for note in back.notes)

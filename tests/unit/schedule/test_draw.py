@@ -110,3 +110,16 @@ def test_collectives_are_strips_and_their_waits_are_hatched():
     (strip,), (wait,) = _rects(root, "strip"), _rects(root, "wait")
     assert float(strip["width"]) == pytest.approx(2 * float(wait["width"]), abs=0.1)
     assert any("50% hidden" in text for text in texts)
+
+
+def test_rows_are_as_wide_as_what_is_said_above_them():
+    rows = {"rank 0": [
+        ("forward", 0, 0, 0.0, 1.0), ("backward", 0, 1, 1.0, 3.0),
+        *((name, 0, 0, 2.0, 4.0) for name in ("reduce", "ep_exchange", "cp_pass")),
+    ]}  # fmt: skip
+    root, _ = _draw(rows)
+    said = next(text for text in root.iter(f"{SVG}text") if "hidden" in text.text)
+    (row,) = _rects(root, "row")
+    right = float(row["x"]) + float(row["width"])
+    assert right >= float(said.get("x")) + 6 * len(said.text)
+    assert 0 < float(root.get("width")) - right < 20
