@@ -206,7 +206,9 @@ def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float
     backward = matmul_s(device, tokens, rows, width, element=element)
     backward += matmul_s(device, width, tokens, rows, element=element)
     logits = tokens * rows
-    written, read_for_loss, gradient = element + 4, 4, element + 4
+    # In steps also widened to float32, which the loss and its gradient read; compiled, as they are.
+    wide = 0 if shape.is_fused else 4
+    written, read_for_loss, gradient = element + wide, wide or element, element + (wide or element)
     forward += memory_s(device, logits * (written + read_for_loss))
     return forward, backward + memory_s(device, logits * gradient)
 

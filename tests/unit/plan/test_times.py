@@ -16,7 +16,7 @@ from raymega.plan.activations import activation_shape
 from raymega.plan.context_cost import METHODS, shape_cost
 from raymega.plan.hardware import fitted_hardware
 from raymega.plan.kernel_time import attention_s, matmul_s, memory_s, stream_s
-from raymega.plan.layer_time import layer_time
+from raymega.plan.layer_time import head_time, layer_time
 from raymega.plan.link_time import all_reduce_s, gather_s, make_span, message_s
 from raymega.plan.memory_use import micro_batches_in_flight
 from raymega.plan.run_plan import make_plan
@@ -139,6 +139,21 @@ def test_fused_kernels_save_the_passes_over_memory_that_steps_make(name):
     assert saved == pytest.approx(gate + turn)
     assert stepped.backward_s - fused.backward_s == pytest.approx(2 * saved)
     assert fused == layer_time(shape, device, replace(RAYMEGA, makes_steps=False))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_fused_loss_leaves_logits_in_their_format(dtype):
+    stepped, fused = (
+        activation_shape(plan_of(f"precision.dtype={dtype}", f"run.kernels={kernels}").job)
+        for kernels in ("eager", "compile")
+    )
+    logits = fused.tokens * fused.model.table_rows / fused.parallel.tp
+    saved = [a - b for a, b in zip(head_time(stepped, H100), head_time(fused, H100), strict=True)]
+    once = (
+        memory_s(H100, logits * (8 - fused.element)),
+        memory_s(H100, logits * (4 - fused.element)),
+    )
+    assert saved == [pytest.approx(each) for each in once]
 
 
 def test_fused_kernels_change_nothing_where_torch_has_one_kernel_already():
