@@ -1,0 +1,82 @@
+"""`raymega plan --json` of every job file, as it is and on H100s, and of the table of published runs.
+
+What is printed is kept as its sha256, all of it but the ranks as it stands, and the ranks by what they
+hold: equal ones once, with their numbers. Where the rest shows no difference and the digest does, ranks
+have changed places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from raymega.cli import plan_text
+from raymega.plan.choice import best_grid
+from raymega.plan.grid import Coords
+from raymega.plan.tensors import stage_tensors
+from raymega.schedule.table import make_schedule
+from tests.golden.commands import called
+from tests.golden.folding import fold, ranges
+from tests.golden.remembering import remembered
+from tests.golden.scratch import scratch
+
+JOBS = Path(__file__).parents[2] / "jobs"
+VARIANTS = {"": (), "-h100": ("--gpu", "h100")}
+SEARCHED = {"demo": ("--gpu", "h100", "--top", "3"), "verify": ("--top", "3")}
+SHARED = (plan_text._plan_object, best_grid, stage_tensors, make_schedule)
+"""What the variants of a plan, and its ranks, have in common."""
+PUBLISHED, RUNS = "plans/published.txt", JOBS.with_name("benchmarks") / "published_runs.csv"
+RANKS = ', "ranks": '
+PLACES = {"rank", *(field.name for field in fields(Coords))}
+
+
+def job_names() -> list[str]:
+    """Every job file, without its suffix."""
+    return sorted(path.stem for path in JOBS.glob("*.yaml"))
+
+
+def files_of(name: str) -> list[str]:
+    """What is kept of the job ``name``."""
+    searches = [f"plans/{name}-top.txt"] if name in SEARCHED else []
+    return [f"plans/{name}{variant}.txt" for variant in VARIANTS] + searches
+
+
+def texts_of(name: str) -> dict[str, str]:
+    """What the plans of the job ``name`` print."""
+    job = str(JOBS / f"{name}.yaml")
+    with scratch(), remembered(*SHARED):
+        made = [_kept(_printed(job, *options)) for options in VARIANTS.values()]
+        if name in SEARCHED:
+            made.append(fold(_printed(job, *SEARCHED[name]), depth=4))
+    return dict(zip(files_of(name), made, strict=True))
+
+
+def published() -> dict[str, str]:
+    """What is predicted of published runs, an object each."""
+    with scratch():
+        ended = called("plan", "--runs", str(RUNS), "--json")
+    return {PUBLISHED: "\n".join(fold(line, depth=1) for line in ended.stdout.splitlines()) + "\n"}
+
+
+def _printed(job: str, *options: str) -> str:
+    ended = called("plan", job, *options, "--json")
+    assert ended.code == 0, ended.stderr
+    return ended.stdout
+
+
+def _kept(printed: str) -> str:
+    begin = printed.index(RANKS) + len(RANKS)
+    ranks, end = json.JSONDecoder().raw_decode(printed, begin)
+    digest = hashlib.sha256(printed.encode()).hexdigest()
+    head = printed[:begin] + f'"{len(ranks)} of them, below"' + printed[end:]
+    return f"sha256 {digest}\n{fold(head, depth=2)}{_by_content(ranks)}"
+
+
+def _by_content(ranks: list[dict[str, object]]) -> str:
+    holders: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        content = {name: value for name, value in rank.items() if name not in PLACES}
+        holders.setdefault(json.dumps(content), []).append(number)
+    return "".join(f"{content}\n  on {ranges(numbers)}\n" for content, numbers in holders.items())
