@@ -5,7 +5,7 @@ import pytest
 from raymega.chaos.faults import parse_faults
 from tests.support.drills import PATIENT
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ray
 
 
 def test_run_lives_through_a_fault_of_each_class(drills, record_property):

@@ -14,7 +14,6 @@ from tests.support.drills import IMPATIENT, PATIENT, Drills
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(bool(missing()), reason=missing() or "it can"),
 ]
 
@@ -26,6 +25,7 @@ def drills(tmp_path_factory):
         yield Drills(box, tmp_path_factory.mktemp("links"))
 
 
+@pytest.mark.wide
 def test_node_whose_cable_is_pulled_is_done_without(drills, record_property):
     verdict = drills(parse_faults("link-down@4"), *PATIENT)
     check(verdict, record_property)

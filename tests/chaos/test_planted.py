@@ -24,7 +24,6 @@ def test_every_row_still_fits_the_package():
 
 @pytest.mark.matrix
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("row", DRILL_MUTATIONS, ids=lambda row: row.name)
 def test_drill_of_a_package_with_a_planted_mistake_is_red(row, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "raymega", ignore=shutil.ignore_patterns("__pycache__"))

@@ -15,13 +15,14 @@ from tests.mutations.sharding import SHARDING
 from tests.mutations.sums import SUMS
 from tests.mutations.updates import UPDATES
 
-MUTATIONS: tuple[Mutation, ...] = (
-    *SUMS,
-    *SHARDING,
-    *LAYERS,
-    *KERNELS,
-    *EXPERTS,
-    *BATCHES,
-    *UPDATES,
-    *FP8,
-)
+KINDS: dict[str, tuple[Mutation, ...]] = {
+    "sums": SUMS,
+    "sharding": SHARDING,
+    "layers": LAYERS,
+    "kernels": KERNELS,
+    "experts": EXPERTS,
+    "batches": BATCHES,
+    "updates": UPDATES,
+    "fp8": FP8,
+}
+MUTATIONS = tuple(row for rows in KINDS.values() for row in rows)

@@ -16,14 +16,14 @@ from raymega.verify.compare import LIMIT, Reference, compare, make_reference
 from raymega.verify.launch import LayoutFailedError, open_nursery
 from raymega.verify.layout import Layout
 from raymega.verify.legal import is_legal, reference_layout
-from tests.mutations.table import MUTATIONS
+from tests.mutations.table import KINDS, MUTATIONS
 from tests.unit.verify.jobs import make_job
 
 pytestmark = pytest.mark.dist
 
 PACKAGE = Path(__file__).parents[2] / "raymega"
 STEPS = 2
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 SMALL = ("model.num_layers=2", "data.global_batch_size=6", "optimizer.lr_warmup_steps=1")
 
 
@@ -76,11 +76,11 @@ def _is_same_run(nursery, overrides: tuple[str, ...], layout: Layout, reference:
         return False
 
 
-def _first_of_each_file_and_the_rest():
-    met = set()
-    for row in MUTATIONS:
-        yield pytest.param(row, id=row.name, marks=[pytest.mark.wide] if row.file in met else [])
-        met.add(row.file)
+def _rows():
+    """Every row; `make test` plants one of each kind."""
+    for kind, rows in KINDS.items():
+        for row in rows:
+            yield pytest.param(row, id=row.name, marks=pytest.mark.sample(1, of=kind))
 
 
 def test_list_is_long_and_its_names_differ():
@@ -92,7 +92,7 @@ def test_every_row_still_fits_the_package():
     assert not stale
 
 
-@pytest.mark.parametrize("mutation", list(_first_of_each_file_and_the_rest()))
+@pytest.mark.parametrize("mutation", list(_rows()))
 def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy, tmp_path):
     if mutation.layout.kernels == "compile" and not can_fuse(torch.device("cpu")):
         pytest.skip("torch.compile finds no C++ compiler on this machine")

@@ -1,16 +1,44 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from raymega.session import close_session, open_session
 
+FOLDER = Path(__file__).parent
 
-@pytest.fixture(scope="module")
-def local_ray():
-    """One private Ray for all tests of a module."""
+
+def pytest_collection_modifyitems(items):
+    """Tests on the one local Ray come first among those of this folder, so that it is started once."""
+    mine = [place for place, item in enumerate(items) if FOLDER in item.path.parents]
+    ordered = sorted((items[place] for place in mine), key=_needs_another_ray)
+    for place, item in zip(mine, ordered, strict=True):
+        items[place] = item
+
+
+def _needs_another_ray(item):
+    return "local_ray" not in item.fixturenames
+
+
+@pytest.fixture(scope="package")
+def _local_ray():
     yield open_session("local", num_cpus=4)
     close_session()
+
+
+@pytest.fixture(scope="module")
+def local_ray(_local_ray):
+    """The one private Ray of this folder, to which this process is connected; nothing is at work on it."""
+    return _local_ray
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_session_of_others(request):
+    """A module that does not use the local Ray begins without a connection, and may make its own."""
+    mine = (item for item in request.session.items if item.module is request.module)
+    if all(map(_needs_another_ray, mine)):
+        close_session()
 
 
 @pytest.fixture

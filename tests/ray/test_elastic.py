@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 from tests.ray.test_snapshots import HEALTH
 from tests.support.command import train
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.wide]
 
 COMMON = (
     "run.eval_samples=0", "checkpoint.every=0", "optimizer.lr_decay_steps=100",
@@ -34,7 +34,7 @@ def run(cluster, tmp_path_factory):
 
     def start(name, *more, on_step=lambda _running, _step: None):
         settings = (f"run.name={name}", f"checkpoint.uri={folder}", *COMMON, *more)
-        return train(*settings, address=cluster.address, on_step=on_step, timeout=200)
+        return train(*settings, address=cluster.address, on_step=on_step)
 
     return start
 

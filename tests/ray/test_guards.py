@@ -26,7 +26,7 @@ from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
 from tests.support.local_ray import leftovers
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 SMALL = (
     "parallel.tp=1", "parallel.pp=1", "parallel.dp=2", "run.steps=12", "run.eval_samples=0",

@@ -16,13 +16,13 @@ from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.wide, pytest.mark.usefixtures("local_ray")]
 
 SMALL = (
     "run.steps=12",
     "checkpoint.every=4",
     "optimizer.lr_warmup_steps=0",
-    "elastic.start_timeout_s=120.0",
+    "elastic.start_timeout_s=300.0",
     "cluster.host=ray_train",
 )
 
@@ -50,7 +50,7 @@ def drive(tmp_path):
 
 def in_train_tab():
     """By name, how the runs of Ray Train's own list stand, as its dashboard's tab shows them."""
-    runs = ray.get(get_state_actor().get_train_runs.remote(), timeout=30)
+    runs = ray.get(get_state_actor().get_train_runs.remote(), timeout=100)
     return {run.name: run.status.value for run in runs.values()}
 
 

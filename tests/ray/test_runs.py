@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 from raymega.checkpoint.inspection import open_checkpoint, verify_checkpoints
 from tests.support.command import VERIFY, Outcome, Running, raymega, train
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ray
 
 STEPS = 12
 KILL_STEP = 8
@@ -80,6 +80,7 @@ def test_statistics_are_reported_in_their_steps(undisturbed):
         assert ("output_grad_std/3" in event) == (event["step"] % 3 == 0)
 
 
+@pytest.mark.wide
 def test_a_run_says_how_wrong_its_prediction_was(undisturbed, store, tmp_path):
     told = raymega("plan", "--calibrate", str(store / "undisturbed"), "--gpu", "cpu", "--json")
     assert told.returncode == 0, told.stderr
@@ -97,13 +98,16 @@ def test_a_run_says_how_wrong_its_prediction_was(undisturbed, store, tmp_path):
     assert layout["predicted_s"] == pytest.approx(layout["measured_s"], rel=0.1)
 
 
+@pytest.mark.wide
 def test_killed_worker_is_replaced_and_the_losses_are_bit_equal(address, store, undisturbed):
     outcome = train(
         *_settings(store, "killed"), address=address, on_step=_once(lambda r: r.kill_worker(1))
     )
     assert outcome.code == 0, outcome.stderr
     (recovered,) = outcome.all("recovered")
-    assert recovered["rank"] == 1 and recovered["detection_s"] < 1.0
+    assert recovered["rank"] == 1
+    (failure,) = outcome.all("failure")
+    assert "died" in failure["cause"], "seen as a death, long before a deadline"
     assert outcome.losses == undisturbed.losses
     attempts = [event["attempt"] for event in outcome.all("attempt")]
     assert attempts == [1, 2]
@@ -111,6 +115,7 @@ def test_killed_worker_is_replaced_and_the_losses_are_bit_equal(address, store, 
     assert outcome.all("step")[-1]["tokens"] == final
 
 
+@pytest.mark.wide
 def test_killed_driver_is_continued_by_the_same_command_on_another_grid(
     address, store, undisturbed
 ):
@@ -152,6 +157,7 @@ def test_finished_run_says_so_and_more_steps_continue_it(address, store, undistu
     assert len({e["run_id"] for o in (undisturbed, done, more) for e in o.all("finished")}) == 1
 
 
+@pytest.mark.wide
 def test_save_that_is_still_being_written_lets_the_next_be_skipped(address, store, undisturbed):
     """A worker may write 200 kB a second of its 540 kB; the last save is waited for."""
     slow = ("checkpoint.every=1", "checkpoint.when_busy=skip", "checkpoint.bytes_per_s=200000")
@@ -167,6 +173,7 @@ def test_save_that_is_still_being_written_lets_the_next_be_skipped(address, stor
     assert outcome.losses == undisturbed.losses
 
 
+@pytest.mark.wide
 def test_run_goes_on_from_the_files_on_its_own_node(address, store, undisturbed, tmp_path):
     near = f"checkpoint.local_uri={tmp_path}"
     first = train(*_settings(store, "near", near, "run.steps=6"), address=address)
@@ -182,6 +189,7 @@ def test_run_goes_on_from_the_files_on_its_own_node(address, store, undisturbed,
     assert "the near copy is not used" in logs[0].read_text()
 
 
+@pytest.mark.wide
 def test_checkpoints_are_kept_by_the_rules_of_the_job(address, store):
     rules = ("run.eval_every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=6",
              "checkpoint.keep_best=1", "optimizer.lr=0.3")  # fmt: skip
@@ -195,6 +203,7 @@ def test_checkpoints_are_kept_by_the_rules_of_the_job(address, store):
     assert manifest.metrics["eval/loss"] == losses[STEPS]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "change", ["run.seed=7", "model.width=64", "data.global_batch_size=8"], ids=lambda c: c
 )
@@ -233,6 +242,7 @@ def test_dry_run_plans_checks_the_cluster_and_starts_nothing(address, store):
     assert not (store / "dry").exists()
 
 
+@pytest.mark.wide
 def test_loss_that_is_no_number_is_exit_5(address, store):
     outcome = train(*_settings(store, "wild", "optimizer.lr=1e200"), address=address)
     assert outcome.code == 5, outcome.stderr
@@ -251,6 +261,7 @@ def _places(outcome: Outcome, keys: tuple[str, ...] = PLACE) -> dict[int, tuple]
     return {event["step"]: tuple(event[key] for key in keys) for event in outcome.all("step")}
 
 
+@pytest.mark.wide
 def test_float16_run_in_mid_ramp_goes_on_exactly(address, store):
     """Stopped after step 4, in the ramp's second stage while the loss scale still sinks; and again.
 
@@ -278,6 +289,7 @@ def test_float16_run_in_mid_ramp_goes_on_exactly(address, store):
         assert loss == pytest.approx(whole.losses[step], rel=2e-2)
 
 
+@pytest.mark.wide
 def test_float16_that_overflows_at_the_least_scale_is_exit_5(address, store):
     least = ("precision.dtype=float16", "precision.loss_scale=1e9", "precision.min_loss_scale=1e9")
     outcome = train(*_settings(store, "least", *least), address=address)

@@ -10,7 +10,7 @@ from raymega.storage.open import open_store
 from tests.support.command import train
 from tests.support.s3_server import BUCKET, SECRET_KEY, environment, exported, moto_server
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.wide]
 
 RUN = f"s3://{BUCKET}/team/runs/verify"
 LIMIT = 1e-9

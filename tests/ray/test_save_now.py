@@ -13,9 +13,9 @@ from raymega.storage.open import open_store
 from tests.support.command import RAYMEGA, VERIFY
 from tests.support.head import head
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.wide]
 
-LIMIT_S = 200
+LIMIT_S = 500
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def _training(cluster, root):
         yield process
     finally:
         process.kill()
-        process.wait(20)
-        drain.wait(20)
+        process.wait(100)
+        drain.wait(100)
 
 
 def _now(cluster, *words):

@@ -51,7 +51,7 @@ class Running:
 RAYMEGA = [sys.executable, "-c", "from raymega.cli.main import run; run()"]
 
 
-def raymega(*words: str, timeout: float = 60) -> subprocess.CompletedProcess:
+def raymega(*words: str, timeout: float = 300) -> subprocess.CompletedProcess:
     """The command with ``words``, to its end."""
     return subprocess.run(
         [*RAYMEGA, *words], capture_output=True, text=True, timeout=timeout, check=False
@@ -62,7 +62,7 @@ def train(
     *overrides: str,
     address: str,
     on_step: Callable[[Running, int], None] = lambda _running, _step: None,
-    timeout: float = 90,
+    timeout: float = 500,
     job: Path = VERIFY,
 ) -> Outcome:
     """``raymega train`` of the verify job; ``on_step`` sees each step as soon as it is printed."""
@@ -91,5 +91,5 @@ def train(
     finally:
         watchdog.cancel()
         process.kill()
-    drain.join(5)
+    drain.join(60)
     return Outcome(code=code, events=events, stderr="".join(errors))

@@ -142,6 +142,7 @@ def _suffer_once(kind):
     if kind == "raise":
         raise ValueError("a passing error")
     if kind == "hang":
+        print("it hangs", flush=True)
         threading.Event().wait()
 
 

@@ -6,11 +6,11 @@ from raymega.orchestrate.lease import Lease
 
 
 def take_lease(store, clock=None):
-    """A lease that this process holds, and that nobody renews."""
+    """A lease that this process holds, which nobody renews: it outlasts any test."""
     lease = Lease(
         store,
         holder=this_process(),
-        duration_s=30.0,
+        duration_s=10_000.0,
         clock=clock or SystemClock(),
         knows_gone=lambda _holder: True,
     )

@@ -6,7 +6,7 @@ import ray
 from ray._private import state
 
 
-def leftovers(patience_s=10.0):
+def leftovers(patience_s=60.0):
     """Living actors and placement groups, after they had ``patience_s`` to go."""
     deadline_s = time.monotonic() + patience_s
     while (left := _living()) and time.monotonic() < deadline_s:
