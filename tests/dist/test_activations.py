@@ -111,6 +111,7 @@ def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
         assert total / LAYERS / (S * B * width) == pytest.approx(wanted, rel=0.002), name
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_predicts_stages(name, tp):
@@ -156,6 +157,7 @@ def _measure_middle(env, model, method, inner, memory):
     return kept.total
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
 )

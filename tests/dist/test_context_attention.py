@@ -79,6 +79,7 @@ def _check(cp, method, rows, shape, *, is_causal=True, inner=2):
         assert reference.difference(found, whole) < LIMIT, f"tensor {i}"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
     ("method", "cp"),
@@ -89,6 +90,7 @@ def test_attention_equals_dense(method, cp, is_causal):
     _check(cp, method, ((32,),), (2, 8, 8), is_causal=is_causal)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("cp, method, inner, kv_heads", [
     (2, "ring", 1, 2), (4, "ring", 1, 1), (3, "ring", 1, 2), (2, "all_gather", 1, 2),
     (3, "all_gather", 1, 1), (2, "all_to_all", 2, 2), (4, "all_to_all", 4, 2),
@@ -102,7 +104,15 @@ def test_query_heads_may_share_keys(cp, method, inner, kv_heads):
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(
-        [(1, "ring"), (2, "ring"), (4, "ring"), (2, "all_gather"), (4, "all_gather"), (2, "all_to_all"), (4, "hybrid")]
+        [
+            (1, "ring"),
+            (2, "ring"),
+            (4, "ring"),
+            (2, "all_gather"),
+            (4, "all_gather"),
+            (2, "all_to_all"),
+            (4, "hybrid"),
+        ]
     ),
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=2),
     st.sampled_from([4, 2]),

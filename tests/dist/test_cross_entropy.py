@@ -94,11 +94,11 @@ def test_bfloat16_logits_give_float32_losses(tp):
     assert reference.difference(grad, grad_wanted) < BFLOAT16_ROUNDING
 
 
-@pytest.mark.skipif(
-    not fusing.can_fuse(torch.device("cpu")), reason="torch.compile finds no C++ compiler"
-)
 def test_compiled_losses_and_gradients_are_those_of_the_whole_vocabulary():
     """Where a rank holds tokens and padding, and where it holds padding only."""
+    # Asked here, as every rank imports this module and the answer loads torch's compiler.
+    if not fusing.can_fuse(torch.device("cpu")):
+        pytest.skip("torch.compile finds no C++ compiler")
     kinds = [(torch.float64, FLOAT64_LAYER), (torch.bfloat16, BFLOAT16_ROUNDING)]
     cases = [
         (*_inputs(3.0, dtype, columns=columns), terms, True)
@@ -106,7 +106,7 @@ def test_compiled_losses_and_gradients_are_those_of_the_whole_vocabulary():
         for columns in TABLES.values()
         for terms in (TERMS["plain"], TERMS["both"])
     ]
-    results = run_grid(_run_cases, Grid(tp=2), cases, timeout=240)
+    results = run_grid(_run_cases, Grid(tp=2), cases)
     for case, (*inputs, _) in enumerate(cases):
         losses, grad = _joined(results, case)
         wanted, grad_wanted = _wanted(*inputs)
@@ -116,6 +116,7 @@ def test_compiled_losses_and_gradients_are_those_of_the_whole_vocabulary():
         assert not grad[..., V:].any(), "padding got a gradient"
 
 
+@pytest.mark.sample(4)
 @degrees
 @pytest.mark.parametrize("columns", TABLES.values(), ids=TABLES)
 def test_labels_outside_the_vocabulary_are_finite_and_harmless(tp, columns):

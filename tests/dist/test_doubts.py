@@ -90,7 +90,9 @@ def _bad_batch(env, plan_json):
             return seen, type(error).__name__, getattr(error, "next_sample", -1), str(error), kept
         state = outcome.state
         kept = all(map(torch.equal, before, (b.values for b in parts.optimizer.blocks())))
-        seen.append((outcome.doubted and outcome.doubted.ruling, kept, state.samples, state.updates))
+        seen.append(
+            (outcome.doubted and outcome.doubted.ruling, kept, state.samples, state.updates)
+        )
     return seen, "", -1, "", True
 
 

@@ -13,7 +13,11 @@ SMALL = (
     "model.num_layers=2", "data.global_batch_size=8", "schedule.micro_batch_size=2",
     "model.moe.num_experts=8", "model.moe.width=24",
 )  # fmt: skip
-BALANCED = ("model.moe.balance=micro_batch", "model.moe.balance_coefficient=0.1", "model.moe.z_coefficient=0.01")
+BALANCED = (
+    "model.moe.balance=micro_batch",
+    "model.moe.balance_coefficient=0.1",
+    "model.moe.z_coefficient=0.01",
+)
 MODELS = {
     "plain": SMALL,
     "balanced": (*SMALL, *BALANCED, "model.moe.capacity_factor=1.0"),
@@ -46,18 +50,30 @@ WAYS = {
     "zero-bubble": ("tp2-cp2-pp2-ep2-sp", ["schedule.name=zb_h1", "parallel.dispatch=all_gather"]),
     "turns": (
         "tp2-pp2-dp2-ep2",
-        ["schedule.name=dualpipe_v", "schedule.chunks=2", "parallel.stages=Et|t|t|L",
-         "parallel.overlap_experts=true"],
+        [
+            "schedule.name=dualpipe_v",
+            "schedule.chunks=2",
+            "parallel.stages=Et|t|t|L",
+            "parallel.overlap_experts=true",
+        ],
     ),
     "turns-of-one-stage": (
         "dp4-etp2-ep2",
-        ["schedule.micro_batch_size=1", "parallel.overlap_experts=true", "memory.recompute=full",
-         "parallel.sharding=gradients"],
+        [
+            "schedule.micro_batch_size=1",
+            "parallel.overlap_experts=true",
+            "memory.recompute=full",
+            "parallel.sharding=gradients",
+        ],
     ),
-    "weights-in-parts": ("tp2-dp4-ep2-etp2", ["parallel.sharding=parameters", "memory.recompute=full"]),
+    "weights-in-parts": (
+        "tp2-dp4-ep2-etp2",
+        ["parallel.sharding=parameters", "memory.recompute=full"],
+    ),
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_folding_goes_with_schedules_recompute_and_every_level_of_sharding(way):
     layout, options = WAYS[way]
@@ -66,12 +82,12 @@ def test_folding_goes_with_schedules_recompute_and_every_level_of_sharding(way):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_all_axes_at_once_on_sixteen_ranks():
     overrides = [*MODELS["balanced"], *layout_overrides("tp2-cp2-pp2-dp2-ep2")]
     assert_same_run(overrides, _reference("balanced"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("model", "layout"), FOLDED)
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_folded_layout_trains_the_same_run(model, layout, sharding):

@@ -121,12 +121,32 @@ MLA = (
     "model.num_kv_heads=num_heads", "model.mla={kv_rank: 8, q_rank: 6, nope_features: 4, "
     "rope_features: 2, value_features: 3}",
 )  # fmt: skip
-EXPERTS = ("model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.width=24", "model.moe.shared_width=16")
+EXPERTS = (
+    "model.moe.num_experts=4",
+    "model.moe.top_k=2",
+    "model.moe.width=24",
+    "model.moe.shared_width=16",
+)
 OFFLOADED = ("memory.offload=[activations,optimizer]",)
 CASES = [
-    ("rowwise", EXPERTS, "tp2-dp2-ep2-etp2-sp", ("parallel.sharding=gradients", "schedule.micro_batch_size=1")),
-    ("rowwise", EXPERTS, "dp4-ep4", ("parallel.sharding=parameters", "parallel.dispatch=all_gather")),
-    ("rowwise", EXPERTS, "tp4-etp4", ("memory.recompute=selective", "memory.recompute_parts=[activation]")),
+    (
+        "rowwise",
+        EXPERTS,
+        "tp2-dp2-ep2-etp2-sp",
+        ("parallel.sharding=gradients", "schedule.micro_batch_size=1"),
+    ),
+    (
+        "rowwise",
+        EXPERTS,
+        "dp4-ep4",
+        ("parallel.sharding=parameters", "parallel.dispatch=all_gather"),
+    ),
+    (
+        "rowwise",
+        EXPERTS,
+        "tp4-etp4",
+        ("memory.recompute=selective", "memory.recompute_parts=[activation]"),
+    ),
     ("tensorwise", (*TENSORWISE, *EXPERTS), "tp2-cp2-etp2-ep2", OFFLOADED),
     ("rowwise", (), "tp2-pp2-dp2-sp", ("parallel.sharding=parameters", "schedule.name=zb_h1")),
     ("rowwise", (), "cp2-dp2", ("memory.recompute=full", "schedule.micro_batch_size=1")),
@@ -141,6 +161,7 @@ def _reference(recipe, model):
     return train([f"precision.fp8={recipe}", *model, *layout_overrides("tp1")])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("recipe", "model", "layout", "options"), CASES)
 def test_layout_trains_the_same_run(recipe, model, layout, options):
     overrides = [f"precision.fp8={recipe}", *model, *layout_overrides(layout), *options]
@@ -153,4 +174,3 @@ def test_it_is_another_run_than_without():
         curves, _ = _reference(recipe, () if recipe == "rowwise" else TENSORWISE)
         assert curves[0][1][0] == pytest.approx(plain[0][1][0], rel=5e-3)
         assert curves[0][1][0] != pytest.approx(plain[0][1][0], rel=1e-7)
-

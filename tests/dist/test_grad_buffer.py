@@ -69,9 +69,14 @@ def _reduce_tied(env, dtype, level):
     return _owned(buffer)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grid", [Grid(pp=2, dp=2), Grid(pp=2, dp=3), Grid(pp=3, dp=2), Grid(pp=3, dp=3)], ids=Grid.describe)
+@pytest.mark.parametrize(
+    "grid",
+    [Grid(pp=2, dp=2), Grid(pp=2, dp=3), Grid(pp=3, dp=2), Grid(pp=3, dp=3)],
+    ids=Grid.describe,
+)
 def test_tied_copies_end_with_equal_bits_on_every_rank(grid, dtype, level):
     """35 elements on 2 or 3 ranks: shards end within rows, and the last one has padding."""
     results = run_grid(_reduce_tied, grid, dtype, level)
@@ -168,7 +173,10 @@ def test_partial_pieces_are_summed_over_the_ranks_that_hold_the_same_block(is_sh
     results = run_grid(_reduce_partial, grid, is_sharded)
     for rank, (_, sums) in enumerate(results):
         sharers = [other for other in range(8) if other % 4 // 2 == rank % 4 // 2]
-        wanted = [sum(1 + other for other in ranks) for ranks in (range(8), (rank % 4, rank % 4 + 4), sharers)]
+        wanted = [
+            sum(1 + other for other in ranks)
+            for ranks in (range(8), (rank % 4, rank % 4 + 4), sharers)
+        ]
         if not is_sharded:
             assert sums == [[value] for value in wanted]
         is_first, is_sharer = rank == 0, rank in (0, 2)
@@ -192,7 +200,10 @@ def _expert_specs(grid, rank):
 
 
 def _reduce_experts(env, level):
-    params = [ShardedParameter(torch.zeros(s.shape).double(), s) for s in _expert_specs(env.grid, env.rank)]
+    params = [
+        ShardedParameter(torch.zeros(s.shape).double(), s)
+        for s in _expert_specs(env.grid, env.rank)
+    ]
     buffer = make_buffer(params, env.groups, level=level, bucket_bytes=100)
     buffer.launch_when_full()
     for param in reversed(params):
@@ -206,9 +217,12 @@ def _reduce_experts(env, level):
     ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize(
-    "grid", [Grid(tp=2, dp=2, ep=2), Grid(dp=4, etp=2, ep=2), Grid(tp=2, dp=3, ep=2, etp=3)], ids=str
+    "grid",
+    [Grid(tp=2, dp=2, ep=2), Grid(dp=4, etp=2, ep=2), Grid(tp=2, dp=3, ep=2, etp=3)],
+    ids=str,
 )
 def test_experts_are_summed_over_those_who_hold_the_same_part_and_counted_once(grid, level):
     """Dense weights over dp, experts over edp, which folds onto tp as well; nothing is scaled."""
@@ -227,7 +241,9 @@ def test_experts_are_summed_over_those_who_hold_the_same_part_and_counted_once(g
                 expected = wanted[name][box.within(whole)]
                 torch.testing.assert_close(values, expected, rtol=0, atol=1e-14, msg=name)
     counted = sum(norm_sq for norm_sq, _ in results)
-    assert counted == pytest.approx(sum(float(v.square().sum()) for v in wanted.values()), rel=1e-12)
+    assert counted == pytest.approx(
+        sum(float(v.square().sum()) for v in wanted.values()), rel=1e-12
+    )
 
 
 def _reduce_twice(env):

@@ -76,6 +76,7 @@ def _logits(env, model, uri, num_stages):
         return last.logits(_tokens(), hidden).transpose(0, 1).contiguous()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)], ids=["tp1-pp1", "tp2-pp2"])
 def test_logits_are_those_of_transformers(tmp_path, kind, tp, pp):
     theirs = hf_models.make_model(kind)
@@ -86,7 +87,10 @@ def test_logits_are_those_of_transformers(tmp_path, kind, tp, pp):
         assert reference.difference(ours, hf_models.logits(theirs, _tokens())) < LOGITS_LIMIT
 
 
-@pytest.mark.parametrize(("tp", "ep", "pp"), [(1, 1, 1), (2, 2, 2)], ids=["one-rank", "tp2-ep2-pp2"])
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(
+    ("tp", "ep", "pp"), [(1, 1, 1), (2, 2, 2)], ids=["one-rank", "tp2-ep2-pp2"]
+)
 @pytest.mark.parametrize("kind", hf_models.EXPERTS)
 def test_logits_of_experts_are_those_of_transformers(tmp_path, kind, tp, ep, pp):
     theirs = hf_models.make_model(kind)
@@ -200,7 +204,9 @@ def _train_plainly(model, plan):
             part = cross_entropy(flat, batch.labels.flatten(), reduction="sum") / count
             part.backward()
             loss += float(part)
-        norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])))
+        norm = float(
+            torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        )
         for param in model.parameters():
             param.grad *= min(1.0, section.clip_norm / norm)
         for group in optimizer.param_groups:
@@ -211,11 +217,13 @@ def _train_plainly(model, plan):
     return curve
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout):
     _check_steps(tmp_path, kind, layout)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("mixtral", "tp2-ep2"), ("qwen2_moe", "dp2-ep2"), ("deepseek_v3", "tp2-dp2-ep2-etp2")],
@@ -236,7 +244,9 @@ def _check_steps(tmp_path, kind, layout):
     whole = {}
     for _, blocks in results:
         for tensor, box, values in blocks:
-            whole.setdefault(tensor.name, np.full(tensor.shape, np.nan))[reference.slices(box)] = values
+            whole.setdefault(tensor.name, np.full(tensor.shape, np.nan))[reference.slices(box)] = (
+                values
+            )
     theirs.save_pretrained(tmp_path / "trained")
     wanted = load_file(tmp_path / "trained" / "model.safetensors")
     for at in hf_tensors(done.model):

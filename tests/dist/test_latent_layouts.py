@@ -16,7 +16,11 @@ LATENT = (
     "model.mla={kv_rank: 12, q_rank: 10, nope_features: 6, rope_features: 4, value_features: 5}",
     "model.mtp_depth=2",
 )
-YARN = ("model.rope_scaling=yarn", "model.rope_mscale_all_features=1.0", "model.is_embedding_tied=false")
+YARN = (
+    "model.rope_scaling=yarn",
+    "model.rope_mscale_all_features=1.0",
+    "model.is_embedding_tied=false",
+)
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
 EXPERTS = (
     "model.moe={num_experts: 8, top_k: 2, width: 24, first_dense_layers: 1, shared_width: 16, "
@@ -48,6 +52,7 @@ def _reference(model):
     return train([*model, *layout_overrides("tp1")], steps=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model, layout, options", CASES)
 def test_layout_trains_the_same_run(model, layout, options):
     assert_same_run([*model, *layout_overrides(layout), *options], _reference(model))

@@ -43,6 +43,7 @@ def _live_after_steps(env, plan_json):
     return counts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

@@ -92,6 +92,7 @@ def _wanted(model, name):
     return y, x.grad, {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 
+@pytest.mark.sample(3)
 @_layouts(*LAYOUTS)
 def test_block_and_its_parts(tp, sp):
     ranks = run_grid(_run_parts, Grid(tp=tp), sp)
@@ -129,9 +130,14 @@ def _run_stages_of(env, sp, model, num_stages):
     ]
     counted = [(p.tensor.name, p.box, grad) for p, tied, grad in pieces if tied or p.is_primary]
     further = torch.tensor(modules[-1].take_mtp_loss_sum(), dtype=torch.float64)
-    return (loss.detach(), further), counted, [(p.tensor.name, p.box, grad) for p, _, grad in pieces]
+    return (
+        (loss.detach(), further),
+        counted,
+        [(p.tensor.name, p.box, grad) for p, _, grad in pieces],
+    )
 
 
+@pytest.mark.sample(4)
 @_layouts("tp1", "tp2", "tp4-sp")
 @pytest.mark.parametrize("pp", [1, 2, 5], ids=lambda pp: f"pp{pp}")
 def test_whole_stages(pp, tp, sp):
@@ -149,6 +155,7 @@ def test_whole_stages_with_shared_kv_heads(tp, sp):
     _check_stages(tp, sp, [MODELS["llama-kv2"], MODELS["gpt2-kv1"], MODELS["qwen3-kv2"]], 2)
 
 
+@pytest.mark.sample(2)
 @_layouts("tp1", "tp2-sp", "tp4", "tp8-sp")
 def test_whole_stages_with_smoothing_z_loss_and_padding(tp, sp):
     """With 128 rows for 52 tokens some ranks hold padding only."""
@@ -161,6 +168,7 @@ def test_whole_stages_with_smoothing_z_loss_and_padding(tp, sp):
     _check_stages(tp, sp, models, 2)
 
 
+@pytest.mark.sample(3)
 @_layouts("tp1", "tp2", "tp4-sp")
 @pytest.mark.parametrize("pp", [1, 2], ids=lambda pp: f"pp{pp}")
 def test_whole_stages_with_latents_and_further_tokens(pp, tp, sp):

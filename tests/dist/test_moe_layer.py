@@ -122,7 +122,10 @@ def _run_kind(env, sp, kind, is_gathered, is_deferred):
         y.backward(2 * stream.own(grad))
     gradients = factory.gradients(layer)
     routers = Routers(
-        layers=[0], held={0: layer.router}, num_experts=layer.router.moe.num_experts, device=env.device
+        layers=[0],
+        held={0: layer.router},
+        num_experts=layer.router.moe.num_experts,
+        device=env.device,
     )
     loads = routers.loads(all_reduce(routers.take_sums(), groups.world))
     routers.update(loads)
@@ -158,6 +161,7 @@ def _wanted(kind, dp):
     return x, torch.stack(ys), {n: leaf.grad for n, leaf in leaves.items()}, losses, details, mask
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_a_loop_over_experts(name):
     grid, sp = LAYOUTS[name]
@@ -193,7 +197,9 @@ def _check(grid, sp, kind, ranks, wanted):
         if got["counts"] is not None:
             assert got["counts"].tolist() == counts.tolist()
         if got["bias"] is not None:
-            moved = _weights(kind)["router.bias"] + 0.1 * torch.sign(counts.double().mean() - counts)
+            moved = _weights(kind)["router.bias"] + 0.1 * torch.sign(
+                counts.double().mean() - counts
+            )
             assert difference(got["bias"], moved) < FLOAT64_LAYER
 
 

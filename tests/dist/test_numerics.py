@@ -88,6 +88,7 @@ def _located(layout, plant, *overrides):
     return text
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("layout", "plant", "wanted"),
     [
@@ -149,5 +150,7 @@ def test_blocks_have_the_names_that_are_told():
 
     groups = build_groups(plan.grid, 0, timeout_s=10)
     parts = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
-    blocks = [name for name, module in parts.modules[0].named_modules() if isinstance(module, Block)]
+    blocks = [
+        name for name, module in parts.modules[0].named_modules() if isinstance(module, Block)
+    ]
     assert blocks == [f"layers.{i}" for i in range(4)]

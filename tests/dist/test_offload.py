@@ -11,7 +11,10 @@ pytestmark = pytest.mark.dist
 LION = ("optimizer.name=lion", "optimizer.lr=1e-3", "optimizer.state_dtype=bfloat16")
 MUON = ("optimizer.name=muon", "optimizer.state_dtype=8bit")
 CASES = [
-    ("pp2-dp2", ("schedule.name=zb_h1", "parallel.sharding=parameters", "model.residual_dropout=0.2")),
+    (
+        "pp2-dp2",
+        ("schedule.name=zb_h1", "parallel.sharding=parameters", "model.residual_dropout=0.2"),
+    ),
     ("tp2-sp", ("model.moe.num_experts=4", "memory.recompute=selective", "parallel.ep=2")),
     ("dp2", (*LION, "parallel.sharding=optimizer")),
     ("tp2-dp2", (*MUON, "parallel.sharding=parameters")),
@@ -20,6 +23,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "options"), CASES, ids=lambda value: str(value[0]))
 def test_it_changes_no_bit(layout, options):
     overrides = [*layout_overrides(layout), *options]

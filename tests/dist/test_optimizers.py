@@ -14,7 +14,12 @@ MUON = ("optimizer.name=muon", "model.num_kv_heads=2", "optimizer.layer_lr_decay
 EXPERTS = (
     *MUON, "model.moe.num_experts=4", "model.moe.width=12", "model.moe.shared_width=8",
 )  # fmt: skip
-EIGHT = ("optimizer.state_dtype=8bit", "model.width=64", "model.ffn_width=320", "model.num_layers=2")
+EIGHT = (
+    "optimizer.state_dtype=8bit",
+    "model.width=64",
+    "model.ffn_width=320",
+    "model.num_layers=2",
+)
 BFLOAT16 = ("optimizer.name=lion", "optimizer.lr=1e-3", "optimizer.state_dtype=bfloat16")
 EIGHT_EXPERTS = (*EXPERTS, "optimizer.state_dtype=8bit")
 CASES = [
@@ -36,6 +41,7 @@ def _reference(job):
     return train([*job, *layout_overrides("tp1")], steps=3)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("job", "layout", "sharding"), CASES)
 def test_optimizer_trains_the_same_run(job, layout, sharding):
     assert_same_run([*job, *layout_overrides(layout), sharding], _reference(job))

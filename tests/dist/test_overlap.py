@@ -39,6 +39,7 @@ def _of(events, name):
     return {event.micro_batch: event for event in events if event.name == name}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 @pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-dp2-sp", "tp2-pp2-dp2-sp"])
 def test_buckets_leave_during_the_last_backward_and_only_then(layout, sharding):
@@ -95,6 +96,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_transfers_between_cp_ranks_are_recorded_and_their_bytes_are_what_the_formula_says(method):
     """Each is waited for once, inside the work of a layer."""
@@ -153,7 +155,9 @@ def test_tokens_travel_beside_the_work_of_another_micro_batch(is_overlapped):
     found = run_grid(_step_between_experts, plan.grid, plan.to_json())
     for events, _ in found:
         launched, waits = _of(events, "ep_exchange"), _of(events, "wait_ep_exchange")
-        late = [n for n in waits if n + 1 in launched and waits[n].start_s > launched[n + 1].start_s]
+        late = [
+            n for n in waits if n + 1 in launched and waits[n].start_s > launched[n + 1].start_s
+        ]
         assert bool(late) == is_overlapped
         passes = [event for event in events if event.name in ("forward", "backward")]
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(passes))

@@ -39,11 +39,8 @@ def _train(env, plan_json, uri, restore, last):
         state = outcome.state
         curve.append((outcome.loss, outcome.grad_norm))
     shards = []
-    writer = CheckpointWriter(
-        store, rank=env.rank, attempt=1, report=shards.append
-    )
-    writer.save(
-        state.step, list(parts.optimizer.blocks()), state.scalars())
+    writer = CheckpointWriter(store, rank=env.rank, attempt=1, report=shards.append)
+    writer.save(state.step, list(parts.optimizer.blocks()), state.scalars())
     assert writer.wait()
     return curve, shards[-1]
 
@@ -72,6 +69,7 @@ EXPERTS = (
 """With state of routers beside the weights: a bias, and the last step's load."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

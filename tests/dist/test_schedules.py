@@ -25,6 +25,7 @@ def _options(name, chunks, micro_batch_size):
     ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize(("name", "chunks"), CHUNKS)
 def test_schedule_trains_the_same_run(name, chunks, pp):
@@ -35,6 +36,7 @@ def test_schedule_trains_the_same_run(name, chunks, pp):
     check_same_run(overrides, model)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [16, 6, 1])
 @pytest.mark.parametrize("name", ["interleaved", "zb_v", "dualpipe_v"])
 def test_one_three_and_many_micro_batches(name, size):
@@ -44,6 +46,7 @@ def test_one_three_and_many_micro_batches(name, size):
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", ["gpt2-tied", "gpt2-untied", "llama-gqa-tied"])
 @pytest.mark.parametrize("layout", ["pp1", "tp2-pp2-sp", "pp2-dp2"])
 def test_chunks_keep_tied_and_untied_heads_biases_and_shards_right(model, layout):
@@ -71,7 +74,10 @@ def test_many_chunks_and_large_groups():
         ("llama-gqa-tied", ["parallel.stages=Et||tt|tL", "schedule.chunks=2"]),
         ("gpt2-untied", ["parallel.stages=auto", "schedule.name=zb_h2"]),
         ("llama-gqa-tied", ["parallel.first_stage_layers=3"]),
-        ("llama-gqa-tied", ["parallel.stages=Ett||t|tL", "schedule.name=zb_v", "schedule.chunks=2"]),
+        (
+            "llama-gqa-tied",
+            ["parallel.stages=Ett||t|tL", "schedule.name=zb_v", "schedule.chunks=2"],
+        ),
     ],
     ids=str,
 )

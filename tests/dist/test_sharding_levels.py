@@ -47,7 +47,12 @@ CASES = [
     # Experts have replicas where dense weights have none.
     ("experts", "tp2", "parameters", ()),
     ("experts", "tp2-dp2", "optimizer", ("parallel.ep=2",)),
-    ("llama-packed", "cp2-dp2", "parameters", ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")),
+    (
+        "llama-packed",
+        "cp2-dp2",
+        "parameters",
+        ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1"),
+    ),
 ]
 
 
@@ -56,6 +61,7 @@ def _reference(model):
     return train([*MODELS[model], *layout_overrides("tp1")])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "layout", "level", "options"),
     CASES,
@@ -66,7 +72,6 @@ def test_level_trains_the_same_run(model, layout, level, options):
     assert_same_run(overrides, _reference(model))
 
 
-@pytest.mark.timeout(400)
 def test_compiled_kernels_use_weights_that_come_and_go():
     overrides = [*layout_overrides("dp2"), "parallel.sharding=parameters", "run.kernels=compile"]
     overrides.append("memory.recompute=full")

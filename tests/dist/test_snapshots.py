@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from raymega.checkpoint.reader import load
+from raymega.checkpoint.snapshot_writer import SnapshotWriter
 from raymega.checkpoint.snapshots import find_snapshot
 from raymega.checkpoint.writer import CheckpointWriter
 from raymega.messages import Replicas, Requests, StepDone
@@ -13,7 +14,6 @@ from raymega.storage.copies import Copies
 from raymega.storage.keeper import Keeper
 from raymega.storage.keeper_store import KeeperStore
 from raymega.storage.memory import MemoryStore
-from raymega.checkpoint.snapshot_writer import SnapshotWriter
 from raymega.train.build import build_parts
 from raymega.train.loop import run_loop
 from raymega.train.saving import Saving
@@ -59,9 +59,7 @@ def _train(env, plan_json, replicas, source):
         load(Copies(keepers, holders=holders), manifest, list(parts.optimizer.blocks()))
         parts.optimizer.sync_weights()
         state = state_from(manifest.state, plan.job.precision)
-    writer = CheckpointWriter(
-        MemoryStore(), rank=env.rank, attempt=1, report=channel.report
-    )
+    writer = CheckpointWriter(MemoryStore(), rank=env.rank, attempt=1, report=channel.report)
     snapshots = SnapshotWriter(plan, rank=env.rank, attempt=1, replicas=replicas[env.rank])
     saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank)
     run_loop(parts, state, channel=channel, saving=saving, rank=env.rank)
@@ -89,9 +87,14 @@ def replicas_for(plan, keepers):
     ]  # fmt: skip
 
 
-EXPERTS = ("model.moe.num_experts=4", "model.moe.balance=global", "model.moe.balance_coefficient=0.1")
+EXPERTS = (
+    "model.moe.num_experts=4",
+    "model.moe.balance=global",
+    "model.moe.balance_coefficient=0.1",
+)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("saved", "loaded", "sharding", "model"),
     [

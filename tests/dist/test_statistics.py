@@ -39,7 +39,11 @@ def _train(env, plan_json):
         state = outcome.state
         for handle in handles:
             handle.remove()
-    return metrics, outcome.grad_norm, {name: torch.cat(parts, 1) for name, parts in by_hand.items()}
+    return (
+        metrics,
+        outcome.grad_norm,
+        {name: torch.cat(parts, 1) for name, parts in by_hand.items()},
+    )
 
 
 def _keeper(kept, name):
@@ -59,6 +63,7 @@ def reference():
     return _run("tp1")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
@@ -79,6 +84,7 @@ def test_statistics_are_equal_on_any_layout(reference, layout, overrides):
 PACKED = ["data.packing=best_fit", "data.packing_window=64", "data.document_multiple=16"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["cp4", "cp2-pp2", "cp2-dp3"])
 def test_statistics_count_rows_that_a_rank_holds_only_padding_of(layout):
     """Of a short document most cp ranks hold padding alone, and of the batch's tail slots nothing."""

@@ -106,6 +106,7 @@ def _run_column(env, sp, names):
     return [part.detach() for part in parts], x.grad, _blocks(layer)
 
 
+@pytest.mark.sample(6)
 @degrees
 @sequence_parallel
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["plain", "fused"])

@@ -58,6 +58,7 @@ def test_ramp_trains_the_same_run_on_any_layout(layout):
 HALF = ("precision.dtype=float16", "data.global_batch_size=8")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2-dp2", "tp2-pp2-dp2"])
 def test_overflow_skips_the_step_on_every_rank_alike(layout):
     """A scale that overflows at the logits: the first is forgiven, each later one halves it."""
@@ -112,10 +113,7 @@ def _state_after_a_skipped_step():
     fresh = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
     begin = replace(first_state(plan.job.precision), loss_scale=LossScale(factor=2.0**10))
     first = train_step(fresh, begin, Requests(), is_recording=False)
-    same = [
-        torch.equal(a, b)
-        for a, b in zip(values(), values(fresh), strict=True)
-    ]
+    same = [torch.equal(a, b) for a, b in zip(values(), values(fresh), strict=True)]
     return kept, all(same), (after_skip.lr, after_skip.loss) == (first.lr, first.loss)
 
 
@@ -126,14 +124,22 @@ def test_skipped_step_touches_nothing():
 def _train_with_scales(scales):
     from raymega.parallel.groups import build_groups
 
-    plan = make_test_plan(*layout_overrides("tp1"), "precision.dtype=float32", "schedule.micro_batch_size=2")
+    plan = make_test_plan(
+        *layout_overrides("tp1"), "precision.dtype=float32", "schedule.micro_batch_size=2"
+    )
     results = []
     for scale in scales:
         groups = build_groups(Grid(), 0, timeout_s=10)
         parts = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
         state = replace(first_state(plan.job.precision), loss_scale=scale)
         outcome = train_step(parts, state, Requests(), is_recording=False)
-        results.append((outcome.loss, outcome.grad_norm, [block.values.clone() for block in parts.optimizer.blocks()]))
+        results.append(
+            (
+                outcome.loss,
+                outcome.grad_norm,
+                [block.values.clone() for block in parts.optimizer.blocks()],
+            )
+        )
     return results
 
 
@@ -155,6 +161,7 @@ SGD = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp2-pp2", "pp2-dp2"])
 def test_sgd_with_groups_trains_the_same_run_on_any_layout(layout):
     wanted, found = _run("tp1", *SGD), _run(layout, *SGD, "parallel.sharding=optimizer")

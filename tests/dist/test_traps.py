@@ -34,7 +34,7 @@ def _build(env, plan_json):
 def _on_ranks(fn, *overrides, args=()):
     """``fn(env, plan as JSON, *args)`` on every rank of the plan's grid."""
     plan = make_test_plan(*overrides)
-    return run_grid(fn, plan.grid, plan.to_json(), *args, timeout=30)
+    return run_grid(fn, plan.grid, plan.to_json(), *args)
 
 
 def _steps(parts, num):
@@ -91,6 +91,7 @@ def _first_step(env, plan_json):
     return _steps(_build(env, plan_json), 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("job", [TIED_GPT2, ("model.num_kv_heads=1",)], ids=["biases", "shared-kv"])
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
 def test_gradient_norm_counts_whole_and_cut_parameters_once_each(layout, job):
@@ -102,6 +103,7 @@ def test_gradient_norm_counts_whole_and_cut_parameters_once_each(layout, job):
 # Gradients of a tied embedding mixed with other shards.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["pp2-dp2", "pp4-dp2", "tp2-pp2-dp2-sp"])
 def test_tied_embedding_on_two_stages_trains_as_one_with_a_sharded_optimizer(layout):
     reference = train([*TIED_GPT2, *layout_overrides("tp1")], steps=2)
@@ -124,6 +126,7 @@ def _replicated_bits(env, plan_json):
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [(), SHARDED], ids=["none", "sharded"])
 def test_replicas_are_equal_to_the_bit_after_steps_with_sequence_parallelism(options):
     job = (*TIED_GPT2, *layout_overrides("tp4-dp2-sp"), *options)
@@ -164,6 +167,7 @@ def test_no_rank_makes_or_sends_logits_of_the_whole_vocabulary(layout, is_whole)
 # Label smoothing on slice statistics.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp2", "tp4-sp"])
 def test_label_smoothing_is_over_the_whole_vocabulary(layout):
     job = ("model.label_smoothing=0.2", "model.vocab_size=300")
@@ -178,7 +182,7 @@ def test_label_smoothing_is_over_the_whole_vocabulary(layout):
 def _train_on_two_grids(env, plan_json, other_json):
     """Steps on two grids in turn, in one process; the curve of each."""
     plan, other = read_plan(plan_json), read_plan(other_json)
-    groups = build_groups(other.grid, env.rank, timeout_s=30.0)
+    groups = build_groups(other.grid, env.rank, timeout_s=100.0)
     a = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     b = build_parts(other, rank=env.rank, groups=groups, device=env.device)
     states, curves = [TrainState(), TrainState()], [[], []]
@@ -228,6 +232,7 @@ def test_every_group_has_the_one_timeout():
 # Recompute that draws other random numbers than the forward pass.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "memory",
     [
@@ -308,6 +313,7 @@ ON_THE_LAYOUT = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp4-pp2-sp", "tp2-pp2-dp2-sp", "pp2-dp3"])
 def test_everything_at_once_is_the_same_run(layout):
     reference = train([*EVERYTHING, *layout_overrides("tp1")], steps=4)
@@ -348,6 +354,7 @@ def _train_without_a_block(env, plan_json, samples):
     return curve, idle
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("samples", "sharding"),
     [

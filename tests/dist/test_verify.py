@@ -25,7 +25,7 @@ def _verify(*words: str, package: Path = ROOT) -> subprocess.CompletedProcess:
     command = [sys.executable, "-P", "-c", code, "verify", *words]
     env = os.environ | {"PYTHONPATH": str(package)}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env=env
+        command, capture_output=True, text=True, timeout=500, check=False, env=env
     )
 
 
@@ -59,6 +59,7 @@ def test_tiny_job_passes_and_says_so_in_json():
     assert verdict["largest"]["deviation"] < 1e-9 and verdict["smallest_failing"] is None
 
 
+@pytest.mark.wide
 def test_gpt2_with_biases_and_no_rope_passes():
     gpt2 = ["--set", "model.family=gpt2", "--set", "model.num_kv_heads=num_heads"]
     done = _verify(str(JOBS / "verify.yaml"), *SMALL, *gpt2, "--layouts", "2", "--max-ranks", "4")
@@ -70,7 +71,9 @@ def test_what_a_rank_raised_within_a_schedule_is_told_with_its_place(tmp_path):
     package = tmp_path / "package"
     shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
     with (package / "raymega" / "model" / "head.py").open("a") as file:
-        file.write("\n\ndef _fail(*_):\n    raise ValueError('planted')\n\n\nHead.loss_sum = _fail\n")
+        file.write(
+            "\n\ndef _fail(*_):\n    raise ValueError('planted')\n\n\nHead.loss_sum = _fail\n"
+        )
     own = ["--set", "parallel.pp=2", "--layouts", "1", "--max-ranks", "2"]
     job = str(JOBS / "verify.yaml")
     done = _verify(job, *SMALL, *own, package=package)
@@ -92,6 +95,7 @@ def test_planted_mistake_is_found_and_its_smallest_layout_named(broken):
     assert first["step"] == 1 and first["deviation"] > 1e-3
 
 
+@pytest.mark.wide
 def test_planted_mistake_is_told_to_people_too(broken):
     words = [*SMALL, "--set", "parallel.tp=2", "--set", "parallel.pp=1", "--layouts", "1"]
     done = _verify(str(JOBS / "verify.yaml"), *words, package=broken)
@@ -107,9 +111,9 @@ def test_mistake_of_the_user_is_exit_2():
 
 def test_rank_that_raises_is_named_and_the_next_layout_runs():
     job, absent = make_job(*SMALL[1::2]), make_job("data.path=/nowhere", *SMALL[1::2])
-    with open_nursery(timeout_s=30) as nursery:
+    with open_nursery(timeout_s=200) as nursery:
         with (
-            pytest.raises(LayoutFailedError, match=r"rank 0: .*ConfigError.*/nowhere"),
+            pytest.raises(LayoutFailedError, match=r"rank [01]: .*ConfigError.*/nowhere"),
             nursery.run(absent, Layout(tp=2), steps=1),
         ):
             pass

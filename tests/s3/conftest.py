@@ -4,6 +4,7 @@ import pytest
 
 from tests.support import swift_server
 from tests.support.ceph_server import PACKAGES, CephServer, missing_programs
+from tests.support.outage import Outage
 from tests.support.s3_server import BUCKET, environment, exported, raw_client
 
 
@@ -34,6 +35,14 @@ def swift(tmp_path_factory):
             yield server
     finally:
         server.stop()
+
+
+@pytest.fixture
+def outage(monkeypatch):
+    """One death of a server, which clients of this process meet."""
+    outage = Outage(monkeypatch)
+    yield outage
+    outage.check()
 
 
 @pytest.fixture

@@ -90,16 +90,16 @@ class CephServer:
 
     def start_gateway(self) -> None:
         self._gateway = self._spawn("radosgw", "-n", "client.rgw")
-        wait_until_open(self._port, timeout_s=60)
+        wait_until_open(self._port, timeout_s=200)
 
     def kill_gateway(self) -> None:
         self._gateway.kill()
-        self._gateway.wait(10)
+        self._gateway.wait(100)
 
     def stop(self) -> None:
         for daemon in reversed(self._daemons):
             daemon.kill()
-            daemon.wait(20)
+            daemon.wait(100)
 
     def _make_keys(self) -> None:
         keyring = str(self._folder / "keyring")
@@ -126,14 +126,14 @@ class CephServer:
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk)
         self._spawn("ceph-osd", "-i", "0")
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "host=localhost", "root=default")
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 200
         while "1 up" not in self._run("ceph", "osd", "stat"):
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the disk daemon did not come up; see its log")
             time.sleep(0.2)
 
     def _run(self, *command: str) -> str:
-        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
         return done.stdout

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 BIN = Path(sys.executable).parent
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _wait_for(server: str, token: str, process: subprocess.Popen, log: Path) -> 
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         assert process.poll() is None, log.read_text()
-        with suppress(OSError), urlopen(request, timeout=2):
+        with suppress(OSError), urlopen(request, timeout=20):
             return
         time.sleep(0.2)
     raise AssertionError(f"no job server after {START_TIMEOUT_S:g} s: {log.read_text()}")
@@ -90,7 +90,7 @@ def _kill(process: subprocess.Popen) -> None:
     for pid in family:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(100)
 
 
 def _descendants(root: int) -> list[int]:

@@ -28,7 +28,7 @@ def keeper_processes(number):
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
-        yield [answers.get(timeout=120) for _ in range(number)]
+        yield [answers.get(timeout=300) for _ in range(number)]
 
 
 def memory_of(pid) -> int:

@@ -36,8 +36,12 @@ PRELOADED = [
     "pytest",
     "raymega.train.entry",
 ]
-GRACE_S = 2.0
+TIMEOUT_S = 200.0
+"""A guard against ranks that hang, on hosts that are several times slower than usual."""
+GRACE_S = 30.0
 """How long the others may go on after a rank has failed, so that they can tell what they saw."""
+ENDLESS_S = 10_000.0
+"""A timeout of collectives that no test lives to see."""
 
 
 class RankFailureError(Exception):
@@ -66,14 +70,22 @@ class _Rank:
     is_done: bool = False
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = TIMEOUT_S,
+    collective_timeout_s: float = 0,
+) -> list:
     """``fn(rank, world_size, *args)`` on every rank of a gloo world; the results by rank.
 
-    ``fn`` must be a top-level function. Collectives time out before ``timeout`` seconds do.
+    ``fn`` must be a top-level function. Collectives time out before ``timeout`` seconds do, unless
+    they are given a timeout of their own.
     """
+    limit_s = collective_timeout_s or _collective_timeout_s(timeout)
     # A file, not a TCPStore: that looks every peer's address up in the DNS, which may take seconds.
     with tempfile.TemporaryDirectory() as folder:
-        work = pickle.dumps((_in_world, (world_size, f"{folder}/store", timeout, fn, args)))
+        work = pickle.dumps((_in_world, (world_size, f"{folder}/store", limit_s, fn, args)))
         return _run([_start(rank, work) for rank in range(world_size)], timeout)
 
 
@@ -81,30 +93,34 @@ def run_grid(
     fn: Callable[..., Any],
     grid: Grid,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = TIMEOUT_S,
+    collective_timeout_s: float = 0,
     cp_inner: int = 1,
     is_nested: bool = False,
     sharers: int = 0,
 ) -> list:
     """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
-    shape = grid, cp_inner, is_nested, sharers, timeout
-    return run_ranks(_in_grid, grid.world_size, fn, shape, args, timeout=timeout)
+    limit_s = collective_timeout_s or _collective_timeout_s(timeout)
+    shape = grid, cp_inner, is_nested, sharers, limit_s
+    return run_ranks(
+        _in_grid, grid.world_size, fn, shape, args, timeout=timeout, collective_timeout_s=limit_s
+    )
 
 
-def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> Any:
     """``fn(*args)`` in one fresh process with no world; for tests that change global state."""
     return _run([_start(0, pickle.dumps((_without_world, (fn, args))))], timeout)[0]
 
 
 def _in_world(
-    rank: int, world_size: int, store: str, timeout: float, fn: Callable[..., Any], args: tuple
+    rank: int, world_size: int, store: str, limit_s: float, fn: Callable[..., Any], args: tuple
 ) -> Any:
     groups.open_world(
         rank=rank,
         world_size=world_size,
         rendezvous="",
         store=dist.FileStore(store, world_size),
-        timeout_s=_collective_timeout_s(timeout),
+        timeout_s=limit_s,
         device=torch.device("cpu"),
     )
     dist.barrier()
@@ -124,7 +140,7 @@ def _in_grid(
     shape: tuple[Grid, int, bool, int, float],
     args: tuple,
 ) -> Any:
-    grid, cp_inner, is_nested, sharers, timeout = shape
+    grid, cp_inner, is_nested, sharers, limit_s = shape
     env = RankEnv(
         rank=rank,
         grid=grid,
@@ -132,7 +148,7 @@ def _in_grid(
         groups=groups.build_groups(
             grid,
             rank,
-            timeout_s=_collective_timeout_s(timeout),
+            timeout_s=limit_s,
             cp_inner=cp_inner,
             is_nested=is_nested,
             sharers=sharers,

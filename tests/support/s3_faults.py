@@ -86,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(status, headers, answer)
 
     def _ask(self, body):
-        upstream = HTTPConnection(HOST, self.service.upstream, timeout=60)
+        upstream = HTTPConnection(HOST, self.service.upstream, timeout=200)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "expect"}
         upstream.request(self.command, self.path, body=body or None, headers=headers)
         answer = upstream.getresponse()

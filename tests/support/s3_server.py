@@ -53,13 +53,13 @@ def moto_server(bucket: str = BUCKET) -> Iterator[str]:
     command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_until_open(port, timeout_s=60)
+        wait_until_open(port, timeout_s=200)
         endpoint = f"http://{HOST}:{port}"
         raw_client(endpoint).create_bucket(Bucket=bucket)
         yield endpoint
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(100)
 
 
 def raw_client(endpoint: str, access_key: str = ACCESS_KEY, secret_key: str = SECRET_KEY):
@@ -83,7 +83,7 @@ def wait_until_open(port: int, *, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            return socket.create_connection((HOST, port), 1).close()
+            return socket.create_connection((HOST, port), 10).close()
         except OSError:
             if time.monotonic() > deadline_s:
                 raise

@@ -72,14 +72,14 @@ class SwiftServer:
             stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
         )  # fmt: skip
-        wait_until_open(self.ports[name], timeout_s=60)
+        wait_until_open(self.ports[name], timeout_s=200)
 
     def kill(self, name: str) -> None:
         """SIGKILL to a server and its workers."""
         process = self._processes.pop(name)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(100)
 
     def _write_store(self, store: str) -> None:
         (self.folder / f"{store}.conf").write_text(
@@ -97,7 +97,7 @@ class SwiftServer:
         for words in (("create", "6", "1", "1"), ("add", place, "1"), ("rebalance",)):
             subprocess.run(
                 [sys.executable, "-c", _RING, "swift-ring-builder", builder, *words],
-                check=True, capture_output=True, timeout=60,
+                check=True, capture_output=True, timeout=200,
             )  # fmt: skip
 
     def _proxy_settings(self) -> str:

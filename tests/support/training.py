@@ -11,14 +11,14 @@ from raymega.train.build import build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import make_test_plan
-from tests.support.ranks import run_grid
+from tests.support.ranks import TIMEOUT_S, run_grid
 from tests.support.reference import slices
 
 LIMIT = 1e-9
 STEPS = 3
 
 
-def train(overrides, *, steps=STEPS, timeout=60):
+def train(overrides, *, steps=STEPS, timeout=TIMEOUT_S):
     """Curves of (loss, gradient norm) by rank, and every state tensor put together."""
     plan = make_test_plan(*overrides)
     parallel = plan.job.parallel
@@ -43,7 +43,7 @@ def train(overrides, *, steps=STEPS, timeout=60):
     return [curve for curve, _ in results], whole
 
 
-def assert_same_run(overrides, wanted, *, timeout=60):
+def assert_same_run(overrides, wanted, *, timeout=TIMEOUT_S):
     """Training with ``overrides`` gives the curve and the state of ``wanted`` to rounding."""
     wanted_curves, wanted_whole = wanted
     curves, whole = train(overrides, steps=len(wanted_curves[0]), timeout=timeout)

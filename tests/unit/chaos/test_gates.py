@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -48,11 +49,11 @@ def test_gate_is_met_once_and_waited_at_until_it_is_opened(tmp_path):
     )
     waiter.start()
     while arrival_at(tmp_path, "g") is None:
-        pass
+        time.sleep(0.001)
     assert wait_at(tmp_path, HERE, phase="step", world_size=2) == "", "it is taken"
     assert waiter.is_alive()
     open_gate(tmp_path, "g", answer=RAISE)
-    waiter.join(5)
+    waiter.join(100)
     assert answers == [RAISE]
 
 

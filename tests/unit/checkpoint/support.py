@@ -1,6 +1,6 @@
 """Small models whose every element has a known value, on any grid, in one process."""
 
-from math import prod
+from math import inf, prod
 from zlib import crc32
 
 import torch
@@ -24,8 +24,10 @@ from raymega.storage.memory import MemoryStore
 
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")
 FUSED = (("attention.q.", "attention.k.", "attention.v."), ("mlp.gate.", "mlp.up."))
-NO_WAIT = Patience(timeout_s=20.0, retry_delays_s=(0.0, 0.0))
+NO_WAIT = Patience(timeout_s=100.0, retry_delays_s=(0.0, 0.0))
 DEFAULT_LIMITS = Limits()
+QUIET = Limits(report_every_s=inf)
+"""Nothing is reported before the end of a save, however long that takes."""
 STATE = {"step": 100, "samples": 800, "tokens": 12800.0, "note": "x"}
 
 

@@ -11,7 +11,14 @@ from raymega.checkpoint.manifest import commit
 from raymega.checkpoint.writer import CheckpointWriter
 from raymega.errors import CheckpointError
 from raymega.storage.memory import MemoryStore
-from tests.unit.checkpoint.support import MODELS, STATE, make_blocks, make_grid, save_checkpoint
+from tests.unit.checkpoint.support import (
+    MODELS,
+    QUIET,
+    STATE,
+    make_blocks,
+    make_grid,
+    save_checkpoint,
+)
 
 MODEL = MODELS["llama-tied"]
 NAME = "model/layers.2.mlp.down.weight"
@@ -21,7 +28,7 @@ def _save(layout, change=lambda block: None, *, dtype=torch.float64):
     """A checkpoint whose blocks ``change`` has been at."""
     store, grid, shards = MemoryStore(), make_grid(layout), []
     for rank in range(grid.world_size):
-        writer = CheckpointWriter(store, rank=rank, attempt=1, report=shards.append)
+        writer = CheckpointWriter(store, rank=rank, attempt=1, report=shards.append, limits=QUIET)
         blocks = make_blocks(MODEL, grid, rank, dtype=dtype)
         for block in blocks:
             change(block)

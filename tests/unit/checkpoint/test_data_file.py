@@ -13,6 +13,7 @@ from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     NO_WAIT,
+    QUIET,
     block_values,
     make_grid,
     save_checkpoint,
@@ -63,7 +64,9 @@ def test_file_tells_its_step_and_mixes_element_types(tmp_path):
 
 
 def _save(store, shards, blocks):
-    writer = CheckpointWriter(store, rank=0, attempt=3, report=shards.append, patience=NO_WAIT)
+    writer = CheckpointWriter(
+        store, rank=0, attempt=3, report=shards.append, patience=NO_WAIT, limits=QUIET
+    )
     writer.save(7, blocks, {})
     assert writer.wait()
 

@@ -36,7 +36,7 @@ class SlowStore(MemoryStore):
 
     def get(self, key, *, start=0, num_bytes=-1):
         self.gets.append((key, start, num_bytes))
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=100)
         return super().get(key, start=start, num_bytes=num_bytes)
 
 

@@ -40,6 +40,7 @@ def check_load(store, manifest, model, grid, dtype, *, is_sharded=False):
         assert same(blocks, wanted), rank
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-untied"])
 @pytest.mark.parametrize(
     ("saved", "loaded"), PAIRS, ids=[f"{saved}-to-{loaded}" for saved, loaded in PAIRS]

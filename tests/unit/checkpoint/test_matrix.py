@@ -152,8 +152,8 @@ def check(kind, saved, loaded):
             assert torch.equal(block.values, known_values(block)), (rank, block.name)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_forty_drawn_pairs_of_layouts_keep_every_bit():
     met = set()
 

@@ -1,6 +1,9 @@
 """The pace of a save: a rate that is kept to the clock, and bytes that pass unchanged."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from threading import Barrier
 
 import pytest
 
@@ -45,10 +48,22 @@ def test_without_a_rate_nothing_waits_and_pieces_are_views():
     assert pieces[0].obj is data.obj
 
 
-def test_two_files_share_the_rate_by_the_real_clock():
-    from concurrent.futures import ThreadPoolExecutor
+def test_two_files_share_the_rate():
+    """While time stands still each piece, of whichever file, waits for all that went before it."""
+    begin, pauses = Barrier(2, timeout=100), []
+    pace = Pace(1 << 20, clock=lambda: 50.0, sleep=pauses.append)
 
-    pace, began = Pace(2 << 20), time.monotonic()
+    def pass_on(_file):
+        begin.wait()
+        return sum(map(len, pace.pass_on([bytes(1 << 19)])))
+
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: sum(map(len, pace.pass_on([bytes(1 << 19)]))), range(2)))
-    assert 0.5 <= time.monotonic() - began < 5.0
+        assert list(pool.map(pass_on, range(2))) == [1 << 19] * 2
+    assert max(pauses) == pytest.approx(1.0)
+    steps = [after - before for before, after in pairwise([0.0, *sorted(pauses)])]
+    assert min(steps) > 0 and max(steps) <= 0.1 + 1e-6
+
+
+def test_pace_is_kept_to_the_real_clock_unless_told_otherwise():
+    pace = Pace(1)
+    assert (pace._clock, pace._sleep) == (time.monotonic, time.sleep)

@@ -66,6 +66,7 @@ def _memory_of_all(pids):
     return sum(map(memory_of, pids))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_keepers", [1, 2], ids=["one-node", "two-nodes"])
 def test_memory_of_rank_and_keepers_together_is_what_the_plan_says(num_keepers):
     with keeper_processes(num_keepers) as keepers:
@@ -109,13 +110,14 @@ def _die_while_copying(addresses, step):
     take(writer, step)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_rank_killed_while_it_copies_leaves_the_snapshot_before_on_either_node(step):
     with keeper_processes(2) as keepers:
         addresses = [address for _, address in keepers]
         rank = SPAWN.Process(target=_die_while_copying, args=(addresses, step))
         rank.start()
-        rank.join(120)
+        rank.join(300)
         assert rank.exitcode == -signal.SIGKILL
         for lost in (None, *addresses):
             left = {each: KeeperStore(each, TOKEN) for each in addresses if each != lost}

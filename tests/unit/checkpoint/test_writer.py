@@ -1,7 +1,7 @@
 """The writer: what training waits for, what it reports, and what a failing store does to it."""
 
-import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from threading import Barrier, Event
 
@@ -10,16 +10,19 @@ import torch
 
 from raymega.checkpoint.host_copy import HostCopy
 from raymega.checkpoint.keys import CheckpointId, checkpoint_of, data_file, folder_of
+from raymega.checkpoint.pace import Pace
 from raymega.checkpoint.planner import share_boxes
 from raymega.checkpoint.reader import load
-from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience
+from raymega.checkpoint.writer import CheckpointWriter, Patience
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, ShardSaved
 from raymega.plan.grid import Grid
 from raymega.storage.memory import MemoryStore
+from tests.support.fakes import FakeClock
 from tests.unit.checkpoint.support import (
     MODELS,
     NO_WAIT,
+    QUIET,
     STATE,
     FailingStore,
     assemble_shards,
@@ -29,6 +32,8 @@ from tests.unit.checkpoint.support import (
 )
 
 ALONE, MODEL = make_grid("tp1"), MODELS["llama-tied"]
+GUARD_S = 60
+"""Less than the patience of NO_WAIT, so that a save which waits for what it must not is seen."""
 
 
 class SlowStore(MemoryStore):
@@ -40,12 +45,14 @@ class SlowStore(MemoryStore):
 
     def put(self, key, chunks, *, overwrite):
         self.is_writing.set()
-        assert self.may_write.wait(20)
+        assert self.may_write.wait(GUARD_S)
         super().put(key, chunks, overwrite=overwrite)
 
 
 def _writer(store, shards, *, patience=NO_WAIT):
-    return CheckpointWriter(store, rank=0, attempt=1, report=shards.append, patience=patience)
+    return CheckpointWriter(
+        store, rank=0, attempt=1, report=shards.append, patience=patience, limits=QUIET
+    )
 
 
 def test_report_says_what_was_written():
@@ -65,7 +72,7 @@ def test_tensors_may_change_as_soon_as_save_returns():
     store, shards = SlowStore(), []
     writer, blocks = _writer(store, shards), make_blocks(MODEL, ALONE, 0)
     writer.save(100, blocks, STATE)
-    assert store.is_writing.wait(20) and shards == []
+    assert store.is_writing.wait(GUARD_S) and shards == []
     for block in blocks:
         block.values.zero_()
     store.may_write.set()
@@ -120,7 +127,7 @@ def test_parameter_that_needs_a_gradient_is_saved():
 
 def test_replica_without_a_share_writes_no_file_but_reports():
     store, shards = MemoryStore(), []
-    writer = CheckpointWriter(store, rank=0, attempt=1, report=shards.append)
+    writer = _writer(store, shards)
     writer.save(1, [], STATE)
     assert writer.wait()
     assert shards[0].boxes == () and shards[0].error == "" and list(store.list("")) == []
@@ -173,7 +180,7 @@ def test_save_is_given_up_when_the_one_before_hangs():
     (given_up,) = shards
     assert given_up.step == 200 and "still being written after 0.01 s" in given_up.error
     store.may_write.set()
-    assert writer._background.wait(20)
+    assert writer._background.wait(GUARD_S)
     assert [(shard.step, shard.error) for shard in shards[1:]] == [(100, "")]
 
 
@@ -193,7 +200,7 @@ def test_lack_of_host_memory_is_reported(monkeypatch):
 def _limited(store, shards, **limits):
     return CheckpointWriter(
         store, rank=0, attempt=1, report=shards.append, patience=NO_WAIT,
-        limits=Limits(**limits),
+        limits=replace(QUIET, **limits),
     )  # fmt: skip
 
 
@@ -223,7 +230,7 @@ def test_files_of_a_share_are_written_side_by_side():
 
         def __init__(self):
             super().__init__()
-            self.both = Barrier(2, timeout=20)
+            self.both = Barrier(2, timeout=GUARD_S)
 
         def put(self, key, chunks, *, overwrite):
             self.both.wait()
@@ -287,14 +294,25 @@ def test_row_beyond_the_buffer_and_a_failure_before_the_last_piece_are_reported(
     assert shards[2].error == "" and assemble_shards([shards[2]], ALONE)
 
 
-def test_bytes_go_out_no_faster_than_the_job_allows():
-    shards, blocks = [], make_blocks(MODEL, ALONE, 0)
+def test_bytes_go_out_no_faster_than_the_job_allows(monkeypatch):
+    """Its time goes on when training, which does not wait for it, lets it."""
+    clock, may_go_on = FakeClock(), Event()
+
+    def sleep(seconds):
+        assert may_go_on.wait(GUARD_S)
+        clock.advance(seconds)
+
+    pace = partial(Pace, clock=clock.monotonic, sleep=sleep)
+    monkeypatch.setattr("raymega.checkpoint.writer.Pace", pace)
+    store, shards, blocks = MemoryStore(), [], make_blocks(MODEL, ALONE, 0)
     total = sum(block.values.nbytes for block in blocks)
-    writer = _limited(MemoryStore(), shards, bytes_per_s=2 * total)
-    began = time.monotonic()
+    writer, began_s = _limited(store, shards, bytes_per_s=2 * total), clock.now_s
     writer.save(100, blocks, STATE)
-    assert time.monotonic() - began < 0.4, "training does not wait for it"
-    assert writer.wait() and shards[0].write_s >= 0.5
+    assert writer.is_busy and list(store.list("")) == [] and clock.now_s == began_s
+    may_go_on.set()
+    assert writer.wait() and shards[0].error == ""
+    (file,) = store.list("")
+    assert clock.now_s - began_s == pytest.approx(store.size(file) / (2 * total))
 
 
 def test_progress_of_a_save_is_reported_and_a_retry_counts_anew():
@@ -326,9 +344,19 @@ def test_writer_is_busy_until_the_report():
     writer = _writer(store, shards)
     assert not writer.is_busy
     writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
-    assert store.is_writing.wait(20) and writer.is_busy
+    assert store.is_writing.wait(GUARD_S) and writer.is_busy
     store.may_write.set()
     assert writer.wait() and not writer.is_busy and len(shards) == 1
+
+
+def _is_taken_before_it_is_copied(snapshot, values):
+    """With enough work before it on the GPU, however slow the host is; one that waits never is."""
+    for exponent in range(24, 36, 2):  # from milliseconds to half a minute
+        torch.cuda._sleep(1 << exponent)
+        snapshot.take([(0, values)])
+        if not snapshot._copied.query():
+            return True
+    return False
 
 
 @pytest.mark.gpu
@@ -341,20 +369,15 @@ def test_copy_runs_beside_the_step_and_the_update_comes_behind_it():
     snapshot.reserve(values.nbytes, is_pinned=True)
     for turn in range(1, 6):
         values.fill_(turn)
-        began = time.monotonic()
-        snapshot.take([(0, values)])
-        enqueued_s = time.monotonic() - began
+        assert _is_taken_before_it_is_copied(snapshot, values), "the host waits for the copy"
         busy = values @ values  # work of the next step that only reads
         snapshot.fence()
         values.fill_(-1.0)
         snapshot.wait()
-        copied_s = time.monotonic() - began
         copy = torch.frombuffer(snapshot.chunk(0, values.nbytes), dtype=torch.float32)
         assert (copy == turn).all(), "the copy is of the moment of the save"
         torch.cuda.synchronize()
         assert (values == -1.0).all() and busy.isfinite()
-        if turn > 1:
-            assert enqueued_s < copied_s / 2, "the host does not wait for the copy"
 
 
 @pytest.mark.gpu

@@ -86,6 +86,7 @@ def test_job_of_a_published_mixture_has_its_size_and_fits_an_h100(name, num_para
     assert memory_use(plan).total_bytes < 0.9 * CATALOGUE["h100"].memory_bytes
 
 
+@pytest.mark.wide
 def test_a_trillion_parameters_fit_on_3072_a100s_near_the_fastest_layout():
     """Narayanan et al. 2021 printed 102.6 s: with recompute, and attention that was not fused."""
     job = parse_job(JOBS / "gpt-1t-3072gpu.yaml").job()

@@ -103,7 +103,7 @@ def test_node_agent_is_the_first_process_of_every_workers_pod(name, tmp_path):
         (container,) = template["spec"]["containers"]
         command = [*container["command"], *container["args"]]
         child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-        *words, pid = child.communicate(timeout=10)[0].splitlines()
+        *words, pid = child.communicate(timeout=100)[0].splitlines()
         assert int(pid) == child.pid, "no shell stands between the pod and the agent"
         grace_s = template["spec"]["terminationGracePeriodSeconds"]
         assert words[: words.index("--")] == [

@@ -415,7 +415,7 @@ def test_commands_and_no_torch_in_them(tmp_path):
     def call(*args):
         done = subprocess.run(
             [sys.executable, "-c", code, "convert", *map(str, args), "--json"],
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=500, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

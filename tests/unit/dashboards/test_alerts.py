@@ -16,7 +16,7 @@ CASES = yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
 
 def _promtool(*arguments):
     return subprocess.run(
-        [PROMTOOL, *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=30, check=False
+        [PROMTOOL, *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=100, check=False
     )
 
 

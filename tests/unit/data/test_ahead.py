@@ -23,12 +23,12 @@ class Maker:
 
     def wait(self, times):
         for _ in range(times):
-            assert self.asked.acquire(timeout=10)
+            assert self.asked.acquire(timeout=100)
 
 
 def test_next_step_is_made_while_this_one_runs():
     maker = Maker()
-    ahead = Ahead(maker, is_guessing=True, timeout_s=10)
+    ahead = Ahead(maker, is_guessing=True, timeout_s=100)
     assert ahead.of(0, 4) == (0, 4)
     maker.wait(2)
     assert maker.made == [(0, 4), (4, 4)]
@@ -38,7 +38,7 @@ def test_next_step_is_made_while_this_one_runs():
 
 
 def test_step_that_was_not_guessed_is_right_too():
-    ahead = Ahead(Maker(), is_guessing=True, timeout_s=10)
+    ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
     assert [ahead.of(*step) for step in ((0, 4), (4, 8), (96, 8), (0, 4))] == [
         (0, 4), (4, 8), (96, 8), (0, 4),
     ]  # fmt: skip
@@ -46,13 +46,13 @@ def test_step_that_was_not_guessed_is_right_too():
 
 def test_without_guessing_the_same_step_is_made_once():
     maker = Maker()
-    ahead = Ahead(maker, is_guessing=False, timeout_s=10)
+    ahead = Ahead(maker, is_guessing=False, timeout_s=100)
     assert [ahead.of(0, 4) for _ in range(3)] == [(0, 4)] * 3
     assert maker.made == [(0, 4)]
 
 
 def test_error_is_raised_by_its_own_step():
-    ahead = Ahead(Maker(), is_guessing=True, timeout_s=10)
+    ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
     assert ahead.of(0, 4) == (0, 4)
     with pytest.raises(DataError, match="below the first"):
         ahead.of(-4, 4)
@@ -61,7 +61,7 @@ def test_error_is_raised_by_its_own_step():
 
 def test_wait_has_an_end():
     gate = threading.Event()
-    ahead = Ahead(lambda *_: gate.wait(10), is_guessing=False, timeout_s=0.05)
+    ahead = Ahead(lambda *_: gate.wait(100), is_guessing=False, timeout_s=0.05)
     with pytest.raises(DataError, match=r"sample 8 .* 0\.05 s"):
         ahead.of(8, 4)
     gate.set()

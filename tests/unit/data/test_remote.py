@@ -80,7 +80,7 @@ def _copy(uri, cache, barrier, results):
         brought.append(shard.file),
         bring(store, shard, folder),
     )[1]
-    barrier.wait(30)
+    barrier.wait(100)
     local_copy(uri, cache=cache)
     results.put(brought)
 
@@ -91,9 +91,9 @@ def test_one_of_the_workers_of_a_node_brings_it(uri, meta, cache):
     workers = [context.Process(target=_copy, args=(uri, cache, barrier, results)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    brought = sorted(len(results.get(timeout=60)) for _ in workers)
+    brought = sorted(len(results.get(timeout=100)) for _ in workers)
     for worker in workers:
-        worker.join(30)
+        worker.join(100)
     assert brought == [0, 0, 3]
 
 

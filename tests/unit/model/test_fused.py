@@ -58,6 +58,7 @@ MEMORY = (
 )
 
 
+@pytest.mark.sample(1)
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 def test_fused_layers_equal_those_that_are_not(family):
@@ -136,6 +137,7 @@ class _Sum:
         return self.total, True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=needs_compiler)])
 def test_norm_whose_gradient_float16_cannot_hold_adds_it_whole(is_fused):
     weight = ShardedParameter(torch.ones(8, dtype=torch.float16), None)

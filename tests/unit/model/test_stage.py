@@ -30,6 +30,7 @@ def _modules(model, tp, pp):
     return [make_stage_modules(model, num_stages=pp, stream=stream) for stream in streams]
 
 
+@pytest.mark.sample(15)
 @models
 @layouts
 def test_primary_pieces_tile_every_tensor_once(model, tp, pp):
@@ -52,6 +53,7 @@ def test_table_starts_alike_whatever_it_is_padded_to_and_padding_is_zero():
             assert not table[model.vocab_size :].any()
 
 
+@pytest.mark.sample(15)
 @models
 @layouts
 def test_parameters_of_a_stage_are_its_tensors(model, tp, pp):
@@ -62,6 +64,7 @@ def test_parameters_of_a_stage_are_its_tensors(model, tp, pp):
             assert held == sorted(tensor.name for tensor in stage_tensors(model, stage))
 
 
+@pytest.mark.sample(15)
 @models
 @layouts
 def test_every_layout_starts_from_the_same_weights(model, tp, pp):

@@ -7,6 +7,8 @@ from raymega.orchestrate.mailbox import Guest, Mailbox
 from raymega.orchestrate.placement import Place
 
 PLACE = Place(node_id="n", address="10.0.0.1", pid=7)
+GUARD_S, ENDLESS_S = 100, 100_000
+"""For what comes, and for what must end a wait that would outlive the test."""
 
 
 def message(rank):
@@ -47,20 +49,20 @@ def test_reports_go_one_way_and_wishes_the_other():
 
 def test_driver_that_waits_hears_at_once():
     box, heard = mailbox(), []
-    thread = Thread(target=lambda: heard.extend(box.take(30.0)))
+    thread = Thread(target=lambda: heard.extend(box.take(ENDLESS_S)), daemon=True)
     thread.start()
     box.exchange(0, [Progress(rank=0, step=1)])
-    thread.join(10.0)
+    thread.join(GUARD_S)
     assert heard == [Progress(rank=0, step=1)]
 
 
 def test_closed_mailbox_lets_everybody_go():
     box = Mailbox()
-    waiting = Thread(target=lambda: box.start_of(0, 30.0))
+    waiting = Thread(target=lambda: box.start_of(0, ENDLESS_S), daemon=True)
     waiting.start()
     box.close()
-    waiting.join(10.0)
+    waiting.join(GUARD_S)
     assert not waiting.is_alive() and not box.is_open()
     box = mailbox()
     box.close()
-    assert box.exchange(0, [Progress(rank=0, step=1)]) is None and box.take(30.0) == []
+    assert box.exchange(0, [Progress(rank=0, step=1)]) is None and box.take(ENDLESS_S) == []

@@ -18,6 +18,7 @@ from tests.unit.tracking.events import (
 )
 
 LONG_S = 60.0
+GUARD_S = 100.0
 
 
 class Notebook:
@@ -54,7 +55,7 @@ def test_whole_run_shows_every_metric_that_something_measures(sink, notebook):
     for event in whole_run():
         sink.emit(event)
         sink._publish()
-    sink.close(1.0)
+    sink.close(GUARD_S)
     rows = {metric.name: metric for metric in METRICS}
     assert rows.keys() - {name for name, _ in notebook.series} == set()
     for name, tags in notebook.series:
@@ -65,7 +66,7 @@ def test_whole_run_shows_every_metric_that_something_measures(sink, notebook):
 def test_values_carry_run_attempt_and_rank(sink, notebook):
     for event in whole_run():
         sink.emit(event)
-    sink.close(1.0)
+    sink.close(GUARD_S)
     assert notebook.value("train/loss", run="demo", attempt="2") == 10.0 / 4
     assert notebook.value("run/attempt", attempt="2") == 2
     assert notebook.value("worker/backward_s", rank="0", attempt="2") == 2.0
@@ -77,7 +78,7 @@ def test_values_carry_run_attempt_and_rank(sink, notebook):
 def test_attempt_begins_without_the_values_of_the_one_before(sink, notebook):
     for event in (run_started(), attempt_started(1), step_finished(3), attempt_started(2, step=2)):
         sink.emit(event)
-    sink.close(1.0)
+    sink.close(GUARD_S)
     assert {tags for _, tags in notebook.series} == {(("attempt", "2"), ("run", "demo"))}
     assert "train/loss" not in {name for name, _ in notebook.series}
     assert notebook.value("run/step") == 2
@@ -85,7 +86,7 @@ def test_attempt_begins_without_the_values_of_the_one_before(sink, notebook):
 
 def test_resumed_run_stands_where_its_checkpoint_is(sink, notebook):
     sink.emit(run_started(is_resumed=True, step=3, job={"checkpoint": {"every": 20}}))
-    sink.close(1.0)
+    sink.close(GUARD_S)
     assert notebook.value("run/step") == notebook.value("checkpoint/step") == 3
     assert notebook.value("run/total_steps") == 4
     assert notebook.value("checkpoint/every_steps") == 20
@@ -95,7 +96,7 @@ def test_failed_saves_are_counted_over_attempts(sink, notebook):
     failed = SaveFailed(attempt=1, step=3, reason="disk is full")
     for event in (run_started(), attempt_started(1), failed, attempt_started(2), failed):
         sink.emit(event)
-    sink.close(1.0)
+    sink.close(GUARD_S)
     assert notebook.value("checkpoint/failed_saves") == 2
 
 
@@ -111,8 +112,8 @@ def test_values_are_shown_again_without_news():
     sink = RayMetricsSink(clock=lambda: 0.0, instruments=Counting(), refresh_s=0.001)
     for event in (run_started(), attempt_started(1), checkpoint(2)):
         sink.emit(event)
-    assert seen_again.wait(5.0), "a gauge that is not set again fades in Ray"
-    sink.close(1.0)
+    assert seen_again.wait(GUARD_S), "a gauge that is not set again fades in Ray"
+    sink.close(GUARD_S)
 
 
 def test_instruments_that_raise_end_the_thread_with_one_line(caplog):
@@ -123,9 +124,9 @@ def test_instruments_that_raise_end_the_thread_with_one_line(caplog):
     sink = RayMetricsSink(clock=lambda: 0.0, instruments=Broken(), refresh_s=0.001)
     with caplog.at_level(logging.WARNING):
         sink.emit(run_started())
-        sink._thread.join(5.0)
+        sink._thread.join(GUARD_S)
         sink.emit(step_finished(1))
-        sink.close(1.0)
+        sink.close(GUARD_S)
     assert caplog.text.count("agent is gone") == 1
 
 

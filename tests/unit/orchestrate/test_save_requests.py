@@ -1,12 +1,11 @@
 """Saves on request: seen once, answered by the first save that is newer, never left behind."""
 
 import json
-import threading
-import time
 
 import pytest
 
 from raymega.errors import ConfigError, StorageError
+from raymega.orchestrate import save_requests
 from raymega.orchestrate.journal import RunRecord, write_record
 from raymega.orchestrate.save_requests import (
     ANSWERS,
@@ -99,29 +98,24 @@ def test_store_that_fails_is_looked_at_again_later():
     assert requests.has_new(1)
 
 
-def _driver(store, stop):
-    """Answers every request with step 7, once."""
-    told = set()
-    while not stop.is_set():
-        for key in set(store.list(REQUESTS)) - told:
-            told.add(key)
-            answer = {"step": 7, "uri": "u", "error": ""}
-            store.put(
-                ANSWERS + key.removeprefix(REQUESTS), [json.dumps(answer).encode()], overwrite=True
-            )
-        time.sleep(0.01)
+class Driver:
+    """Answers the one request with step 7 while its asker sleeps for the third time."""
+
+    def __init__(self, store):
+        self._store, self.num_sleeps = store, 0
+
+    def sleep(self, _seconds):
+        self.num_sleeps += 1
+        if self.num_sleeps == 3:
+            (key,) = self._store.list(REQUESTS)
+            answer = json.dumps({"step": 7, "uri": "u", "error": ""}).encode()
+            self._store.put(ANSWERS + key.removeprefix(REQUESTS), [answer], overwrite=True)
 
 
 def test_asking_waits_for_the_answer_and_leaves_nothing(store):
-    stop = threading.Event()
-    driver = threading.Thread(target=_driver, args=(store, stop))
-    driver.start()
-    try:
-        answer = ask_for_save(store, timeout_s=20, sleep=lambda _s: time.sleep(0.01))
-    finally:
-        stop.set()
-        driver.join()
-    assert (answer.step, answer.uri, answer.error) == (7, "u", "")
+    driver = Driver(store)
+    answer = ask_for_save(store, timeout_s=100, sleep=driver.sleep)
+    assert (answer.step, answer.uri, answer.error) == (7, "u", "") and driver.num_sleeps == 3
     assert list(store.list("")) == ["run.json"]
 
 
@@ -135,13 +129,16 @@ def test_run_that_is_not_at_work_is_not_asked(store, status):
     assert list(store.list("")) == ["run.json"]
 
 
-def test_run_that_ends_or_is_silent_is_told_apart(store):
-    with pytest.raises(StorageError, match=r"not answered for 0\.01 s"):
-        ask_for_save(store, timeout_s=0.01, sleep=lambda _s: time.sleep(0.02))
+def test_run_that_ends_or_is_silent_is_told_apart(store, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(save_requests, "time", clock)
+    with pytest.raises(StorageError, match=r"not answered for 20 s"):
+        ask_for_save(store, timeout_s=20, sleep=clock.advance)
+    assert clock.now_s == FakeClock().now_s + 20
 
     def end(_s):
         write_record(store, _record("finished"))
 
     with pytest.raises(StorageError, match="is finished at step 4"):
-        ask_for_save(store, timeout_s=20, sleep=end)
+        ask_for_save(store, timeout_s=100, sleep=end)
     assert list(store.list("")) == ["run.json"]

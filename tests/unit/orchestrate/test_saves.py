@@ -89,7 +89,7 @@ def test_commit_does_not_block_the_caller():
 
     class SlowStore(MemoryStore):
         def put(self, key, chunks, *, overwrite):
-            gate.wait(10)
+            gate.wait(100)
             super().put(key, chunks, overwrite=overwrite)
 
     with ThreadPoolExecutor(1) as executor:
@@ -98,6 +98,6 @@ def test_commit_does_not_block_the_caller():
             saves.take(workers.shard(rank))
         assert not saves.is_idle and saves.take_outcomes() == []
         gate.set()
-        saves.wait(10)
+        saves.wait(100)
         assert [outcome.step for outcome in saves.take_outcomes()] == [10]
         assert saves.is_idle

@@ -27,5 +27,5 @@ def test_other_threads_change_nothing():
 
     thread = threading.Thread(target=body)
     thread.start()
-    thread.join(10)
+    thread.join(100)
     assert inside == [before]

@@ -1,6 +1,6 @@
 """Slots without Ray: who is ready, who hangs, who must leave, and that no two processes have one name."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +9,7 @@ from raymega.orchestrate.slots import Slot, Slots, name_of
 from tests.support.jobs import make_test_plan
 
 PLAN = make_test_plan("parallel.tp=2")
+NOW_S = 1000.0
 
 
 def slot(index, *, node="stays", is_warm=True, rank=-1, age_s=0.0, home=-1):
@@ -16,7 +17,7 @@ def slot(index, *, node="stays", is_warm=True, rank=-1, age_s=0.0, home=-1):
         index=index, group=None, home=home, actor=object(), is_warm=is_warm,
         place=Place(node_id=node, address="", pid=index),
         seat=Seat(rank=rank, local_rank=0) if rank >= 0 else None,
-        ordered_s=time.monotonic() - age_s,
+        ordered_s=NOW_S - age_s,
     )  # fmt: skip
 
 
@@ -54,7 +55,9 @@ def test_ranks_on_a_node_that_leaves_are_named_and_their_slots_asked_for_once_in
     assert slots.departure(2) is None
 
 
-def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots):
+def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots, monkeypatch):
+    now = SimpleNamespace(monotonic=lambda: NOW_S)
+    monkeypatch.setattr("raymega.orchestrate.slots.time", now)
     slots.slots = [
         slot(0, age_s=100.0),
         slot(1, age_s=100.0, is_warm=False),

@@ -70,4 +70,4 @@ def test_spares_who_called_a_server_that_was_there_before(make_server):
         world.built()
         world.cut()
         accepted.send(b"x")
-        assert caller.communicate(timeout=20)[0] == "b'x'\n"
+        assert caller.communicate(timeout=100)[0] == "b'x'\n"

@@ -87,6 +87,7 @@ def test_no_other_last_stage_is_cheaper_than_autos(layers, stages, cost):
         assert found <= max(others, last + cost) + 1e-9
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [

@@ -100,6 +100,7 @@ def test_a_shared_count_is_what_a_plan_alone_is_given(seven_b):
         assert found.memory == memory_use(alone)
 
 
+@pytest.mark.wide
 def test_context_parallelism_is_tried_where_sequences_are_long():
     long = ("data.seq_len=131072", "model.max_positions=131072", "data.global_batch_size=32")
     job = load_job(JOBS / "llama-7b-16gpu.yaml", long)

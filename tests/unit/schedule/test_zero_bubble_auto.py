@@ -1,6 +1,5 @@
 """zb_auto's search: its limit on memory, its bound on work, and that every rank finds the same."""
 
-import time
 from itertools import accumulate
 
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.errors import PlanError
-from raymega.schedule import zero_bubble_auto
+from raymega.schedule import list_scheduling, zero_bubble_auto
 from raymega.schedule.checker import check
 from raymega.schedule.instructions import Op
 from raymega.schedule.order import Sizes
@@ -19,6 +18,8 @@ from raymega.schedule.transfers import make_program
 from raymega.schedule.zero_bubble_auto import zb_auto
 
 times = st.floats(0.1, 3.0)
+MOST_LOOKS = 2
+"""How often a rank looks for work, for each task that is placed: it begins one, or waits for one."""
 
 
 def _peak(schedule, share):
@@ -58,12 +59,25 @@ def test_search_counts_what_the_simulator_measures():
     assert search._longest == pytest.approx(9 * 3 * (1 + found))
 
 
-def test_time_of_a_search_is_bounded():
-    """CPU seconds; a few times what an idle machine takes."""
-    for pp, m, bound_s in ((8, 24, 3.0), (32, 128, 15.0)):
-        began = time.process_time()
-        zb_auto(Sizes(pp=pp, num_micro_batches=m, times=Durations(weight=0.7, transfer=0.05)))
-        assert time.process_time() - began < bound_s
+@pytest.mark.parametrize(("pp", "m"), [(4, 9), (32, 128)], ids=["by-orders", "by-tasks"])
+def test_work_of_a_search_is_bounded(pp, m, monkeypatch):
+    """Counted in orders that are built, tasks that are placed and looks for work, not in seconds."""
+    assert zero_bubble_auto.MOST_TASKS <= 1_000_000 and zero_bubble_auto.MOST_ORDERS <= 500
+    most_tasks, looks, played, simulated = 100_000, [], [], []
+
+    def count(calls, function):
+        return lambda *words: (calls.append(0), function(*words))[1]
+
+    monkeypatch.setattr(zero_bubble_auto, "MOST_TASKS", most_tasks)
+    monkeypatch.setattr(list_scheduling._Game, "act", count(looks, list_scheduling._Game.act))
+    monkeypatch.setattr(zero_bubble_auto, "play", count(played, zero_bubble_auto.play))
+    monkeypatch.setattr(zero_bubble_auto, "simulate", count(simulated, zero_bubble_auto.simulate))
+    times = Durations(weight=0.7, transfer=0.05)
+    zb_auto.__wrapped__(Sizes(pp=pp, num_micro_batches=m, times=times))
+    num_tasks = len(played) * 3 * pp * m
+    assert 0 < len(played) <= zero_bubble_auto.MOST_ORDERS and len(simulated) <= 2
+    assert num_tasks <= most_tasks + 3 * pp * m, "the last order may go beyond"
+    assert len(looks) <= MOST_LOOKS * num_tasks
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])

@@ -49,7 +49,7 @@ def test_store_that_fails_a_write_is_not_asked_again():
 
 def test_two_writes_that_lose_the_same_store_both_go_on():
     """A rank writes two files at once."""
-    both_asked, living = Barrier(2, timeout=10.0), MemoryStore()
+    both_asked, living = Barrier(2, timeout=100), MemoryStore()
 
     class LostToBoth(Lost):
         def put(self, *args, **kwargs):

@@ -31,6 +31,7 @@ def _told(*words, code=0):
     return json.loads(done.stdout)
 
 
+@pytest.mark.wide
 def test_commands_of_the_whole_life_of_checkpoints(store, tmp_path):
     for step in (100, 200, 300):
         save_step(store, step)

@@ -50,6 +50,7 @@ def _spread(name, *, base, is_tied):
     return [max(sizes) / min(sizes) for sizes in by_place]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "is_tied"), [("adamw", True), ("adamw", False), ("lion", False), ("muon", True)]
 )

@@ -35,6 +35,7 @@ def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
     assert all(is_legal(JOB, layout) and 2 <= layout.world_size <= max_ranks for layout in layouts)
 
 
+@pytest.mark.wide
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_three_layouts_meet_every_axis_eight_every_pair_and_sixteen_every_schedule(seed):
@@ -170,6 +171,7 @@ def test_option_that_changes_nothing_is_left_at_its_simplest():
         assert layout.cp > 1 or layout.cp_method == "ring"
 
 
+@pytest.mark.wide
 def test_hybrid_is_drawn_with_every_number_of_neighbours_that_fits():
     few = ("data.global_batch_size=1", "model.num_layers=1", "parallel.pp=1", "parallel.tp=1")
     job = make_job("model.num_heads=8", "model.num_kv_heads=8", *few)
