@@ -82,7 +82,7 @@ def _sleep_until_killed():
         time.sleep(60)
 
 
-def test_ranks_that_hang_are_ended_at_the_timeout():
+def test_a_rank_that_hangs_is_ended_at_the_timeout():
     with pytest.raises(RankFailureError, match=r"rank 0 of 2: no result after 0\.5 s") as caught:
         run_ranks(_hang, 2, timeout=0.5, collective_timeout_s=ENDLESS_S)
     assert "rank 1: no result after 0.5 s" in str(caught.value)
