@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo lint check test test-all golden rehearse
+.PHONY: setup demo lint check test test-ranks test-clusters test-all golden rehearse
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.
 setup: $(VENV)/.ok
@@ -27,23 +27,29 @@ lint: setup
 check: lint
 	$(BIN)/mypy raymega benchmarks
 
-# Two at a time, as ranks that wait for each other leave a core idle; tests that share a cluster or a server alone.
-PARALLEL := -n 2 --dist worksteal --ignore tests/ray --ignore tests/s3 --ignore tests/chaos
-SERIAL := tests/ray tests/s3 tests/chaos
-
+# Ranks that wait for each other and clusters that start leave a core idle: both parts run at once, the first on two
+# workers. The second, whose tests share clusters and servers, says at its end what it has to say.
 test: setup
-	$(PYTEST) $(PARALLEL)
-	$(PYTEST) $(SERIAL)
+	@$(MAKE) --no-print-directory -j 2 test-ranks test-clusters
+
+CLUSTERS := tests/ray tests/s3 tests/chaos
+SELECTION :=
+
+test-ranks: setup
+	$(PYTEST) -n 2 --dist worksteal $(SELECTION) $(addprefix --ignore ,$(CLUSTERS))
+
+test-clusters: setup
+	@log=$$(mktemp); $(PYTEST) $(SELECTION) $(CLUSTERS) >$$log 2>&1; code=$$?; \
+	printf '\n%s\n' 'pytest $(SELECTION) $(CLUSTERS)'; cat $$log; rm -f $$log; exit $$code
 
 # All cases, planted mistakes and faults: hours of two cores, in shards of at most 15 minutes. SHARD=3/10 runs one of
 # them. What has passed since a file last changed is not run again.
 SHARDS := 10
-EVERYTHING := --everything --resume
 
 test-all: setup
 	@failed=; for shard in $${SHARD:-$$(seq -f '%g/$(SHARDS)' $(SHARDS))}; do \
-	  $(PYTEST) $(EVERYTHING) --shard $$shard $(PARALLEL) || failed="$$failed $$shard"; \
-	  $(PYTEST) $(EVERYTHING) --shard $$shard $(SERIAL) || failed="$$failed $$shard"; \
+	  $(MAKE) --no-print-directory -j 2 test-ranks test-clusters \
+	    SELECTION="--everything --resume --shard $$shard" || failed="$$failed $$shard"; \
 	done; test -z "$$failed" || { echo "failed in shards$$failed; the same command runs what has not passed"; exit 1; }
 
 # Writes tests/golden/files anew: after a change of output that is meant. Read the diff.
