@@ -61,7 +61,7 @@ def _reference(model):
     return train([*MODELS[model], *layout_overrides("tp1")])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "layout", "level", "options"),
     CASES,
@@ -72,6 +72,7 @@ def test_level_trains_the_same_run(model, layout, level, options):
     assert_same_run(overrides, _reference(model))
 
 
+@pytest.mark.wide
 def test_compiled_kernels_use_weights_that_come_and_go():
     overrides = [*layout_overrides("dp2"), "parallel.sharding=parameters", "run.kernels=compile"]
     overrides.append("memory.recompute=full")

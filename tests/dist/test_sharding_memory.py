@@ -122,6 +122,7 @@ def test_peaks_of_build_and_step_are_the_planners_and_fall_as_it_says(level, gro
     assert whole - peak == pytest.approx(fall, rel=LIMIT)
 
 
+@pytest.mark.wide
 def test_a_rank_that_keeps_parts_of_weights_never_has_all_of_them():
     """Not even while it is built, when it makes the first values of everybody's weights."""
     built, _, plan = _measured(

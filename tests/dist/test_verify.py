@@ -82,6 +82,7 @@ def test_what_a_rank_raised_within_a_schedule_is_told_with_its_place(tmp_path):
     assert "ValueError: planted; on pipeline stage 0, at forward 0" in told
 
 
+@pytest.mark.wide
 def test_planted_mistake_is_found_and_its_smallest_layout_named(broken):
     own = ["--set", "parallel.tp=2", "--set", "parallel.dp=2", "--set", "parallel.pp=1"]
     words = [*SMALL, *own, "--layouts", "2", "--max-ranks", "8", "--seed", "1"]

@@ -225,6 +225,7 @@ def secluded(cluster, tmp_path):
     process.wait(30)
 
 
+@pytest.mark.wide
 def test_node_that_does_not_share_the_store_is_refused_before_it_trains(secluded, make_controller):
     controller = make_controller("apart", "parallel.dp=4")
     with pytest.raises(ConfigError, match=r"does not see what the driver wrote") as caught:

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from raymega.schedule.instructions import COMPUTE
 from tests.support.command import train
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.wide]
 
 PP, DP, CHUNKS, MICRO_BATCHES = 2, 2, 2, 4
 

@@ -124,7 +124,7 @@ def test_ranks_that_run_their_lists_never_wait_for_ever(
                 at[rank] += 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_ranks", [4, 8, 16, 32, 64])
 @pytest.mark.parametrize("seed", range(4))
 def test_work_is_even_when_there_are_documents_to_share_out(num_ranks: int, seed: int) -> None:
