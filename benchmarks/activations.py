@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from raymega.config.schema import MemorySection, ModelSection
-from raymega.model.saved_bytes import SavedBytes
-from raymega.model.stage import StageModule
-from raymega.parallel.stream import Stream
+from raymega.model.pipeline_stage import StageModule
+from raymega.model.saved_tensor_bytes import SavedBytes
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.plan.grid import Grid
 from raymega.plan.stages import make_stages
 from tests.support.ranks import RankEnv, run_grid

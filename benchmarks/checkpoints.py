@@ -31,15 +31,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from raymega.checkpoint.assembly import assemble
-from raymega.checkpoint.fetching import LOCAL_BYTES, NUM_FETCHES
-from raymega.checkpoint.manifest import commit, read_manifest
-from raymega.checkpoint.reader import load
-from raymega.checkpoint.writer import CheckpointWriter
+from raymega.checkpoint.format.manifest import commit, read_manifest
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.load.ranged_reads import LOCAL_BYTES, NUM_FETCHES
+from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import Box
-from raymega.parallel.blocks import Block
-from raymega.parallel.groups import open_world
-from raymega.plan.tensors import GlobalTensor
+from raymega.parallel.comm.process_groups import open_world
+from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.plan.tensor_table import GlobalTensor
 from raymega.storage.local import LocalStore
 
 CPU = torch.device("cpu")

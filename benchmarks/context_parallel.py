@@ -19,10 +19,16 @@ from typing import Any
 
 import torch
 
-from raymega.parallel import context_attention, context_transfers
-from raymega.parallel.context import Context, Places, Rows, held_positions, make_places
-from raymega.parallel.groups import alone
-from raymega.parallel.pending import Pending
+from raymega.parallel.comm.process_groups import alone
+from raymega.parallel.comm.work import Pending
+from raymega.parallel.context_parallel import attention, transfers
+from raymega.parallel.context_parallel.context import (
+    Context,
+    Places,
+    Rows,
+    held_positions,
+    make_places,
+)
 from raymega.plan.grid import Grid
 from tests.support.ranks import RankEnv, run_grid
 
@@ -85,8 +91,8 @@ def _run(env: RankEnv, method: str, tokens: int, heads: int, rounds: int) -> dic
     places = make_places(Rows(held_positions(documents, context), documents), context)
     meter = Meter(context.degree)
     for name in STARTS:
-        call = getattr(context_transfers, name)
-        setattr(context_transfers, name, meter.count(name, call))
+        call = getattr(transfers, name)
+        setattr(transfers, name, meter.count(name, call))
     shape = (tokens, 1, heads, K)
     leaves = [torch.randn(shape).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape)
@@ -108,7 +114,7 @@ def _run(env: RankEnv, method: str, tokens: int, heads: int, rounds: int) -> dic
 
 
 def _step(leaves: list[torch.Tensor], grad: torch.Tensor, places: Places) -> None:
-    context_attention.attend(*leaves, places).backward(grad)
+    attention.attend(*leaves, places).backward(grad)
     for leaf in leaves:
         leaf.grad = None
 

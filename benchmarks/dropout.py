@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 
 from raymega.config.schema import ModelSection
-from raymega.model.stage import StageModule
-from raymega.parallel.dropout import dropout, keep_mask, row_keys
-from raymega.parallel.groups import Group
-from raymega.parallel.stream import Stream
+from raymega.model.pipeline_stage import StageModule
+from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.core.dropout import dropout, keep_mask, row_keys
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.plan.stages import make_stages
 
 RATE, ROUNDS = 0.1, 7

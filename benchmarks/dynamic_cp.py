@@ -22,9 +22,9 @@ import numpy as np
 
 from raymega.config.schema import ModelSection
 from raymega.data.packing import cut_documents, pack
-from raymega.plan.dynamic_cp import Limits, finish_seconds, imbalance, schedule_documents
-from raymega.plan.hardware import ROUND_H100
-from raymega.plan.pack_cost import PackCost, make_pack_cost, pairs_in
+from raymega.plan.hardware.lookup import ROUND_H100
+from raymega.plan.packing.cost import PackCost, make_pack_cost, pairs_in
+from raymega.plan.packing.dynamic_cp import Limits, finish_seconds, imbalance, schedule_documents
 
 SIGMA = 1.1
 BYTES_PER_TOKEN = 3.0

@@ -21,8 +21,14 @@ import torch.multiprocessing as mp
 
 from benchmarks.dynamic_cp import batches, cases
 from benchmarks.measure import median
-from raymega.plan.dynamic_cp import Limits, Round, finish_seconds, imbalance, schedule_documents
-from raymega.plan.pack_cost import PackCost, pairs_in
+from raymega.plan.packing.cost import PackCost, pairs_in
+from raymega.plan.packing.dynamic_cp import (
+    Limits,
+    Round,
+    finish_seconds,
+    imbalance,
+    schedule_documents,
+)
 
 RANKS = 4
 BYTES = 2048

@@ -21,7 +21,7 @@ import torch
 from benchmarks.measure import Sample, report
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
-from raymega.parallel.comm import barrier
+from raymega.parallel.comm.collectives import barrier
 from raymega.plan.run_plan import RunPlan, make_plan, read_plan
 from raymega.train.build import build_parts
 from raymega.train.state import first_state

@@ -33,18 +33,18 @@ from raymega.messages import (
     StepDone,
     Working,
 )
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.holder import this_process
-from raymega.orchestrate.keepers import Keepers
-from raymega.orchestrate.lease import Lease, held
-from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease_holder import this_process
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+from raymega.orchestrate.workers.snapshot_holders import Keepers
 from raymega.plan.run_plan import RunPlan, make_plan, read_plan
 from raymega.session import close_session, open_session
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from raymega.tracking.sink import RunEvent, StepFinished
 from raymega.train import entry
-from raymega.train.saving import Saving
+from raymega.train.save_schedule import Saving
 from raymega.train.step import StepOutcome
 
 RANKS = 2

@@ -25,12 +25,12 @@ from scipy.stats import spearmanr
 
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
-from raymega.plan.accelerators import CATALOGUE, Accelerator
-from raymega.plan.calibration import Case, Measurement, calibrate, fit_device
+from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 from raymega.plan.run_plan import RunPlan, make_plan, read_plan
-from raymega.plan.step_time import step_time, work_s
+from raymega.planner.calibration.fit import Case, Measurement, calibrate, fit_device
+from raymega.planner.cost.step_time import step_time, work_s
 from raymega.train.build import build_parts
-from raymega.train.calibration import measure
+from raymega.train.diagnostics.calibration import measure
 from raymega.train.state import first_state
 from raymega.train.step import train_step
 from tests.support.ranks import run_grid

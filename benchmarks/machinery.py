@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.measure import interleave, report, set_threads
 from benchmarks.one_rank import CPU, OneRank, make_one_rank_plan
-from raymega.model.stage import StageModule
-from raymega.parallel.groups import build_groups
-from raymega.parallel.stream import Stream
+from raymega.model.pipeline_stage import StageModule
+from raymega.parallel.comm.process_groups import build_groups
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 
 MODEL = {
     "family": "llama", "num_layers": 6, "width": 320, "num_heads": 5, "ffn_width": 864,

@@ -26,22 +26,28 @@ from torch.nn.functional import linear, silu
 from benchmarks.measure import Sample, interleave, median, report, set_threads
 from raymega.config.moe import MoeSection
 from raymega.config.schema import ModelSection
-from raymega.model.experts import Experts
-from raymega.model.mixture import mix
-from raymega.model.moe import MoeLayer
-from raymega.parallel.buckets import Sharing, make_buckets
-from raymega.parallel.comm import barrier
-from raymega.parallel.context import Places, Rows, make_places, mark_tokens, no_context
-from raymega.parallel.dispatch import ExpertGroups
-from raymega.parallel.grad_buffer import GradBuffer
-from raymega.parallel.groups import alone, build_groups
-from raymega.parallel.parameter import ShardedParameter
-from raymega.parallel.stream import Stream
-from raymega.parallel.tensor import ParameterFactory
+from raymega.model.moe.experts import Experts
+from raymega.model.moe.layer import MoeLayer
+from raymega.model.moe.local_experts import mix
+from raymega.parallel.comm.collectives import barrier
+from raymega.parallel.comm.process_groups import alone, build_groups
+from raymega.parallel.context_parallel.context import (
+    Places,
+    Rows,
+    make_places,
+    mark_tokens,
+    no_context,
+)
+from raymega.parallel.core.buckets import Sharing, make_buckets
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.data_parallel.grad_buffer import GradBuffer
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.plan.grid import Grid
-from raymega.plan.tensors import layer_tensors
-from tests.support.moe_reference import Factory, draw_weights
+from raymega.plan.tensor_table import layer_tensors
 from tests.support.ranks import RankEnv, run_grid
+from tests.support.references.moe import Factory, draw_weights
 
 TOKENS_OF_EXPERT = (1, 4, 16, 64, 256)
 WIDTHS = (64, 256, 1024)

@@ -26,18 +26,18 @@ import torch.distributed as dist
 from botocore.config import Config
 
 from benchmarks.checkpoints import MIB, Setting, State
-from raymega.checkpoint.assembly import assemble
-from raymega.checkpoint.fetching import NUM_FETCHES, REMOTE_BYTES
-from raymega.checkpoint.manifest import commit, read_manifest
-from raymega.checkpoint.reader import load
-from raymega.checkpoint.writer import CheckpointWriter
+from raymega.checkpoint.format.manifest import commit, read_manifest
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.load.ranged_reads import NUM_FETCHES, REMOTE_BYTES
+from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import ShardSaved
 from raymega.plan.grid import Grid
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from raymega.storage.s3_multipart import PART_BYTES, PARTS_IN_FLIGHT
-from tests.support.ceph_server import PACKAGES, CephServer, missing_programs
 from tests.support.ranks import RankEnv, run_grid
-from tests.support.s3_server import BUCKET, environment, exported, raw_client
+from tests.support.servers.ceph_server import PACKAGES, CephServer, missing_programs
+from tests.support.servers.s3_server import BUCKET, environment, exported, raw_client
 
 BAR = 0.8
 

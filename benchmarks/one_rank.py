@@ -8,7 +8,7 @@ import torch
 
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
-from raymega.parallel.groups import build_groups
+from raymega.parallel.comm.process_groups import build_groups
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.train.build import Parts, build_parts
 from raymega.train.state import TrainState, first_state

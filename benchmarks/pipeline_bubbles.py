@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raymega.parallel.deferral import Deferral, Made
-from raymega.parallel.groups import build_groups, open_world
+from raymega.parallel.comm.process_groups import build_groups, open_world
+from raymega.parallel.core.weight_grads import Deferral, Made
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid

@@ -31,19 +31,19 @@ from torch.nn.functional import gelu
 from benchmarks import pipeline_bubbles
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import Sample, interleave, report
-from raymega.parallel.deferral import Deferral
-from raymega.parallel.grad_buffer import GradBuffer
-from raymega.parallel.groups import Groups, build_groups, open_world
-from raymega.parallel.parameter import ShardedParameter
-from raymega.parallel.sharding import make_spec
-from raymega.parallel.stream import Stream
-from raymega.parallel.tensor import column_linear
+from raymega.parallel.comm.process_groups import Groups, build_groups, open_world
+from raymega.parallel.core.shard_spec import make_spec
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.data_parallel.grad_buffer import GradBuffer
+from raymega.parallel.tensor_parallel.layers import column_linear
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.pipeline.executor import Executor, StepOutput
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement
 from raymega.schedule.recording import Recording
+from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_schedule
 from raymega.schedule.timeline import Event, bubble
 from tests.support.params import make_table, make_tensor

@@ -23,10 +23,10 @@ from scipy.optimize import minimize
 from scipy.stats import spearmanr
 
 from raymega.api import load_job
-from raymega.plan.accelerators import CATALOGUE, Fitted
-from raymega.plan.comparison import compare
-from raymega.plan.published import PublishedRun, read_runs
-from raymega.plan.search import search
+from raymega.plan.hardware.catalog import CATALOGUE, Fitted
+from raymega.planner.calibration.comparison import compare
+from raymega.planner.calibration.published_runs import PublishedRun, read_runs
+from raymega.planner.search.search import search
 
 FITTED = {
     "a100": ("Narayanan2021-SC21-T1", "Korthikanti2022"),

@@ -27,17 +27,17 @@ from benchmarks.recovery_ray_train import kills_under_ray_train
 from raymega.chaos.sandbox import Sandbox, sandbox
 from raymega.config.load import parse_job
 from raymega.errors import PreemptedError
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.holder import this_process
-from raymega.orchestrate.keepers import Keepers
-from raymega.orchestrate.lease import Lease, held
-from raymega.orchestrate.outage import PHASES
-from raymega.orchestrate.watch import NUM_STEPS
-from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.hang_detector import NUM_STEPS
+from raymega.orchestrate.driver.recovery_timer import PHASES
+from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease_holder import this_process
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+from raymega.orchestrate.workers.snapshot_holders import Keepers
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from raymega.tracking.sink import (
     AttemptStarted,
     FailureSeen,

@@ -106,9 +106,9 @@ def train(config: dict[str, str]) -> None:
 
 def _module(plan: RunPlan) -> torch.nn.Module:
     """The job's whole model on one rank."""
-    from raymega.model.stage import StageModule
-    from raymega.parallel.groups import build_groups
-    from raymega.parallel.stream import Stream
+    from raymega.model.pipeline_stage import StageModule
+    from raymega.parallel.comm.process_groups import build_groups
+    from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 
     one = make_plan(plan.job.model_copy(update={"parallel": ParallelSection()}))
     groups = build_groups(one.grid, 0, timeout_s=60.0)

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.measure import Sample, interleave, report
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
-from raymega.model.stage import StageModule
-from raymega.parallel.groups import alone, build_groups, open_world
-from raymega.parallel.stream import Stream
+from raymega.model.pipeline_stage import StageModule
+from raymega.parallel.comm.process_groups import alone, build_groups, open_world
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.train.build import build_parts
 from raymega.train.state import first_state

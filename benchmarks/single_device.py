@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausal
 
 from benchmarks.measure import interleave, report, set_threads
 from benchmarks.one_rank import OneRank, make_one_rank_plan
-from raymega.plan.state_size import count_parameters
+from raymega.plan.memory.state_bytes import count_parameters
 
 LAYERS, WIDTH, HEADS, VOCAB, SEQ_LEN = 6, 320, 5, 8192, 256
 QUICK = {"LAYERS": 2, "WIDTH": 128, "HEADS": 4, "VOCAB": 1024, "SEQ_LEN": 128}

@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import Sample, report
-from raymega.checkpoint.snapshot_writer import SnapshotWriter
-from raymega.checkpoint.writer import CheckpointWriter
+from raymega.checkpoint.save.writer import CheckpointWriter
+from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.config.load import parse_mapping
 from raymega.messages import Replicas, Requests
-from raymega.orchestrate.outbox import Outbox
-from raymega.parallel.groups import build_groups, open_world
-from raymega.plan.replicas import snapshot_cost
+from raymega.orchestrate.workers.report_queue import Outbox
+from raymega.parallel.comm.process_groups import build_groups, open_world
 from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.storage.keeper import Keeper, give_memory_back
+from raymega.plan.snapshot_replicas import snapshot_cost
 from raymega.storage.memory import MemoryStore
+from raymega.storage.memory_server import Keeper, give_memory_back
 from raymega.train.build import build_parts
-from raymega.train.saving import Saving
+from raymega.train.save_schedule import Saving
 from raymega.train.state import first_state
 from raymega.train.step import train_step
 

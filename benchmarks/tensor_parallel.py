@@ -28,14 +28,14 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from benchmarks.measure import Sample, interleave, median, report, timed
 from raymega.config.schema import ModelSection
 from raymega.model.families import make_block, make_positions
-from raymega.model.kernels import rms_norm, swiglu
-from raymega.parallel.comm import all_reduce
-from raymega.parallel.groups import Groups, build_groups, open_world
-from raymega.parallel.parameter import ShardedParameter
-from raymega.parallel.stream import Stream
-from raymega.parallel.tensor import ParameterFactory
+from raymega.model.layers.fused_ops import rms_norm, swiglu
+from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.comm.process_groups import Groups, build_groups, open_world
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.plan.grid import Grid
-from raymega.plan.tensors import layer_tensors
+from raymega.plan.tensor_table import layer_tensors
 
 RANKS = 2
 # Width, heads, positions, sequences.

@@ -13,50 +13,56 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raymega.checkpoint.manifest import list_manifests
-from raymega.checkpoint.start import resume_faults, start_faults
+from raymega.checkpoint.format.manifest import list_manifests
+from raymega.checkpoint.load.init_from import resume_faults, start_faults
 from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
 from raymega.data.checks import data_faults
 from raymega.data.first_step import first_rows
-from raymega.data.remote import meta_at
+from raymega.data.remote_dataset import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
-from raymega.orchestrate.calibrate import calibrate_cluster
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.group import WorkerGroup
-from raymega.orchestrate.holder import this_process
-from raymega.orchestrate.inventory import list_nodes, node_memory
-from raymega.orchestrate.journal import open_record
-from raymega.orchestrate.keepers import Keepers
-from raymega.orchestrate.lease import Lease, held
-from raymega.orchestrate.mutex import sole_driver
-from raymega.orchestrate.placement import place_ranks
-from raymega.orchestrate.preflight import Preflight
-from raymega.orchestrate.ray_metrics import RayMetricsSink
-from raymega.orchestrate.signals import stop_on_signals
-from raymega.orchestrate.submission import credential_faults, relative_path_faults
-from raymega.orchestrate.train_tab import TrainTabSink
-from raymega.orchestrate.worker_group import TRAIN_ENTRY, RayWorkerGroup
-from raymega.plan.accelerators import CATALOGUE
-from raymega.plan.auto import choose_layout, planned_for
-from raymega.plan.calibration import accelerator_yaml
-from raymega.plan.choice import Choice
-from raymega.plan.packed_step import PackedStep, packed_step
-from raymega.plan.replicas import memory_faults
-from raymega.plan.rules import job_faults
+from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.core.rank_placement import place_ranks
+from raymega.orchestrate.core.worker_group_api import WorkerGroup
+from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.signals import stop_on_signals
+from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
+from raymega.orchestrate.ray_train.dashboard_tab import TrainTabSink
+from raymega.orchestrate.run_store.cluster_lock import sole_driver
+from raymega.orchestrate.run_store.journal import open_record
+from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease_holder import this_process
+from raymega.orchestrate.workers.preflight import Preflight
+from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY, RayWorkerGroup
+from raymega.orchestrate.workers.snapshot_holders import Keepers
+from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.snapshot_replicas import memory_faults
+from raymega.plan.validation.registry import job_faults
+from raymega.planner.calibration.fit import accelerator_yaml
+from raymega.planner.search.auto_parallel import choose_layout, planned_for
+from raymega.planner.search.selection import Choice
 from raymega.session import Session, close_session, open_session
-from raymega.storage.open import apart_faults, folder_faults, local_path, open_store, store_faults
-from raymega.storage.patient import PatientStore
+from raymega.storage.registry import (
+    apart_faults,
+    folder_faults,
+    local_path,
+    open_store,
+    store_faults,
+)
+from raymega.storage.retrying_store import PatientStore
 from raymega.storage.store import Store
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
-from raymega.tracking.pictures import PicturesSink
+from raymega.tracking.plots_sink import PicturesSink
+from raymega.tracking.ray_metrics import RayMetricsSink
 from raymega.tracking.sink import RunFinished, Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
@@ -213,7 +219,9 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
     """What starts the workers, as the job says."""
     job, folder, can_grow = plan.job, local_folder(plan.job), not session.is_private
     if job.cluster.host == "ray_train":
-        from raymega.orchestrate.ray_train_group import RayTrainGroup  # Ray Train takes a second
+        from raymega.orchestrate.ray_train.worker_group import (
+            RayTrainGroup,  # Ray Train takes a second
+        )
 
         return RayTrainGroup(plan, folder=folder / "ray_train", can_grow=can_grow, entry=entry)
     has_snapshots = job.elastic.snapshot_every > 0

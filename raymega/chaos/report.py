@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from raymega.chaos.account import Incident
-from raymega.chaos.run import Verdict
+from raymega.chaos.experiment import Verdict
+from raymega.chaos.time_accounting import Incident
 
 
 def verdict_object(verdict: Verdict, *, seed: int) -> dict[str, object]:

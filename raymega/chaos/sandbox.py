@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 
 from raymega.chaos.network import Network, Socket
 from raymega.chaos.processes import children_of, parent_of
-from raymega.orchestrate.node_agent import drain_node
-from raymega.orchestrate.notices import Notice
+from raymega.orchestrate.cluster.node_agent import drain_node
+from raymega.orchestrate.cluster.preemption_notices import Notice
 from raymega.session import set_environment
 
 SETTINGS = {  # a dead node is known within 1.5 s and a frozen one within 4.5 s, instead of 14 and 64

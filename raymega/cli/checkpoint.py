@@ -11,14 +11,14 @@ from typing import Annotated
 
 import typer
 
-from raymega.checkpoint.comparison import Side, TensorDifference, compare
-from raymega.checkpoint.inspection import (
+from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.tools.diff import Side, TensorDifference, compare
+from raymega.checkpoint.tools.inspection import (
     CheckpointSummary,
     list_checkpoints,
     open_checkpoint,
     verify_checkpoints,
 )
-from raymega.checkpoint.manifest import Manifest
 from raymega.cli.checkpoint_changes import AsJson, Uri, copy_, now, prune
 from raymega.cli.tables import table
 from raymega.messages import SavedBox

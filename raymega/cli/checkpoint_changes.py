@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from raymega.checkpoint.copying import copy_checkpoint
-from raymega.checkpoint.inspection import absence_faults, open_checkpoint
-from raymega.checkpoint.retention import Keep, Pruner
+from raymega.checkpoint.tools.copy import copy_checkpoint
+from raymega.checkpoint.tools.inspection import absence_faults, open_checkpoint
+from raymega.checkpoint.tools.retention import Keep, Pruner
 from raymega.cli.submit import server_url
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
-from raymega.orchestrate import jobs_client
-from raymega.orchestrate.running import find_run
-from raymega.orchestrate.save_requests import ask_for_save
-from raymega.storage.open import drop_unfinished, open_store, reading_faults, store_faults
+from raymega.orchestrate.driver.save_requests import ask_for_save
+from raymega.orchestrate.jobs import client as jobs_client
+from raymega.orchestrate.jobs.find_run import find_run
+from raymega.storage.registry import drop_unfinished, open_store, reading_faults, store_faults
 
 Uri = Annotated[
     str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")

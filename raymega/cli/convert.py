@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from raymega.config.load import parse_job
-from raymega.convert.dcp_export import dcp_export
-from raymega.convert.dcp_import import Reading, dcp_import
-from raymega.convert.dcp_names import DIALECTS
-from raymega.convert.hf_export import DTYPES, MAX_FILE_BYTES, hf_export
-from raymega.convert.hf_import import hf_import, model_yaml
+from raymega.convert.huggingface.exporter import DTYPES, MAX_FILE_BYTES, hf_export
+from raymega.convert.huggingface.importer import hf_import, model_yaml
 from raymega.convert.output_folder import folder_at
+from raymega.convert.torch_dcp.exporter import dcp_export
+from raymega.convert.torch_dcp.importer import Reading, dcp_import
+from raymega.convert.torch_dcp.names import DIALECTS
 
 convert_app = typer.Typer(
     help="Bring models in and out.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",

@@ -14,9 +14,9 @@ from raymega import api
 from raymega.cli.tables import table
 from raymega.cli.train import Overrides
 from raymega.errors import ConfigError, Fault, raise_faults
-from raymega.orchestrate.doctor import Finding, examine
-from raymega.plan.accelerator_file import SUFFIXES
-from raymega.plan.accelerators import CATALOGUE
+from raymega.orchestrate.diagnostics.checks import Finding, examine
+from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.hardware.catalog_file import SUFFIXES
 from raymega.session import session_at
 
 MIB_BYTES = 2**20

@@ -12,7 +12,7 @@ from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
 from raymega.cli.doctor import doctor
 from raymega.cli.node_agent import node_agent
-from raymega.cli.plan import plan
+from raymega.cli.plan.command import plan
 from raymega.cli.schedule import schedule
 from raymega.cli.schema import schema
 from raymega.cli.submit import submit

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from raymega.orchestrate.node_agent import POLL_S, NodeAgent
-from raymega.orchestrate.notices import asker, choose_provider
+from raymega.orchestrate.cluster.node_agent import POLL_S, NodeAgent
+from raymega.orchestrate.cluster.preemption_notices import asker, choose_provider
 from raymega.session import set_environment
 
 

@@ -11,12 +11,12 @@ import typer
 
 from raymega.errors import ConfigError, Fault
 from raymega.schedule.checker import CheckResult, check
-from raymega.schedule.draw import draw_svg
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Program
 from raymega.schedule.simulate import Durations, Simulation, simulate
+from raymega.schedule.stage_placement import Program
 from raymega.schedule.table import SCHEDULES, make_schedule
 from raymega.schedule.text import timetable
+from raymega.schedule.timeline_svg import draw_svg
 
 
 def schedule(

@@ -12,9 +12,9 @@ import typer
 
 from raymega import api
 from raymega.cli.train import Overrides
-from raymega.orchestrate import jobs_client
-from raymega.orchestrate.jobs_client import JobsClient
-from raymega.orchestrate.submission import Submission
+from raymega.orchestrate.jobs import client as jobs_client
+from raymega.orchestrate.jobs.client import JobsClient
+from raymega.orchestrate.jobs.submission import Submission
 
 
 def submit(

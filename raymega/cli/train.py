@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from raymega import api
-from raymega.cli.plan_text import show_plan
-from raymega.cli.predict import show_choice
+from raymega.cli.plan.predictions import show_choice
+from raymega.cli.plan.text import show_plan
 from raymega.cli.progress import step_bar
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.jsonl import JsonLinesSink

@@ -15,17 +15,17 @@ import numpy as np
 from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
-from raymega.checkpoint.data_file import Layout, lay_out, read_block, saved_boxes
-from raymega.checkpoint.dtypes import element_type
-from raymega.checkpoint.keys import CheckpointId, data_file, folder_of, manifest_key
-from raymega.checkpoint.manifest import Manifest, commit, list_manifests
-from raymega.checkpoint.planner import MAX_BOX_BYTES, Share
-from raymega.checkpoint.start import WEIGHTS
+from raymega.checkpoint.format.data_file import Layout, lay_out, read_block, saved_boxes
+from raymega.checkpoint.format.dtypes import element_type
+from raymega.checkpoint.format.keys import CheckpointId, data_file, folder_of, manifest_key
+from raymega.checkpoint.format.manifest import Manifest, commit, list_manifests
+from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, Share
+from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array, storage_type
 from raymega.errors import CheckpointError, Fault
 from raymega.messages import Box, SavedBox
-from raymega.plan.tensors import GlobalTensor
+from raymega.plan.tensor_table import GlobalTensor
 from raymega.storage.store import Store
 
 ATTEMPT = 0

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raymega.errors import ConfigError, Fault, raise_faults
-from raymega.storage.open import folder_faults as uri_faults
-from raymega.storage.open import local_path
+from raymega.storage.registry import folder_faults as uri_faults
+from raymega.storage.registry import local_path
 
 
 def folder_at(out: str) -> Path:

@@ -10,11 +10,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from raymega.data.format import META_FILE, DatasetMeta, local_folder, read_meta, size_faults
-from raymega.data.open import missing_split, no_documents, short_split
-from raymega.data.remote import is_remote, meta_at, missing_shards
+from raymega.data.open_split import missing_split, no_documents, short_split
+from raymega.data.remote_dataset import is_remote, meta_at, missing_shards
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import Fault, RaymegaError
-from raymega.storage.open import reading_faults
+from raymega.storage.registry import reading_faults
 
 MIN_BPE_VOCAB_SIZE = 257
 """Every byte and the end of a document."""

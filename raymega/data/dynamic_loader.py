@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from raymega.data.ahead import Ahead
 from raymega.data.loader import MicroBatch
 from raymega.data.order import sample_window
 from raymega.data.packing import Held, PackedSource
+from raymega.data.prefetch import Ahead
 from raymega.data.rows import later_of, positions_of
-from raymega.parallel.context import Context, held_positions
+from raymega.parallel.context_parallel.context import Context, held_positions
 from raymega.plan.batch import BatchPlan
-from raymega.plan.dynamic_cp import (
+from raymega.plan.packing.cost import PackCost
+from raymega.plan.packing.dynamic_cp import (
     Limits,
     Pack,
     Round,
@@ -28,7 +29,6 @@ from raymega.plan.dynamic_cp import (
     padded_length,
     schedule_documents,
 )
-from raymega.plan.pack_cost import PackCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,11 @@ It reads what lies on this machine and brings nothing here.
 from __future__ import annotations
 
 from raymega.config.schema import Job
-from raymega.data.open import open_split, shape_of
+from raymega.data.open_split import open_split, shape_of
 from raymega.data.order import sample_window
 from raymega.data.packing import PackedSource
 from raymega.data.synthetic import SYNTHETIC_PATH
-from raymega.storage.open import local_path
+from raymega.storage.registry import local_path
 
 
 def first_rows(job: Job) -> list[list[int]]:

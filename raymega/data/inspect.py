@@ -17,10 +17,10 @@ from raymega.data.format import (
     shard_fault,
     size_faults,
 )
-from raymega.data.open import Shape, StreamDocuments, no_documents, packed
-from raymega.data.remote import is_remote, local_copy, meta_at, missing_shards, shard_crc32
+from raymega.data.open_split import Shape, StreamDocuments, no_documents, packed
+from raymega.data.remote_dataset import is_remote, local_copy, meta_at, missing_shards, shard_crc32
 from raymega.errors import DataError, Fault, StorageError, raise_faults
-from raymega.storage.open import open_store, reading_faults
+from raymega.storage.registry import open_store, reading_faults
 
 
 def inspect_dataset(

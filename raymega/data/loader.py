@@ -13,7 +13,7 @@ import torch
 
 from raymega.data.order import sample_window
 from raymega.data.rows import Row, Source, empty_row, later_of, positions_of
-from raymega.parallel.context import Context, held_positions, no_context
+from raymega.parallel.context_parallel.context import Context, held_positions, no_context
 from raymega.plan.batch import BatchPlan
 
 

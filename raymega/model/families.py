@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 from raymega.config.schema import ModelSection
-from raymega.model.attention import Attention
-from raymega.model.block import Block, Part
-from raymega.model.dropout import ResidualDropout
-from raymega.model.latent_attention import LatentAttention
-from raymega.model.mlp import GeluMlp, SwigluMlp
-from raymega.model.moe import MoeLayer
-from raymega.model.norms import LayerNorm, RmsNorm
-from raymega.model.rope import Rope
-from raymega.parallel.dispatch import ExpertGroups, no_expert_groups
-from raymega.parallel.tensor import ParameterFactory
-from raymega.plan.tensors import block_name
+from raymega.model.attention.latent_attention import LatentAttention
+from raymega.model.attention.rope import Rope
+from raymega.model.attention.self_attention import Attention
+from raymega.model.layers.mlp import GeluMlp, SwigluMlp
+from raymega.model.layers.norms import LayerNorm, RmsNorm
+from raymega.model.layers.residual_dropout import ResidualDropout
+from raymega.model.layers.transformer_block import Block, Part
+from raymega.model.moe.layer import MoeLayer
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.plan.tensor_table import block_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from raymega.config.schema import ModelSection
 from raymega.model.families import make_block, make_norm
-from raymega.model.head import Head
-from raymega.parallel.dispatch import ExpertGroups
-from raymega.parallel.parameter import ShardedParameter
-from raymega.parallel.tensor import ParameterFactory, WholeLinear, vocab_embedding
-from raymega.plan.tensors import block_name
+from raymega.model.layers.lm_head import Head
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.parallel.tensor_parallel.layers import ParameterFactory, WholeLinear, vocab_embedding
+from raymega.plan.tensor_table import block_name
 
 Later = tuple[Tensor, Tensor]
 """Labels and mask further ahead, [depth, B, S/cp] each: int64, and 1 where it counts, else 0."""

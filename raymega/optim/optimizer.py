@@ -13,16 +13,16 @@ from dataclasses import replace
 import torch
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.optim.held import Held, hold, portions
-from raymega.optim.host_state import HostState
-from raymega.optim.portion import Portion
-from raymega.parallel.blocks import Block, StateTensor
-from raymega.parallel.buckets import BucketTable
-from raymega.parallel.comm_log import CommLog
-from raymega.parallel.grad_buffer import GradBuffer, counted
-from raymega.parallel.groups import Groups
-from raymega.parallel.weight_buffer import WeightBuffer
-from raymega.plan.tensors import GlobalTensor
+from raymega.optim.bucket_state import Held, hold, portions
+from raymega.optim.cpu_offload import HostState
+from raymega.optim.update_chunk import Portion
+from raymega.parallel.comm.process_groups import Groups
+from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.core.buckets import BucketTable
+from raymega.parallel.data_parallel.grad_buffer import GradBuffer, counted
+from raymega.parallel.data_parallel.param_buffer import WeightBuffer
+from raymega.parallel.data_parallel.state_tensors import Block, StateTensor
+from raymega.plan.tensor_table import GlobalTensor
 
 
 class Optimizer:

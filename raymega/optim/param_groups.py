@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.plan.optimizer_state import update_of
-from raymega.plan.tensors import (
+from raymega.plan.memory.optimizer_state import update_of
+from raymega.plan.tensor_table import (
     GlobalTensor,
     Role,
     embedding_tensors,

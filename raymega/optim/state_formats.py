@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from raymega.messages import Box
-from raymega.parallel.blocks import Block, extent_blocks
-from raymega.parallel.buckets import Extent, Range, piece_boxes
-from raymega.parallel.sharding import Piece
-from raymega.parallel.shared_blocks import SharedBlocks
-from raymega.plan.levels import Level
-from raymega.plan.optimizer_state import CODES, SCALES, Format
-from raymega.plan.state_blocks import BLOCK, ScaleBoxes, scale_boxes, scales_of
+from raymega.parallel.core.buckets import Extent, Range, piece_boxes
+from raymega.parallel.core.shard_spec import Piece
+from raymega.parallel.data_parallel.quantized_scales import SharedBlocks
+from raymega.parallel.data_parallel.state_tensors import Block, extent_blocks
+from raymega.plan.memory.optimizer_state import CODES, SCALES, Format
+from raymega.plan.memory.quantized_blocks import BLOCK, ScaleBoxes, scale_boxes, scales_of
+from raymega.plan.zero_levels import Level
 
 SQUARES = frozenset({"adam.exp_avg_sq"})
 """State that is never negative, and by whose root an update divides."""

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from raymega.config.schema import OptimizerSection
-from raymega.parallel.parameter import ShardedParameter
+from raymega.parallel.core.sharded_parameter import ShardedParameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

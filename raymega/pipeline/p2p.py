@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from raymega.errors import CommunicationError, Fault, InternalError
-from raymega.parallel.comm import irecv, isend
-from raymega.parallel.groups import Group, Groups
-from raymega.parallel.pending import Pending
+from raymega.parallel.comm.collectives import irecv, isend
+from raymega.parallel.comm.process_groups import Group, Groups
+from raymega.parallel.comm.work import Pending
 from raymega.schedule.instructions import Instruction, Op
-from raymega.schedule.placement import Message, Placement
+from raymega.schedule.stage_placement import Message, Placement
 
 Coming = tuple[Message, int | None]
 """A message that will be received, and its length S/sp if it has one of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raymega.config.schema import ModelSection
-from raymega.plan.tensors import GlobalTensor, embedding_tensors, layer_tensors, mtp_tensors
+from raymega.plan.tensor_table import GlobalTensor, embedding_tensors, layer_tensors, mtp_tensors
 from raymega.schedule.simulate import Durations
 
 FORWARD_AND_BACKWARD = 3

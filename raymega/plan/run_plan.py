@@ -14,11 +14,11 @@ from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
 from raymega.plan.flops import loss_cost, pass_times
 from raymega.plan.grid import Grid, make_grid
-from raymega.plan.placement import layer_counts
-from raymega.plan.rules import job_faults
+from raymega.plan.layer_split import layer_counts
 from raymega.plan.stages import Stage, make_stages
+from raymega.plan.validation.registry import job_faults
 from raymega.schedule.order import Sizes, make_sizes
-from raymega.schedule.placement import Placement
+from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_placement
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from raymega.config.schema import Job
 from raymega.messages import Box
-from raymega.plan.optimizer_state import format_of, kinds_of, state_bytes
+from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes
+from raymega.plan.memory.quantized_blocks import scale_boxes
+from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.state_blocks import scale_boxes
-from raymega.plan.state_size import DTYPE_BYTES
-from raymega.plan.tensors import Role, stage_tensors
+from raymega.plan.tensor_table import Role, stage_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,11 +25,11 @@ from raymega.data.format import (
     SourceMeta,
     local_folder,
 )
-from raymega.data.remote import is_remote
+from raymega.data.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, StorageError, raise_faults
 from raymega.prepare.documents import read_documents
 from raymega.prepare.output import FolderOutput
-from raymega.prepare.remote import StoreOutput
+from raymega.prepare.remote_output import StoreOutput
 from raymega.prepare.shards import Counts, GroupDone, write_group
 from raymega.prepare.sources import (
     Group,

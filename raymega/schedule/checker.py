@@ -22,8 +22,8 @@ from raymega.schedule.instructions import (
     Op,
     Schedule,
 )
-from raymega.schedule.placement import Message, Placement, Program
 from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.stage_placement import Message, Placement, Program
 
 REMEDY = "correct the schedule that made these lists"
 WHOLE, PARTS = frozenset({Op.BACKWARD}), frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raymega.schedule.instructions import RECEIVE, SEND, Instruction, Op
-from raymega.schedule.placement import Message, Placement, Program
 from raymega.schedule.simulate import Simulation, simulate
+from raymega.schedule.stage_placement import Message, Placement, Program
 from raymega.schedule.timeline import Event, EventTuple
 
 Row = Sequence[EventTuple]

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from raymega.errors import Fault, InternalError, raise_faults
 from raymega.schedule.instructions import COMPUTE, RECEIVE, SEND, Instruction, Op, Schedule
-from raymega.schedule.placement import Message, Placement, Program
+from raymega.schedule.stage_placement import Message, Placement, Program
 from raymega.schedule.timeline import Event, bubble, span
 
 

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from raymega.errors import Fault, PlanError, raise_faults
-from raymega.schedule.dual_pipe_v import dualpipe_v
-from raymega.schedule.gpipe import forward_only, gpipe
 from raymega.schedule.instructions import Schedule
-from raymega.schedule.interleaved import interleaved
-from raymega.schedule.one_f_one_b import one_f_one_b
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement, Program
+from raymega.schedule.schedules.dual_pipe_v import dualpipe_v
+from raymega.schedule.schedules.gpipe import forward_only, gpipe
+from raymega.schedule.schedules.interleaved import interleaved
+from raymega.schedule.schedules.one_f_one_b import one_f_one_b
+from raymega.schedule.schedules.zero_bubble import zb_h1, zb_h2
+from raymega.schedule.schedules.zero_bubble_auto import zb_auto
+from raymega.schedule.schedules.zero_bubble_v import zb_v
+from raymega.schedule.stage_placement import Placement, Program
 from raymega.schedule.transfers import make_program
-from raymega.schedule.zero_bubble import zb_h1, zb_h2
-from raymega.schedule.zero_bubble_auto import zb_auto
-from raymega.schedule.zero_bubble_v import zb_v
 
 MANY = 10**9
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raymega.schedule.instructions import Op
-from raymega.schedule.placement import Program
 from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.stage_placement import Program
 from raymega.schedule.timeline import Event
 
 LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from raymega.schedule.instructions import TAKES_GRADIENT, Instruction, Op, Schedule
-from raymega.schedule.placement import Message, Placement, Program
+from raymega.schedule.stage_placement import Message, Placement, Program
 
 Channel = tuple[int, int]
 """Sending and receiving rank; equal where a rank hands a message to its own next chunk."""

@@ -25,6 +25,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.telemetry import set_telemetry_client
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME
 
+from raymega.tracking.event_buffer import Stamped
 from raymega.tracking.expert_load import collapse_warning
 from raymega.tracking.metrics import metrics_of
 from raymega.tracking.sink import (
@@ -42,7 +43,6 @@ from raymega.tracking.sink import (
     StragglerSeen,
     WorkersStarted,
 )
-from raymega.tracking.spool import Stamped
 
 RUN_ID_TAG = "raymega.run_id"
 ATTEMPT_TAG = "raymega.attempt"

@@ -14,27 +14,27 @@ import torch
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.loader import Loader, MicroBatch
-from raymega.data.open import open_split, shape_of
+from raymega.data.open_split import open_split, shape_of
 from raymega.data.packing import PackedSource
 from raymega.data.rows import Source
-from raymega.model.routers import Routers, find_routers
-from raymega.model.stage import StageModule
+from raymega.model.moe.router_stats import Routers, find_routers
+from raymega.model.pipeline_stage import StageModule
 from raymega.optim.optimizer import Optimizer
-from raymega.parallel.blocks import StateTensor
-from raymega.parallel.comm_log import CommLog
-from raymega.parallel.context import make_context, make_contexts
-from raymega.parallel.dispatch import ExpertGroups
-from raymega.parallel.grad_buffer import GradBuffer
-from raymega.parallel.groups import Groups
-from raymega.parallel.stream import Stream
-from raymega.parallel.turns import Turns
-from raymega.parallel.weight_buffer import WeightBuffer
+from raymega.parallel.comm.process_groups import Groups
+from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.context_parallel.context import make_context, make_contexts
+from raymega.parallel.data_parallel.grad_buffer import GradBuffer
+from raymega.parallel.data_parallel.param_buffer import WeightBuffer
+from raymega.parallel.data_parallel.state_tensors import StateTensor
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.parallel.expert_parallel.overlap import Turns
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
-from raymega.plan.activations import activation_shape, attention_weight_bytes
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
-from raymega.plan.packed_step import step_cost, step_limits
+from raymega.plan.memory.activation_bytes import activation_shape, attention_weight_bytes
+from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.table import make_forward_only, make_schedule
 from raymega.train.build_model import DTYPES, build_model

@@ -11,18 +11,18 @@ from functools import partial
 
 import torch
 
-from raymega.model.stage import StageModule
-from raymega.parallel.buckets import BucketTable, Sharing, bucket_bytes_for, make_buckets
-from raymega.parallel.context import Context
-from raymega.parallel.dispatch import ExpertGroups
-from raymega.parallel.fusing import can_fuse
-from raymega.parallel.grad_buffer import GradBuffer
-from raymega.parallel.groups import Groups
-from raymega.parallel.parameter import ShardedParameter, check_specs, initialise
-from raymega.parallel.weight_buffer import WeightBuffer
-from raymega.plan.levels import level_of
+from raymega.model.pipeline_stage import StageModule
+from raymega.parallel.comm.process_groups import Groups
+from raymega.parallel.context_parallel.context import Context
+from raymega.parallel.core.buckets import BucketTable, Sharing, bucket_bytes_for, make_buckets
+from raymega.parallel.core.compile import can_fuse
+from raymega.parallel.core.sharded_parameter import ShardedParameter, check_specs, initialise
+from raymega.parallel.data_parallel.grad_buffer import GradBuffer
+from raymega.parallel.data_parallel.param_buffer import WeightBuffer
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
+from raymega.plan.zero_levels import level_of
 
 DTYPES = {
     "float64": torch.float64,

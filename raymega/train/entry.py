@@ -12,34 +12,34 @@ from typing import cast
 
 import torch
 
-from raymega.checkpoint.inspection import open_checkpoint
-from raymega.checkpoint.manifest import read_manifest
-from raymega.checkpoint.reader import load
-from raymega.checkpoint.snapshot_writer import SnapshotWriter
-from raymega.checkpoint.start import WEIGHTS, starting_manifest, upcycling_of
-from raymega.checkpoint.tiers import NearFirst, NearTier
-from raymega.checkpoint.writer import NO_NEAR_TIER, CheckpointWriter, Limits, Near
+from raymega.checkpoint.format.manifest import read_manifest
+from raymega.checkpoint.load.init_from import WEIGHTS, starting_manifest, upcycling_of
+from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.save.local_cache import NearFirst, NearTier
+from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, Limits, Near
+from raymega.checkpoint.snapshots.writer import SnapshotWriter
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
 from raymega.messages import Box, Channel, Entered, StartWorker
-from raymega.parallel import groups as world
-from raymega.parallel.blocks import Block
-from raymega.parallel.comm import is_communication_error
-from raymega.parallel.document_attention import torch_kernel
-from raymega.parallel.engine import add_gradients
-from raymega.parallel.groups import Store
-from raymega.parallel.parameter import initial_values
-from raymega.parallel.warm_up import open_communicators
-from raymega.plan.context import inner_ranks
-from raymega.plan.levels import group_size
-from raymega.plan.optimizer_state import saved_kinds
+from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm.collectives import is_communication_error
+from raymega.parallel.comm.nccl_warmup import open_communicators
+from raymega.parallel.comm.process_groups import Store
+from raymega.parallel.context_parallel.varlen_attention import torch_kernel
+from raymega.parallel.core.autograd_engine import add_gradients
+from raymega.parallel.core.sharded_parameter import initial_values
+from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.plan.cp_layout import inner_ranks
+from raymega.plan.init_from_rules import begins_fresh
+from raymega.plan.memory.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
-from raymega.plan.start_rules import begins_fresh
-from raymega.plan.tensors import GlobalTensor, model_tensors
+from raymega.plan.tensor_table import GlobalTensor, model_tensors
 from raymega.plan.upcycling import Upcycling
-from raymega.storage.copies import Copies
-from raymega.storage.keeper_store import KeeperStore
-from raymega.storage.open import open_store
+from raymega.plan.zero_levels import group_size
+from raymega.storage.registry import open_store
+from raymega.storage.remote_memory_store import KeeperStore
+from raymega.storage.replicated_store import Copies
 from raymega.storage.store import Store as StateStore
 from raymega.train.build import Parts, build_parts
 from raymega.train.environment import (
@@ -48,9 +48,9 @@ from raymega.train.environment import (
     prepare_process,
     refused_operation,
 )
+from raymega.train.heartbeat import Pulse
 from raymega.train.loop import run_loop
-from raymega.train.pulse import Pulse
-from raymega.train.saving import Saving
+from raymega.train.save_schedule import Saving
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)

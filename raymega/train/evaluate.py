@@ -7,7 +7,7 @@ from math import exp
 import torch
 
 from raymega.errors import DataError
-from raymega.parallel.comm import all_reduce
+from raymega.parallel.comm.collectives import all_reduce
 from raymega.train.build import Parts
 from raymega.train.step import no_labels
 

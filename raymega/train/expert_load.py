@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from raymega.messages import ExpertsLoaded
-from raymega.model.balance import Load
+from raymega.model.moe.load_balancing import Load
 from raymega.tracking.expert_load import load_metrics
 
 

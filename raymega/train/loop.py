@@ -22,17 +22,17 @@ from raymega.messages import (
     WorkerFinished,
 )
 from raymega.optim.param_groups import role_rates
-from raymega.parallel.comm import barrier
+from raymega.parallel.comm.collectives import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import Parts
-from raymega.train.divergence import DivergenceCheck
 from raymega.train.evaluate import evaluate
 from raymega.train.expert_load import expert_metrics, expert_report
-from raymega.train.meters import Speedometer, WorkMeter, memory_metrics, reset_peak_memory
-from raymega.train.saving import Saving
+from raymega.train.replica_divergence import DivergenceCheck
+from raymega.train.save_schedule import Saving
 from raymega.train.state import TrainState
-from raymega.train.statistics import Activations, activations_of, norm_metrics
 from raymega.train.step import Doubted, StepOutcome, train_step
+from raymega.train.throughput import Speedometer, WorkMeter, memory_metrics, reset_peak_memory
+from raymega.train.train_statistics import Activations, activations_of, norm_metrics
 
 
 def run_loop(

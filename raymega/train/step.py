@@ -16,17 +16,17 @@ import torch
 from raymega.data.loader import MicroBatch
 from raymega.errors import DataError, Fault
 from raymega.messages import Requests
-from raymega.model.balance import Load
+from raymega.model.moe.load_balancing import Load
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
-from raymega.parallel.comm import all_reduce
+from raymega.parallel.comm.collectives import all_reduce
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
+from raymega.train.bad_steps import Doubt, Ruling, find_doubt, rule
 from raymega.train.build import Parts
-from raymega.train.doubts import Doubt, Ruling, find_doubt, rule
-from raymega.train.numerics import locate_non_finite, refuse_step
-from raymega.train.passes import forward_backward
+from raymega.train.forward_backward import forward_backward
+from raymega.train.nan_locator import locate_non_finite, refuse_step
 from raymega.train.state import TrainState
 
 

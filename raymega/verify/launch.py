@@ -21,7 +21,7 @@ from raymega.errors import Fault, InternalError
 from raymega.plan.run_plan import make_plan
 from raymega.verify.compare import RankResult
 from raymega.verify.layout import Layout
-from raymega.verify.legal import with_layout
+from raymega.verify.legal_layouts import with_layout
 from raymega.verify.results import failure_path, read_result, result_path
 
 START_TIMEOUT_S = 120.0
@@ -100,7 +100,7 @@ def open_nursery(*, timeout_s: float) -> Iterator[Nursery]:
     # Its modules are this process's, wherever they came from.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        "from raymega.verify.nursery import main; main(sys.argv[1])"
+        "from raymega.verify.fork_server import main; main(sys.argv[1])"
     )
     with tempfile.TemporaryDirectory(prefix="raymega-verify-") as folder:
         with (Path(folder) / "log").open("w") as log:

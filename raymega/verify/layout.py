@@ -1,6 +1,6 @@
 """Layout: one way to run a job, as values, and the options that it is made of.
 
-Which of them are legal for a job is raymega.verify.legal's to say.
+Which of them are legal for a job is raymega.verify.legal_layouts's to say.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from raymega.config.schema import Job, MemorySection, ParallelSection, RunSection, ScheduleSection
 from raymega.plan.grid import AXES
-from raymega.plan.placement import EVEN_ONLY, KINDS, LAYER
+from raymega.plan.layer_split import EVEN_ONLY, KINDS, LAYER
 from raymega.plan.stages import even_counts
-from raymega.plan.unread_rules import PARTNERS
+from raymega.plan.validation.unused_fields import PARTNERS
 from raymega.schedule.table import MANY, SCHEDULES
 
 DEGREES = ("tp", "cp", "pp", "dp")

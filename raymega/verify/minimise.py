@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from raymega.config.schema import Job
 from raymega.verify.layout import DEGREES, OPTIONS, Layout
-from raymega.verify.legal import is_legal, reference_layout
+from raymega.verify.legal_layouts import is_legal, reference_layout
 
 
 def minimise(job: Job, layout: Layout, is_failing: Callable[[Layout], bool]) -> Layout:

@@ -14,10 +14,10 @@ from raymega.data.checks import data_faults
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, WorkerError
 from raymega.verify.compare import LIMIT, Comparison, Reference, compare, make_reference
-from raymega.verify.draw import draw_layouts
 from raymega.verify.launch import LayoutFailedError, Nursery, open_nursery
 from raymega.verify.layout import Layout
-from raymega.verify.legal import layout_of, reference_layout
+from raymega.verify.layout_sampling import draw_layouts
+from raymega.verify.legal_layouts import layout_of, reference_layout
 from raymega.verify.minimise import minimise
 from raymega.verify.shrink import Shrunk, shrink_job
 

@@ -15,12 +15,12 @@ from typing import Any
 from raymega.config.schema import Job, MlaSection
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault
-from raymega.plan.placement import KINDS
-from raymega.plan.rules import SCHEDULING
-from raymega.plan.state_size import count_parameters
-from raymega.plan.unread_rules import default_of, settled
-from raymega.verify.draw import is_power_of_two
-from raymega.verify.legal import layout_of
+from raymega.plan.layer_split import KINDS
+from raymega.plan.memory.state_bytes import count_parameters
+from raymega.plan.validation.registry import SCHEDULING
+from raymega.plan.validation.unused_fields import default_of, settled
+from raymega.verify.layout_sampling import is_power_of_two
+from raymega.verify.legal_layouts import layout_of
 
 MAX_SEQ_LEN = 32
 MAX_BATCH = 16

@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import FileStore
 
 from raymega.messages import Box, Requests
 from raymega.optim.param_groups import rates_of
-from raymega.parallel.groups import build_groups, close_world, open_world
-from raymega.plan.context import inner_ranks
-from raymega.plan.levels import group_size
+from raymega.parallel.comm.process_groups import build_groups, close_world, open_world
+from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
+from raymega.plan.zero_levels import group_size
 from raymega.train.build import Parts, build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
+from raymega.chaos.fault_schedule import covering_pairs
 from raymega.chaos.faults import KINDS, START_PHASES, ChaosFault, first_of, legal_cells
-from raymega.chaos.schedule import covering_pairs
 from tests.support.drills import IMPATIENT, PATIENT
 
 pytestmark = [pytest.mark.matrix, pytest.mark.ray]

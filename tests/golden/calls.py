@@ -9,36 +9,36 @@ from pathlib import Path
 
 import torch
 
-from raymega.checkpoint.assembly import assemble
-from raymega.checkpoint.dtypes import element_type
-from raymega.checkpoint.fence import Holder
-from raymega.checkpoint.inspection import open_checkpoint
-from raymega.checkpoint.manifest import commit
-from raymega.checkpoint.reader import load
+from raymega.checkpoint.format.dtypes import element_type
+from raymega.checkpoint.format.epochs import Holder
+from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.data.format import local_folder
-from raymega.data.open import Shape, open_split
+from raymega.data.open_split import Shape, open_split
 from raymega.errors import ConfigError, RaymegaError, raise_faults
 from raymega.messages import ShardSaved
-from raymega.orchestrate.identity import precision_faults
-from raymega.orchestrate.journal import open_record
-from raymega.orchestrate.lease import Lease
-from raymega.orchestrate.placement import Place, assign_seats, place_ranks
-from raymega.orchestrate.policies import Failure, FailureKind, give_up_error
-from raymega.orchestrate.probes import version_fault
-from raymega.orchestrate.rollbacks import ROLLBACKS, read_rollbacks
-from raymega.orchestrate.states import RunState, State
-from raymega.orchestrate.submission import make_submission
-from raymega.orchestrate.verdicts import nothing_readable, stopped
-from raymega.plan.accelerators import accelerator
-from raymega.plan.choice import best_grid
-from raymega.plan.dynamic_cp import Limits, schedule_documents
-from raymega.plan.pack_cost import PackCost
-from raymega.plan.replicas import memory_faults
+from raymega.orchestrate.cluster.node_probes import version_fault
+from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_up_error
+from raymega.orchestrate.core.rank_placement import Place, assign_seats, place_ranks
+from raymega.orchestrate.core.state import RunState, State
+from raymega.orchestrate.driver.exit_errors import nothing_readable, stopped
+from raymega.orchestrate.driver.rollbacks import ROLLBACKS, read_rollbacks
+from raymega.orchestrate.jobs.submission import make_submission
+from raymega.orchestrate.run_store.journal import open_record
+from raymega.orchestrate.run_store.lease import Lease
+from raymega.orchestrate.run_store.run_identity import precision_faults
+from raymega.plan.hardware.catalog import accelerator
+from raymega.plan.packing.cost import PackCost
+from raymega.plan.packing.dynamic_cp import Limits, schedule_documents
+from raymega.plan.snapshot_replicas import memory_faults
+from raymega.planner.search.selection import best_grid
 from raymega.schedule.checker import check
 from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement, Program
 from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.stage_placement import Placement, Program
 from raymega.schedule.table import make_schedule
 from raymega.storage.keys import check_key
 from raymega.storage.local import LocalStore

@@ -20,7 +20,7 @@ import typer.main
 import yaml
 
 from raymega.cli.main import run
-from raymega.plan.published import COLUMNS
+from raymega.planner.calibration.published_runs import COLUMNS
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
 

@@ -14,8 +14,8 @@ from raymega.config.fields import Section
 from raymega.config.load import parse_job, parse_mapping
 from raymega.config.schema import Job
 from raymega.errors import RaymegaError
-from raymega.plan.rules import RULES, Rule
-from raymega.plan.unread_rules import PARTNERS, unread_values
+from raymega.plan.validation.registry import RULES, Rule
+from raymega.plan.validation.unused_fields import PARTNERS, unread_values
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
 

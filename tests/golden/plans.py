@@ -12,10 +12,10 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from raymega.cli import plan_text
-from raymega.plan.choice import best_grid
+from raymega.cli.plan import text
 from raymega.plan.grid import Coords
-from raymega.plan.tensors import stage_tensors
+from raymega.plan.tensor_table import stage_tensors
+from raymega.planner.search.selection import best_grid
 from raymega.schedule.table import make_schedule
 from tests.golden.commands import called
 from tests.golden.folding import fold, ranges
@@ -25,7 +25,7 @@ from tests.golden.scratch import scratch
 JOBS = Path(__file__).parents[2] / "jobs"
 VARIANTS = {"": (), "-h100": ("--gpu", "h100")}
 SEARCHED = {"demo": ("--gpu", "h100", "--top", "3"), "verify": ("--top", "3")}
-SHARED = (plan_text._plan_object, best_grid, stage_tensors, make_schedule)
+SHARED = (text._plan_object, best_grid, stage_tensors, make_schedule)
 """What the variants of a plan, and its ranks, have in common."""
 PUBLISHED, RUNS = "plans/published.txt", JOBS.with_name("benchmarks") / "published_runs.csv"
 RANKS = ', "ranks": '

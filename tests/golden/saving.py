@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raymega.checkpoint.assembly import assemble
-from raymega.checkpoint.manifest import commit
-from raymega.checkpoint.writer import CheckpointWriter
+from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import Requests
-from raymega.plan.levels import group_size
 from raymega.plan.run_plan import read_plan
+from raymega.plan.zero_levels import group_size
 from raymega.storage.local import LocalStore
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState

@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from raymega.checkpoint.fence import Grant, Holder
-from raymega.checkpoint.inspection import open_checkpoint
-from raymega.checkpoint.manifest import VERSION, Manifest, commit
-from raymega.checkpoint.start import WEIGHTS
+from raymega.checkpoint.format.epochs import Grant, Holder
+from raymega.checkpoint.format.manifest import VERSION, Manifest, commit
+from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.load import parse_job
 from raymega.config.schema import Job, ModelSection
-from raymega.convert.hf_import import hf_import
-from raymega.convert.hf_names import hf_tensors
-from raymega.convert.weight_files import INDEX, WHOLE
+from raymega.convert.huggingface.importer import hf_import
+from raymega.convert.huggingface.names import hf_tensors
+from raymega.convert.safetensors_files import INDEX, WHOLE
 from raymega.data.format import META_FILE
 from raymega.messages import SavedBox
-from raymega.orchestrate.journal import RECORD_KEY, open_record, write_record
-from raymega.plan.measured_run import METRICS_FILE
-from raymega.plan.tensors import model_tensors
+from raymega.orchestrate.run_store.journal import RECORD_KEY, open_record, write_record
+from raymega.plan.tensor_table import model_tensors
+from raymega.planner.calibration.measured_run import METRICS_FILE
 from raymega.storage.local import LocalStore
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY
 from tests.unit.convert.folders import NOW, write_folder
 from tests.unit.data.datasets import write_dataset

@@ -8,7 +8,7 @@ from tests.mutations.mutation import DROPOUT, GPT2, PACKED, Mutation
 BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="packed tokens see the documents before theirs",
-        file="plan/context.py",
+        file="plan/cp_layout.py",
         old="        start = 0\n        for length in lengths:",
         new="        start = 0\n        for length in (sum(lengths),):",
         layout=Layout(dp=2),
@@ -56,7 +56,7 @@ BATCHES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="what was made ahead is the first step again",
-        file="data/ahead.py",
+        file="data/prefetch.py",
         old="self._thread.submit(self._make, *key)",
         new="self._thread.submit(self._make, 0, key[1])",
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
@@ -64,14 +64,14 @@ BATCHES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a weight gradient that was put off is forgotten",
-        file="parallel/deferral.py",
+        file="parallel/core/weight_grads.py",
         old="    for weight in list(terms):",
         new="    for weight in list(terms)[1:]:",
         layout=Layout(pp=2, schedule="zb_h1"),
     ),
     Mutation(
         name="products of a micro-batch overwrite those of the one before",
-        file="parallel/deferral.py",
+        file="parallel/core/weight_grads.py",
         old="term.add_to(total, is_first=is_first)",
         new="term.add_to(total, is_first=True)",
         layout=Layout(tp=2),

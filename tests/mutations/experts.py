@@ -16,7 +16,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="gradients of experts are divided by their replicas",
-        file="parallel/grad_buffer.py",
+        file="parallel/data_parallel/grad_buffer.py",
         old="            if bucket.is_tied:\n",
         new="            if bucket.is_expert:\n"
         "                self.owned(bucket).div_(bucket.sharing.whole.size)\n"
@@ -26,7 +26,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="gradients of routers are whole where the stream is not cut",
-        file="parallel/sharding.py",
+        file="parallel/core/shard_spec.py",
         old="                or tensor.serves_tokens\n",
         new="",
         layout=Layout(tp=2, micro_batch_size=2),
@@ -34,7 +34,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="gradients of routers are not summed under sequence parallelism",
-        file="parallel/sharding.py",
+        file="parallel/core/shard_spec.py",
         old="            is_partial_over_tp=sharers > 1\n",
         new="            is_partial_over_tp=sharers > 1 and not tensor.serves_tokens\n",
         layout=Layout(tp=2, sequence_parallel=True, micro_batch_size=2),
@@ -42,7 +42,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="the load that balances is that of one context-parallel rank",
-        file="model/router.py",
+        file="model/moe/router.py",
         old="        return all_reduce(torch.cat((counts, marks.num_counted[None])), self.micro)",
         new="        return torch.cat((counts, marks.num_counted[None]))",
         layout=Layout(cp=2, ep=2, micro_batch_size=2),
@@ -58,7 +58,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="experts are cut in another order than they are dispatched",
-        file="plan/tensors.py",
+        file="plan/tensor_table.py",
         old="            offset[0] = shape[0] * experts.ep_rank",
         new="            offset[0] = shape[0] * (experts.ep - 1 - experts.ep_rank)",
         layout=Layout(dp=2, ep=2, micro_batch_size=2),
@@ -66,7 +66,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="padding is counted in the load of experts",
-        file="parallel/token_marks.py",
+        file="parallel/expert_parallel/token_ids.py",
         old="        return self.is_counted.to(torch.float64)",
         new="        return torch.ones_like(self.is_counted, dtype=torch.float64)",
         layout=Layout(micro_batch_size=4),
@@ -74,7 +74,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="probabilities are applied on both ends where tokens are gathered",
-        file="parallel/dispatch.py",
+        file="parallel/expert_parallel/dispatcher.py",
         old="        self.weights = gather_positions(weights, groups.ep)\n",
         new="        self.weights = gather_positions(weights, groups.ep).square()\n",
         layout=Layout(dp=2, ep=2, dispatch="all_gather", micro_batch_size=2),
@@ -82,7 +82,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="probabilities are applied on both ends where tokens are exchanged",
-        file="parallel/dispatch.py",
+        file="parallel/expert_parallel/dispatcher.py",
         old="        return weigh_rows(land(self.flight), self.routing.weights, self.arrangement)",
         new="        weights = self.routing.weights.square()\n"
         "        return weigh_rows(land(self.flight), weights, self.arrangement)",
@@ -91,7 +91,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="balance is lost on all micro-batches of a step but the first",
-        file="model/balance.py",
+        file="model/moe/load_balancing.py",
         old="        return grad, grad.new_tensor(ctx.record.loss_gradient, dtype=ctx.loss_dtype), None",
         new="        from_loss, ctx.record.loss_gradient = ctx.record.loss_gradient, 0.0\n"
         "        return grad, grad.new_tensor(from_loss, dtype=ctx.loss_dtype), None",
@@ -100,7 +100,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="rows are not waited for after the other pass's turn",
-        file="parallel/turns.py",
+        file="parallel/expert_parallel/overlap.py",
         old="                raise _OtherFailedError\n        pending.wait(timeout_s)",
         new="                raise _OtherFailedError\n        else:\n            pending.wait(timeout_s)",
         layout=Layout(dp=4, ep=4, overlap_experts=True, schedule="1f1b"),
@@ -108,7 +108,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="what experts drop goes by the order of ranks",
-        file="model/capacity.py",
+        file="model/moe/capacity.py",
         old="    order = keys.argsort(stable=True)\n",
         new="    order = torch.arange(keys.shape[0], device=keys.device)\n",
         layout=Layout(cp=2, ep=2, micro_batch_size=2),
@@ -116,7 +116,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="routers learn nothing where experts are one node of autograd",
-        file="model/mixture.py",
+        file="model/moe/local_experts.py",
         old="        return grad_x, grad_weights, grad_up, grad_down, None, None",
         new="        return grad_x, torch.zeros_like(grad_weights), grad_up, grad_down, None, None",
         layout=Layout(dp=2, micro_batch_size=2),

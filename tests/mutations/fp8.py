@@ -10,7 +10,7 @@ ROWWISE = ("precision.fp8=rowwise", "precision.fp8_end_blocks=0")
 FP8: tuple[Mutation, ...] = (
     Mutation(
         name="a token's scale is that of its features on this rank",
-        file="parallel/fp8_linear.py",
+        file="parallel/tensor_parallel/fp8_linear.py",
         old="_largest_over(x, cut if self.by_row else self.micro, by_row=self.by_row)",
         new="_largest_over(x, None if self.by_row else self.micro, by_row=self.by_row)",
         layout=Layout(tp=2),
@@ -18,7 +18,7 @@ FP8: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a tensor's scale is that of this rank's tokens",
-        file="parallel/fp8_linear.py",
+        file="parallel/tensor_parallel/fp8_linear.py",
         old="_largest_over(x, cut if self.by_row else self.micro, by_row=self.by_row)",
         new="_largest_over(x, cut, by_row=self.by_row)",
         layout=Layout(cp=2, micro_batch_size=2),
@@ -26,7 +26,7 @@ FP8: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a weight's columns are scaled by what this rank has of them",
-        file="parallel/fp8_linear.py",
+        file="parallel/tensor_parallel/fp8_linear.py",
         old="lambda: self._of_weight(turned.contiguous(), place.outer)",
         new="lambda: self._of_weight(turned.contiguous(), None)",
         layout=Layout(tp=2),
@@ -34,7 +34,7 @@ FP8: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="blocks that stay wide are counted from each stage's own begin",
-        file="model/stage.py",
+        file="model/pipeline_stage.py",
         old="fp8=self.fp8 if i in in_fp8 else None",
         new="fp8=self.fp8 if i - stage.layers[0] in in_fp8 else None",
         layout=Layout(pp=2),
@@ -42,7 +42,7 @@ FP8: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="an expert's rows are scaled by their features on this rank",
-        file="parallel/fp8_grouped.py",
+        file="parallel/expert_parallel/fp8_grouped_gemm.py",
         old="place.fp8.quantise(rows, place.inner, FORWARD)",
         new="place.fp8.quantise(rows, None, FORWARD)",
         layout=Layout(tp=2, etp=2),
@@ -50,7 +50,7 @@ FP8: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="rows of an expert's gradient are scaled by their features on this rank",
-        file="parallel/fp8_grouped.py",
+        file="parallel/expert_parallel/fp8_grouped_gemm.py",
         old="place.fp8.quantise(grad, place.outer, place.fp8.gradient_format)",
         new="place.fp8.quantise(grad, None, place.fp8.gradient_format)",
         layout=Layout(tp=2, etp=2),

@@ -26,91 +26,91 @@ class GuardMutation:
 GUARD_MUTATIONS = (
     GuardMutation(
         name="only the loss must be finite",
-        file="train/doubts.py",
+        file="train/bad_steps.py",
         old="if not (isfinite(loss) and isfinite(grad_norm)):",
         new="if not isfinite(loss):",
         caught="a gradient norm that is not finite passes",
     ),
     GuardMutation(
         name="a spike is held against the largest of the steps before",
-        file="train/doubts.py",
+        file="train/bad_steps.py",
         old="usual = median(before[-section.spike_window :])",
         new="usual = max(before[-section.spike_window :])",
         caught="a spike passes behind another one",
     ),
     GuardMutation(
         name="batches are left out without a bound",
-        file="train/doubts.py",
+        file="train/bad_steps.py",
         old='case "skip" if state.bad_steps < section.max_bad_steps:',
         new='case "skip":',
         caught="batches are left out for ever",
     ),
     GuardMutation(
         name="a second pass is taken whatever it gave",
-        file="train/doubts.py",
+        file="train/bad_steps.py",
         old='case "rerun" if doubt.kind == "spike":',
         new='case "rerun":',
         caught="numbers that are not finite are kept",
     ),
     GuardMutation(
         name="the deadline of a hang is not learned from steps",
-        file="orchestrate/watch.py",
+        file="orchestrate/driver/hang_detector.py",
         old="return min(max(MEDIANS * usual_s + MARGIN_S, self._least_s), self._most_s)",
         new="return self._most_s",
         caught="a stopped process is not found in time",
     ),
     GuardMutation(
         name="a silent process is taken for a stopped one",
-        file="orchestrate/watch.py",
+        file="orchestrate/driver/hang_detector.py",
         old='if self._states.get(rank) == "T":',
         new="if self._states.get(rank):",
         caught="a busy process is accused",
     ),
     GuardMutation(
         name="looks of before the last sign count",
-        file="orchestrate/watch.py",
+        file="orchestrate/driver/hang_detector.py",
         old="if len(looks) < 2 or looks[0][0] < since_s:",
         new="if len(looks) < 2:",
         caught="a rank that has moved since is accused",
     ),
     GuardMutation(
         name="a thread that computes counts as one that stands still",
-        file="orchestrate/watch.py",
+        file="orchestrate/driver/hang_detector.py",
         old="return is_still and not second.is_patient and busy_s < BUSY_SHARE",
         new="return is_still and not second.is_patient or busy_s < BUSY_SHARE",
         caught="a rank that computes is accused",
     ),
     GuardMutation(
         name="a digest's factors are even",
-        file="train/divergence.py",
+        file="train/replica_divergence.py",
         old=".mul_(2).add_(1)",
         new=".mul_(2)",
         caught="a flipped bit is not seen",
     ),
     GuardMutation(
         name="context-parallel replicas are not compared",
-        file="train/divergence.py",
+        file="train/replica_divergence.py",
         old='return grid.group("tp" if what == SHARED else ("cp", "dp"), rank)',
         new='return grid.group("tp" if what == SHARED else "dp", rank)',
         caught="cp replicas that differ are not seen",
     ),
     GuardMutation(
         name="the first of two that differ is believed",
-        file="train/divergence.py",
+        file="train/replica_divergence.py",
         old="if 2 * count <= len(group):",
         new="if 2 * count < len(group):",
         caught="one of two replicas is accused alone",
     ),
     GuardMutation(
         name="one look makes a straggler",
-        file="orchestrate/stragglers.py",
+        file="orchestrate/driver/straggler_detector.py",
         old="if looks == NUM_LOOKS]",
         new="if looks == 1]",
         caught="a passing disturbance is a straggler",
     ),
     GuardMutation(
         name="ranks are held against those of other stages",
-        file="orchestrate/stragglers.py",
+        file="orchestrate/driver/straggler_detector.py",
         old="if other != rank and grid.coords(other).pp == stage",
         new="if other != rank",
         caught="a stage with more work is a straggler",
@@ -128,7 +128,7 @@ def outcome() -> str:
 
 def _numbers() -> Iterator[str]:
     from raymega.config.elastic import ElasticSection
-    from raymega.train.doubts import Doubt, Ruling, find_doubt, rule
+    from raymega.train.bad_steps import Doubt, Ruling, find_doubt, rule
     from raymega.train.state import TrainState
 
     section = ElasticSection(spike_window=4, spike_loss=3.0, on_nan="skip", max_bad_steps=2)
@@ -146,8 +146,8 @@ def _numbers() -> Iterator[str]:
 
 
 def _hangs() -> Iterator[str]:
-    from raymega.orchestrate.signs import ProcessSeen
-    from tests.unit.orchestrate import test_watch as stage
+    from raymega.orchestrate.core.worker_status import ProcessSeen
+    from tests.unit.orchestrate.driver import test_hang_detector as stage
 
     def silent(state: str) -> bool:
         watch = stage.make_watch()
@@ -177,7 +177,7 @@ def _divergence() -> Iterator[str]:
     import torch
 
     from raymega.plan.grid import Grid
-    from raymega.train.divergence import digest, find_differences
+    from raymega.train.replica_divergence import digest, find_differences
 
     device, flipped = torch.device("cpu"), torch.ones(3)
     flipped.view(torch.int32)[0] ^= 1
@@ -192,8 +192,8 @@ def _divergence() -> Iterator[str]:
 
 
 def _stragglers() -> Iterator[str]:
-    from raymega.orchestrate.stragglers import Stragglers
-    from tests.unit.orchestrate.test_stragglers import EVEN, GRID
+    from raymega.orchestrate.driver.straggler_detector import Stragglers
+    from tests.unit.orchestrate.driver.test_straggler_detector import EVEN, GRID
 
     if Stragglers(GRID, ratio=1.5).take(EVEN | {1: 9.0}):
         yield "a passing disturbance is a straggler"

@@ -10,7 +10,7 @@ COMPILED = Layout(dp=2, kernels="compile")
 KERNELS: tuple[Mutation, ...] = (
     Mutation(
         name="a bias that the compiled GELU adds is added by the product too",
-        file="model/mlp.py",
+        file="model/layers/mlp.py",
         old="adds_bias=not factory.is_fused)",
         new="adds_bias=True)",
         layout=COMPILED,
@@ -18,7 +18,7 @@ KERNELS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a compiled GELU that is made again gives its bias no gradient",
-        file="model/mlp.py",
+        file="model/layers/mlp.py",
         old="partial(bias_gelu, bias=bias)",
         new="partial(bias_gelu, bias=bias.detach())",
         layout=Layout(
@@ -28,7 +28,7 @@ KERNELS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="the compiled GELU's slope takes its cube once",
-        file="model/kernels.py",
+        file="model/layers/fused_ops.py",
         old="(1 + 3 * GELU_CUBE * wide.square())",
         new="(1 + GELU_CUBE * wide.square())",
         layout=COMPILED,
@@ -36,28 +36,28 @@ KERNELS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="compiled gradients of queries and keys are turned forward once more",
-        file="model/rope.py",
+        file="model/attention/rope.py",
         old="fused(_join, is_on=True)(q, k, v, cos, -sin)",
         new="fused(_join, is_on=True)(q, k, v, cos, sin)",
         layout=Layout(tp=2, kernels="compile"),
     ),
     Mutation(
         name="the compiled gate's slope leaves out that the sigmoid changes",
-        file="model/kernels.py",
+        file="model/layers/fused_ops.py",
         old="grad * up * share * (1 + gate * (1 - share))",
         new="grad * up * share",
         layout=COMPILED,
     ),
     Mutation(
         name="the compiled RMSNorm's gradient has a part along x",
-        file="model/kernels.py",
+        file="model/layers/fused_ops.py",
         old="(grad * weight).addcmul_(normal, along, value=-1).mul_(inverse)",
         new="(grad * weight).mul_(inverse)",
         layout=COMPILED,
     ),
     Mutation(
         name="the compiled loss spreads no smoothing over the other columns",
-        file="parallel/cross_entropy.py",
+        file="parallel/tensor_parallel/cross_entropy.py",
         old="softmax * factor.unsqueeze(-1) - everywhere.unsqueeze(-1)",
         new="softmax * factor.unsqueeze(-1)",
         layout=COMPILED,
@@ -65,7 +65,7 @@ KERNELS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="the compiled loss takes each rank's own sum of exponentials in its gradient",
-        file="parallel/cross_entropy.py",
+        file="parallel/tensor_parallel/cross_entropy.py",
         old="(logits.detach(), number, factor, everywhere)",
         new="(logits.detach(), logits.logsumexp(-1), factor, everywhere)",
         layout=Layout(tp=2, kernels="compile"),

@@ -8,7 +8,7 @@ from tests.mutations.mutation import DROPOUT, GPT2, LATENT, LOSSES, Mutation
 LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="gradient of a column layer's input is not summed",
-        file="parallel/tensor.py",
+        file="parallel/tensor_parallel/layers.py",
         old="        grad_x, summing = ctx.stream.start_sum(product(grad, weight))",
         new="        grad_x = product(grad, weight)\n"
         "        _, summing = ctx.stream.start_sum(grad_x.clone())",
@@ -16,7 +16,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="every rank adds a row layer's bias",
-        file="parallel/tensor.py",
+        file="parallel/tensor_parallel/layers.py",
         old="        y, summing = stream.start_sum(project(x, weight, None))\n"
         "        summing.wait(stream.tp.timeout_s)\n"
         "        return y if bias is None else y.add_(bias)",
@@ -28,7 +28,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a small layer that no rank shares has no bias",
-        file="parallel/tensor.py",
+        file="parallel/tensor_parallel/layers.py",
         old="        return linear(x, weight, bias)\n    return _Linear",
         new="        return linear(x, weight)\n    return _Linear",
         layout=Layout(pp=2),
@@ -36,7 +36,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="positions start at zero on every rank",
-        file="model/embedding.py",
+        file="model/layers/embedding.py",
         old="embedding(self.stream.own(positions), self.positions)",
         new="embedding(positions[: x.shape[0]], self.positions)",
         layout=Layout(tp=2, sequence_parallel=True),
@@ -44,14 +44,14 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="cross entropy takes the peak of its own columns",
-        file="parallel/cross_entropy.py",
+        file="parallel/tensor_parallel/cross_entropy.py",
         old='all_reduce(own_peak.clone(), tp, op="max")',
         new="own_peak",
         layout=Layout(tp=2),
     ),
     Mutation(
         name="smoothing is spread over the rank's own columns",
-        file="parallel/cross_entropy.py",
+        file="parallel/tensor_parallel/cross_entropy.py",
         old="mean = (total + num_real * lift) / terms.vocab_size",
         new="mean = (total + num_real * lift) / logits.shape[-1]",
         layout=Layout(tp=2),
@@ -59,7 +59,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="z-loss takes the rank's own sum of exponentials",
-        file="parallel/cross_entropy.py",
+        file="parallel/tensor_parallel/cross_entropy.py",
         old="_z_factor(log_sum_exp, terms) / sum_exp * scale",
         new="_z_factor(log_sum_exp - torch.tensor(float(tp.size)).log(), terms) / sum_exp * scale",
         layout=Layout(tp=2),
@@ -67,7 +67,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="every rank masks the padding of the last one",
-        file="parallel/cross_entropy.py",
+        file="parallel/tensor_parallel/cross_entropy.py",
         old="return min(max(vocab_size - num_columns * tp.index, 0), num_columns)",
         new="return num_columns - (-vocab_size) % num_columns",
         layout=Layout(tp=4),
@@ -75,7 +75,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="padded columns of the vocabulary take probability",
-        file="parallel/cross_entropy.py",
+        file="parallel/tensor_parallel/cross_entropy.py",
         old="    return min(max(vocab_size - num_columns * tp.index, 0), num_columns)",
         new="    return num_columns",
         layout=Layout(tp=2),
@@ -83,7 +83,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="dropout is keyed by the slot in the micro-batch",
-        file="parallel/dropout.py",
+        file="parallel/core/dropout.py",
         old="    sample, position = torch.broadcast_tensors(samples, positions)",
         new="    samples = torch.arange(samples.numel())\n"
         "    sample, position = torch.broadcast_tensors(samples, positions)",
@@ -92,7 +92,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="attention dropout numbers heads from zero on every rank",
-        file="model/core_attention.py",
+        file="model/attention/core_attention.py",
         old="        first = factory.tp.index * num_heads",
         new="        first = 0",
         layout=Layout(tp=2),
@@ -100,14 +100,14 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="ranks hold chunks one after another where attention takes them for zigzag",
-        file="plan/context.py",
+        file="plan/cp_layout.py",
         old="for chunk in (cp_rank, 2 * cp - 1 - cp_rank))",
         new="for chunk in (2 * cp_rank, 2 * cp_rank + 1))",
         layout=Layout(cp=2),
     ),
     Mutation(
         name="outputs over different keys are added without a new scale",
-        file="parallel/attention_blocks.py",
+        file="parallel/context_parallel/attention_blocks.py",
         old="    into.out.mul_((into.log_sum_exp - finite).exp_().unsqueeze(-1))\n",
         new="",
         layout=Layout(cp=2),
@@ -128,7 +128,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="RoPE counts from zero on every context-parallel rank",
-        file="model/rope.py",
+        file="model/attention/rope.py",
         old="return self.cos[positions, 0], self.sin[positions, 0]",
         new="positions = positions - positions[:1]\n"
         "        return self.cos[positions, 0], self.sin[positions, 0]",
@@ -143,28 +143,28 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="gradients by keys stay where they are on the ring",
-        file="parallel/context_attention.py",
+        file="parallel/context_parallel/attention.py",
         old="coming = start_pass(grad_kv, ring, work.log, by=-1)",
         new="coming = start_pass(grad_kv, ring, work.log, by=1)",
         layout=Layout(cp=4),
     ),
     Mutation(
         name="gathered keys of late chunks are taken in the ranks' order",
-        file="parallel/context_attention.py",
+        file="parallel/context_parallel/attention.py",
         old="(2 * num_ranks - 1 - rank, segment.late)",
         new="(num_ranks + rank, segment.late)",
         layout=Layout(cp=4, cp_method="all_gather"),
     ),
     Mutation(
         name="exchanged heads come back in the order of the sequence",
-        file="parallel/head_exchange.py",
+        file="parallel/context_parallel/ulysses.py",
         old="_Reorder.apply(y, back, there)",
         new="_Reorder.apply(y, there, back)",
         layout=Layout(cp=4, cp_method="all_to_all"),
     ),
     Mutation(
         name="dropout counts positions from zero on every context-parallel rank",
-        file="model/stage.py",
+        file="model/pipeline_stage.py",
         old="            at = held_positions(rows.documents, self.context).to(samples.device)",
         new="            at = held_positions(rows.documents, self.context)\n"
         "            at = at - at[:, :1]",
@@ -173,7 +173,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="gradients of the keys that all heads share are not summed",
-        file="model/latent_attention.py",
+        file="model/attention/latent_attention.py",
         old="        k_turned = self.stream.enter(k_turned)\n",
         new="",
         layout=Layout(tp=2),
@@ -181,7 +181,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="the token table that looks further ahead sums no gradients with the first stage",
-        file="model/stage.py",
+        file="model/pipeline_stage.py",
         old="is_copied = model.needs_token_table_last and",
         new="is_copied = model.is_embedding_tied and",
         layout=Layout(pp=2),

@@ -24,49 +24,49 @@ class LeaseMutation:
 LEASE_MUTATIONS = (
     LeaseMutation(
         name="readers count what an older epoch wrote too late",
-        file="checkpoint/fence.py",
+        file="checkpoint/format/epochs.py",
         old="return at.attempt >= grant.epoch or manifest in grant.manifests",
         new="return True",
         caught="a late checkpoint is chosen",
     ),
     LeaseMutation(
         name="readers look at the grants before the manifests",
-        file="checkpoint/fence.py",
+        file="checkpoint/format/epochs.py",
         old="    listed = list(manifests)\n    grant = newest_grant(store)\n",
         new="    grant = newest_grant(store)\n    listed = list(manifests)\n",
         caught="a late checkpoint is chosen by a slow reader",
     ),
     LeaseMutation(
         name="a grant does not list what was there before",
-        file="orchestrate/lease.py",
+        file="orchestrate/run_store/lease.py",
         old="manifests=tuple(manifests),",
         new="",
         caught="the run has lost its checkpoint",
     ),
     LeaseMutation(
         name="a driver commits without asking for newer epochs",
-        file="orchestrate/saves.py",
+        file="orchestrate/driver/checkpoint_committer.py",
         old="return newest_epoch(self._store) > self._attempt",
         new="return False",
         caught="the first driver takes its late checkpoint for committed",
     ),
     LeaseMutation(
         name="a driver that stood still does not ask before it goes on",
-        file="orchestrate/lease.py",
+        file="orchestrate/run_store/lease.py",
         old="if now_s - self._confirmed_s > self.duration_s and",
         new="if now_s - self._confirmed_s > 1e9 and",
         caught="the first driver goes on",
     ),
     LeaseMutation(
         name="a renewal is no sign of life",
-        file="orchestrate/lease.py",
+        file="orchestrate/run_store/lease.py",
         old="(now.epoch, now.renewals) != (grant.epoch, grant.renewals)",
         new="now.epoch != grant.epoch",
         caught="a third driver is let in",
     ),
     LeaseMutation(
         name="an epoch may be taken twice",
-        file="orchestrate/lease.py",
+        file="orchestrate/run_store/lease.py",
         old="[grant.to_json()], overwrite=False)",
         new="[grant.to_json()], overwrite=True)",
         caught="the first driver begins another attempt",
@@ -76,14 +76,14 @@ LEASE_MUTATIONS = (
 
 def outcome() -> str:
     """How it ends when a driver stands still past its lease, a second one takes the run, and it wakes."""
-    from raymega.checkpoint.fence import newest_grant
-    from raymega.checkpoint.manifest import find_restore, list_manifests
+    from raymega.checkpoint.format.epochs import newest_grant
+    from raymega.checkpoint.format.manifest import find_restore, list_manifests
     from raymega.errors import LeaseError
-    from raymega.orchestrate.saves import Committed
+    from raymega.orchestrate.driver.checkpoint_committer import Committed
     from tests.support.fakes import FakeWorkers
-    from tests.unit.checkpoint.test_fence import Slow, save
-    from tests.unit.orchestrate.test_lease import DURATION_S, World
-    from tests.unit.orchestrate.test_saves import make_saves
+    from tests.unit.checkpoint.format.test_epochs import Slow, save
+    from tests.unit.orchestrate.driver.test_checkpoint_committer import make_saves
+    from tests.unit.orchestrate.run_store.test_lease import DURATION_S, World
 
     if list_manifests(Slow()):
         return "a late checkpoint is chosen by a slow reader"

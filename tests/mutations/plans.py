@@ -22,7 +22,7 @@ class PlanMutation:
     caught: str
 
 
-FILL = "plan/fill_time.py"
+FILL = "planner/cost/pipeline_critical_path.py"
 PLAN_MUTATIONS = (
     PlanMutation(
         name="a last round of chunks that is not full costs nothing",
@@ -82,7 +82,7 @@ PLAN_MUTATIONS = (
     ),
     PlanMutation(
         name="a slow rank is one of the others that it waits for",
-        file="plan/waiting.py",
+        file="planner/cost/pipeline_bubble_time.py",
         old="others, own_s = _others(mean, passes, pp), num * passes.total_s",
         new="others, own_s = passes, num * passes.total_s",
         caught="a slow rank of 1f1b delays others otherwise",
@@ -103,42 +103,42 @@ PLAN_MUTATIONS = (
     ),
     PlanMutation(
         name="a system that hides no message waits for few of them",
-        file="plan/step_time.py",
+        file="planner/cost/step_time.py",
         old="mean, sent_s, still_s = mean.plus(longer), 0.0, num * longer.total_s",
         new="mean, sent_s, still_s = mean.plus(longer), 0.0, longer.total_s",
         caught="who stands still while sending is as fast as who does not",
     ),
     PlanMutation(
         name="a system that does not wait for an update is taken to",
-        file="plan/step_time.py",
+        file="planner/cost/step_time.py",
         old="bubble_s = max(0.0, bubble_s - (pp - 1) * mean.forward_s / chunks)",
         new="pass",
         caught="a late start is paid for in each step",
     ),
     PlanMutation(
         name="a schedule is not tried",
-        file="plan/candidates.py",
+        file="planner/search/candidates.py",
         old='ORDERS = ("1f1b", "zb_h1", "zb_h2", "zb_v",',
         new='ORDERS = ("1f1b", "zb_h1", "zb_h2",',
         caught="zb_v is not tried",
     ),
     PlanMutation(
         name="more is exchanged than evens two ranks out",
-        file="plan/even_ranks.py",
+        file="plan/packing/rebalance.py",
         old="off = abs(moved - gap / 2)",
         new="off = abs(moved - gap)",
         caught="ranks that could end together do not",
     ),
     PlanMutation(
         name="a document goes where it has no room",
-        file="plan/even_ranks.py",
+        file="plan/packing/rebalance.py",
         old="return target.tokens + more <= self._room and source.tokens - more <= self._room",
         new="return True",
         caught="a pack holds more tokens than it may",
     ),
     PlanMutation(
         name="an exchange that helps nobody stays",
-        file="plan/even_ranks.py",
+        file="plan/packing/rebalance.py",
         old="if max(ends) >= before:",
         new="if False:",
         caught="a rank ends later than before",
@@ -160,7 +160,7 @@ def _is_off(told: float, played: float, share: float) -> bool:
 
 def _orders() -> Iterator[str]:
     from raymega.schedule.simulate import Durations
-    from tests.unit.plan import test_fill_time as stage
+    from tests.unit.planner.cost import test_pipeline_critical_path as stage
 
     usual = Durations(forward=1.0, backward=2.0, weight=0.8)
     for name, chunks in stage.ORDERS:
@@ -172,7 +172,7 @@ def _orders() -> Iterator[str]:
 
 def _messages() -> Iterator[str]:
     from raymega.schedule.simulate import Durations
-    from tests.unit.plan import test_fill_time as stage
+    from tests.unit.planner.cost import test_pipeline_critical_path as stage
 
     sent = Durations(forward=1.0, backward=2.0, weight=0.8, transfer=0.05)
     for name in ("1f1b", "gpipe", "zb_h1", "zb_h2"):
@@ -183,7 +183,7 @@ def _messages() -> Iterator[str]:
 
 def _slow_ranks() -> Iterator[str]:
     from raymega.schedule.simulate import Durations
-    from tests.unit.plan import test_fill_time as stage
+    from tests.unit.planner.cost import test_pipeline_critical_path as stage
 
     usual = Durations(forward=1.0, backward=2.0, weight=0.8)
     for name, chunks in stage.ORDERS:
@@ -196,9 +196,9 @@ def _slow_ranks() -> Iterator[str]:
 
 
 def _systems() -> Iterator[str]:
-    from raymega.plan.software import RAYMEGA
-    from raymega.plan.step_time import step_time
-    from tests.unit.plan.test_played_step import H100, piped
+    from raymega.planner.cost.step_time import step_time
+    from raymega.planner.kernels.system_traits import RAYMEGA
+    from tests.unit.planner.cost.test_simulated_step import H100, piped
 
     slow = replace(H100, link_bytes_per_s=H100.link_bytes_per_s / 50)
     plan = piped(**{"parallel.pp": 4, "schedule.name": "zb_h2", "data.global_batch_size": 32})
@@ -211,9 +211,9 @@ def _systems() -> Iterator[str]:
 
 
 def _space() -> Iterator[str]:
-    from raymega.plan.candidates import Space, candidates
+    from raymega.planner.search.candidates import Space, candidates
     from raymega.schedule.table import SCHEDULES
-    from tests.unit.plan.test_played_step import H100, piped
+    from tests.unit.planner.cost.test_simulated_step import H100, piped
 
     job = piped(**{"parallel.pp": 2, "data.global_batch_size": 32}).job
     tried = {each.schedule.name for each in candidates(Space(job=job, device=H100, num_devices=8))}
@@ -222,7 +222,7 @@ def _space() -> Iterator[str]:
 
 
 def _even_ranks() -> Iterator[str]:
-    from tests.unit.plan.test_even_ranks import Evening, _seconds
+    from tests.unit.plan.packing.test_rebalance import Evening, _seconds
 
     def evened(starts: list[float], held: list, lengths: list[int], seconds=_seconds) -> list:
         return Evening(starts, held, lengths, room=100, seconds=seconds).run()

@@ -24,63 +24,63 @@ class SaveMutation:
 SAVE_MUTATIONS = (
     SaveMutation(
         name="a byte of every box is flipped on its way to the store",
-        file="checkpoint/writer.py",
+        file="checkpoint/save/writer.py",
         old="            yield piece\n",
         new="            yield bytes([piece[0] ^ 1]) + bytes(piece[1:])\n",
         caught="load: CheckpointError",
     ),
     SaveMutation(
         name="every replica writes all that they share",
-        file="checkpoint/planner.py",
+        file="checkpoint/format/write_plan.py",
         old="begin, end = (total * place // len(holders) for place in (replica, replica + 1))",
         new="begin, end = 0, total",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="the row in which a replica's stretch begins is written by nobody",
-        file="checkpoint/planner.py",
+        file="checkpoint/format/write_plan.py",
         old="for byte in (begin, end))",
         new="for byte in (begin + row_bytes * (begin > 0), end))",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="tensor-parallel ranks all write what they share",
-        file="checkpoint/planner.py",
+        file="checkpoint/format/write_plan.py",
         old="        if holding.is_primary:\n",
         new="        if True:\n",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="the first tensor is left out",
-        file="checkpoint/planner.py",
+        file="checkpoint/format/write_plan.py",
         old="        if holding.is_primary:\n",
         new="        if holding.is_primary and holding.tensor != holdings[0].tensor:\n",
         caught="load: CheckpointError",
     ),
     SaveMutation(
         name="boxes are copied to where the one before lies",
-        file="checkpoint/host_copy.py",
+        file="checkpoint/save/host_copy.py",
         old="        for start, values in parts:\n",
         new="        for start, values in ((max(0, s - 8), v) for s, v in parts):\n",
         caught="values differ",
     ),
     SaveMutation(
         name="the manifest says that a box begins where its file does",
-        file="checkpoint/data_file.py",
+        file="checkpoint/format/data_file.py",
         old="start=header_bytes + start",
         new="start=start",
         caught="load: CheckpointError",
     ),
     SaveMutation(
         name="a snapshot is copied over the one before, which alone is whole",
-        file="checkpoint/snapshot_buffers.py",
+        file="checkpoint/snapshots/buffers.py",
         old="int(bool(whole_step) and self._steps[0] == whole_step)",
         new="0",
         caught="snapshot: of step 0",
     ),
     SaveMutation(
         name="a snapshot is copied to memory that a checkpoint is still read from",
-        file="checkpoint/snapshot_writer.py",
+        file="checkpoint/snapshots/writer.py",
         old="return self._is_wanted and self._is_free and not self._is_lent",
         new="return self._is_wanted and self._is_free",
         caught="snapshot: over a checkpoint",
@@ -90,8 +90,8 @@ SAVE_MUTATIONS = (
 
 def outcome() -> str:
     """What becomes of a checkpoint of known values that one grid saves and another one loads."""
-    from raymega.checkpoint.manifest import commit
-    from raymega.checkpoint.reader import load
+    from raymega.checkpoint.format.manifest import commit
+    from raymega.checkpoint.load.reader import load
     from raymega.errors import RaymegaError
     from raymega.storage.memory import MemoryStore
     from tests.unit.checkpoint import support
@@ -116,12 +116,12 @@ def outcome() -> str:
 
 def snapshot_outcome() -> str:
     """Which snapshot is whole when a rank has not finished the one of step 2."""
-    from raymega.checkpoint.keys import folder_of
-    from raymega.checkpoint.snapshot_writer import SnapshotWriter
-    from raymega.checkpoint.snapshots import find_snapshot
+    from raymega.checkpoint.format.keys import folder_of
+    from raymega.checkpoint.snapshots.snapshot import find_snapshot
+    from raymega.checkpoint.snapshots.writer import SnapshotWriter
     from raymega.messages import Replicas
-    from raymega.storage.keeper import Keeper
-    from raymega.storage.keeper_store import KeeperStore
+    from raymega.storage.memory_server import Keeper
+    from raymega.storage.remote_memory_store import KeeperStore
     from tests.support.jobs import make_test_plan
     from tests.unit.checkpoint import support
 

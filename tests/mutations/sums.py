@@ -8,28 +8,28 @@ from tests.mutations.mutation import GPT2, TWO_KV_HEADS, Mutation
 SUMS: tuple[Mutation, ...] = (
     Mutation(
         name="norm counts what tensor-parallel ranks share",
-        file="parallel/sharding.py",
+        file="parallel/core/shard_spec.py",
         old="is_primary=not is_tied_copy and tp_rank % sharers == 0,",
         new="is_primary=not is_tied_copy,",
         layout=Layout(tp=2),
     ),
     Mutation(
         name="norm counts the tied copy",
-        file="parallel/sharding.py",
+        file="parallel/core/shard_spec.py",
         old="is_primary=not is_tied_copy and tp_rank % sharers == 0,",
         new="is_primary=tp_rank % sharers == 0,",
         layout=Layout(pp=2),
     ),
     Mutation(
         name="gradients of norms are not summed over positions of other ranks",
-        file="parallel/sharding.py",
+        file="parallel/core/shard_spec.py",
         old="                or (is_sequence_parallel and tensor.tp_dim < 0)\n",
         new="",
         layout=Layout(tp=2, sequence_parallel=True),
     ),
     Mutation(
         name="gradients of shared key and value heads are not summed",
-        file="parallel/sharding.py",
+        file="parallel/core/shard_spec.py",
         old="                tensor.serves_heads\n                or tensor.serves_tokens",
         new="                tensor.serves_tokens",
         layout=Layout(tp=4),
@@ -37,7 +37,7 @@ SUMS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="sums of shared pieces do not come back from the ranks that share them",
-        file="parallel/grad_buffer.py",
+        file="parallel/data_parallel/grad_buffer.py",
         old="            mine.copy_(block)",
         new="            block.copy_(mine)",
         layout=Layout(tp=2, sequence_parallel=True),
@@ -52,28 +52,28 @@ SUMS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="tied embedding is forgotten",
-        file="parallel/grad_buffer.py",
+        file="parallel/data_parallel/grad_buffer.py",
         old="            if bucket.is_tied:\n",
         new="            if False:\n",
         layout=Layout(pp=2),
     ),
     Mutation(
         name="tied embedding is forgotten by the sharded optimizer",
-        file="parallel/grad_buffer.py",
+        file="parallel/data_parallel/grad_buffer.py",
         old="            if bucket.is_tied:\n",
         new="            if bucket.is_tied and bucket.level == Level.NONE:\n",
         layout=Layout(pp=2, dp=2, sharding="optimizer"),
     ),
     Mutation(
         name="gradients are not summed over data-parallel ranks",
-        file="parallel/grad_buffer.py",
+        file="parallel/data_parallel/grad_buffer.py",
         old="pending = start_all_reduce(flat, sharing.whole)",
         new="pending = start_all_reduce(flat.clone(), sharing.whole)",
         layout=Layout(dp=2),
     ),
     Mutation(
         name="ranks' gradients are averaged instead of summed",
-        file="parallel/grad_buffer.py",
+        file="parallel/data_parallel/grad_buffer.py",
         old="pending = start_all_reduce(flat, sharing.whole)",
         new="pending = start_all_reduce(flat.div_(sharing.whole.size), sharing.whole)",
         layout=Layout(dp=2),
@@ -94,7 +94,7 @@ SUMS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="initial values are keyed by local indices",
-        file="parallel/parameter.py",
+        file="parallel/core/sharded_parameter.py",
         old="values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)",
         new="values = rng.normal(stream, tensor.whole, tensor.shape, torch.float64, device=device)"
         "[: box.shape[0], : box.shape[1]].clone()",
@@ -102,7 +102,7 @@ SUMS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="biases are cut in reverse order",
-        file="plan/tensors.py",
+        file="plan/tensor_table.py",
         old="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)",
         new="            at = (tp - 1 - tp_rank if len(shape) == 1 else tp_rank) // sharers\n"
         "            offset[self.tp_dim] = shape[self.tp_dim] * at",
@@ -111,7 +111,7 @@ SUMS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="ranks take key and value heads in turn instead of next to one another",
-        file="plan/tensors.py",
+        file="plan/tensor_table.py",
         old="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)",
         new="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank % (tp // sharers))",
         layout=Layout(tp=4),

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from raymega.errors import NumericsError
-from raymega.parallel.fusing import can_fuse
+from raymega.parallel.core.compile import can_fuse
 from raymega.verify.compare import LIMIT, Reference, compare, make_reference
 from raymega.verify.launch import LayoutFailedError, open_nursery
 from raymega.verify.layout import Layout
-from raymega.verify.legal import is_legal, reference_layout
+from raymega.verify.legal_layouts import is_legal, reference_layout
 from tests.mutations.table import KINDS, MUTATIONS
 from tests.unit.verify.jobs import make_job
 

@@ -8,7 +8,7 @@ from tests.mutations.mutation import EIGHT_BITS, GPT2, LION, MUON, Mutation
 UPDATES: tuple[Mutation, ...] = (
     Mutation(
         name="Newton and Schulz iterate on a rank's shard of a matrix",
-        file="parallel/whole_matrices.py",
+        file="parallel/data_parallel/muon_gather.py",
         old="new_empty(m.shape))\n            for box, part in zip(m.boxes, parts, strict=True):\n"
         "                if part.numel():\n",
         new="new_zeros(m.shape))\n            for box, part in zip(m.boxes, parts, strict=True):\n"
@@ -18,7 +18,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="Muon takes what is fused for one matrix",
-        file="parallel/whole_matrices.py",
+        file="parallel/data_parallel/muon_gather.py",
         old="            for piece in param.spec.pieces:\n",
         new="            for piece in param.spec.pieces[:1]:\n"
         "                one = replace(piece.tensor, shape=tuple(param.shape))\n"
@@ -28,7 +28,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="Muon takes a rank's part of what is fused for one matrix",
-        file="parallel/whole_matrices.py",
+        file="parallel/data_parallel/muon_gather.py",
         old="            for piece in param.spec.pieces:\n",
         new="            for piece in param.spec.pieces[:1]:\n"
         "                one = replace(piece.tensor, shape=tuple(param.shape))\n"
@@ -38,7 +38,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="what an update changed of state that waits on the host stays behind",
-        file="optim/host_state.py",
+        file="optim/cpu_offload.py",
         old="        self._moving = self._memory.start_out(self.tensor, self.host)\n",
         new="        if self._moving is None:\n"
         "            self._moving = self._memory.start_out(self.tensor, self.host)\n",
@@ -46,7 +46,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="rates that fall with depth count blocks from each stage's own begin",
-        file="plan/tensors.py",
+        file="plan/tensor_table.py",
         old="    for layer in stage.layers:\n        table += layer_tensors(model, layer)\n",
         new="    for layer in stage.layers:\n"
         "        held, first = layer_tensors(model, layer), stage.first_layer\n"
@@ -65,7 +65,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="muP's factor of the logits is forgotten under a tied table",
-        file="model/head.py",
+        file="model/layers/lm_head.py",
         old="1 / model.width_ratio  # muP",
         new="1.0 if model.is_embedding_tied else 1 / model.width_ratio",
         layout=Layout(tp=2),
@@ -73,7 +73,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="blocks of 8-bit state are those of a rank's own rows",
-        file="parallel/shared_blocks.py",
+        file="parallel/data_parallel/quantized_scales.py",
         old="    return size < whole and size % BLOCK > 0\n",
         new="    return size < 0 < whole\n",
         layout=Layout(tp=2),
@@ -81,7 +81,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a block's scale is that of what this rank owns of it",
-        file="parallel/shared_blocks.py",
+        file="parallel/data_parallel/quantized_scales.py",
         old="            if alike and alike[0].level > Level.NONE:\n",
         new="            if alike and alike[0].level > Level.PARAMETERS:\n",
         layout=Layout(dp=3, sharding="optimizer"),
@@ -89,7 +89,7 @@ UPDATES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="what comes back from the host is read from where its memory begins",
-        file="model/away.py",
+        file="model/layers/activation_offload.py",
         old="saved.offset, saved.shape",
         new="0, saved.shape",
         layout=Layout(pp=2, offload=("activations",)),

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raymega.errors import LeaseError, NumericsError, PreemptedError, WorkerError
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.mutex import sole_driver
-from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.run_store.cluster_lock import sole_driver
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.memory import MemoryStore
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from raymega.tracking.sink import (
     CheckpointCommitted,
     EvaluationFinished,

@@ -2,13 +2,13 @@
 
 import pytest
 
-from raymega.orchestrate.calibrate import calibrate_cluster
-from raymega.orchestrate.doctor import check_bandwidth, check_store, examine
-from raymega.orchestrate.probes import living_nodes
-from raymega.plan.accelerator_file import find_accelerator
-from raymega.plan.accelerators import CATALOGUE
-from raymega.plan.calibration import accelerator_yaml
-from raymega.plan.step_time import step_time
+from raymega.orchestrate.cluster.node_probes import living_nodes
+from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
+from raymega.orchestrate.diagnostics.checks import check_bandwidth, check_store, examine
+from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.hardware.catalog_file import find_accelerator
+from raymega.planner.calibration.fit import accelerator_yaml
+from raymega.planner.cost.step_time import step_time
 from tests.support.jobs import make_test_plan
 from tests.support.local_ray import leftovers
 

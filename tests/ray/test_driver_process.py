@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raymega.orchestrate.journal import read_record
-from raymega.storage.open import open_store
+from raymega.orchestrate.run_store.journal import read_record
+from raymega.storage.registry import open_store
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

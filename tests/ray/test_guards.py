@@ -8,10 +8,10 @@ from statistics import median
 
 import pytest
 
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.worker_group import RayWorkerGroup
-from raymega.storage.open import open_store
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+from raymega.storage.registry import open_store
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.sink import (

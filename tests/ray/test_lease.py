@@ -4,11 +4,11 @@ import signal
 
 import pytest
 
-from raymega.checkpoint.fence import newest_epoch
-from raymega.checkpoint.keys import checkpoint_of, is_manifest
-from raymega.checkpoint.manifest import find_restore, list_manifests
-from raymega.orchestrate.journal import read_record
-from raymega.storage.open import open_store
+from raymega.checkpoint.format.epochs import newest_epoch
+from raymega.checkpoint.format.keys import checkpoint_of, is_manifest
+from raymega.checkpoint.format.manifest import find_restore, list_manifests
+from raymega.orchestrate.run_store.journal import read_record
+from raymega.storage.registry import open_store
 from tests.ray.test_driver_process import read_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.wide]

@@ -13,7 +13,12 @@ from ray.cluster_utils import Cluster
 from raymega import session
 from raymega.tracking.names import METRICS
 from tests.support.command import train
-from tests.support.prometheus import dashboard_queries, free_port, needs_prometheus, prometheus_of
+from tests.support.servers.prometheus import (
+    dashboard_queries,
+    free_port,
+    needs_prometheus,
+    prometheus_of,
+)
 
 pytestmark = [
     pytest.mark.ray,

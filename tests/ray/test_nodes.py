@@ -16,13 +16,13 @@ from ray.util.placement_group import placement_group_table
 
 from raymega import session
 from raymega.errors import CapacityError, ConfigError, PreemptedError
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.inventory import find_device, list_nodes
-from raymega.orchestrate.journal import Entry
-from raymega.orchestrate.preflight import Preflight
-from raymega.orchestrate.worker_group import RayWorkerGroup
-from raymega.storage.open import open_store
+from raymega.orchestrate.cluster.node_inventory import find_device, list_nodes
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.run_store.journal import Entry
+from raymega.orchestrate.workers.preflight import Preflight
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+from raymega.storage.registry import open_store
 from raymega.tracking.sink import FailureSeen, NodesPassed, StepFinished, WorkersStarted
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan

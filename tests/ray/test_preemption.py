@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 
 from tests.ray.test_snapshots import HEALTH
 from tests.support.command import RAYMEGA, train
-from tests.support.metadata import metadata_mock
+from tests.support.servers.instance_metadata import metadata_mock
 
 pytestmark = [pytest.mark.ray, pytest.mark.wide]
 

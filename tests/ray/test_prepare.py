@@ -6,7 +6,7 @@ from ray.cluster_utils import Cluster
 
 from raymega.data.format import META_FILE
 from raymega.data.inspect import inspect_dataset
-from raymega.data.open import Shape, open_split
+from raymega.data.open_split import Shape, open_split
 from raymega.errors import ConfigError
 from raymega.prepare import sources
 from raymega.prepare.pipeline import PrepareOptions, prepare

@@ -7,10 +7,10 @@ import ray
 from ray._private.state import actors
 from ray.train.v2._internal.state.state_actor import get_state_actor
 
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.ray_train_group import RayTrainGroup
-from raymega.storage.open import open_store
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.ray_train.worker_group import RayTrainGroup
+from raymega.storage.registry import open_store
 from raymega.tracking.sink import CheckpointCommitted, FailureSeen, StepFinished, WorkersStarted
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan

@@ -6,7 +6,7 @@ import signal
 import pytest
 from ray.cluster_utils import Cluster
 
-from raymega.checkpoint.inspection import open_checkpoint, verify_checkpoints
+from raymega.checkpoint.tools.inspection import open_checkpoint, verify_checkpoints
 from tests.support.command import VERIFY, Outcome, Running, raymega, train
 
 pytestmark = pytest.mark.ray

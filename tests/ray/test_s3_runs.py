@@ -3,12 +3,12 @@
 import pytest
 from ray.cluster_utils import Cluster
 
-from raymega.checkpoint.inspection import verify_checkpoints
+from raymega.checkpoint.tools.inspection import verify_checkpoints
 from raymega.prepare.pipeline import PrepareOptions, prepare
 from raymega.session import close_session, open_session
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from tests.support.command import train
-from tests.support.s3_server import BUCKET, SECRET_KEY, environment, exported, moto_server
+from tests.support.servers.s3_server import BUCKET, SECRET_KEY, environment, exported, moto_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.wide]
 

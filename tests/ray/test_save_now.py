@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from raymega.checkpoint.inspection import verify_checkpoints
-from raymega.storage.open import open_store
+from raymega.checkpoint.tools.inspection import verify_checkpoints
+from raymega.storage.registry import open_store
 from tests.support.command import RAYMEGA, VERIFY
-from tests.support.head import head
+from tests.support.servers.ray_head import head
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.wide]
 

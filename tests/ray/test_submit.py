@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from raymega.checkpoint.manifest import find_restore
-from raymega.orchestrate.journal import read_record
-from raymega.storage.open import open_store
-from tests.support.head import head
+from raymega.checkpoint.format.manifest import find_restore
+from raymega.orchestrate.run_store.journal import read_record
+from raymega.storage.registry import open_store
+from tests.support.servers.ray_head import head
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -11,9 +11,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from raymega.errors import CapacityError
 from raymega.messages import Entered, Requests, WorkerDied, WorkerFailed, WorkerFinished
-from raymega.orchestrate import slots
-from raymega.orchestrate.group import AttemptOrder
-from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.orchestrate.core.worker_group_api import AttemptOrder
+from raymega.orchestrate.workers import placement_slots
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from tests.support.jobs import make_test_plan
 from tests.support.local_ray import leftovers
 
@@ -166,7 +166,7 @@ def test_reserve_waits_while_another_job_has_the_slots(make_group):
 
 def test_half_of_the_slots_is_given_back_to_who_waits_for_it(make_group, monkeypatch):
     """Else two runs that hold half of their slots each would wait for each other."""
-    monkeypatch.setattr(slots, "HALF_S", 2.0)
+    monkeypatch.setattr(placement_slots, "HALF_S", 2.0)
     first = placement_group([{"CPU": 2.0}])
     ray.get(first.ready(), timeout=200)
     group = make_group("calm", "cluster.cpus_per_worker=1.0", reserve=False)

@@ -8,19 +8,19 @@ from uuid import uuid4
 
 import pytest
 
-from raymega.checkpoint.fence import read_grant
-from raymega.checkpoint.manifest import find_restore, list_manifests
-from raymega.checkpoint.retention import Keep, Pruner
-from raymega.checkpoint.writer import Patience
+from raymega.checkpoint.format.epochs import read_grant
+from raymega.checkpoint.format.manifest import find_restore, list_manifests
+from raymega.checkpoint.save.writer import Patience
+from raymega.checkpoint.tools.retention import Keep, Pruner
 from raymega.errors import LeaseError, StorageError
-from raymega.orchestrate.lease import creates_once
-from raymega.storage.open import store_faults
+from raymega.orchestrate.run_store.lease import creates_once
+from raymega.storage.registry import store_faults
 from raymega.storage.s3 import S3Store
-from tests.support.s3_server import BUCKET, raw_client
+from tests.support.servers.s3_server import BUCKET, raw_client
 from tests.support.store_contract import *  # noqa: F403  # the tests, against the fixture below
+from tests.unit.checkpoint.format.test_epochs import save
 from tests.unit.checkpoint.large import holds_step, save_step
-from tests.unit.checkpoint.test_fence import save
-from tests.unit.orchestrate.test_lease import World
+from tests.unit.orchestrate.run_store.test_lease import World
 
 pytestmark = pytest.mark.s3
 

@@ -7,10 +7,10 @@ from uuid import uuid4
 
 import pytest
 
-from raymega.checkpoint.manifest import find_restore
-from raymega.checkpoint.retention import Keep, Pruner
+from raymega.checkpoint.format.manifest import find_restore
+from raymega.checkpoint.tools.retention import Keep, Pruner
 from raymega.storage.s3 import S3Store
-from tests.support.s3_server import BUCKET, raw_client
+from tests.support.servers.s3_server import BUCKET, raw_client
 from tests.support.store_contract import *  # noqa: F403  # the tests, against the fixture below
 from tests.support.store_contract import put
 from tests.unit.checkpoint.large import holds_step, save_step, write_step

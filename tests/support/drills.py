@@ -4,7 +4,7 @@ from itertools import islice
 from pathlib import Path
 
 from raymega import api
-from raymega.chaos.run import Drill, run_calm, run_drill
+from raymega.chaos.experiment import Drill, run_calm, run_drill
 from tests.support.command import VERIFY
 
 STEPS = 10

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from raymega.errors import RaymegaError
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.controller import Controller
-from raymega.orchestrate.holder import this_process
-from raymega.orchestrate.lease import Lease, held
-from raymega.orchestrate.signals import stop_on_signals
-from raymega.orchestrate.worker_group import RayWorkerGroup
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.signals import stop_on_signals
+from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease_holder import this_process
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.session import close_session, open_session
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from raymega.tracking.sink import StepFinished, WorkersStarted
 from tests.support.jobs import make_test_plan
 

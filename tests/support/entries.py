@@ -14,8 +14,8 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Client, Listener
 
-from raymega.checkpoint.keys import data_file, folder_of
-from raymega.checkpoint.manifest import read_manifest
+from raymega.checkpoint.format.keys import data_file, folder_of
+from raymega.checkpoint.format.manifest import read_manifest
 from raymega.errors import CommunicationError, NumericsError
 from raymega.messages import (
     Box,
@@ -28,7 +28,7 @@ from raymega.messages import (
     WorkerFinished,
 )
 from raymega.plan.run_plan import read_plan
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 
 STEP_S = 0.02
 KEY = b"test"

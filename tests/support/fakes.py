@@ -6,9 +6,9 @@ None of them starts a process, touches a disk or waits.
 from concurrent.futures import Executor, Future
 from datetime import UTC, datetime, timedelta
 
-from raymega.checkpoint.keys import data_file, folder_of
-from raymega.checkpoint.manifest import Manifest
-from raymega.checkpoint.snapshots import Snapshot
+from raymega.checkpoint.format.keys import data_file, folder_of
+from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.messages import (
     Box,
     Entered,
@@ -20,8 +20,8 @@ from raymega.messages import (
     WorkerFailed,
     WorkerFinished,
 )
-from raymega.orchestrate.group import NoSnapshots
-from raymega.orchestrate.placement import Place
+from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.worker_group_api import NoSnapshots
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -5,7 +5,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from raymega.storage.keeper import Keeper, give_memory_back
+from raymega.storage.memory_server import Keeper, give_memory_back
 
 TOKEN = "token"
 SPAWN = multiprocessing.get_context("spawn")

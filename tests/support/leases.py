@@ -1,8 +1,8 @@
 """Leases for tests of what is done under one; those of tests that are over keep nobody out."""
 
-from raymega.orchestrate.clock import SystemClock
-from raymega.orchestrate.holder import this_process
-from raymega.orchestrate.lease import Lease
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.run_store.lease import Lease
+from raymega.orchestrate.run_store.lease_holder import this_process
 
 
 def take_lease(store, clock=None):

@@ -4,15 +4,15 @@ import torch
 
 from raymega.config.schema import ModelSection
 from raymega.optim.optimizer import Optimizer
-from raymega.parallel.buckets import Sharing, make_buckets
-from raymega.parallel.grad_buffer import GradBuffer
-from raymega.parallel.groups import build_groups
-from raymega.parallel.parameter import ShardedParameter, initialise
-from raymega.parallel.sharding import make_spec
-from raymega.parallel.weight_buffer import WeightBuffer
+from raymega.parallel.comm.process_groups import build_groups
+from raymega.parallel.core.buckets import Sharing, make_buckets
+from raymega.parallel.core.shard_spec import make_spec
+from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
+from raymega.parallel.data_parallel.grad_buffer import GradBuffer
+from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.plan.grid import Grid
-from raymega.plan.levels import BUCKET_BYTES, Level
-from raymega.plan.tensors import GlobalTensor
+from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.zero_levels import BUCKET_BYTES, Level
 
 MODEL = ModelSection(family="llama", num_layers=2, width=8, num_heads=2, ffn_width=8, vocab_size=8)
 """Of which rates ask how deep it is."""

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raymega.parallel import groups
-from raymega.parallel.comm import is_communication_error
+from raymega.parallel.comm import process_groups as groups
+from raymega.parallel.comm.collectives import is_communication_error
 from raymega.plan.grid import Coords, Grid
 
 PRELOADED = [

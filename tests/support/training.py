@@ -4,15 +4,15 @@ import numpy as np
 import torch
 
 from raymega.messages import Requests
-from raymega.plan.context import inner_ranks
-from raymega.plan.levels import group_size
+from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
+from raymega.plan.zero_levels import group_size
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import make_test_plan
 from tests.support.ranks import TIMEOUT_S, run_grid
-from tests.support.reference import slices
+from tests.support.references.plain_models import slices
 
 LIMIT = 1e-9
 STEPS = 3

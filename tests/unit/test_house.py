@@ -4,6 +4,7 @@ import ast
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from raymega import errors
 from raymega.config.load import parse_job
 from raymega.plan.run_plan import make_plan
 from raymega.tracking.names import METRICS
-from tests.support.prometheus import dashboard_queries, metric_names
+from tests.support.servers.prometheus import dashboard_queries, metric_names
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "raymega").rglob("*.py"))
+MAX_FILES_IN_FOLDER = 20
 MAX_FILE_LINES, MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_SHARE = 400, 80, 50, 0.05
 
 
@@ -35,6 +37,11 @@ def test_no_file_is_too_long():
     assert {name: n for name, n in sizes.items() if n > MAX_FILE_LINES} == {}
 
 
+def test_no_folder_is_a_heap():
+    folders = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert {f: n for f, n in folders.items() if n > MAX_FILES_IN_FOLDER} == {}
+
+
 def test_functions_are_short():
     functions = [f for path in SOURCES for f in _functions(path)]
     assert [f for f in functions if f[1] > MAX_FUNCTION_LINES] == []
@@ -48,7 +55,7 @@ def test_source_is_ascii():
 
 def test_command_line_and_driver_leave_torch_unloaded():
     code = (
-        "import sys, raymega.cli.main, raymega.orchestrate.controller, raymega.orchestrate.worker;"
+        "import sys, raymega.cli.main, raymega.orchestrate.driver.controller, raymega.orchestrate.workers.worker_actor;"
         "bad = {'torch', 'mlflow', 'matplotlib'} & set(sys.modules);"
         "sys.exit(f'loaded {bad}' if bad else 0)"
     )

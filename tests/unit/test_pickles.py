@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from raymega.storage.open import open_store
+from raymega.storage.registry import open_store
 from tests.unit.checkpoint.support import MODELS, make_grid, save_checkpoint
 
 PACKAGE = Path(__file__).parents[2] / "raymega"
-ALLOWED = {"raymega.convert.dcp_unpickle"}
+ALLOWED = {"raymega.convert.torch_dcp.pickle_reader"}
 """Where pickles are read: torch's, by a table of stand-ins."""
 PICKLING = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 LOADERS = {("torch", "load"), ("torch", "save")}
@@ -77,10 +77,10 @@ def test_nothing_calls_a_loader_that_unpickles():
 @pytest.mark.parametrize(
     "entry",
     [
-        "raymega.train.entry", "raymega.checkpoint.reader", "raymega.checkpoint.writer",
-        "raymega.checkpoint.inspection", "raymega.cli.checkpoint", "raymega.cli.train",
-        "raymega.cli.plan", "raymega.cli.verify", "raymega.orchestrate.controller", "raymega.api",
-        "raymega.convert.hf_import", "raymega.convert.hf_export", "raymega.convert.native",
+        "raymega.train.entry", "raymega.checkpoint.load.reader", "raymega.checkpoint.save.writer",
+        "raymega.checkpoint.tools.inspection", "raymega.cli.checkpoint", "raymega.cli.train",
+        "raymega.cli.plan.command", "raymega.cli.verify", "raymega.orchestrate.driver.controller", "raymega.api",
+        "raymega.convert.huggingface.importer", "raymega.convert.huggingface.exporter", "raymega.convert.native",
     ],
 )  # fmt: skip
 def test_native_ways_never_reach_it(entry):

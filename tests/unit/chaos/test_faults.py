@@ -1,7 +1,7 @@
 import pytest
 
 from raymega import api
-from raymega.chaos import drill
+from raymega.chaos import command
 from raymega.chaos.faults import KINDS, PHASES, ChaosFault, legal_cells, parse_faults
 from raymega.errors import ConfigError
 from tests.support.command import VERIFY
@@ -52,11 +52,11 @@ def test_cells_are_every_kind_in_every_phase_but_those_that_cannot_be():
 def test_cable_that_this_machine_cannot_make_is_refused_before_anything_starts(
     asked, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(drill, "missing", lambda: "making network namespaces takes root")
+    monkeypatch.setattr(command, "missing", lambda: "making network namespaces takes root")
     given = {"faults": "", "mtbf_s": 0.0, "kinds": "", "seconds": 0.0, "seed": 1, "nodes": 3}
     given |= {"hold_s": 3.0, "return_s": 9.0, "timeout_s": 60.0, "out": tmp_path / "out"}
-    options = drill.DrillOptions(**(given | asked))
+    options = command.DrillOptions(**(given | asked))
     job = api.load_job(VERIFY, ("tracking.mlflow_uri=off",))
     with pytest.raises(ConfigError, match=r"takes root.*or take freeze-node"):
-        drill.drill(VERIFY, (), job, options)
+        command.drill(VERIFY, (), job, options)
     assert not (tmp_path / "out").exists()

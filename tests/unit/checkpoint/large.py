@@ -2,10 +2,10 @@
 
 import torch
 
-from raymega.checkpoint.assembly import assemble
-from raymega.checkpoint.manifest import commit
-from raymega.checkpoint.reader import load
-from raymega.checkpoint.writer import NO_NEAR_TIER, CheckpointWriter, Limits
+from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, Limits
 from raymega.config.schema import ModelSection
 from tests.unit.checkpoint.support import NO_WAIT, STATE, make_blocks, make_grid
 

@@ -5,21 +5,21 @@ from zlib import crc32
 
 import torch
 
-from raymega.checkpoint.assembly import assemble
-from raymega.checkpoint.manifest import Manifest, commit
-from raymega.checkpoint.writer import CheckpointWriter, Limits, Patience
+from raymega.checkpoint.format.manifest import Manifest, commit
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.save.writer import CheckpointWriter, Limits, Patience
 from raymega.config.schema import ModelSection
 from raymega.errors import StorageError
 from raymega.messages import Box
-from raymega.parallel.blocks import blocks_of
-from raymega.parallel.buckets import Sharing, make_buckets
-from raymega.parallel.groups import Group, alone
-from raymega.parallel.parameter import ShardedParameter
-from raymega.parallel.sharding import ShardSpec, make_spec
+from raymega.parallel.comm.process_groups import Group, alone
+from raymega.parallel.core.buckets import Sharing, make_buckets
+from raymega.parallel.core.shard_spec import ShardSpec, make_spec
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.data_parallel.state_tensors import blocks_of
 from raymega.plan.grid import Grid
-from raymega.plan.levels import Level
 from raymega.plan.stages import even_stages
-from raymega.plan.tensors import GlobalTensor, stage_tensors
+from raymega.plan.tensor_table import GlobalTensor, stage_tensors
+from raymega.plan.zero_levels import Level
 from raymega.storage.memory import MemoryStore
 
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")

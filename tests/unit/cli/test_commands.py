@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from raymega.cli.main import app
 from raymega.cli.tables import table
 from raymega.errors import EXIT_CODES
-from raymega.plan.published import COLUMNS
+from raymega.planner.calibration.published_runs import COLUMNS
 from tests.support.command import raymega
 
 VERIFY = str(Path(__file__).parents[3] / "jobs" / "verify.yaml")
@@ -99,7 +99,7 @@ def test_plan_tells_what_each_phase_of_a_ramp_costs():
 def test_plan_counts_the_activations_of_the_dearest_step(monkeypatch):
     """A schedule may hold more with fewer micro-batches; here one that does."""
     monkeypatch.setattr(
-        "raymega.cli.plan_text._activation_bytes_of",
+        "raymega.cli.plan.text._activation_bytes_of",
         lambda _plan, batch: (100 * batch.num_micro_batches, 1000 // batch.num_micro_batches),
     )
     plan = json.loads(_run("plan", VERIFY, "--set", RAMP, "--grid", "pp=2", "--json"))

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from raymega.config.load import parse_job
-from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.grid import Coords
-from raymega.plan.memory_use import memory_use
-from raymega.plan.played_step import played_step
+from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.memory.state_bytes import count_parameters, rank_elements, rank_state
 from raymega.plan.run_plan import make_plan
-from raymega.plan.search import search
-from raymega.plan.state_size import count_parameters, rank_elements, rank_state
+from raymega.planner.cost.peak_memory import memory_use
+from raymega.planner.cost.simulated_step import played_step
+from raymega.planner.search.search import search
 
 JOBS = Path(__file__).parents[3] / "jobs"
 GPU_BYTES = 80 * 2**30

@@ -8,7 +8,7 @@ import pytest
 from raymega.config.load import parse_job, parse_mapping
 from raymega.config.schema import Job
 from raymega.errors import ConfigError
-from raymega.plan.rules import job_faults
+from raymega.plan.validation.registry import job_faults
 
 ROOT = Path(__file__).parents[3]
 VERIFY = ROOT / "jobs" / "verify.yaml"

@@ -5,10 +5,10 @@ import json
 import numpy as np
 
 from raymega.config.schema import ModelSection
-from raymega.convert.hf_config import config_from
-from raymega.convert.hf_names import hf_tensors
+from raymega.convert.huggingface.config import config_from
+from raymega.convert.huggingface.names import hf_tensors
 from raymega.convert.number_formats import recast
-from raymega.convert.weight_files import NewTensor, write_weights
+from raymega.convert.safetensors_files import NewTensor, write_weights
 
 NOW = "2025-01-01T00:00:00+00:00"
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 import yaml
 
-from raymega.checkpoint.inspection import open_checkpoint, verify_checkpoints
-from raymega.checkpoint.manifest import commit
-from raymega.checkpoint.planner import MAX_BOX_BYTES
+from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES
+from raymega.checkpoint.tools.inspection import open_checkpoint, verify_checkpoints
 from raymega.cli.convert import convert_app
 from raymega.config.load import parse_mapping
 from raymega.config.schema import MlaSection, MoeSection
 from raymega.convert import native
-from raymega.convert.hf_export import hf_export
-from raymega.convert.hf_import import hf_import, model_yaml
-from raymega.convert.hf_names import hf_tensors
-from raymega.convert.weight_files import open_weights
+from raymega.convert.huggingface.exporter import hf_export
+from raymega.convert.huggingface.importer import hf_import, model_yaml
+from raymega.convert.huggingface.names import hf_tensors
+from raymega.convert.safetensors_files import open_weights
 from raymega.errors import CheckpointError, ConfigError, StorageError
 from raymega.messages import Box
 from raymega.plan.grid import Grid

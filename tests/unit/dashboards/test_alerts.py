@@ -7,7 +7,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.support.prometheus import PROMTOOL, needs_promtool
+from tests.support.servers.prometheus import PROMTOOL, needs_promtool
 
 FOLDER = Path(__file__).parents[3] / "dashboards"
 RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]

@@ -9,7 +9,7 @@ import pytest
 from dashboards import generate
 from raymega.errors import InternalError
 from raymega.tracking.names import METRICS
-from tests.support.prometheus import DASHBOARD, dashboard_queries, metric_names
+from tests.support.servers.prometheus import DASHBOARD, dashboard_queries, metric_names
 
 QUERIES = list(dashboard_queries())
 RAYS_OWN = {"ray_node_mem_used", "ray_node_cpu_utilization"}

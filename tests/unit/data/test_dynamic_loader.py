@@ -5,11 +5,11 @@ import pytest
 
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.packing import PackedSource
-from raymega.parallel.context import Context
-from raymega.parallel.groups import Group, alone
+from raymega.parallel.comm.process_groups import Group, alone
+from raymega.parallel.context_parallel.context import Context
 from raymega.plan.batch import make_batch
-from raymega.plan.dynamic_cp import Limits
-from raymega.plan.pack_cost import PackCost
+from raymega.plan.packing.cost import PackCost
+from raymega.plan.packing.dynamic_cp import Limits
 
 SEQ_LEN, RANKS = 20, 4
 WIDE = PackCost(token_s=1.0, pair_s=1.0)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.data.arrow import ShardWriter, TokenStream
-from raymega.data.open import Shape, open_split
+from raymega.data.open_split import Shape, open_split
 from raymega.data.packing import PackedSource, cut_documents, pack
 from raymega.data.rows import positions_of
 from raymega.data.synthetic import SyntheticDocuments

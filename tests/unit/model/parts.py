@@ -4,12 +4,12 @@ import numpy as np
 import torch
 
 from raymega.data.rows import Row, later_of
-from raymega.model.stage import StageModule
-from raymega.parallel.groups import Group
-from raymega.parallel.stream import Stream
-from raymega.parallel.tensor import ParameterFactory
+from raymega.model.pipeline_stage import StageModule
+from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
 from raymega.plan.stages import even_stages
-from raymega.plan.tensors import model_tensors
+from raymega.plan.tensor_table import model_tensors
 
 CPU = torch.device("cpu")
 

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from raymega.config.schema import ModelSection
+from raymega.model.attention.rope import Rope
 from raymega.model.families import FAMILIES, make_block, make_norm, make_positions
-from raymega.model.mlp import GeluMlp, SwigluMlp
-from raymega.model.norms import LayerNorm, RmsNorm
-from raymega.model.rope import Rope
-from raymega.plan.tensors import layer_tensors
-from tests.support import reference
+from raymega.model.layers.mlp import GeluMlp, SwigluMlp
+from raymega.model.layers.norms import LayerNorm, RmsNorm
+from raymega.plan.tensor_table import layer_tensors
+from tests.support.references import plain_models
 from tests.unit.model.parts import CPU, make_model_factory
 
 PARTS = {
@@ -25,7 +25,7 @@ def test_every_family_of_the_schema_has_a_row():
 
 @pytest.mark.parametrize("family", PARTS)
 def test_family_builds_its_parts(family):
-    model = reference.make_model(family)
+    model = plain_models.make_model(family)
     factory = make_model_factory(model)
     positions = make_positions(model, dtype=torch.float64, device=CPU)
     block = make_block(factory, 1, model, positions)

@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from raymega.config.schema import OptimizerSection
-from raymega.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
-from raymega.parallel.groups import build_groups
-from raymega.parallel.tensor import OuterProducts
+from raymega.parallel.comm.process_groups import build_groups
+from raymega.parallel.tensor_parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from raymega.parallel.tensor_parallel.layers import OuterProducts
 from raymega.plan.grid import Grid
 from tests.support.params import make_optimizer, make_param, make_tensor
 

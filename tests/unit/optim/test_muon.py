@@ -5,8 +5,8 @@ import torch
 
 from raymega.config.schema import OptimizerSection
 from raymega.optim.muon import COEFFICIENTS, newton_schulz
-from raymega.parallel.parameter import ShardedParameter, initialise
-from raymega.parallel.sharding import make_spec
+from raymega.parallel.core.shard_spec import make_spec
+from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
 from tests.support.params import make_optimizer, make_tensor
 
 SECTION = OptimizerSection(name="muon", lr=1e-2, weight_decay=0.1, momentum=0.9)

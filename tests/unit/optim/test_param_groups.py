@@ -4,9 +4,9 @@ import pytest
 
 from raymega.config.schema import OptimizerSection
 from raymega.optim.param_groups import Rates, rates_of, role_rates
-from raymega.plan.tensors import model_tensors
+from raymega.plan.tensor_table import model_tensors
 from tests.support.params import MODEL, make_tensor
-from tests.support.reference import make_model
+from tests.support.references.plain_models import make_model
 
 SECTION = OptimizerSection(lr=0.5, weight_decay=0.1, embedding_lr=1.0, head_lr=1.5, norm_lr=2.0)
 RATES = {

@@ -6,9 +6,9 @@ import torch
 from raymega.config.schema import OptimizerSection
 from raymega.messages import Box
 from raymega.optim.state_formats import dynamic_codes
-from raymega.parallel.comm_log import CommLog
-from raymega.parallel.shared_blocks import SharedBlocks
-from raymega.plan.state_blocks import BLOCK, scale_boxes
+from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.data_parallel.quantized_scales import SharedBlocks
+from raymega.plan.memory.quantized_blocks import BLOCK, scale_boxes
 from tests.support.params import ALONE, make_optimizer, make_param, make_tensor
 
 SHAPE = (6, 2 * BLOCK + 40)

@@ -5,7 +5,7 @@ import torch
 
 from raymega.config.schema import OptimizerSection
 from raymega.optim.param_groups import rates_of
-from raymega.plan.optimizer_state import KINDS, kinds_of
+from raymega.plan.memory.optimizer_state import KINDS, kinds_of
 from tests.support.params import MODEL, make_optimizer, make_param, make_tensor
 
 SHAPES = {"embedding": (8, 3), "head": (8, 3), "matrix": (5, 7), "norm": (7,), "bias": (5,)}

@@ -6,9 +6,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from raymega.parallel.groups import Group, Groups
+from raymega.parallel.comm.process_groups import Group, Groups
 from raymega.pipeline.p2p import PointToPoint
-from raymega.schedule.placement import Placement
+from raymega.schedule.stage_placement import Placement
 
 NAMES = [field.name for field in fields(Groups)]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from raymega.errors import InternalError
-from raymega.parallel.deferral import Deferral
+from raymega.parallel.core.weight_grads import Deferral
 from raymega.pipeline.executor import Executor
 from raymega.schedule.instructions import Op
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement
+from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_forward_only, make_schedule
 from tests.unit.pipeline.conftest import make_p2p
 

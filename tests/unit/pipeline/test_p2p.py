@@ -6,7 +6,7 @@ import torch
 from raymega.errors import CommunicationError, Fault, InternalError
 from raymega.pipeline import p2p
 from raymega.schedule.instructions import Instruction, Op
-from raymega.schedule.placement import Placement
+from raymega.schedule.stage_placement import Placement
 from tests.unit.pipeline.conftest import make_p2p
 
 SHAPE = (1, 2, 3)

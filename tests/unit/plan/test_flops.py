@@ -3,9 +3,14 @@
 import pytest
 
 from raymega.config.schema import ModelSection
-from raymega.plan.accelerators import CATALOGUE
 from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware import fitted_hardware, nvlink_bytes_per_s, peak_flops, round_hardware
+from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.hardware.lookup import (
+    fitted_hardware,
+    nvlink_bytes_per_s,
+    peak_flops,
+    round_hardware,
+)
 
 LLAMA_3_8B = ModelSection(
     family="llama",

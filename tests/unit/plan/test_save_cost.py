@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymega.checkpoint.writer import CheckpointWriter, Limits
+from raymega.checkpoint.save.writer import CheckpointWriter, Limits
 from raymega.plan.save_cost import save_cost, share_bytes
 from raymega.storage.memory import MemoryStore
 from tests.support.jobs import layout_overrides, make_test_plan

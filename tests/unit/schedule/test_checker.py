@@ -8,7 +8,7 @@ from raymega.errors import InternalError
 from raymega.schedule.checker import check
 from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement, Program
+from raymega.schedule.stage_placement import Placement, Program
 from raymega.schedule.table import SCHEDULES, make_placement, make_schedule
 
 M = 4

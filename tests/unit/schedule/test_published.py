@@ -9,14 +9,14 @@ from itertools import combinations
 
 import pytest
 
-from raymega.plan.hardware import nvlink_bytes_per_s
+from raymega.plan.hardware.lookup import nvlink_bytes_per_s
 from raymega.schedule.checker import check
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement
+from raymega.schedule.schedules.zero_bubble_auto import zb_auto
 from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_schedule
 from raymega.schedule.transfers import make_program
-from raymega.schedule.zero_bubble_auto import zb_auto
 
 # By parameters: milliseconds of F, B, W and a message.
 TIMES = {

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.errors import PlanError
-from raymega.schedule import interleaved, one_f_one_b, zero_bubble
 from raymega.schedule.checker import check
 from raymega.schedule.instructions import COMPUTE, RECEIVE, Op
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement
+from raymega.schedule.schedules import interleaved, one_f_one_b, zero_bubble
 from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import SCHEDULES, make_forward_only, make_placement, make_schedule
 from raymega.schedule.text import LETTERS, timetable
 from raymega.schedule.transfers import rounds

@@ -3,8 +3,8 @@
 import pytest
 
 from raymega.schedule.order import Sizes
-from raymega.schedule.placement import Placement
 from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_forward_only, make_schedule
 from raymega.schedule.timeline import Event, bubble
 

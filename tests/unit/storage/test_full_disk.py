@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from raymega.checkpoint.manifest import find_restore
+from raymega.checkpoint.format.manifest import find_restore
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from tests.unit.checkpoint.large import holds_step, save_step, write_step
 

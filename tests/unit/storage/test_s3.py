@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from raymega.cli.main import app
 from raymega.errors import StorageError
 from raymega.storage import s3, s3_multipart
-from raymega.storage.open import open_store, store_faults
+from raymega.storage.registry import open_store, store_faults
 from raymega.storage.s3 import S3Store
 from raymega.storage.s3_multipart import PARTS_IN_FLIGHT, cut_parts
-from tests.support.s3_server import (
+from tests.support.servers.s3_server import (
     ACCESS_KEY,
     BUCKET,
     SECRET_KEY,

@@ -6,11 +6,11 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
-from raymega.checkpoint.manifest import find_restore
+from raymega.checkpoint.format.manifest import find_restore
 from raymega.cli.checkpoint import checkpoint_app
 from raymega.storage.local import LocalStore
 from raymega.storage.s3 import S3Store
-from tests.support.s3_server import BUCKET, environment, exported, moto_server
+from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
 from tests.unit.checkpoint.large import PART, holds_step, save_step
 
 

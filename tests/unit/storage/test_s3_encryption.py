@@ -6,9 +6,9 @@ from uuid import uuid4
 import pytest
 
 from raymega.errors import StorageError
-from raymega.storage.open import open_store, store_faults
+from raymega.storage.registry import open_store, store_faults
 from raymega.storage.s3 import S3Store
-from tests.support.s3_server import BUCKET, environment, exported, moto_server, raw_client
+from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server, raw_client
 
 PART = 5 << 20
 

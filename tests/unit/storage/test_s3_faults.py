@@ -6,13 +6,13 @@ from uuid import uuid4
 
 import pytest
 
-from raymega.checkpoint.manifest import commit, find_restore
-from raymega.checkpoint.retention import Keep, Pruner
+from raymega.checkpoint.format.manifest import commit, find_restore
+from raymega.checkpoint.tools.retention import Keep, Pruner
 from raymega.errors import StorageError
 from raymega.storage import s3
 from raymega.storage.s3 import S3Store
-from tests.support.s3_faults import KINDS, STAGES, faulty_service
-from tests.support.s3_server import BUCKET, environment, exported, moto_server, raw_client
+from tests.support.servers.s3_faults import KINDS, STAGES, faulty_service
+from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server, raw_client
 from tests.unit.checkpoint.large import (
     FILES,
     PART,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raymega.checkpoint.manifest import find_restore
+from raymega.checkpoint.format.manifest import find_restore
 from raymega.storage.local import LocalStore
 from tests.unit.checkpoint.large import holds_step, save_step
 
@@ -18,7 +18,7 @@ pytestmark = [
 SAVE = """
 import sys
 from pathlib import Path
-from raymega.checkpoint.manifest import commit
+from raymega.checkpoint.format.manifest import commit
 from raymega.storage.local import LocalStore
 from tests.unit.checkpoint.large import make_manifest, write_step
 store = LocalStore(Path(sys.argv[1]))

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from raymega.model.balance import Load
+from raymega.model.moe.load_balancing import Load
 from raymega.tracking.console import ConsoleSink
-from raymega.tracking.expert_heat import draw_heat, load_expert_loads
+from raymega.tracking.expert_heatmap import draw_heat, load_expert_loads
 from raymega.tracking.expert_load import (
     collapse_warning,
     is_collapsed,

@@ -9,10 +9,10 @@ from mlflow import MlflowClient
 from mlflow import environment_variables as settings
 
 from raymega.tracking import mlflow, mlflow_recorder
+from raymega.tracking.event_buffer import Stamped
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
 from raymega.tracking.mlflow_recorder import Recorder, is_refusal
 from raymega.tracking.sink import ArtefactWritten, FailureSeen
-from raymega.tracking.spool import Stamped
 from tests.unit.tracking.events import (
     JOB,
     attempt_started,

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from raymega.messages import Requests
-from raymega.model.block import Block
+from raymega.model.layers.transformer_block import Block
 from raymega.train.build import build_parts
+from raymega.train.module_hooks import tapped
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
-from raymega.train.taps import tapped
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.params import ALONE
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from raymega.config.schema import Job
 from raymega.errors import ConfigError
-from raymega.plan.rules import job_faults
+from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.run_plan import job_values
-from raymega.plan.state_size import count_parameters
-from raymega.verify.legal import legal_shapes
+from raymega.plan.validation.registry import job_faults
+from raymega.verify.legal_layouts import legal_shapes
 from raymega.verify.shrink import MAX_LAYERS, shrink_job
 from tests.unit.verify.jobs import JOBS, make_job
 

@@ -1,0 +1,200 @@
+"""One run and what it goes through: faults in their order or by chance, until its driver is done.
+
+It decides when a fault comes and starts a driver again that was ended by one. What a fault does is
+inflict's; what came of it is account's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raymega.chaos.driver_process import DriverProcess, Heard
+from raymega.chaos.fault_injector import Inflicter, Target
+from raymega.chaos.fault_schedule import Blow
+from raymega.chaos.faults import KINDS, ChaosFault
+from raymega.chaos.phase_barriers import RAISE, Arrival, Gate, arrival_at, close_gate, open_gate
+from raymega.chaos.processes import Memory, look_at
+
+TICK_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strike:
+    """A fault that was inflicted.
+
+    Attributes:
+        fault: Which, and in which phase; by chance that is ``step``, whatever the run just did.
+        at_s: When.
+        rank: Whose worker it was; -1 for a process without a rank, and for faults of no worker.
+        step: Completed steps by then.
+    """
+
+    fault: ChaosFault
+    at_s: float
+    rank: int
+    step: int
+
+
+@dataclass(kw_only=True)
+class Ordeal:
+    """A run under faults.
+
+    Attributes:
+        driver: Its driver, not started yet.
+        inflicter: Does the faults.
+        world_size: Of the job's own grid.
+        faults: Each comes when the one before has come.
+        blows: By chance; each comes so long after the one before was made good.
+        stop_after_s: By chance only: no more faults then, and the run is stopped.
+        strikes: Faults that came.
+        memory: What the run's processes held after each recovery.
+        is_stopped: It was stopped by that time.
+    """
+
+    driver: DriverProcess
+    inflicter: Inflicter
+    world_size: int
+    faults: Sequence[ChaosFault] = ()
+    blows: Iterator[Blow] = field(default_factory=lambda: iter(()))
+    stop_after_s: float = float("inf")
+    strikes: list[Strike] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    is_stopped: bool = False
+    _pids: Mapping[int, int] = field(default_factory=dict)
+    _step: int = 0
+    _num_closed: int = 0
+    _next: Blow | None = None
+    _calm_since_s: float | None = None
+
+    def run(self, *, timeout_s: float) -> int:
+        """To the end of the run; the exit code of its last driver, -1 when it took too long."""
+        deadline_s = time.monotonic() + timeout_s
+        self._close_next()
+        self.driver.start()
+        try:
+            while time.monotonic() < deadline_s:
+                if (code := self._tick()) is not None:
+                    return code
+                time.sleep(TICK_S)
+        finally:
+            self.inflicter.undo()
+            self.driver.end()
+            self.driver.listen()
+        return -1
+
+    def _tick(self) -> int | None:
+        for heard in self.driver.listen():
+            self._hear(heard)
+        self.inflicter.undo_what_is_due()
+        if self.faults:
+            self._strike_at_the_gate()
+        else:
+            self._strike_by_chance()
+        code = self.driver.code
+        if code is None:
+            return None
+        if self._was_ended_by_us():
+            self._calm_since_s = None
+            self.driver.start()
+            return None
+        return code
+
+    def _hear(self, heard: Heard) -> None:
+        match heard.name:
+            case "workers":
+                self._pids = {int(rank): pid for rank, pid in heard.event["pids"].items()}
+            case "step":
+                self._step = heard.event["step"]
+                if self._calm_since_s is None:
+                    self._calm_since_s = heard.at_s
+            case "attempt":
+                self._calm_since_s = None
+            case "recovered":
+                self.memory.append(look_at(self.driver.pid, tuple(self._pids.values())))
+
+    # Faults of a list.
+
+    def _close_next(self) -> None:
+        if self._num_closed < len(self.faults):
+            fault = self.faults[self._num_closed]
+            is_small = fault.phase == "replan"
+            gate = Gate(
+                name=self._gate_name,
+                phase=fault.phase,
+                at=fault.at,
+                rank=fault.rank if not is_small else -1,
+                below=self.world_size if is_small else 0,
+            )
+            close_gate(self.inflicter.folder, gate)
+
+    def _strike_at_the_gate(self) -> None:
+        if self._num_closed >= len(self.faults):
+            return
+        arrival = arrival_at(self.inflicter.folder, self._gate_name)
+        if arrival is None:
+            return
+        name = self._gate_name
+        answer = self._strike(self.faults[self._num_closed], arrival)
+        self._num_closed += 1
+        self._close_next()
+        open_gate(self.inflicter.folder, name, answer=answer)
+
+    @property
+    def _gate_name(self) -> str:
+        return f"{self._num_closed:04d}"
+
+    # Faults by chance.
+
+    def _strike_by_chance(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self.driver.begun_s[0] > self.stop_after_s:
+            self._stop()
+            return
+        self._next = self._next or next(self.blows, None)
+        if self._next is None or self._calm_since_s is None:
+            return
+        if now_s - self._calm_since_s < self._next.after_s:
+            return
+        blow, self._next, self._calm_since_s = self._next, None, None
+        rank = blow.rank if blow.rank in self._pids else next(iter(self._pids))
+        fault = ChaosFault(kind=blow.kind, phase="step", at=self._step, rank=rank)
+        if blow.kind == "raise":
+            self._raise_somewhere(fault)
+            return
+        self._strike(fault, Arrival(pid=self._pids[rank], rank=rank, attempt=0, step=self._step))
+
+    def _raise_somewhere(self, fault: ChaosFault) -> None:
+        """The worker meets the gate at its next step, and finds it open with the answer."""
+        name = f"{len(self.strikes):04d}"
+        open_gate(self.inflicter.folder, name, answer=RAISE)
+        gate = Gate(name=name, phase="step", at=0, rank=fault.rank)
+        close_gate(self.inflicter.folder, gate)
+        self._note(fault, fault.rank)
+
+    def _stop(self) -> None:
+        if not self.is_stopped:
+            self.is_stopped = True
+            self.driver.signal(15)
+
+    def _strike(self, fault: ChaosFault, arrival: Arrival) -> str:
+        target = Target(pid=arrival.pid, node=self.inflicter.box.node_of(arrival.pid))
+        family = KINDS[fault.kind].family
+        done = arrival.step - (fault.phase == "step")  # the driver may not have said so yet
+        self._step = max(self._step, done)
+        self._note(fault, arrival.rank if family in ("worker", "node") else -1)
+        if not KINDS[fault.kind].ends_attempt:
+            self._calm_since_s = time.monotonic()
+        return self.inflicter.inflict(fault.kind, target)
+
+    def _note(self, fault: ChaosFault, rank: int) -> None:
+        self.strikes.append(Strike(fault=fault, at_s=time.monotonic(), rank=rank, step=self._step))
+
+    def _was_ended_by_us(self) -> bool:
+        """The process that ended now was hit since it was started."""
+        begun_s = self.driver.begun_s[-1]
+        return any(
+            KINDS[strike.fault.kind].family == "driver" and strike.at_s > begun_s
+            for strike in self.strikes
+        )

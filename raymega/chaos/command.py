@@ -1,0 +1,161 @@
+"""From what was asked to a drill: its refusals, its cluster, and the files that it leaves."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil
+from pathlib import Path
+
+from raymega.chaos.experiment import Drill, Verdict, run_calm, run_drill
+from raymega.chaos.fault_schedule import DRAWN, Blow, draw_blows, draw_victims
+from raymega.chaos.faults import KINDS, ChaosFault, parse_faults
+from raymega.chaos.network import missing
+from raymega.chaos.plot import draw_verdict
+from raymega.chaos.report import verdict_object
+from raymega.chaos.sandbox import sandbox
+from raymega.config.schema import Job
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.orchestrate.core.rank_placement import block_size
+from raymega.plan.run_plan import make_plan
+
+PICTURE_FILE = "chaos.svg"
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrillOptions:
+    """What the command was told; see its help."""
+
+    faults: str
+    mtbf_s: float
+    kinds: str
+    seconds: float
+    seed: int
+    nodes: int
+    hold_s: float
+    return_s: float
+    timeout_s: float
+    out: Path | None
+
+
+def drill(
+    job_file: Path, overrides: Sequence[str], job: Job, options: DrillOptions
+) -> tuple[Verdict, Path]:
+    """Do all of it; the verdict, and the folder of the runs.
+
+    Raises:
+        ConfigError: The faults are not what can be, or the job is none for this machine.
+        RaymegaError: The undisturbed run failed.
+    """
+    faults, blows = _faults(job, options)
+    out = options.out or Path(tempfile.mkdtemp(prefix="raymega-chaos-"))
+    plan = Drill(
+        job_file=job_file.absolute(),
+        overrides=overrides,
+        job=job,
+        out=out.absolute(),
+        num_nodes=options.nodes,
+        faults=faults,
+        blows=blows,
+        stop_after_s=options.seconds or float("inf"),
+        hold_s=options.hold_s,
+        return_s=options.return_s,
+        timeout_s=options.timeout_s,
+    )
+    needs_network = any(KINDS[kind].needs_network for kind in _kinds_of(faults, options))
+    nodes, cpus = options.nodes, _cpus_per_node(job)
+    with sandbox(num_nodes=nodes, cpus_per_node=cpus, has_network=needs_network) as box:
+        verdict = run_drill(plan, box, lambda last: run_calm(plan, box, last=last))
+    draw_verdict(verdict, out / PICTURE_FILE, title=f"{job.run.name} under faults")
+    report = verdict_object(verdict, seed=options.seed)
+    (out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
+    return verdict, out
+
+
+def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator[Blow]]:
+    mistakes = _job_faults(job)
+    is_listed, is_drawn = bool(options.faults), options.mtbf_s > 0
+    if is_listed == is_drawn:
+        fact = f"--fault {options.faults!r} and --mtbf {options.mtbf_s:g}"
+        rule = "faults come by a list or by chance, and one of the two must be given"
+        mistakes.append(
+            Fault(fact=fact, rule=rule, remedy="give --fault kill-worker@5 or --mtbf 30")
+        )
+    kinds = _names(options.kinds) or list(DRAWN)
+    for kind in set(kinds) - set(KINDS):
+        mistakes.append(
+            Fault(
+                fact=f"--kinds {kind!r} names no fault",
+                rule=f"faults are {', '.join(KINDS)}",
+                remedy="name some of them",
+            )
+        )
+    listed: list[ChaosFault] = []
+    world_size, seed = make_plan(job).grid.world_size, options.seed
+    if is_listed:
+        num = options.faults.count(",") + 1
+        victims = draw_victims(num, seed=seed, world_size=world_size)
+        try:
+            listed = parse_faults(options.faults, rank_of=victims)
+        except ValueError as error:
+            mistakes += error.args
+    raise_faults(ConfigError, mistakes)
+    raise_faults(ConfigError, _cable_faults(_kinds_of(listed, options)))
+    blows = draw_blows(mtbf_s=options.mtbf_s or 1.0, seed=seed, world_size=world_size, kinds=kinds)
+    return listed, blows if is_drawn else islice(blows, 0)
+
+
+def _names(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",") if word.strip()]
+
+
+def _kinds_of(listed: Sequence[ChaosFault], options: DrillOptions) -> list[str]:
+    """Every kind that may come."""
+    return [fault.kind for fault in listed] or _names(options.kinds) or list(DRAWN)
+
+
+def _cable_faults(kinds: Sequence[str]) -> list[Fault]:
+    asked = [kind for kind in kinds if KINDS[kind].needs_network]
+    if not asked or not (why := missing()):
+        return []
+    return [
+        Fault(
+            fact=f"{asked[0]} was asked for, and {why}",
+            rule="it takes nodes in network namespaces of their own, whose cables can be pulled",
+            remedy="run the drill as root on Linux with iproute2, or take freeze-node",
+        )
+    ]
+
+
+def _job_faults(job: Job) -> list[Fault]:
+    faults = []
+    if job.cluster.device == "cuda":
+        faults.append(
+            Fault(
+                fact="cluster.device='cuda'",
+                rule="a drill has a cluster of its own on this machine, whose nodes have CPUs",
+                remedy="add --set cluster.device=cpu, and make the model small",
+            )
+        )
+    if job.tracking.mlflow_uri not in ("off", "run"):
+        faults.append(
+            Fault(
+                fact=f"tracking.mlflow_uri={job.tracking.mlflow_uri!r}",
+                rule="a drill is no run to be kept, and its MLflow is a file that can be locked",
+                remedy="add --set tracking.mlflow_uri=run, or off",
+            )
+        )
+    return faults
+
+
+def _cpus_per_node(job: Job) -> float:
+    """Two nodes hold the grid and its spares; those beyond are there to take a lost one's place."""
+    plan = make_plan(job)
+    is_free = job.parallel.is_tp_across_nodes_allowed
+    block = block_size(plan.grid, is_tp_across_nodes_allowed=is_free)
+    workers = plan.grid.world_size + job.elastic.spares
+    return ceil(workers / 2 / block) * block * job.cluster.cpus_per_worker

@@ -1,0 +1,202 @@
+"""The drill: the undisturbed run, the same run under faults, and what there is to say of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raymega.chaos.chaos_run import Ordeal
+from raymega.chaos.driver_process import DriverProcess, Heard, driver_command
+from raymega.chaos.fault_injector import Inflicter
+from raymega.chaos.fault_schedule import Blow
+from raymega.chaos.faults import KINDS, ChaosFault
+from raymega.chaos.leak_check import find_leftovers, forget_gates
+from raymega.chaos.phase_barriers import FOLDER
+from raymega.chaos.processes import Memory
+from raymega.chaos.run_comparison import Comparison, compare_runs, surviving
+from raymega.chaos.sandbox import Sandbox
+from raymega.chaos.time_accounting import Incident, TimeSheet, incidents, time_sheet
+from raymega.config.schema import Job
+from raymega.errors import Fault, PreemptedError, RaymegaError
+from raymega.plan.run_plan import make_plan
+
+CALM_NAME, TRIED_NAME = "undisturbed", "under-faults"
+PREEMPTED = PreemptedError.exit_code
+Undisturbed = Callable[[int], Sequence[Heard]]
+"""What the undisturbed run said up to a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drill:
+    """What to do.
+
+    Attributes:
+        job_file: The job.
+        overrides: ``section.field=value`` texts.
+        job: What both make.
+        out: Folder of all that is written; both runs lie in it.
+        num_nodes: Nodes of the cluster, those that are spare included.
+        faults: A list of faults; or
+        blows: faults by chance, until
+        stop_after_s: so long after the start.
+        hold_s: See Inflicter.
+        return_s: See Inflicter.
+        timeout_s: Longest time of one of the two runs.
+    """
+
+    job_file: Path
+    overrides: Sequence[str]
+    job: Job
+    out: Path
+    num_nodes: int
+    faults: Sequence[ChaosFault] = ()
+    blows: Iterator[Blow] = field(default_factory=lambda: iter(()))
+    stop_after_s: float = float("inf")
+    hold_s: float = 3.0
+    return_s: float = 10.0
+    timeout_s: float = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What came of a drill.
+
+    Attributes:
+        code: Exit code of the disturbed run's last driver.
+        incidents: One for each fault.
+        missed: Faults whose moment never came.
+        sheet: Where the time went.
+        comparison: With the undisturbed run.
+        leftovers: What the run should have cleared away.
+        memory: Of the driver and of the workers that lived through recoveries.
+        calm: What the undisturbed run's driver said.
+        tried: What the disturbed one's drivers said.
+        faults: Why the drill is failed, one sentence each; none when it is passed.
+    """
+
+    code: int
+    incidents: Sequence[Incident]
+    missed: Sequence[ChaosFault]
+    sheet: TimeSheet
+    comparison: Comparison
+    leftovers: Sequence[str]
+    memory: Sequence[Memory]
+    calm: Sequence[Heard]
+    tried: Sequence[Heard]
+    faults: Sequence[str]
+
+
+def run_calm(drill: Drill, box: Sandbox, *, last: int) -> Sequence[Heard]:
+    """What the undisturbed run says up to step ``last``, on the same cluster.
+
+    Raises:
+        RaymegaError: It did not come to its end.
+    """
+    box.fill(drill.num_nodes)
+    ordeal = _ordeal(drill, box, CALM_NAME, more=_until(drill.job, last), is_calm=True)
+    code = ordeal.run(timeout_s=drill.timeout_s)
+    if code != 0:
+        raise RaymegaError(
+            Fault(
+                fact=f"the undisturbed run ended with code {code}",
+                rule="a drill compares with a run that comes to its end within "
+                f"{drill.timeout_s:g} s",
+                remedy=f"read {ordeal.driver.errors}",
+            )
+        )
+    return ordeal.driver.heard
+
+
+def run_drill(drill: Drill, box: Sandbox, undisturbed: Undisturbed) -> Verdict:
+    """The run under faults, and its verdict; ``undisturbed`` says what to compare it with."""
+    box.fill(drill.num_nodes)
+    ordeal = _ordeal(drill, box, TRIED_NAME, is_calm=False)
+    code = ordeal.run(timeout_s=drill.timeout_s)
+    ended_s = time.monotonic()
+    heard, begun_s = ordeal.driver.heard, ordeal.driver.begun_s
+    found = incidents(heard, ordeal.strikes, begun_s)
+    box.clear()
+    forget_gates(ordeal.inflicter.folder)
+    is_tidy = all(KINDS[s.fault.kind].family == "service" for s in ordeal.strikes)
+    run = ordeal.inflicter.folder.parent if is_tidy else None
+    left = find_leftovers(box, heard, driver=ordeal.driver.pid, run=run)
+    calm = undisturbed(max(surviving(heard), default=0))
+    comparison = compare_runs(calm, heard, dtype=drill.job.precision.dtype)
+    missed = drill.faults[len(ordeal.strikes) :]
+    return Verdict(
+        code=code,
+        incidents=found,
+        missed=missed,
+        sheet=time_sheet(heard, found, begun_s=begun_s[0], ended_s=ended_s),
+        comparison=comparison,
+        leftovers=left,
+        memory=ordeal.memory,
+        calm=calm,
+        tried=heard,
+        faults=[
+            *_ends(code, is_stopped=ordeal.is_stopped),
+            *(f"the moment of {fault.describe()} never came" for fault in missed),
+            *_unrecovered(found, is_stopped=ordeal.is_stopped),
+            *comparison.faults,
+            *(f"left behind: {name}" for name in left),
+        ],
+    )
+
+
+def _ends(code: int, *, is_stopped: bool) -> list[str]:
+    if code == -1:
+        return ["the run did not end in time"]
+    wanted = PREEMPTED if is_stopped else 0
+    return [] if code == wanted else [f"the run ended with code {code} instead of {wanted}"]
+
+
+def _unrecovered(found: Sequence[Incident], *, is_stopped: bool) -> list[str]:
+    """Faults that were not noticed or not made good; the last one before a stop may be open."""
+    wrong = []
+    for each in found[:-1] if is_stopped else found:
+        fault = each.strike.fault
+        if KINDS[fault.kind].ends_attempt and each.detection_s < 0:
+            wrong.append(f"{fault.describe()} was never noticed")
+        elif each.detection_s >= 0 and each.recovery_s < 0:
+            wrong.append(f"{fault.describe()} was not made good")
+    return wrong
+
+
+def _until(job: Job, last: int) -> list[str]:
+    """A shorter run of the same job, whose learning rates are the longer one's."""
+    if last >= job.run.steps:
+        return []
+    decay = job.optimizer.lr_decay_steps
+    end = job.run.steps if decay == "steps" else decay
+    return [f"run.steps={last}", f"optimizer.lr_decay_steps={end}"]
+
+
+def _ordeal(
+    drill: Drill, box: Sandbox, name: str, *, more: Sequence[str] = (), is_calm: bool
+) -> Ordeal:
+    folder = drill.out / name
+    settings = (*drill.overrides, *more, f"checkpoint.uri={drill.out}", f"run.name={name}")
+    drill.out.mkdir(parents=True, exist_ok=True)
+    driver = DriverProcess(
+        command=driver_command(drill.job_file, box.address, settings),
+        errors=drill.out / f"{name}.stderr",
+    )
+    inflicter = Inflicter(
+        box=box,
+        driver=driver,
+        folder=folder / FOLDER,
+        database=folder / "mlflow.db",
+        num_nodes=drill.num_nodes,
+        hold_s=drill.hold_s,
+        return_s=drill.return_s,
+    )
+    return Ordeal(
+        driver=driver,
+        inflicter=inflicter,
+        world_size=make_plan(drill.job).grid.world_size,
+        faults=() if is_calm else drill.faults,
+        blows=iter(()) if is_calm else drill.blows,
+        stop_after_s=float("inf") if is_calm else drill.stop_after_s,
+    )

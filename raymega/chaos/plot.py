@@ -1,0 +1,47 @@
+"""The picture of a drill: both loss curves and when faults came; and where the time went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raymega.chaos.experiment import Verdict
+from raymega.chaos.run_comparison import surviving
+
+SIZE_INCHES = (8.0, 6.0)
+BLUE, GREY, RED, ORANGE = "#2f6fb0", "#8a8f98", "#c0392b", "#d9772b"
+
+
+def draw_verdict(verdict: Verdict, path: Path, *, title: str) -> None:
+    """Write the picture; the suffix of ``path`` says its format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, times = figure.subplots(2, 1, height_ratios=(3, 1))
+    for heard, color, width, label in (
+        (verdict.calm, GREY, 4.0, "undisturbed"),
+        (verdict.tried, BLUE, 1.2, "under faults"),
+    ):
+        steps = surviving(heard)
+        curves.plot(
+            [*steps], [e["loss"] for e in steps.values()], color=color, lw=width, label=label
+        )
+    for each in verdict.incidents:
+        curves.axvline(each.strike.step, color=RED, lw=0.8, ls=":")
+        curves.annotate(
+            each.strike.fault.kind,
+            (each.strike.step, 1.0),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=7,
+            color=RED,
+        )
+    curves.set(title=title, xlabel="step", ylabel="loss, nats per token")
+    curves.legend()
+    causes = sorted(verdict.sheet.by_cause.items(), key=lambda item: item[1])
+    times.barh([name for name, _ in causes], [seconds for _, seconds in causes], color=ORANGE)
+    times.set_xlabel(f"seconds of {verdict.sheet.wall_s:.0f}")
+    figure.savefig(path)

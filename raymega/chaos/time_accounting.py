@@ -1,0 +1,158 @@
+"""What came of each fault, and where the time of a run under faults went. Pure.
+
+It reads what drivers said and when, and when faults came.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raymega.chaos.chaos_run import Strike
+from raymega.chaos.driver_process import Heard
+from raymega.chaos.faults import KINDS
+
+STARTING, STEPPING, BETWEEN, ENDING = "start", "steps that count", "between steps", "end"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """A fault and what came of it.
+
+    Attributes:
+        strike: When, whom, and how far the run was.
+        detection_s: Until the driver said that the attempt was lost, or was itself gone; -1 for a
+            fault that no attempt was lost by.
+        recovery_s: From the fault to the first step that had not been done before; -1 when there was none.
+        lost_steps: Completed steps that were done again.
+        source: Where the state came from.
+        grid_before: Degrees of the axes.
+        grid_after: The same when it was made good.
+        cause: What the driver said.
+    """
+
+    strike: Strike
+    detection_s: float = -1.0
+    recovery_s: float = -1.0
+    lost_steps: int = 0
+    source: str = ""
+    grid_before: Mapping[str, int] = field(default_factory=dict)
+    grid_after: Mapping[str, int] = field(default_factory=dict)
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeSheet:
+    """Seconds of a run by what they went into; they add up to ``wall_s``."""
+
+    wall_s: float
+    by_cause: Mapping[str, float]
+
+    @property
+    def goodput(self) -> float:
+        """Share that went into steps that count."""
+        return self.by_cause[STEPPING] / self.wall_s if self.wall_s else 0.0
+
+
+def incidents(
+    heard: Sequence[Heard], strikes: Sequence[Strike], begun_s: Sequence[float]
+) -> list[Incident]:
+    """One for each fault, in their order."""
+    return [_incident(heard, strike, begun_s) for strike in strikes]
+
+
+def _incident(heard: Sequence[Heard], strike: Strike, begun_s: Sequence[float]) -> Incident:
+    before = [each for each in heard if each.at_s <= strike.at_s]
+    after = [each for each in heard if each.at_s > strike.at_s]
+    grid = _grid(before)
+    end = _end_of_attempt(after, strike, begun_s)
+    if end is None:
+        return Incident(strike=strike, grid_before=grid, grid_after=grid)
+    ended_s, cause = end
+    later = [each for each in after if each.at_s >= ended_s]
+    done = max((each.event["step"] for each in heard if _is_step(each, ended_s)), default=0)
+    again = next((each for each in later if each.name == "attempt"), None)
+    good = next((each for each in later if each.name == "step" and each.event["step"] > done), None)
+    return Incident(
+        strike=strike,
+        detection_s=ended_s - strike.at_s,
+        recovery_s=good.at_s - strike.at_s if good else -1.0,
+        lost_steps=max(0, done - again.event["step"]) if again else 0,
+        source=again.event["source"] if again else "",
+        grid_before=grid,
+        grid_after=_grid([each for each in heard if good and each.at_s <= good.at_s]),
+        cause=cause,
+    )
+
+
+def _end_of_attempt(
+    after: Sequence[Heard], strike: Strike, begun_s: Sequence[float]
+) -> tuple[float, str] | None:
+    """When the fault showed, and as what: a lost attempt, a new one, or another driver."""
+    if KINDS[strike.fault.kind].family == "driver":
+        again = [at_s for at_s in begun_s if at_s > strike.at_s]
+        return (again[0], "the driver was ended") if again else None
+    for each in after:
+        if each.name == "failure":
+            return each.at_s, str(each.event["cause"])
+        if each.name == "attempt" and KINDS[strike.fault.kind].ends_attempt:
+            return each.at_s, str(each.event["reason"])
+    return None
+
+
+def _is_step(each: Heard, until_s: float) -> bool:
+    return each.name == "step" and each.at_s < until_s
+
+
+def _grid(heard: Sequence[Heard]) -> Mapping[str, int]:
+    """Of the last attempt; the order of lines is the order in time."""
+    attempts = [each for each in heard if each.name == "attempt"]
+    return dict(attempts[-1].event["grid"]) if attempts else {}
+
+
+def time_sheet(
+    heard: Sequence[Heard], found: Sequence[Incident], *, begun_s: float, ended_s: float
+) -> TimeSheet:
+    """Where the time went: each second once, to the fault that came first where two overlap."""
+    spans = _spans(found, ended_s)
+    steps = _surviving_steps(heard)
+    by_cause: dict[str, float] = defaultdict(float)
+    by_cause[STEPPING] = sum(seconds for _, seconds in steps)
+    lost_s = 0.0
+    for kind, from_s, to_s in spans:
+        inside_s = sum(min(s, at - from_s) for at, s in steps if from_s < at <= to_s)
+        by_cause[kind] += to_s - from_s - inside_s
+        lost_s += to_s - from_s - inside_s
+    first_s = steps[0][0] - steps[0][1] if steps else ended_s
+    last_s = steps[-1][0] if steps else ended_s
+    for name, span in ((STARTING, (begun_s, first_s)), (ENDING, (last_s, ended_s))):
+        by_cause[name] = max(0.0, span[1] - span[0] - _overlap(span, spans))
+    wall_s = ended_s - begun_s
+    named_s = by_cause[STEPPING] + lost_s + by_cause[STARTING] + by_cause[ENDING]
+    by_cause[BETWEEN] = max(0.0, wall_s - named_s)
+    return TimeSheet(wall_s=wall_s, by_cause=dict(by_cause))
+
+
+def _spans(found: Sequence[Incident], ended_s: float) -> list[tuple[str, float, float]]:
+    """Outages without overlap: which kind, from when, until when."""
+    spans: list[tuple[str, float, float]] = []
+    for each in found:
+        if each.detection_s < 0:
+            continue
+        at_s = each.strike.at_s
+        from_s = max(at_s, spans[-1][2]) if spans else at_s
+        to_s = at_s + each.recovery_s if each.recovery_s >= 0 else ended_s
+        if to_s > from_s:
+            spans.append((each.strike.fault.kind, from_s, to_s))
+    return spans
+
+
+def _surviving_steps(heard: Sequence[Heard]) -> list[tuple[float, float]]:
+    """When each step of the history that survived was over, and how long it took."""
+    last = {each.event["step"]: each for each in heard if each.name == "step"}
+    return [(last[step].at_s, last[step].event["step_time_s"]) for step in sorted(last)]
+
+
+def _overlap(span: tuple[float, float], spans: Sequence[tuple[str, float, float]]) -> float:
+    return sum(max(0.0, min(span[1], to) - max(span[0], since)) for _, since, to in spans)

@@ -1,0 +1,41 @@
+"""Element types that a checkpoint can hold, by numpy's names, and what safetensors calls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.errors import CheckpointError, Fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElementType:
+    """A number format; ``digits`` are the bits of its significand, by which formats widen."""
+
+    num_bytes: int
+    digits: int
+    safetensors_code: str
+
+
+ELEMENT_TYPES = {
+    "float64": ElementType(num_bytes=8, digits=53, safetensors_code="F64"),
+    "float32": ElementType(num_bytes=4, digits=24, safetensors_code="F32"),
+    "bfloat16": ElementType(num_bytes=2, digits=8, safetensors_code="BF16"),
+    "uint8": ElementType(num_bytes=1, digits=8, safetensors_code="U8"),
+}
+
+
+def element_type(name: str) -> ElementType:
+    """The entry of ``name``.
+
+    Raises:
+        CheckpointError: Tensors of that type cannot be saved.
+    """
+    if name in ELEMENT_TYPES:
+        return ELEMENT_TYPES[name]
+    raise CheckpointError(
+        Fault(
+            fact=f"a tensor has dtype {name}",
+            rule=f"checkpoints hold {', '.join(ELEMENT_TYPES)}",
+            remedy="keep it out of the state, or add the type to checkpoint/format/dtypes.py",
+        )
+    )

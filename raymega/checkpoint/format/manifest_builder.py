@@ -1,0 +1,90 @@
+"""From the ranks' reports to a manifest, which is refused unless every element was saved once.
+
+It reads and writes no store: the writer has written the data, and manifest.commit does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from raymega.checkpoint.format.coverage import uneven_cells
+from raymega.checkpoint.format.manifest import Manifest
+from raymega.errors import CheckpointError, Fault, raise_faults
+from raymega.messages import Box, ShardSaved
+
+
+def assemble(  # noqa: PLR0913  # each is a part of the manifest
+    shards: Sequence[ShardSaved],
+    *,
+    world_size: int,
+    attempt: int,
+    created: str,
+    job: Mapping[str, object],
+    grid: Mapping[str, object],
+    metrics: Mapping[str, float] = MappingProxyType({}),
+) -> Manifest:
+    """The manifest of a save that every rank has reported.
+
+    Raises:
+        CheckpointError: A rank is missing, failed or disagrees, or an element is not saved once.
+    """
+    raise_faults(CheckpointError, list(_shard_faults(shards, world_size)))
+    manifest = Manifest(
+        step=shards[0].step,
+        attempt=attempt,
+        created=created,
+        state=shards[0].state,
+        job=dict(job),
+        grid=dict(grid),
+        metrics=dict(metrics),
+        boxes=tuple(
+            box for shard in sorted(shards, key=lambda shard: shard.rank) for box in shard.boxes
+        ),
+    )
+    raise_faults(CheckpointError, coverage_faults(manifest))
+    return manifest
+
+
+def coverage_faults(manifest: Manifest) -> list[Fault]:
+    """Parts of tensors that the manifest does not list exactly once, and boxes that disagree."""
+    faults = []
+    for name, boxes in manifest.tensors().items():
+        shape = boxes[0].global_shape
+        whole = Box(offset=(0,) * len(shape), shape=shape)
+        if len({(box.dtype, box.global_shape) for box in boxes}) > 1:
+            faults.append(_tensor_fault(manifest, name, "has boxes of several shapes or dtypes"))
+        elif any(whole.intersect(box.box) != box.box for box in boxes):
+            faults.append(_tensor_fault(manifest, name, f"has a box outside its shape {shape}"))
+        else:
+            for cell, count in uneven_cells(whole, [box.box for box in boxes]):
+                fact = f"has its block {cell.shape} at {cell.offset} {count} times"
+                faults.append(_tensor_fault(manifest, name, fact))
+    return faults
+
+
+def _shard_faults(shards: Sequence[ShardSaved], world_size: int) -> Iterator[Fault]:
+    def fault(fact: str) -> Fault:
+        return Fault(
+            fact=f"save of step {shards[0].step if shards else '?'}: {fact}",
+            rule=f"each of {world_size} ranks must write its part of one and the same step",
+            remedy="the previous checkpoint is kept; the next save is tried as planned",
+        )
+
+    ranks = [shard.rank for shard in shards]
+    missing = sorted(set(range(world_size)) - set(ranks))
+    if missing or len(ranks) != world_size:
+        yield fault(f"{len(ranks)} reports, none from ranks {missing}")
+    for shard in shards:
+        if shard.error:
+            yield fault(f"rank {shard.rank} failed: {shard.error}")
+        elif (shard.step, shard.state) != (shards[0].step, shards[0].state):
+            yield fault(f"rank {shard.rank} is at {shard.state}, rank {ranks[0]} is not")
+
+
+def _tensor_fault(manifest: Manifest, name: str, fact: str) -> Fault:
+    return Fault(
+        fact=f"{name} {fact} in {manifest.key}",
+        rule="every element of a tensor must be saved exactly once",
+        remedy="report this: the ranks' shares do not add up",
+    )

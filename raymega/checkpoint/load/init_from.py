@@ -1,0 +1,309 @@
+"""Whether a run can start with the weights of a checkpoint, or go on: asked before anything starts.
+
+A start takes weights alone: no moments, no position; which of them the job says by rules, and what
+they leave open is refused. Reading is the reader's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
+from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
+from raymega.errors import Fault, RaymegaError
+from raymega.messages import SavedBox
+from raymega.plan.init_from_rules import (
+    CHANGED,
+    FRESH,
+    IGNORE,
+    RENAME,
+    begins_fresh,
+    matches,
+    start_names,
+)
+from raymega.plan.rename_rules import make_renames
+from raymega.plan.tensor_table import model_tensors
+from raymega.plan.upcycling import Upcycling, make_upcycling, upcycling_faults
+from raymega.storage.store import Store
+
+WEIGHTS = "model"
+"""Kind of the weights among what a checkpoint holds."""
+FIELD = "checkpoint.start_from"
+NUM_NAMED = 5
+UNSEEN_IN_SHAPES = {
+    "num_heads": ("layers.*.attention.*",),
+    "vocab_size": ("embedding.tokens.*", "head.*"),
+}
+"""Fields of the model that say what the elements of these tensors are, and that other numbers may
+have in common: features are so many heads, and rows behind the vocabulary are padding, which stays
+zero."""
+
+Shape = tuple[int, ...]
+
+
+def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]:
+    """What keeps a run of ``model`` from starting as ``section`` says."""
+    uri = section.start_from
+    try:
+        store, manifest = open_checkpoint(uri)
+        broken = list(broken_files(store, manifest).values())
+    except RaymegaError as error:
+        return [
+            _fault(uri, each.fact, each.rule, each.remedy) if isinstance(each, Fault) else
+            _fault(uri, each, "it must name a checkpoint", "give another URI, or none")
+            for each in error.faults
+        ]  # fmt: skip
+    if broken:
+        return broken
+    saved, wanted = _weight_shapes(manifest), _shapes_of(model)
+    upcycling = upcycling_of(manifest, section, model)
+    faults = _idle_faults(section, saved, wanted)
+    if section.start_upcycle:
+        faults += upcycling_faults(upcycling, _given(section, saved), wanted)
+    faults += _tensor_faults(section, saved, wanted, upcycling)
+    return faults or _field_faults(section, manifest, model)
+
+
+def resume_faults(
+    store: Store, model: ModelSection, *, micro_batch_size: int, fp8: str = "none"
+) -> list[Fault]:
+    """What keeps a run of ``model`` from going on where its own newest whole checkpoint is."""
+    try:
+        manifest = find_restore(store).manifest
+    except RaymegaError:  # the driver tells, which knows what the run has saved
+        return []
+    if manifest is None or not manifest.boxes:
+        return []
+    unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
+    if not unlike:
+        return _micro_batch_faults(manifest, model, micro_batch_size, fp8)
+    saved, asked = manifest.job.get("model"), _by_path(model.model_dump(mode="json"))
+    before = _by_path(saved) if isinstance(saved, dict) else {}
+    changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
+    return [
+        Fault(
+            fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {_first(unlike)}",
+            rule="a run goes on with the model that it began with",
+            remedy="set the model section back, or give another run.name; there "
+            "checkpoint.start_from takes what is common",
+        )
+    ]
+
+
+def _micro_batch_faults(
+    manifest: Manifest, model: ModelSection, size: int, fp8: str
+) -> list[Fault]:
+    """A micro-batch of another size is another unit of capacity, of the load that balances, and of scales."""
+    before, fp8_before = (
+        _saved_field(manifest, "schedule", "micro_batch_size", size),
+        _saved_field(manifest, "precision", "fp8", "none"),
+    )
+    if before == size:
+        return []
+    if model.moe.goes_by_micro_batch:
+        what = (
+            f"model.moe.balance={model.moe.balance} and model.moe.capacity_factor="
+            f"{model.moe.capacity_factor:g} routing goes by the tokens"
+        )
+    elif fp8 == fp8_before == "tensorwise":
+        what = "precision.fp8=tensorwise a scale is of each tensor"
+    else:
+        return []
+    return [
+        Fault(
+            fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
+            f"{manifest.step}",
+            rule=f"with {what} of a micro-batch, and with others it would be another run",
+            remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
+            "checkpoint.start_from takes the weights",
+        )
+    ]
+
+
+def _saved_field(manifest: Manifest, section: str, name: str, default: Any) -> Any:
+    fields = manifest.job.get(section)
+    return fields.get(name, default) if isinstance(fields, dict) else default
+
+
+def starting_manifest(
+    manifest: Manifest, section: CheckpointSection, model: ModelSection
+) -> Manifest:
+    """What a run starts with, by its own names: as if it had been saved so.
+
+    A dense block of which experts are made is there once for each of them.
+    """
+    names = start_names(section, _weight_shapes(manifest))
+    upcycling, wanted = upcycling_of(manifest, section, model), _shapes_of(model)
+    experts = {old: new for new, old in upcycling.sources.items()}
+    boxes: list[SavedBox] = []
+    for box in manifest.boxes:
+        name = names.get(_weight_name(box.tensor), "")
+        if name in experts:
+            new = experts[name]
+            boxes += (
+                replace(box, tensor=f"{WEIGHTS}/{new}", global_shape=wanted[new], box=placed)
+                for placed in upcycling.boxes(new, box.box, wanted[new])
+            )
+        elif name:
+            boxes.append(replace(box, tensor=f"{WEIGHTS}/{name}"))
+    return replace(manifest, boxes=tuple(boxes))
+
+
+def upcycling_of(manifest: Manifest, section: CheckpointSection, model: ModelSection) -> Upcycling:
+    """Which experts of ``model`` begin as dense layers of the checkpoint; none unless asked for."""
+    given = _given(section, _weight_shapes(manifest)) if section.start_upcycle else {}
+    return make_upcycling(model.moe, given, _shapes_of(model))
+
+
+def _given(section: CheckpointSection, saved: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Shapes of a checkpoint's tensors that are of use, by the run's names."""
+    return {new: saved[old] for old, new in start_names(section, saved).items()}
+
+
+def _weight_shapes(manifest: Manifest) -> dict[str, Shape]:
+    """Global shape of each weight by its name, the kind left out."""
+    shapes = {_weight_name(box.tensor): box.global_shape for box in manifest.boxes}
+    shapes.pop("", None)
+    return shapes
+
+
+def _weight_name(saved: str) -> str:
+    """The tensor's name; empty for what is no weight."""
+    kind, _, name = saved.partition("/")
+    return name if kind == WEIGHTS else ""
+
+
+def _shapes_of(model: ModelSection) -> dict[str, Shape]:
+    return {tensor.name: tensor.shape for tensor in model_tensors(model)}
+
+
+def _unlike(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
+    """Tensors that are missing, of another shape, or there beside the model's."""
+    return [
+        f"{name} as {saved.get(name, 'nothing')} instead of {shape}"
+        for name, shape in wanted.items()
+        if saved.get(name) != shape
+    ] + [f"{name}, which this model lacks" for name in sorted(saved.keys() - wanted.keys())]
+
+
+def _first(items: Sequence[str]) -> str:
+    more = f" and {len(items) - NUM_NAMED} more" if len(items) > NUM_NAMED else ""
+    return f"{', '.join(items[:NUM_NAMED])}{more}"
+
+
+def _idle_faults(
+    section: CheckpointSection, saved: Mapping[str, Shape], wanted: Mapping[str, Shape]
+) -> list[Fault]:
+    """Rules that apply to no tensor: something is misspelt."""
+    left = [name for name in saved if not matches(name, section.start_ignore)]
+    renames = make_renames(section.start_rename)
+    at_work = {next((i for i, r in enumerate(renames) if r.apply(at)), -1) for at in left}
+    idle = [
+        (IGNORE, pattern, "of the checkpoint")
+        for pattern in section.start_ignore
+        if not any(matches(name, [pattern]) for name in saved)
+    ]
+    idle += [
+        (FRESH, pattern, "of this model")
+        for pattern in section.start_fresh
+        if not any(matches(name, [pattern]) for name in wanted)
+    ]
+    idle += [
+        (RENAME, rule, "of the checkpoint that is not ignored or renamed by a rule before it")
+        for i, rule in enumerate(section.start_rename)
+        if i not in at_work
+    ]
+    return [
+        Fault(
+            fact=f"{field} has {text!r}, which fits no tensor {whose}",
+            rule="a rule that does nothing is a mistake",
+            remedy="correct or remove it; `raymega checkpoint show` lists a checkpoint's tensors",
+        )
+        for field, text, whose in idle
+    ]
+
+
+def _tensor_faults(
+    section: CheckpointSection,
+    saved: Mapping[str, Shape],
+    wanted: Mapping[str, Shape],
+    upcycling: Upcycling,
+) -> list[Fault]:
+    names = start_names(section, saved)
+    met = Counter(names.values())
+    faults = [
+        _fault(
+            section.start_from,
+            f"{' and '.join(old for old in names if names[old] == new)} are both {new} here",
+            "a tensor has one source",
+            f"correct {RENAME}, or put one of them into {IGNORE}",
+        )
+        for new, count in met.items()
+        if count > 1
+    ]
+    apart = {name for name in wanted if begins_fresh(section, name)} | upcycling.routers
+    apart |= {*upcycling.sources, *upcycling.sources.values()}
+    given = {new: saved[old] for old, new in names.items() if new not in apart}
+    taken = {name: shape for name, shape in wanted.items() if name not in apart}
+    unlike = _unlike(given, taken)
+    if unlike:
+        faults.append(_other_model(section.start_from, f"holds {_first(unlike)}"))
+    return faults
+
+
+def _field_faults(
+    section: CheckpointSection, manifest: Manifest, model: ModelSection
+) -> list[Fault]:
+    """What shapes do not tell; a checkpoint whose model is not known is taken as it is."""
+    made_with = manifest.job.get("model")
+    then = _by_path(made_with) if isinstance(made_with, dict) else {}
+    now = _by_path(model.model_dump(mode="json"))
+    if not then.get("moe.num_experts"):
+        then = {field: value for field, value in then.items() if not field.startswith("moe.")}
+    taken = [name for name in _shapes_of(model) if not begins_fresh(section, name)]
+    facts = {
+        field: f"was made with model.{field}={then[field]}, not {now[field]}"
+        for field in (*UNSEEN_IN_SHAPES, *get_args(FunctionField))
+        if then.get(field, now[field]) != now[field]
+    }
+    return [
+        _other_model(section.start_from, facts[field])
+        for field, patterns in UNSEEN_IN_SHAPES.items()
+        if field in facts and any(matches(name, patterns) for name in taken)
+    ] + [
+        _other_function(section.start_from, field, facts[field])
+        for field in get_args(FunctionField)
+        if field in facts and field not in section.start_changed
+    ]
+
+
+def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields of the section and of those inside it, by dotted path."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping)
+        found |= _by_path(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
+
+
+def _other_function(uri: str, field: str, fact: str) -> Fault:
+    rule = "with it the same weights compute something else than what they were trained for"
+    remedy = f"set model.{field} back, or {CHANGED}=[{field}] if it is meant"
+    return _fault(uri, fact, rule, remedy)
+
+
+def _other_model(uri: str, fact: str) -> Fault:
+    rule = "its weights must be those of the job's model section, but for what the job's rules say"
+    remedy = (
+        "use the model section that it was made with, which `raymega checkpoint show` tells, or "
+        f"say by {RENAME}, {FRESH} and {IGNORE} what belongs where"
+    )
+    return _fault(uri, fact, rule, remedy)
+
+
+def _fault(uri: str, fact: str, rule: str, remedy: str) -> Fault:
+    return Fault(fact=f"{FIELD}={uri!r}: {fact}", rule=rule, remedy=remedy)

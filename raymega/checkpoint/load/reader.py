@@ -1,0 +1,164 @@
+"""Fills a rank's tensors from a checkpoint, whatever layout wrote it.
+
+Every saved box that meets something the rank holds is read once, whole, and verified, and its
+elements are copied to where they belong. What a checkpoint must hold is checked here before
+anything is read; requests and their memory are checkpoint.fetching's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from raymega.checkpoint.format.coverage import uneven_cells
+from raymega.checkpoint.format.dtypes import element_type
+from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.load.ranged_reads import NUM_FETCHES, fetch
+from raymega.checkpoint.save.tensor_blocks import dtype_name, values_at
+from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
+from raymega.messages import Box, SavedBox
+from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.storage.store import Store
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by which elements of so many bytes are moved as they are; numpy lacks bfloat16."""
+
+
+def load(  # noqa: PLR0913  # what may be left out says how strict it is, and who watches
+    store: Store,
+    manifest: Manifest,
+    blocks: Sequence[Block],
+    *,
+    is_narrowing_allowed: bool = False,
+    expected: Collection[str] = (),
+    num_fetches: int = NUM_FETCHES,
+    pulse: Callable[[], None] = lambda: None,
+) -> int:
+    """Fill every block and return how many bytes were fetched.
+
+    Values keep their bits unless the formats differ: they may widen, and narrow (float64 to
+    float32) only with ``is_narrowing_allowed``.
+
+    Args:
+        store: The run's store.
+        manifest: Says what is where.
+        blocks: What this rank holds.
+        is_narrowing_allowed: Values may lose digits.
+        expected: Names of everything that all ranks hold together, so that what the checkpoint has
+            beside it is refused; without them only what is missing is.
+        num_fetches: Requests at once.
+        pulse: Called after each box and each part of one, for whoever watches whether work goes on.
+
+    Raises:
+        CheckpointError: With everything that the manifest lacks, before anything is read; or with
+            the first file whose bytes are not what was written, and then the tensors are not to
+            be used.
+        ConfigError: The checkpoint holds more than the model, or values would have to narrow; an
+            older checkpoint would not help.
+    """
+    saved = manifest.tensors()
+    unexpected = list(_unexpected(saved, expected, manifest)) if expected else []
+    lacking = [fault for block in blocks for fault in _missing(block, saved, manifest)]
+    raise_faults(CheckpointError, [*lacking, *unexpected] if lacking else [])
+    raise_faults(ConfigError, unexpected)
+    if not is_narrowing_allowed:
+        too_narrow = [fault for block in blocks for fault in _narrowing(block, saved)]
+        raise_faults(ConfigError, too_narrow)
+    by_tensor: dict[str, list[Block]] = {}
+    for block in blocks:
+        by_tensor.setdefault(block.name, []).append(block)
+    wanted = [
+        saved
+        for saved in manifest.boxes
+        if any(saved.box.intersect(block.box) for block in by_tensor.get(saved.tensor, ()))
+    ]
+
+    def place_of(saved: SavedBox) -> memoryview | None:
+        return _place_of(saved, by_tensor[saved.tensor])
+
+    def use(saved: SavedBox, part: Box, data: memoryview | None) -> None:
+        if data is not None:
+            for target in by_tensor[saved.tensor]:
+                _copy(data, saved.dtype, part, target)
+        pulse()
+
+    return fetch(store, manifest, wanted, use, num_fetches=num_fetches, place_of=place_of)
+
+
+def _place_of(saved: SavedBox, targets: Sequence[Block]) -> memoryview | None:
+    """The memory of the host that the box, byte for byte, belongs in, and it alone."""
+    meeting = [target for target in targets if saved.box.intersect(target.box)]
+    if len(meeting) > 1 or saved.box.intersect(meeting[0].box) != saved.box:
+        return None
+    place = values_at(meeting[0], saved.box)
+    is_as_saved = dtype_name(place.dtype) == saved.dtype and place.is_contiguous()
+    if place.device.type != "cpu" or not is_as_saved:
+        return None
+    return place.view(-1).view(torch.uint8).numpy().data
+
+
+def _copy(data: memoryview, dtype: str, box: Box, target: Block) -> None:
+    """Elements of ``box``, whose bytes are ``data``, to where the target has them."""
+    common = box.intersect(target.box)
+    if common is None:
+        return
+    place = target.values.detach()[common.within(target.box)]
+    part = common.within(box)
+    if place.device.type == "cpu" and dtype_name(place.dtype) == dtype:
+        as_integers = place.view(_SAME_SIZE[place.itemsize]).numpy()
+        as_integers[...] = np.frombuffer(data, as_integers.dtype).reshape(box.shape)[part]
+    else:
+        kind: torch.dtype = getattr(torch, dtype)
+        # torch takes no memory that may not be written to, hence the copy.
+        values = torch.frombuffer(bytearray(data), dtype=kind).view(box.shape)
+        place.copy_(values[part])
+
+
+def _missing(
+    target: Block, saved: Mapping[str, Sequence[SavedBox]], manifest: Manifest
+) -> Iterator[Fault]:
+    """What the manifest does not say about the target, or says differently."""
+    boxes = saved.get(target.name, ())
+    if not boxes:
+        yield _fault(target, f"is not in {manifest.key}")
+    elif boxes[0].global_shape != target.tensor.shape:
+        shapes = f"{boxes[0].global_shape} in {manifest.key}, {target.tensor.shape} in this model"
+        yield _fault(target, f"is {shapes}")
+    else:
+        for cell, count in uneven_cells(target.box, [box.box for box in boxes]):
+            fact = f"has its block {cell.shape} at {cell.offset} {count} times in {manifest.key}"
+            yield _fault(target, fact)
+
+
+def _unexpected(
+    saved: Mapping[str, Sequence[SavedBox]], expected: Collection[str], manifest: Manifest
+) -> Iterator[Fault]:
+    """What the manifest has beside what the ranks hold: dropping it would train something else."""
+    for name in sorted(saved.keys() - set(expected)):
+        yield Fault(
+            fact=f"{name} is in {manifest.key}, and nothing in this model",
+            rule="a run goes on with everything that was saved, or says what it leaves behind",
+            remedy="use the model and optimizer that the checkpoint was made with, or start "
+            "another run from its weights by checkpoint.start_from",
+        )
+
+
+def _narrowing(target: Block, saved: Mapping[str, Sequence[SavedBox]]) -> Iterator[Fault]:
+    wanted = dtype_name(target.values.dtype)
+    for dtype in {box.dtype for box in saved.get(target.name, ())}:
+        if element_type(dtype).digits > element_type(wanted).digits:
+            yield Fault(
+                fact=f"{target.name} was saved in {dtype}, this run keeps it in {wanted}",
+                rule="values are not narrowed in silence",
+                remedy="set precision.dtype to what the checkpoint has",
+            )
+
+
+def _fault(target: Block, fact: str) -> Fault:
+    return Fault(
+        fact=f"{target.name} {fact}",
+        rule="a checkpoint must hold every element of the model once",
+        remedy="use the model section that the checkpoint was made with, or another run.name",
+    )

@@ -1,0 +1,352 @@
+"""Saves a rank's share: copies it to host memory, and writes it while training goes on.
+
+It takes one host buffer as large as the share (the rank's state divided by the data-parallel
+degree), or as the job allows, and keeps it between saves. It never raises into training for a store
+that fails, and does not decide whether a checkpoint exists: it reports, and the driver commits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from isal.isal_zlib import crc32
+
+from raymega.checkpoint.format.data_file import Layout, lay_out, saved_boxes
+from raymega.checkpoint.format.keys import data_file, folder_of
+from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, Holding, pack, share_boxes
+from raymega.checkpoint.save.background import Background
+from raymega.checkpoint.save.host_copy import HostCopy
+from raymega.checkpoint.save.rate_limit import Pace
+from raymega.checkpoint.save.tensor_blocks import holding_of, values_at
+from raymega.errors import StorageError
+from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
+from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+FILES_IN_FLIGHT = 2
+"""Files that a rank writes at once; each may be sent in parts of its own."""
+ALIGNMENT = 64
+"""Files begin at such bytes of the buffer, so that elements of every type lie right."""
+
+State = dict[str, int | float | str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long a writer bears with its store.
+
+    Attributes:
+        timeout_s: Longest wait for the write before; a save that would wait longer is given up.
+        retry_delays_s: Pauses before the second and the third try.
+    """
+
+    timeout_s: float = 600.0
+    retry_delays_s: tuple[float, float] = (1.0, 4.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a save may take; 0 is no limit.
+
+    Attributes:
+        file_bytes: Largest data file, but for a box that is larger.
+        buffer_bytes: Host memory of the copy. A share that is larger is copied and written piece by
+            piece while training waits, but for the last piece.
+        bytes_per_s: Of all the files that a rank writes.
+        report_every_s: Seconds between reports of how far a save is.
+    """
+
+    file_bytes: int = 2**30
+    buffer_bytes: int = 0
+    bytes_per_s: int = 0
+    report_every_s: float = 2.0
+
+
+class Near(Protocol):
+    """Keeps copies of data files close by; tiers.NearTier does, unless there is no such tier."""
+
+    def keep(self, key: str, chunks: Iterable[memoryview]) -> None:
+        """Called from the background, for several files at once; may block, may not raise."""
+
+
+class _NoNearTier:
+    def keep(self, key: str, chunks: Iterable[memoryview]) -> None:
+        pass
+
+
+NO_NEAR_TIER = _NoNearTier()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """One data file: its name, what is in it, and where in the buffer its blocks begin."""
+
+    name: str
+    layout: Layout
+    base: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Division:
+    """A rank's share of what it holds.
+
+    Attributes:
+        holdings: What it holds.
+        portions: The share in files, and files by what the buffer holds at once.
+    """
+
+    holdings: tuple[Holding, ...] = ()
+    portions: tuple[tuple[_File, ...], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the share."""
+        return sum(file.layout.num_bytes for files in self.portions for file in files)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of its largest portion."""
+        ends = (files[-1].base + files[-1].layout.num_bytes for files in self.portions)
+        return max(ends, default=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Save:
+    """A save under way; ``written`` is by file."""
+
+    step: int
+    state: State
+    host: HostCopy
+    num_bytes: int
+    began_s: float
+    stall_s: float = 0.0
+    write_s: float = 0.0
+    boxes: list[SavedBox] = field(default_factory=list)
+    written: dict[str, int] = field(default_factory=dict)
+    reported_s: float = 0.0
+    error: str = ""
+
+
+class CheckpointWriter:
+    """One save at a time: the copy for the caller's thread, the write in a background thread."""
+
+    def __init__(  # noqa: PLR0913  # train.entry is the one place that calls it
+        self,
+        store: Store,
+        *,
+        rank: int,
+        attempt: int,
+        report: Callable[[ShardSaved | SaveAdvanced], None],
+        patience: Patience = Patience(),
+        limits: Limits = Limits(),
+        near: Near = NO_NEAR_TIER,
+    ) -> None:
+        """Make the writer of global rank ``rank`` in worker group ``attempt``.
+
+        ``report`` gets one ShardSaved a save, from the background thread unless the save is given up
+        at once, and before it how far it is; it may not raise.
+        ``near`` is offered each file before the store is, and may not raise either.
+        """
+        self._store = store
+        self._rank, self._attempt = rank, attempt
+        self._report = report
+        self._patience, self._limits, self._near = patience, limits, near
+        self._pace = Pace(limits.bytes_per_s)
+        self._host = self._last = HostCopy()
+        self._background = Background("checkpoint")
+        self._division = _Division()
+
+    @property
+    def is_busy(self) -> bool:
+        """A save is still being written."""
+        return self._background.is_busy
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is kept for saves."""
+        return self._host.num_bytes
+
+    def save(
+        self,
+        step: int,
+        blocks: Sequence[Block],
+        state: State,
+        *,
+        into: Callable[[], HostCopy] | None = None,
+        copy: HostCopy | None = None,
+    ) -> float:
+        """Copy this rank's share of ``blocks``, start its write, return the seconds it took.
+
+        It waits for the save before. Tensors of the CPU may change when it returns, those of a GPU
+        behind :meth:`fence`.
+
+        It copies to a buffer of the writer's own, or to that which ``into`` gives when the save before is
+        written; or there is a ``copy`` already, which a writer of the same limits made. Others' buffers
+        must stay as they are until this writer is not busy.
+        """
+        save = _Save(
+            step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic()
+        )  # fmt: skip
+        if not self.wait():
+            error = f"the save before is still being written after {self._patience.timeout_s:g} s"
+            return self._give_up(save, error)
+        save.host = self._last = copy or (into() if into else self._host)
+        division = self._divide(blocks)
+        save.num_bytes, largest = division.num_bytes, division.buffer_bytes
+        buffer_bytes = self._limits.buffer_bytes
+        if buffer_bytes and largest > buffer_bytes:
+            error = f"a row of {largest} bytes is more than checkpoint.buffer_bytes={buffer_bytes}"
+            return self._give_up(save, error)
+        try:
+            is_cuda = any(block.values.is_cuda for block in blocks)
+            save.host.reserve(largest, is_pinned=is_cuda)
+        except RuntimeError as error:  # how torch reports that host memory is used up
+            return self._give_up(save, f"no host memory for the copy: {error}")
+        *earlier, last = division.portions or ((),)
+        for files in earlier:
+            assert copy is None, "a copy holds the whole share"
+            self._start(save, files, blocks, is_last=False)
+            if not self.wait():
+                save.error = f"its first part was not written in {self._patience.timeout_s:g} s"
+            if save.error:
+                return self._give_up(save, save.error)
+        self._start(save, last, () if copy else blocks, is_last=True)
+        return save.stall_s
+
+    def fence(self) -> None:
+        """Call before the tensors change: on a GPU the change then comes behind the copy."""
+        self._last.fence()
+
+    def wait(self) -> bool:
+        """Wait until nothing is being written; false when that took longer than the patience."""
+        return self._background.wait(self._patience.timeout_s)
+
+    def _divide(self, blocks: Sequence[Block]) -> _Division:
+        """The rank's share, which is that of the save before unless other blocks came."""
+        holdings = tuple(map(holding_of, blocks))
+        if holdings != self._division.holdings:
+            portions = tuple(self._portions(holdings))
+            self._division = _Division(holdings=holdings, portions=portions)
+        return self._division
+
+    def _portions(self, holdings: Sequence[Holding]) -> Iterator[tuple[_File, ...]]:
+        buffer_bytes = self._limits.buffer_bytes
+        limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
+        shares = share_boxes(holdings, max_box_bytes=min([MAX_BOX_BYTES, *limits]))
+        sizes = [share.num_bytes for share in shares]
+        total = sum(sizes)
+        parts = pack(sizes, min([total, *limits]))
+        layouts = [lay_out(shares[part]) for part in parts]
+        portions = pack(
+            [_aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
+        )
+        return (self._place(layouts, portion) for portion in portions)
+
+    def _place(self, layouts: Sequence[Layout], portion: slice) -> tuple[_File, ...]:
+        files, base = list[_File](), 0
+        for number in range(portion.start, portion.stop):
+            name = data_file(attempt=self._attempt, rank=self._rank, number=number)
+            files.append(_File(name=name, layout=layouts[number], base=base))
+            base += _aligned(layouts[number].num_bytes)
+        return tuple(files)
+
+    def _start(
+        self, save: _Save, files: Sequence[_File], blocks: Sequence[Block], *, is_last: bool
+    ) -> None:
+        if blocks:
+            save.host.take(
+                (file.base + start, values_at(blocks[share.holding], share.box))
+                for file in files
+                for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
+            )
+        save.stall_s = time.monotonic() - save.began_s
+        self._background.run(lambda: self._write(save, files, is_last=is_last))
+
+    def _give_up(self, save: _Save, error: str) -> float:
+        log.warning("step %d is not saved: %s", save.step, error)
+        save.error, save.stall_s = error, time.monotonic() - save.began_s
+        self._finish(save)
+        return save.stall_s
+
+    def _write(self, save: _Save, files: Sequence[_File], *, is_last: bool) -> None:
+        """In the background; every failure becomes a report."""
+        began = time.monotonic()
+        try:
+            save.host.wait()
+            with ThreadPoolExecutor(FILES_IN_FLIGHT, thread_name_prefix="checkpoint-file") as pool:
+                for boxes in pool.map(lambda file: self._put(save, file), files):
+                    save.boxes += boxes
+        except Exception as cause:  # noqa: BLE001  # the thread's edge
+            save.error = f"{type(cause).__name__}: {cause}"
+            log.warning("step %d is not saved: %s", save.step, save.error)
+        save.write_s += time.monotonic() - began
+        if is_last:
+            self._finish(save)
+
+    def _finish(self, save: _Save) -> None:
+        boxes = () if save.error else tuple(save.boxes)
+        self._report(
+            ShardSaved(
+                rank=self._rank, step=save.step, boxes=boxes, state=save.state,
+                stall_s=save.stall_s, write_s=save.write_s,
+                num_bytes=sum(box.num_bytes for box in boxes), error=save.error,
+            )
+        )  # fmt: skip
+
+    def _put(self, save: _Save, file: _File) -> tuple[SavedBox, ...]:
+        """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
+        spans = zip(file.layout.starts, file.layout.shares, strict=True)
+        blocks = [save.host.chunk(file.base + at, share.num_bytes) for at, share in spans]
+        header = file.layout.header({"step": str(save.step), "attempt": str(self._attempt)})
+        key = folder_of(save.step) + file.name
+        chunks = [memoryview(header), *blocks]
+        self._near.keep(key, chunks)
+
+        def put() -> None:
+            self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
+
+        # The file does not hold the checksums, so they are made while the store is waited for.
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sum") as summing:
+            checksums = summing.submit(lambda: [crc32(block) for block in blocks])
+            self._retry(put)
+            return saved_boxes(
+                file.layout, checksums.result(), file=file.name, header_bytes=len(header)
+            )
+
+    def _counted(
+        self, save: _Save, name: str, chunks: Sequence[memoryview]
+    ) -> Iterator[memoryview]:
+        """The file's bytes at the job's pace; a second try counts anew."""
+        save.written[name] = 0
+        for piece in self._pace.pass_on(chunks):
+            yield piece
+            save.written[name] += len(piece)
+            now = time.monotonic()
+            if now - max(save.reported_s, save.began_s) >= self._limits.report_every_s:
+                save.reported_s = now
+                self._report(
+                    SaveAdvanced(
+                        rank=self._rank, step=save.step, num_bytes=save.num_bytes,
+                        written_bytes=min(sum(save.written.values()), save.num_bytes),
+                    )
+                )  # fmt: skip
+
+    def _retry(self, put: Callable[[], None]) -> None:
+        for delay_s in self._patience.retry_delays_s:
+            try:
+                return put()
+            except (StorageError, OSError) as error:
+                log.warning("writing again in %g s: %s", delay_s, error)
+                time.sleep(delay_s)
+        return put()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

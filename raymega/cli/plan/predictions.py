@@ -1,0 +1,222 @@
+"""What `raymega plan` says of seconds and bytes on GPUs that nobody here has; no logic of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from raymega.cli.tables import table
+from raymega.config.schema import Job
+from raymega.errors import ConfigError, Fault
+from raymega.plan.flops import flops_per_token
+from raymega.plan.hardware.catalog import Accelerator, accelerator
+from raymega.plan.memory.state_bytes import DTYPE_BYTES
+from raymega.plan.run_plan import RunPlan
+from raymega.planner.calibration.accuracy import expected_error
+from raymega.planner.calibration.comparison import Comparison, compare
+from raymega.planner.calibration.published_runs import PublishedRun, read_runs
+from raymega.planner.cost.peak_memory import memory_use
+from raymega.planner.cost.simulated_step import played_step
+from raymega.planner.html_report import draw_plan
+from raymega.planner.search.search import Found, SearchResult
+from raymega.planner.search.selection import Choice, seconds
+
+GIB = 2**30
+
+
+def prediction(plan: RunPlan, device: Accelerator) -> Found:
+    """The plan as it is, with its expected time and memory."""
+    return Found(plan=plan, time=played_step(plan, device), memory=memory_use(plan))
+
+
+def prediction_object(found: Found, device: Accelerator) -> dict[str, object]:
+    """For ``--json``."""
+    job, grid = found.plan.job, found.plan.grid
+    tflops = _tflops(found)
+    return {
+        "gpu": device.name,
+        "grid": {axis: grid.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")},
+        "schedule": job.schedule.name,
+        "chunks": found.plan.placement.chunks,
+        "micro_batch_size": job.schedule.micro_batch_size,
+        "recompute": job.memory.recompute,
+        "sharding": job.parallel.sharding,
+        "sequence_parallel": job.parallel.sequence_parallel,
+        "step_time_s": found.time.total_s,
+        **asdict(found.time),
+        "tokens_per_s_per_gpu": found.tokens_per_s,
+        "model_tflops_per_gpu": tflops,
+        "mfu": _mfu(found, device),
+        "memory": {**asdict(found.memory), "total_bytes": found.memory.total_bytes},
+        "fits": found.memory.total_bytes <= device.memory_bytes,
+        "expected_error": expected_error(device),
+    }
+
+
+def show_prediction(found: Found, device: Accelerator) -> None:
+    """For people: where the seconds and the bytes go."""
+    time, memory = found.time, found.memory
+    parts = {
+        name.removesuffix("_s").replace("_", " "): value for name, value in asdict(time).items()
+    }
+    print(f"\non {found.plan.grid.world_size} x {device.name}, a step as predicted")
+    rows = [
+        (name, seconds(value), f"{value / time.total_s:.1%}")
+        for name, value in parts.items()
+        if value or name not in ("sharing", "experts", "straggler")
+    ]
+    print(table(("part", "time", "share"), [*rows, ("step", seconds(time.total_s), "100.0%")]))
+    print(
+        f"{found.tokens_per_s:,.0f} tokens/s and {_readable_flops(found)} of the model on each, "
+        f"MFU {_mfu(found, device):.1%}"
+    )
+    verdict = "fits" if memory.total_bytes <= device.memory_bytes else "does not fit"
+    print(
+        f"fullest rank: pp {memory.pp_rank}, {memory.state_bytes / GIB:.1f} GiB state, "
+        f"{memory.activation_bytes / GIB:.1f} activations, {memory.reserved_bytes / GIB:.1f} reserved: "
+        f"{verdict} into {device.memory_bytes / GIB:.0f} GiB"
+    )
+    print(expected_error(device))
+
+
+def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:
+    """Memory and time line as one HTML page.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        path.write_text(draw_plan(prediction(plan, device), device), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            Fault(
+                fact=f"--draw {path}: {error.strerror}",
+                rule="it is a file that can be written, in a folder that is there",
+                remedy="use for example plan.html",
+            )
+        ) from error
+
+
+def show_choice(choice: Choice | None) -> None:
+    """Why a job has its layout, where the planner chose it."""
+    if choice is None:
+        return
+    print("parallel.layout=auto")
+    for reason in choice.reasons:
+        print(f"  {reason}")
+    print("  as given: " + " ".join(f"--set {text}" for text in choice.overrides))
+
+
+def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
+    """The best layouts, and what ruled out the others."""
+    print(f"\nbest layouts on {device.name}")
+    headers = (
+        "grid", "schedule", "chunks", "micro-batch", "recompute", "sharding", "step", "tokens/s/GPU",
+        "MFU", "GiB", "most time beside compute",
+    )  # fmt: skip
+    print(table(headers, [_search_row(found, device) for found in result.best]))
+    changes = result.best[0].overrides(job)
+    print(
+        "the first, from this job: " + (" ".join(f"--set {text}" for text in changes) or "as it is")
+    )
+    print(_binding(result, device))
+    for reason, count in result.refused.most_common():
+        print(f"{count:,} others: {reason}")
+    print(expected_error(device))
+
+
+def _binding(result: SearchResult, device: Accelerator) -> str:
+    """What keeps the first from being faster."""
+    if result.missed is None:
+        return "memory does not bind: nothing that does not fit would be faster"
+    missed, best = result.missed, result.best[0]
+    options = missed.plan.job
+    return (
+        f"memory binds: {missed.plan.grid.describe()} with {missed.plan.placement.chunks} chunks, micro-batch "
+        f"{options.schedule.micro_batch_size}, recompute {options.memory.recompute} would take "
+        f"{seconds(missed.time.total_s)} ({missed.time.total_s / best.time.total_s - 1:+.1%}), and needs "
+        f"{missed.memory.total_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB"
+    )
+
+
+def _search_row(found: Found, device: Accelerator) -> tuple[object, ...]:
+    job, time = found.plan.job, found.time
+    others = {name: value for name, value in asdict(time).items() if name != "compute_s"}
+    worst = max(others, key=lambda name: others[name])
+    return (
+        found.plan.grid.describe(), job.schedule.name, found.plan.placement.chunks,
+        job.schedule.micro_batch_size, job.memory.recompute, job.parallel.sharding,
+        seconds(time.total_s), f"{found.tokens_per_s:,.0f}",
+        f"{_mfu(found, device):.1%}",
+        f"{found.memory.total_bytes / GIB:.1f}",
+        f"{worst.removesuffix('_s').replace('_', ' ')} {others[worst] / time.total_s:.1%}",
+    )  # fmt: skip
+
+
+def show_runs(path: Path, *, as_json: bool) -> None:
+    """Published runs beside what is predicted for them."""
+    rows = []
+    for run in read_runs(path):
+        found = None if run.skipped else compare(run, accelerator(run.gpu))
+        if as_json:
+            print(json.dumps(_run_object(run, found)))
+        else:
+            rows.append(_run_row(run, found))
+    if rows:
+        headers = (
+            "source",
+            "model",
+            "GPUs",
+            "published s",
+            "predicted s",
+            "error",
+            "GiB",
+            "as predicted",
+        )
+        print(table(headers, rows))
+
+
+def _run_object(run: PublishedRun, found: Comparison | None) -> dict[str, object]:
+    line: dict[str, object] = {
+        "source": run.source,
+        "model": run.model,
+        "published_tflops_per_gpu": run.tflops or None,
+        "published_iter_s": run.iter_s or None,
+        "published_memory_gib": run.memory_gib or None,
+        "published_reserved_gib": run.reserved_gib or None,
+    }
+    if found is None:
+        return {**line, "skipped": run.skipped}
+    return {
+        **line,
+        "predicted_tflops_per_gpu": found.tflops,
+        "predicted_iter_s": found.iter_s,
+        "predicted_memory_gib": found.memory_gib,
+        "fits": found.fits,
+    }
+
+
+def _run_row(run: PublishedRun, found: Comparison | None) -> tuple[object, ...]:
+    head = run.source[:32], run.model, run.num_gpus, f"{run.iter_s:.3f}" if run.iter_s else "-"
+    if found is None:
+        return (*head, "-", run.skipped, "", "")
+    error = f"{found.iter_s / run.iter_s - 1:+.1%}" if run.iter_s else "-"
+    memory = f"{run.memory_gib:.1f}" if run.memory_gib else "-"
+    return (*head, f"{found.iter_s:.3f}", error, memory, f"{found.memory_gib:.1f}")
+
+
+def _mfu(found: Found, device: Accelerator) -> float:
+    """Of the peak for the job's number format."""
+    return _tflops(found) * 1e12 / device.peak_flops(DTYPE_BYTES[found.plan.job.precision.dtype])
+
+
+def _readable_flops(found: Found) -> str:
+    tflops = _tflops(found)
+    return f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{1e3 * tflops:.3g} GFLOP/s"
+
+
+def _tflops(found: Found) -> float:
+    """Model FLOP/s of one GPU in units of 1e12."""
+    job = found.plan.job
+    return flops_per_token(job.model, seq_len=job.data.seq_len) * found.tokens_per_s / 1e12

@@ -1,0 +1,289 @@
+"""How `raymega plan` shows a plan: tables for people, one object for programs; no logic of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from raymega.cli.plan import predictions
+from raymega.cli.plan.fallback import fallback_objects, show_fallbacks
+from raymega.cli.plan.packed import packing_object, show_packing
+from raymega.cli.tables import table
+from raymega.plan.batch import BatchPlan, Phase, phases
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.hardware.lookup import ROUND_H100
+from raymega.plan.memory.activation_bytes import activation_shape, peak_bytes, stage_activations
+from raymega.plan.memory.state_bytes import StateSize, count_parameters, rank_state
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.save_cost import save_cost, shares_snapshot
+from raymega.plan.snapshot_replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
+from raymega.plan.stages import Stage
+from raymega.planner.cost.context_cost import context_costs
+from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.stage_placement import Program
+from raymega.schedule.table import make_schedule
+from raymega.schedule.text import timetable
+
+MAX_ROWS = 32
+PARTS = {
+    "weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment",
+    "gathered": "passing",
+}  # fmt: skip
+
+
+def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None) -> None:
+    """Print a plan for people, or as one JSON object; with ``device`` what to expect on such."""
+    found = predictions.prediction(plan, device) if device else None
+    if as_json:
+        shown = {**_plan_object(plan), **packing_object(plan)}
+        shown["fallbacks"] = fallback_objects(plan, device)
+        if found and device:
+            shown["prediction"] = predictions.prediction_object(found, device)
+        print(json.dumps(shown))
+        return
+    _show_summary(plan)
+    _show_stages(plan)
+    _show_ranks(plan)
+    _show_context(plan)
+    show_packing(plan)
+    _show_saves(plan)
+    _show_snapshots(plan)
+    show_fallbacks(plan, device)
+    _show_schedule(plan)
+    if found and device:
+        predictions.show_prediction(found, device)
+
+
+def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
+    job, grid = plan.job, plan.grid
+    return [
+        rank_state(job, plan.stages_of(rank), grid, tp_rank=grid.coords(rank).tp)
+        for rank in range(min(num_ranks, grid.world_size))
+    ]
+
+
+def _activation_bytes(plan: RunPlan) -> tuple[int, ...]:
+    """The most activations that a rank keeps in any step of the run, for each rank of the pipeline."""
+    by_batch = [_activation_bytes_of(plan, batch) for batch in plan.batches]
+    return tuple(max(peaks) for peaks in zip(*by_batch, strict=True))
+
+
+def _activation_bytes_of(plan: RunPlan, batch: BatchPlan) -> tuple[int, ...]:
+    """The same of a step with ``batch``, by formula."""
+    shape, placement = activation_shape(plan.job), plan.placement
+    stages = [stage_activations(shape, stage) for stage in plan.stages]
+    return tuple(
+        peak_bytes(
+            work,
+            [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)],
+            owed_share=plan.job.schedule.owed_share,
+        )
+        for pp, work in enumerate(_program(plan, batch).lists)
+    )
+
+
+def _bubble(plan: RunPlan, batch: BatchPlan) -> float:
+    return simulate(_program(plan, batch), Durations()).bubble
+
+
+def _program(plan: RunPlan, batch: BatchPlan) -> Program:
+    return make_schedule(plan.job.schedule.name, plan.sizes(batch))
+
+
+def _plan_object(plan: RunPlan) -> dict[str, object]:
+    job, grid, activations = plan.job, plan.grid, _activation_bytes(plan)
+    has_snapshots = job.elastic.snapshot_every > 0
+    return {
+        "run": job.run.name,
+        "grid": {axis: grid.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")},
+        "world_size": grid.world_size,
+        "num_parameters": count_parameters(job.model),
+        "batch": asdict(plan.batch),
+        "batch_phases": [_phase_object(plan, phase) for phase in phases(plan.ramp, plan.batch)],
+        "stages": [asdict(stage) for stage in plan.stages],
+        "schedule": job.schedule.name,
+        "bubble": _bubble(plan, plan.batch),
+        "snapshot_every": job.elastic.snapshot_every,
+        "context_parallel": [asdict(cost) for cost in context_costs(job)],
+        "ranks": [
+            {
+                "rank": rank,
+                **asdict(grid.coords(rank)),
+                **asdict(size),
+                "total": size.total_bytes,
+                "activation_bytes": activations[grid.coords(rank).pp],
+                "save": asdict(save_cost(plan, rank)),
+                **({"snapshot": asdict(snapshot_cost(plan, rank))} if has_snapshots else {}),
+            }
+            for rank, size in enumerate(_sizes(plan, grid.world_size))
+        ],
+    }
+
+
+def _phase_object(plan: RunPlan, phase: Phase) -> dict[str, object]:
+    return {
+        **asdict(phase),
+        "bubble": _bubble(plan, phase.batch),
+        "activation_bytes": max(_activation_bytes_of(plan, phase.batch)),
+    }
+
+
+def _show_summary(plan: RunPlan) -> None:
+    job, batch, grid = plan.job, plan.batch, plan.grid
+    print(
+        f"run {job.run.name}: {job.model.family}, {count_parameters(job.model):,} parameters, "
+        f"{job.precision.dtype}, {job.run.steps} steps"
+    )
+    is_cut = job.parallel.sequence_parallel and grid.degree("tp") > 1
+    print(
+        f"grid {grid.describe()}: {grid.world_size} workers, rank order {grid.order}"
+        f"{', sequence parallel' if is_cut else ''}"
+    )
+    print(
+        f"batch: {batch.global_batch_size} sequences of {job.data.seq_len} tokens a step, as "
+        f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} on each of "
+        f"{batch.dp} data-parallel ranks{_tail(batch)}"
+    )
+    for phase in phases(plan.ramp, batch):
+        _show_phase(plan, phase)
+
+
+def _tail(batch: BatchPlan) -> str:
+    return f"; {batch.num_masked} slots of the tail are masked" if batch.num_masked else ""
+
+
+def _show_phase(plan: RunPlan, phase: Phase) -> None:
+    """One line of a ramp; a batch that never changes has none."""
+    batch, last = phase.batch, phase.first_step + phase.num_steps - 1
+    if phase.first_step == 1 and not phase.num_steps:
+        return
+    steps = f"steps {phase.first_step} to {last}" if phase.num_steps else "then"
+    print(
+        f"  {steps}, from sample {phase.first_sample:,}: {batch.global_batch_size} sequences, "
+        f"{batch.num_micro_batches} micro-batches{_tail(batch)}; bubble {_bubble(plan, batch):.3f}, "
+        f"activations up to {_readable(max(_activation_bytes_of(plan, batch)))}"
+    )
+
+
+def _show_stages(plan: RunPlan) -> None:
+    """A row a stage; where it lives too, when that is not simply the rank of its number."""
+    has_chunks = plan.placement.chunks > 1
+    rows: list[tuple[object, ...]] = []
+    for stage in plan.stages:
+        parts = {"embedding": stage.is_first, "final norm, head, loss": stage.is_last}
+        also = ", ".join(name for name, is_here in parts.items() if is_here)
+        seat = plan.placement.seat(stage.index) if has_chunks else ()
+        rows.append((stage.index, *seat, _layers(stage), also))
+    print()
+    print(table(("stage", *(("pp", "chunk") if has_chunks else ()), "layers", "and"), rows))
+
+
+def _layers(stage: Stage) -> str:
+    last = stage.first_layer + stage.num_layers - 1
+    if stage.num_layers > 1:
+        return f"{stage.first_layer} to {last}"
+    return str(last) if stage.num_layers else "none"
+
+
+def _show_ranks(plan: RunPlan) -> None:
+    head = ("rank", "tp", "cp", "dp", "pp", "parameters", "owned")
+    headers = (*head, *PARTS, "state in all", "activations")
+    rows, activations = [], _activation_bytes(plan)
+    for rank, size in enumerate(_sizes(plan, MAX_ROWS)):
+        at = plan.grid.coords(rank)
+        counts = rank, at.tp, at.cp, at.dp, at.pp, size.num_parameters, size.num_owned
+        parts = (getattr(size, f"{part}_bytes") for part in PARTS.values())
+        in_all = _readable(size.total_bytes), _readable(activations[at.pp])
+        rows.append((*counts, *parts, *in_all))
+    job = plan.job
+    print(f"\nranks; state in bytes; sharding {job.parallel.sharding}")
+    print(
+        "activations kept for backward at the schedule's peak, by formula; recompute "
+        f"{job.memory.recompute}"
+    )
+    print(table(headers, rows))
+    if plan.grid.world_size > MAX_ROWS:
+        print(f"... and {plan.grid.world_size - MAX_ROWS:,} more ranks; --json lists all")
+
+
+def _show_saves(plan: RunPlan) -> None:
+    """What a checkpoint costs the rank that has most of it."""
+    section = plan.job.checkpoint
+    first = [rank for rank in range(plan.grid.world_size) if plan.grid.coords(rank).dp == 0]
+    cost = max((save_cost(plan, rank) for rank in first), key=lambda cost: cost.share_bytes)
+    place = f"{_readable(cost.buffer_bytes)} of host memory"
+    if shares_snapshot(plan.job):
+        place = "the memory of snapshots, of which none begins until it is written"
+    elif cost.buffer_bytes < cost.share_bytes:
+        place += ", piece by piece while training waits"
+    least = f", in {cost.least_s:.1f} s or more" if section.bytes_per_s else ""
+    files = "1 file" if cost.num_files == 1 else f"{cost.num_files} files"
+    print(
+        f"\na checkpoint every {_steps(section.every) if section.every else 'run'}: a rank copies at "
+        f"most {_readable(cost.share_bytes)} to {place}, "
+        f"and writes them in {files}{least}"
+    )
+
+
+def _show_context(plan: RunPlan) -> None:
+    """What each way of context parallelism costs; nothing when there is none."""
+    costs, parallel = context_costs(plan.job), plan.job.parallel
+    if not costs:
+        return
+    span = max(plan.grid.group("cp", 0)) + 1
+    head = ("cp_method", "GFLOP", "to inner", "around", "memory while", "H100 ms")
+    rows = [
+        (
+            cost.method + (" (chosen)" if cost.method == parallel.cp_method else ""),
+            f"{cost.flops / 1e9:.3g}",
+            _readable(round(cost.inner_bytes)),
+            _readable(round(cost.outer_bytes)),
+            _readable(round(cost.passing_bytes)),
+            f"{1e3 * cost.seconds(ROUND_H100, span=span):.3g}",
+        )
+        for cost in costs
+    ]
+    print(f"\ncontext parallel {parallel.cp}: attention of one layer and micro-batch, on each rank")
+    print(table(head, rows))
+
+
+def _show_snapshots(plan: RunPlan) -> None:
+    """What copies in memory cost the ranks that have most; nothing when there are none."""
+    every = plan.job.elastic.snapshot_every
+    if not every:
+        return
+    cost = max(_snapshot_costs(plan), key=lambda cost: cost.share_bytes)
+    print(
+        f"\nsnapshots in memory every {_steps(every)}: a rank writes at most "
+        f"{_readable(cost.share_bytes)} on its node, and sends them to the next node's keeper"
+    )
+    print(
+        f"host memory for each rank of a node: {_readable(cost.buffer_bytes)} of its own, which the node's "
+        f"keeper sees, and {_readable(cost.keeper_bytes)} in that keeper ({NUM_GENERATIONS} snapshots of it "
+        "and of a rank of the node before); on one node half of that, which the loss of the node takes along"
+    )
+
+
+def _steps(number: int) -> str:
+    return "step" if number == 1 else f"{number} steps"
+
+
+def _snapshot_costs(plan: RunPlan) -> list[SnapshotCost]:
+    """Of one replica's ranks, which the others' equal."""
+    places = ((rank, plan.grid.coords(rank)) for rank in range(plan.grid.world_size))
+    return [snapshot_cost(plan, rank) for rank, at in places if at.dp == at.cp == 0]
+
+
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 1024:.1f} KiB"
+
+
+def _show_schedule(plan: RunPlan) -> None:
+    print(
+        f"\nschedule {plan.job.schedule.name}: bubble {_bubble(plan, plan.batch):.3f} of ideal time (a forward "
+        "takes 1, a backward 2, transfers 0); rows are ranks along pp"
+    )
+    print(timetable(_program(plan, plan.batch)))

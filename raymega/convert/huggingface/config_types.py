@@ -1,0 +1,114 @@
+"""What kind of value each setting of config.json has, so that one of another kind is told by name.
+
+Only settings that are read are here; which values of a kind can be built is hf_config's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from raymega.convert.huggingface.architectures import Config
+from raymega.errors import Fault
+
+LARGEST = 1e300
+"""Bounds what is called finite: a whole number of JSON may be too long for a float."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What a setting must be, in words and as a question."""
+
+    words: str
+    holds: Callable[[object], bool]
+
+
+def kind_faults(config: Config) -> list[Fault]:
+    """Settings of ``config``, RoPE's inner ones with them, that are not of their kind.
+
+    Args:
+        config: Without the keys that are null, which is "left out" everywhere.
+    """
+    return [
+        Fault(
+            fact=f"config.json has {name}={value!r}",
+            rule=f"it is {kind.words}",
+            remedy="take config.json from the same place as the weights",
+        )
+        for name, value, kind in _settings(config)
+        if not kind.holds(value)
+    ]
+
+
+def _settings(config: Config) -> Iterator[tuple[str, object, Kind]]:
+    for name, kind in _KINDS.items():
+        if name in config:
+            yield name, config[name], kind
+    for table in ("rope_scaling", "rope_parameters"):
+        rope = config.get(table)
+        if not isinstance(rope, Mapping):
+            continue
+        for name, kind in _ROPE_KINDS.items():
+            if rope.get(name) is not None:
+                yield f"{table}.{name}", rope[name], kind
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_divisor(value: object) -> bool:
+    return isinstance(value, int) and _is_whole(value) and value > 0
+
+
+def _is_number(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -LARGEST < value < LARGEST
+
+
+def _list_of(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(is_one, value))
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_WHOLE = Kind(words="a whole number", holds=_is_whole)
+_DIVISOR = Kind(words="a whole number from 1", holds=_is_divisor)
+_NUMBER = Kind(words="a finite number", holds=_is_number)
+_WORD = Kind(words="a string", holds=_is_word)
+_FLAG = Kind(words="true or false", holds=lambda value: isinstance(value, bool))
+_TABLE = Kind(words="an object", holds=lambda value: isinstance(value, Mapping))
+_WORDS = Kind(words="a list of strings", holds=_list_of(_is_word))
+_PLACES = Kind(words="a list of whole numbers", holds=_list_of(_is_whole))
+
+
+def _all(kind: Kind, names: str) -> dict[str, Kind]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_KINDS = {
+    **_all(_WHOLE, "n_embd n_head n_layer n_inner n_positions vocab_size hidden_size"),
+    **_all(_WHOLE, "num_hidden_layers num_key_value_heads head_dim intermediate_size"),
+    **_all(_WHOLE, "max_position_embeddings kv_lora_rank q_lora_rank qk_nope_head_dim"),
+    **_all(_WHOLE, "qk_rope_head_dim v_head_dim num_local_experts num_experts n_routed_experts"),
+    **_all(_WHOLE, "num_experts_per_tok moe_intermediate_size decoder_sparse_step"),
+    **_all(_WHOLE, "shared_expert_intermediate_size first_k_dense_replace n_shared_experts"),
+    **_all(_WHOLE, "n_group topk_group"),
+    **_all(_DIVISOR, "num_attention_heads"),
+    **_all(_NUMBER, "initializer_range layer_norm_epsilon rms_norm_eps rope_theta"),
+    **_all(_NUMBER, "router_jitter_noise routed_scaling_factor partial_rotary_factor"),
+    **_all(_FLAG, "tie_word_embeddings norm_topk_prob"),
+    **_all(_TABLE, "rope_scaling rope_parameters"),
+    **_all(_WORD, "topk_method"),
+    **_all(_WORDS, "layer_types"),
+    **_all(_PLACES, "mlp_only_layers"),
+}
+_ROPE_KINDS = {
+    **_all(_NUMBER, "rope_theta factor low_freq_factor high_freq_factor beta_slow beta_fast"),
+    **_all(_NUMBER, "mscale mscale_all_dim partial_rotary_factor"),
+    **_all(_WHOLE, "original_max_position_embeddings"),
+    **_all(_WORD, "rope_type type"),
+}

@@ -1,0 +1,175 @@
+"""From a native checkpoint to a folder that transformers loads.
+
+The folder appears whole or not at all. It holds one tensor in memory, with the parts it is made of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.format.manifest_builder import coverage_faults
+from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.schema import ModelSection
+from raymega.convert.huggingface.config import config_from
+from raymega.convert.huggingface.extra_files import CONFIG, carried_config, find_carried
+from raymega.convert.huggingface.names import HfTensor, hf_tensors
+from raymega.convert.native import model_of, read_tensor
+from raymega.convert.number_formats import Array, recast
+from raymega.convert.output_folder import folder_faults, new_folder
+from raymega.convert.safetensors_files import NewTensor, write_weights
+from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
+from raymega.messages import SavedBox
+from raymega.storage.store import Store
+
+DTYPES = ("saved", "float64", "float32", "bfloat16", "float16")
+MAX_FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        folder: Where.
+        key: Manifest that it came from.
+        step: Completed steps of the run.
+        dtype: Format of the weights.
+        num_parameters: Elements, a tied table counted once.
+        files: Names of all files.
+        notes: What the model does here and not in transformers, a line each.
+    """
+
+    folder: Path
+    key: str
+    step: int
+    dtype: str
+    num_parameters: int
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def hf_export(
+    uri: str, folder: Path, *, dtype: str = "saved", max_file_bytes: int = MAX_FILE_BYTES
+) -> Exported:
+    """Convert the newest checkpoint that ``uri`` names to a model in ``folder``.
+
+    Args:
+        uri: A run's folder, one of its checkpoints or a manifest.
+        folder: Must not exist, or be empty.
+        dtype: Format of the weights, or ``saved`` for that of the checkpoint.
+        max_file_bytes: Longest weight file, unless one tensor is longer.
+
+    Raises:
+        ConfigError: The arguments are wrong; nothing was written.
+        CheckpointError: The checkpoint is not whole; nothing was written.
+    """
+    raise_faults(ConfigError, [*_dtype_faults(dtype), *folder_faults(folder)])
+    store, manifest = open_checkpoint(uri)
+    model = model_of(manifest)
+    carried = find_carried(store, manifest)
+    # Before the weights are looked for: a model that no config.json describes has no names there.
+    config = config_from(model, dtype=dtype, carried=carried_config(carried))
+    saved = _weights_of(manifest, model)
+    source = next(iter(saved.values()))[0].dtype
+    config["dtype"] = target = source if dtype == "saved" else dtype
+    theirs = hf_tensors(model)
+    with new_folder(folder) as partial:
+        write_weights(
+            partial,
+            [NewTensor(name=at.name, dtype=target, shape=at.shape) for at in theirs],
+            _values(store, manifest, saved, theirs, target),
+            max_file_bytes=max_file_bytes,
+        )
+        _write_beside(partial, config, carried)
+    return Exported(
+        folder=folder, key=manifest.key, step=manifest.step, dtype=target,
+        num_parameters=sum(int(np.prod(at.shape)) for at in theirs),
+        files=tuple(sorted(path.name for path in folder.iterdir())),
+        notes=_notes(model),
+    )  # fmt: skip
+
+
+def _notes(model: ModelSection) -> tuple[str, ...]:
+    factor = model.moe.capacity_factor
+    if not model.moe.num_experts or not factor:
+        return ()
+    return (
+        f"model.moe.capacity_factor={factor:g}: raymega drops choices of a full expert in evaluation too, "
+        "transformers drops none",
+    )
+
+
+def _dtype_faults(dtype: str) -> list[Fault]:
+    if dtype in DTYPES:
+        return []
+    rule = f"it is one of {', '.join(DTYPES)}"
+    return [Fault(fact=f"--dtype {dtype!r}", rule=rule, remedy="use one of them")]
+
+
+def _weights_of(manifest: Manifest, model: ModelSection) -> dict[str, list[SavedBox]]:
+    """Boxes of each weight by name, which together must be exactly the model's."""
+    raise_faults(CheckpointError, coverage_faults(manifest))
+    boxes = manifest.tensors()
+    saved, faults = {}, []
+    for tensor in (part for theirs in hf_tensors(model) for part in theirs.parts):
+        held = boxes.get(f"{WEIGHTS}/{tensor.name}")
+        shape = held[0].global_shape if held else None
+        if held and shape == tensor.shape:
+            saved[tensor.name] = held
+            continue
+        fact = f"has it as {shape}" if held else "has none"
+        faults.append(
+            Fault(
+                fact=f"{manifest.key} {fact}: {tensor.name}",
+                rule=f"by its model section it is {tensor.shape}",
+                remedy="use the raymega that wrote it",
+            )
+        )
+    raise_faults(CheckpointError, faults)
+    return saved
+
+
+def _values(
+    store: Store,
+    manifest: Manifest,
+    saved: Mapping[str, Sequence[SavedBox]],
+    theirs: Sequence[HfTensor],
+    target: str,
+) -> Iterator[Array]:
+    held, stack = "", np.empty(0)
+    for tensor in theirs:
+        if tensor.parts[0].name != held:  # experts of one tensor follow one another
+            held, stack = tensor.parts[0].name, np.empty(0)
+            parts = [read_tensor(store, manifest, saved[part.name]) for part in tensor.parts]
+            stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        rows = stack[tensor.expert] if tensor.expert >= 0 else stack[: tensor.num_rows]
+        source = saved[tensor.parts[0].name][0].dtype
+        if tensor.divisor != 1.0:
+            rows, source = recast(rows, source, "float64") / tensor.divisor, "float64"
+        values = recast(rows, source, target)
+        if target == "float16" and not np.isfinite(values).all():
+            raise CheckpointError(_too_large(tensor))
+        yield values.T if tensor.is_transposed else values
+
+
+def _write_beside(folder: Path, config: dict[str, Any], carried: Mapping[str, bytes]) -> None:
+    for name, content in carried.items():
+        (folder / name).write_bytes(content)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _too_large(tensor: HfTensor) -> Fault:
+    return Fault(
+        fact=f"{tensor.name} has values that are not finite in float16",
+        rule="float16 ends at 65504",
+        remedy="export with --dtype bfloat16 or float32",
+    )

@@ -1,0 +1,273 @@
+"""From a folder of Hugging Face weights to a native checkpoint that a run can start from.
+
+Everything is checked before the first byte is written, and what was written is removed when
+something fails later. It holds one tensor in memory, as it was and as it becomes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from raymega.config.schema import ModelSection
+from raymega.convert.huggingface.config import model_from
+from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
+from raymega.convert.huggingface.names import (
+    BUFFER,
+    HEAD,
+    HfTensor,
+    hf_tensors,
+    num_further,
+    original_of,
+)
+from raymega.convert.native import occupied_faults, write_weights
+from raymega.convert.number_formats import Array, recast
+from raymega.convert.safetensors_files import WeightEntry, open_weights
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.plan.tensor_table import GlobalTensor, model_tensors
+from raymega.storage.registry import open_store, store_faults
+
+MODEL_FILE = "model.yaml"
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """What an import wrote.
+
+    Attributes:
+        uri: The store.
+        key: The manifest.
+        model: The job file's model section.
+        dtype: Format of the weights.
+        num_parameters: Elements, padded rows left out.
+        carried: Names of the files that went along.
+    """
+
+    uri: str
+    key: str
+    model: ModelSection
+    dtype: str
+    num_parameters: int
+    carried: tuple[str, ...]
+
+
+def hf_import(
+    folder: Path, uri: str, *, created: str, vocab_multiple: int | None = None
+) -> Imported:
+    """Convert the model in ``folder`` to a checkpoint in the store at ``uri``.
+
+    Args:
+        folder: With config.json and safetensors files.
+        uri: A store without checkpoints.
+        created: The time: ISO 8601, UTC.
+        vocab_multiple: Pads the vocabulary to a multiple of it; None is the job file's default.
+
+    Raises:
+        ConfigError: With everything that is in the way; nothing was written.
+        StorageError: The store cannot be used.
+    """
+    model = model_from(_read_config(folder))
+    if vocab_multiple is not None:
+        model = model.model_copy(update={"vocab_multiple": vocab_multiple})
+    entries = _known(open_weights(folder), model)
+    model = model.model_copy(update={"mtp_depth": num_further(entries, model.num_layers)})
+    entries = _without_copies(entries, model)
+    raise_faults(ConfigError, _weight_faults(entries, model))
+    raise_faults(ConfigError, store_faults(uri, field="--out"))
+    store = open_store(uri)
+    raise_faults(ConfigError, occupied_faults(store))
+    carried = files_to_carry(folder)
+    dtype = _common_dtype(entries)
+    beside = {f"{PREFIX}{path.name}": path.read_bytes() for path in carried}
+    beside[MODEL_FILE] = model_yaml(model).encode()
+    tensors = model_tensors(model)
+    try:
+        for key, content in beside.items():
+            store.put(key, [content], overwrite=True)
+        key = write_weights(
+            store,
+            tensors,
+            partial(_values, entries, _places(model), dtype),
+            dtype=dtype,
+            job={"model": model.model_dump(mode="json"), "precision": {"dtype": dtype}},
+            created=created,
+        )
+    except BaseException:
+        for key in beside:
+            store.delete(key)
+        raise
+    return Imported(
+        uri=store.uri, key=key, model=model, dtype=dtype,
+        num_parameters=sum(tensor.num_parameters for tensor in tensors),
+        carried=tuple(path.name for path in carried),
+    )  # fmt: skip
+
+
+def model_yaml(model: ModelSection) -> str:
+    """The ``model:`` section of a job file, without the fields that have their default."""
+    values = model.model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump({"model": values}, sort_keys=False)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unreadable(folder, f"cannot be read: {error}")) from error
+    if not isinstance(config, dict):
+        raise ConfigError(_unreadable(folder, f"is no object, but {str(config)[:40]}"))
+    return config
+
+
+def _unreadable(folder: Path, problem: str) -> Fault:
+    return Fault(
+        fact=f"{str(folder / CONFIG)!r} {problem}",
+        rule="it says what network the weights belong to",
+        remedy="give a folder that transformers' save_pretrained wrote, or a download of a "
+        "model repository",
+    )
+
+
+def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str, WeightEntry]:
+    """The entries by today's names: old files leave out the outermost one, and hold buffers."""
+    prefix = "transformer." if model.family == "gpt2" else "model."
+    has_prefix = any(name.startswith(prefix) for name in entries)
+    return {
+        name if has_prefix or name == HEAD else f"{prefix}{name}": entry
+        for name, entry in entries.items()
+        if not BUFFER.fullmatch(f".{name}")
+    }
+
+
+def _without_copies(
+    entries: Mapping[str, WeightEntry], model: ModelSection
+) -> dict[str, WeightEntry]:
+    """Blocks that predict further ahead may come with the table and the head, which are the model's.
+
+    Raises:
+        ConfigError: Such a copy is not equal.
+    """
+    kept, faults = dict(entries), []
+    for name in entries:
+        original = original_of(name, model)
+        if original is None:
+            continue
+        copy, whole = kept.pop(name), entries.get(original)
+        if whole is None or not np.array_equal(copy.read(), whole.read()):
+            faults.append(_other_copy(name, original))
+    raise_faults(ConfigError, faults)
+    return kept
+
+
+def _other_copy(name: str, original: str) -> Fault:
+    return Fault(
+        fact=f"{name} differs from {original}",
+        rule="tokens further ahead are read and predicted by the model's own table and head",
+        remedy="leave the blocks behind the last one out of the folder",
+    )
+
+
+def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> list[Fault]:
+    wanted = {tensor.name: tensor for tensor in hf_tensors(model)}
+    found = dict(entries)
+    faults = []
+    if HEAD in found and model.is_embedding_tied:
+        faults += _tied_head_faults(found.pop(HEAD), found, model)
+    faults += _count_faults(
+        sorted(wanted.keys() - found.keys()), "lack", "take them from one place"
+    )
+    faults += _count_faults(
+        sorted(found.keys() - wanted.keys()), "have, beside the model's,", "look for another config"
+    )
+    for name in sorted(wanted.keys() & found.keys()):
+        if found[name].shape != wanted[name].shape:
+            faults.append(
+                Fault(
+                    fact=f"{name} is {found[name].shape} in {found[name].file.name}",
+                    rule=f"by config.json it is {wanted[name].shape}",
+                    remedy="take config.json from the same place as the weights",
+                )
+            )
+    return faults
+
+
+def _count_faults(names: list[str], verb: str, remedy: str) -> list[Fault]:
+    if not names:
+        return []
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return [
+        Fault(
+            fact=f"the weights {verb} {', '.join(names[:NUM_NAMED])}{more}",
+            rule="a model's tensors must be exactly those of its config.json",
+            remedy=remedy,
+        )
+    ]
+
+
+def _tied_head_faults(
+    head: WeightEntry, entries: Mapping[str, WeightEntry], model: ModelSection
+) -> list[Fault]:
+    """Some files hold a tied head twice, which is fine as long as it is the same."""
+    table = entries.get(hf_tensors(model)[0].name)
+    if table is None or (
+        head.dtype == table.dtype
+        and head.shape == table.shape
+        and np.array_equal(head.read(), table.read())
+    ):
+        return []
+    return [
+        Fault(
+            fact=f"{HEAD} differs from the token table",
+            rule="config.json has tie_word_embeddings=true, which makes them one",
+            remedy="set tie_word_embeddings to false in config.json, or remove the tensor",
+        )
+    ]
+
+
+def _common_dtype(entries: Mapping[str, WeightEntry]) -> str:
+    """One that holds all of them; checkpoints have no float16, which float32 holds."""
+    formats = {entry.dtype for entry in entries.values()}
+    if "float64" in formats:
+        return "float64"
+    return "bfloat16" if formats == {"bfloat16"} else "float32"
+
+
+def _places(model: ModelSection) -> dict[str, list[tuple[HfTensor, int]]]:
+    """Name of each of our tensors to theirs that hold it, and the first row there; several experts."""
+    places: dict[str, list[tuple[HfTensor, int]]] = {}
+    for theirs in hf_tensors(model):
+        row = 0
+        for part in theirs.parts:
+            places.setdefault(part.name, []).append((theirs, row))
+            row += part.shape[0]
+    return places
+
+
+def _values(
+    entries: Mapping[str, WeightEntry],
+    places: Mapping[str, Sequence[tuple[HfTensor, int]]],
+    dtype: str,
+    tensor: GlobalTensor,
+) -> Array:
+    if places[tensor.name][0][0].expert >= 0:
+        of_experts = [entries[theirs.name] for theirs, _ in places[tensor.name]]
+        return np.stack([recast(entry.read(), entry.dtype, dtype) for entry in of_experts])
+    ((theirs, row),) = places[tensor.name]
+    entry = entries[theirs.name]
+    stack = entry.read()
+    if theirs.is_transposed:
+        stack = stack.T
+    rows = recast(stack[row : row + tensor.shape[0]], entry.dtype, dtype)
+    if rows.shape == tensor.shape:
+        return rows
+    padded = np.zeros(tensor.shape, rows.dtype)
+    padded[: len(rows)] = rows
+    return padded

@@ -1,0 +1,142 @@
+"""What config.json says of experts, and model.moe: each from the other.
+
+Every architecture has words of its own for the same few switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raymega.config.schema import ModelSection
+from raymega.convert.huggingface.architectures import Config, architecture_of
+from raymega.errors import Fault
+
+
+def expert_values(config: Config) -> dict[str, Any]:
+    """``moe`` of the model section, or nothing for a dense model."""
+    read = _READERS.get(config.get("model_type", ""))
+    values = read(config) if read else {}
+    return {"moe": {"top_k": config["num_experts_per_tok"], **values}} if values else {}
+
+
+def expert_config(model: ModelSection) -> dict[str, Any]:
+    """What config.json says of ``model.moe``; nothing of a dense model."""
+    kind = architecture_of(model)
+    write = _WRITERS.get(kind)
+    if write is None:
+        return {}
+    return {"num_experts_per_tok": model.moe.top_k, **write(model)}
+
+
+def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> list[Fault]:
+    """Dense blocks between those with experts, where no rule of ours says which."""
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    is_front = list(dense) == list(range(len(dense)))
+    if not dense or (is_front and every == 1):
+        return []
+    fact = f"mlp_only_layers={list(dense)} with decoder_sparse_step={every}"
+    return [unlike(fact, "dense blocks are those at the front, or all but every so many-th")]
+
+
+def _mixtral_values(config: Config) -> dict[str, Any]:
+    return {
+        "num_experts": config["num_local_experts"],
+        "jitter": float(config["router_jitter_noise"]),
+    }
+
+
+def _qwen_values(config: Config) -> dict[str, Any]:
+    num_layers, dense = config["num_hidden_layers"], len(config["mlp_only_layers"])
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts == 0 or dense >= num_layers or config["decoder_sparse_step"] > num_layers:
+        return {}  # what they build then is the dense architecture
+    shared = config.get("shared_expert_intermediate_size", 0)
+    is_qwen2 = config["model_type"] == "qwen2_moe"
+    return {
+        "num_experts": experts,
+        "width": config["moe_intermediate_size"],
+        "every": config["decoder_sparse_step"],
+        "first_dense_layers": dense,
+        "shared_width": shared if is_qwen2 else 0,
+        "has_shared_gate": is_qwen2,
+        "is_normalised": config["norm_topk_prob"],
+    }
+
+
+def _deepseek_values(config: Config) -> dict[str, Any]:
+    is_v3 = config["model_type"] == "deepseek_v3"
+    if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
+        return {}
+    is_grouped = is_v3 or config["topk_method"] == "group_limited_greedy"
+    groups = config["n_group"] if is_grouped else 1
+    if groups > 1 and config["topk_group"] == groups:  # a choice among all groups is none
+        groups = 1
+    return {
+        "num_experts": config["n_routed_experts"],
+        "width": config["moe_intermediate_size"],
+        "first_dense_layers": config["first_k_dense_replace"],
+        "shared_width": config["moe_intermediate_size"] * config["n_shared_experts"],
+        "scaling": float(config["routed_scaling_factor"]),
+        "num_groups": groups,
+        "top_groups": config["topk_group"] if groups > 1 else 1,
+        "group_score": "top2" if is_v3 and groups > 1 else "max",
+        "score": "sigmoid" if is_v3 else "softmax",
+        "is_normalised": is_v3 and config["norm_topk_prob"],
+        "has_bias": is_v3,
+    }
+
+
+def _mixtral_config(model: ModelSection) -> dict[str, Any]:
+    moe = model.moe
+    return {"num_local_experts": moe.num_experts, "router_jitter_noise": moe.jitter}
+
+
+def _qwen2_config(model: ModelSection) -> dict[str, Any]:
+    return {**_qwen3_config(model), "shared_expert_intermediate_size": model.moe.shared_width}
+
+
+def _qwen3_config(model: ModelSection) -> dict[str, Any]:
+    moe = model.moe
+    return {
+        "num_experts": moe.num_experts,
+        "moe_intermediate_size": model.expert_width,
+        "decoder_sparse_step": moe.every,
+        "mlp_only_layers": list(range(moe.first_dense_layers)),
+        "norm_topk_prob": moe.is_normalised,
+    }
+
+
+def _deepseek_v2_config(model: ModelSection) -> dict[str, Any]:
+    method = "group_limited_greedy" if model.moe.num_groups > 1 else "greedy"
+    return {**_deepseek_v3_config(model), "topk_method": method}
+
+
+def _deepseek_v3_config(model: ModelSection) -> dict[str, Any]:
+    moe = model.moe
+    return {
+        "n_routed_experts": moe.num_experts,
+        "moe_intermediate_size": model.expert_width,
+        "first_k_dense_replace": moe.first_dense_layers if moe.num_experts else model.num_layers,
+        "n_shared_experts": moe.shared_width // model.expert_width,
+        "routed_scaling_factor": moe.scaling,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+        "norm_topk_prob": moe.is_normalised,
+    }
+
+
+_READERS = {
+    "mixtral": _mixtral_values,
+    "qwen2_moe": _qwen_values,
+    "qwen3_moe": _qwen_values,
+    "deepseek_v2": _deepseek_values,
+    "deepseek_v3": _deepseek_values,
+}
+_WRITERS = {
+    "mixtral": _mixtral_config,
+    "qwen2_moe": _qwen2_config,
+    "qwen3_moe": _qwen3_config,
+    "deepseek_v2": _deepseek_v2_config,
+    "deepseek_v3": _deepseek_v3_config,
+}

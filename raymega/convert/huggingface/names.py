@@ -1,0 +1,212 @@
+"""What Hugging Face calls our tensors: one table for both directions.
+
+A tensor over there is a stack of ours along dim 0, transposed in GPT-2, whose layers are
+convolutions of width 1; ours of all experts is theirs of each. RoPE needs no permutation: both sides
+rotate halves, or with latents neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from raymega.config.schema import ModelSection
+from raymega.convert.huggingface.architectures import architecture_of
+from raymega.plan.tensor_table import GlobalTensor, block_name, model_tensors
+
+TABLES = ("embedding.tokens.weight", "head.weight")
+"""Tensors with a row per token; ours have padded rows after the vocabulary's."""
+
+# What old files hold beside weights: causal masks and RoPE's angles.
+BUFFER = re.compile(r".*\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+HEAD = "lm_head.weight"
+ROUTER = "moe.router"
+FURTHER_COPY = re.compile(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight")
+MOST_FURTHER = 16
+
+_GPT2 = {
+    "ln_1": ("attention_norm",),
+    "attn.c_attn": ("attention.q", "attention.k", "attention.v"),
+    "attn.c_proj": ("attention.out",),
+    "ln_2": ("mlp_norm",),
+    "mlp.c_fc": ("mlp.up",),
+    "mlp.c_proj": ("mlp.down",),
+}
+_LLAMA = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.o_proj": "attention.out",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_a_proj": "attention.q_down",
+    "self_attn.q_a_layernorm": "attention.q_latent_norm",
+    "self_attn.q_b_proj": "attention.q_up",
+    "self_attn.kv_a_proj_with_mqa": "attention.kv_down",
+    "self_attn.kv_a_layernorm": "attention.kv_latent_norm",
+    "self_attn.kv_b_proj": "attention.kv_up",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+_SHARED = {f"{name}_proj": f"moe.shared.{name}" for name in ("gate", "up", "down")}
+_DEEPSEEK_SHARED = {f"mlp.shared_experts.{theirs}": ours for theirs, ours in _SHARED.items()}
+_SHARED_EXPERTS = {
+    "qwen2_moe": {
+        "mlp.shared_expert_gate": "moe.shared_gate",
+        **{f"mlp.shared_expert.{theirs}": ours for theirs, ours in _SHARED.items()},
+    },
+    "deepseek_v2": _DEEPSEEK_SHARED,
+    "deepseek_v3": _DEEPSEEK_SHARED,
+}
+_EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_MIXTRAL_EXPERTS = {"w1": "gate", "w3": "up", "w2": "down"}
+_FURTHER = {
+    "enorm": "token_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "join",
+    "shared_head.norm": "final_norm",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfTensor:
+    """One of their tensors.
+
+    Attributes:
+        name: Their name.
+        parts: Ours, in the order in which they lie along dim 0.
+        is_transposed: Theirs is the stack's transpose.
+        num_rows: Rows of the stack that they have: padded ones are ours alone.
+        expert: Theirs is this expert's of ours, which has all of them along dim 0; -1 where it is not.
+        divisor: Theirs is so many times smaller: a last norm has muP's factor of the logits, for which
+            their models have no place.
+    """
+
+    name: str
+    parts: tuple[GlobalTensor, ...]
+    is_transposed: bool
+    num_rows: int
+    expert: int = -1
+    divisor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Their shape."""
+        if self.expert >= 0:
+            return self.parts[0].shape[1:]
+        stacked = (self.num_rows, *self.parts[0].shape[1:])
+        return stacked[::-1] if self.is_transposed else stacked
+
+
+def hf_tensors(model: ModelSection) -> list[HfTensor]:
+    """Every tensor of ``model`` over there, in layer order; a tied head is not one."""
+    ours = {tensor.name: tensor for tensor in model_tensors(model)}
+    names = dict(_gpt2_outer() if model.family == "gpt2" else _llama_outer())
+    for layer in range(model.num_layers + model.mtp_depth):
+        names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
+    found = [
+        _hf_tensor(f"{theirs}.{kind}", [f"{part}.{kind}" for part in parts], ours, model)
+        for theirs, parts in names.items()
+        for kind in ("weight", "bias")
+        if f"{parts[0]}.{kind}" in ours
+    ]
+    for layer in range(model.num_layers + model.mtp_depth):
+        if model.moe.holds_experts(layer):
+            found += _expert_tensors(layer, ours, model)
+    order = {name: index for index, name in enumerate(ours)}
+    return sorted(found, key=lambda tensor: (order[tensor.parts[0].name], tensor.expert))
+
+
+def num_further(names: Iterable[str], num_layers: int) -> int:
+    """How many blocks that predict further ahead there are among their tensors."""
+    joins = {f"model.layers.{num_layers + depth}.eh_proj.weight" for depth in range(MOST_FURTHER)}
+    return len(joins.intersection(names))
+
+
+def original_of(name: str, model: ModelSection) -> str | None:
+    """Whose copy their tensor ``name`` is, if one that a block further ahead may come with."""
+    found = FURTHER_COPY.fullmatch(name)
+    if found is None or int(found[1]) < model.num_layers:
+        return None
+    is_table = found[2] == "embed_tokens" or model.is_embedding_tied
+    return "model.embed_tokens.weight" if is_table else HEAD
+
+
+def _expert_tensors(
+    layer: int, ours: Mapping[str, GlobalTensor], model: ModelSection
+) -> list[HfTensor]:
+    """Router and experts of one block."""
+    kind = architecture_of(model)
+    at, theirs = block_name(model, layer), f"model.layers.{layer}"
+    module = "block_sparse_moe" if kind == "mixtral" else "mlp"
+    names = {f"{module}.gate.weight": "weight", f"{module}.gate.e_score_correction_bias": "bias"}
+    found = [
+        _hf_tensor(f"{theirs}.{name}", [f"{at}.{ROUTER}.{part}"], ours, model)
+        for name, part in names.items()
+        if f"{at}.{ROUTER}.{part}" in ours
+    ]
+    for name, part in (_MIXTRAL_EXPERTS if kind == "mixtral" else _EXPERTS).items():
+        tensor = ours[f"{at}.moe.experts.{part}.weight"]
+        found += [
+            HfTensor(
+                name=f"{theirs}.{module}.experts.{expert}.{name}.weight",
+                parts=(tensor,),
+                is_transposed=False,
+                num_rows=tensor.shape[1],
+                expert=expert,
+            )
+            for expert in range(model.moe.num_experts)
+        ]
+    return found
+
+
+def _hf_tensor(
+    name: str, parts: list[str], ours: Mapping[str, GlobalTensor], model: ModelSection
+) -> HfTensor:
+    tensors = tuple(ours[part] for part in parts)
+    is_linear = ".attn." in name or ".mlp." in name
+    is_last_norm = parts[0].split(".")[-2] == "final_norm"
+    return HfTensor(
+        name=name,
+        parts=tensors,
+        is_transposed=model.family == "gpt2" and is_linear and name.endswith(".weight"),
+        num_rows=model.vocab_size if parts[0] in TABLES else sum(t.shape[0] for t in tensors),
+        divisor=model.width_ratio if is_last_norm else 1.0,
+    )
+
+
+def _gpt2_outer() -> dict[str, tuple[str, ...]]:
+    return {
+        "transformer.wte": ("embedding.tokens",),
+        "transformer.wpe": ("embedding.positions",),
+        "transformer.ln_f": ("final_norm",),
+        "lm_head": ("head",),
+    }
+
+
+def _llama_outer() -> dict[str, tuple[str, ...]]:
+    return {
+        "model.embed_tokens": ("embedding.tokens",),
+        "model.norm": ("final_norm",),
+        "lm_head": ("head",),
+    }
+
+
+def _gpt2_layer(layer: int) -> dict[str, tuple[str, ...]]:
+    return {
+        f"transformer.h.{layer}.{theirs}": tuple(f"layers.{layer}.{part}" for part in parts)
+        for theirs, parts in _GPT2.items()
+    }
+
+
+def _llama_layer(layer: int, model: ModelSection) -> dict[str, tuple[str, ...]]:
+    """Of a block; those that predict further ahead follow the last one there."""
+    at, kind = block_name(model, layer), architecture_of(model)
+    names = _LLAMA | _SHARED_EXPERTS.get(kind, {})
+    if layer >= model.num_layers:
+        names |= _FURTHER
+    return {f"model.layers.{layer}.{theirs}": (f"{at}.{ours}",) for theirs, ours in names.items()}

@@ -1,0 +1,145 @@
+"""From a native checkpoint to a folder that torch.distributed.checkpoint loads, moments and all.
+
+The folder appears whole or not at all. It holds one box in memory; a whole tensor where rows must
+change places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.format.manifest_builder import coverage_faults
+from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.schema import ModelSection
+from raymega.convert.native import model_of, read_box, read_tensor
+from raymega.convert.number_formats import Array
+from raymega.convert.output_folder import folder_faults, new_folder
+from raymega.convert.torch_dcp.importer import BESIDE
+from raymega.convert.torch_dcp.names import (
+    DIALECTS,
+    STEP,
+    Dialect,
+    dialect_faults,
+    is_turned,
+    padded_rows,
+    path_of,
+    state_faults,
+    turn_pairs,
+)
+from raymega.convert.torch_dcp.writer import NewTensor, write_dcp
+from raymega.errors import CheckpointError, ConfigError, raise_faults
+from raymega.messages import Box, SavedBox
+from raymega.storage.store import Store
+
+COUNTED = "adam.exp_avg"
+"""Kind of a tensor beside which torch's optimizer keeps the number of updates."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        folder: Where.
+        key: Manifest that it came from.
+        step: Completed steps of the run.
+        num_parameters: Elements of the weights.
+        files: Names of all files.
+    """
+
+    folder: Path
+    key: str
+    step: int
+    num_parameters: int
+    files: tuple[str, ...]
+
+
+def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> Exported:
+    """Convert the newest checkpoint that ``uri`` names to one of torch in ``folder``.
+
+    Args:
+        uri: A run's folder, one of its checkpoints or a manifest.
+        folder: Must not exist, or be empty.
+        names: One of DIALECTS.
+
+    Raises:
+        ConfigError: The arguments are wrong; nothing was written.
+        CheckpointError: The checkpoint is not whole; nothing was written.
+    """
+    raise_faults(ConfigError, folder_faults(folder))
+    store, manifest = open_checkpoint(uri)
+    model = model_of(manifest) if manifest.job.get("model") else None
+    kinds = {name.partition("/")[0] for name in manifest.tensors()}
+    raise_faults(ConfigError, [*dialect_faults(names, model), *state_faults(kinds)])
+    raise_faults(CheckpointError, coverage_faults(manifest))
+    dialect = DIALECTS[names]
+    with new_folder(folder) as partial_folder:
+        tensors = _Tensors(store, manifest, dialect, model)
+        files = write_dcp(partial_folder, tensors.all())
+        beside = {"version": 1, "state": manifest.state, "job": manifest.job, "grid": manifest.grid}
+        (partial_folder / BESIDE).write_text(json.dumps(beside) + "\n", encoding="utf-8")
+    shapes = {name: boxes[0].global_shape for name, boxes in manifest.tensors().items()}
+    return Exported(
+        folder=folder, key=manifest.key, step=manifest.step,
+        num_parameters=sum(prod(shapes[at]) for at in shapes if at.startswith(f"{WEIGHTS}/")),
+        files=(*files, BESIDE),
+    )  # fmt: skip
+
+
+class _Tensors:
+    """The tensors of a checkpoint as torch is to find them."""
+
+    def __init__(
+        self, store: Store, manifest: Manifest, dialect: Dialect, model: ModelSection | None
+    ) -> None:
+        self._store, self._manifest, self._dialect = store, manifest, dialect
+        self._head_width = model.head_width if model else 0
+        self._pads: Mapping[str, int] = padded_rows(model, dialect) if model else {}
+
+    def all(self) -> Iterator[NewTensor]:
+        """Every tensor, and the optimizer's counts."""
+        for name, boxes in self._manifest.tensors().items():
+            yield self._tensor(name, boxes)
+            if name.startswith(f"{COUNTED}/"):
+                yield self._count(name)
+
+    def _tensor(self, name: str, boxes: Sequence[SavedBox]) -> NewTensor:
+        num_rows, *rest = boxes[0].global_shape
+        real = num_rows - self._pads.get(name.partition("/")[2], 0)
+        whole = Box(offset=(0,) * (1 + len(rest)), shape=(real, *rest))
+        blocks: list[tuple[Box, Callable[[], Array]]] = []
+        if is_turned(name, self._dialect):
+            blocks.append((whole, partial(self._turned, boxes)))
+        else:
+            for saved in boxes:
+                box = saved.box.intersect(whole)
+                if box is not None:
+                    blocks.append((box, partial(self._part, saved, box)))
+        path = path_of(name, self._dialect)
+        return NewTensor(path=path, dtype=boxes[0].dtype, shape=whole.shape, blocks=tuple(blocks))
+
+    def _part(self, saved: SavedBox, box: Box) -> Array:
+        return read_box(self._store, self._manifest, saved)[box.within(saved.box)]
+
+    def _turned(self, boxes: Sequence[SavedBox]) -> Array:
+        values = read_tensor(self._store, self._manifest, boxes)
+        return turn_pairs(values, self._head_width, to_ours=False)
+
+    def _count(self, name: str) -> NewTensor:
+        """torch's optimizers count the updates of each tensor, as a float."""
+        state = self._manifest.state
+        count = np.float32(int(state["step"]) - int(state.get("skipped_steps", 0)))
+        *above, _ = path_of(name, self._dialect)
+        box = Box(offset=(), shape=())
+        return NewTensor(
+            path=(*above, STEP), dtype="float32", shape=(), blocks=((box, lambda: np.array(count)),)
+        )

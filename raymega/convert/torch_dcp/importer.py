@@ -1,0 +1,343 @@
+"""From a folder of torch.distributed.checkpoint to a native checkpoint, moments and all.
+
+Everything is checked before the first byte is written, and what was written is removed when
+something fails later. It holds one block in memory; a whole tensor where rows must change places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raymega.checkpoint.format.coverage import uneven_cells
+from raymega.checkpoint.format.dtypes import ELEMENT_TYPES
+from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.config.schema import ModelSection
+from raymega.convert.native import Header, Source, State, occupied_faults, write_checkpoint
+from raymega.convert.number_formats import Array, recast, storage_type
+from raymega.convert.torch_dcp.names import (
+    DIALECTS,
+    STEP,
+    Dialect,
+    Meaning,
+    dialect_faults,
+    is_turned,
+    meaning_of,
+    padded_rows,
+    turn_pairs,
+)
+from raymega.convert.torch_dcp.reader import DcpBlock, DcpFolder, DcpTensor, open_dcp
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.messages import Box
+from raymega.plan.init_from_rules import matches
+from raymega.plan.rename_rules import make_renames, rename_faults
+from raymega.plan.tensor_table import model_tensors
+from raymega.storage.registry import open_store, store_faults
+
+BESIDE = "raymega.json"
+"""A file that our exports put beside torch's: position, job and grid, which torch has no place for."""
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a folder is to be read.
+
+    Attributes:
+        names: One of DIALECTS.
+        rename: Rules OLD=NEW for names of weights, which come before the dialect's own.
+        ignore: Patterns of entries that are left behind.
+        model: The job's model section; None takes the tensors as they are.
+        position: Step, samples and tokens that the run stands at, as far as they are to differ from
+            what the folder says.
+    """
+
+    names: str = "raymega"
+    rename: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    model: ModelSection | None = None
+    position: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """What an import wrote.
+
+    Attributes:
+        uri: The store.
+        key: The manifest.
+        state: Where a run that goes on from it stands.
+        kinds: Of the tensors: weights, moments.
+        num_parameters: Elements of the weights.
+        left_out: Entries of the folder that were not taken.
+    """
+
+    uri: str
+    key: str
+    state: State
+    kinds: tuple[str, ...]
+    num_parameters: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """A tensor of the folder and what it is."""
+
+    tensor: DcpTensor
+    meaning: Meaning
+
+
+def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Imported:
+    """Convert the checkpoint in ``folder`` to one in the store at ``uri``.
+
+    Args:
+        folder: As torch.distributed.checkpoint wrote it.
+        uri: A store without checkpoints.
+        reading: How its names are to be read.
+        created: The time: ISO 8601, UTC.
+
+    Raises:
+        ConfigError: With everything that is in the way; nothing was written, nothing was run.
+        StorageError: The store cannot be used.
+    """
+    beside = _read_beside(folder)
+    reading = replace(reading, model=reading.model or _carried_model(beside))
+    faults = dialect_faults(reading.names, reading.model)
+    raise_faults(ConfigError, faults + rename_faults("--rename", reading.rename))
+    held = open_dcp(folder)
+    entries, left_out = _sort(held, reading)
+    taken = [entry for entry in entries if entry.meaning.kind != STEP]
+    dialect = DIALECTS[reading.names]
+    pads = padded_rows(reading.model, dialect) if reading.model else {}
+    misread = [*_idle_rules(held, reading), *_order_faults(taken, reading.names)]
+    raise_faults(ConfigError, [*misread, *_entry_faults(taken), *_set_faults(taken, reading, pads)])
+    raise_faults(ConfigError, store_faults(uri, field="--out"))
+    store = open_store(uri)
+    raise_faults(ConfigError, occupied_faults(store))
+    header = Header(
+        state=_state(beside, entries, reading), job=_job(beside, reading, taken), created=created,
+        grid=dict(beside.get("grid", {})),
+    )  # fmt: skip
+    sources = [source for entry in taken for source in _sources(entry, reading, dialect, pads)]
+    key = write_checkpoint(store, sources, header)
+    weights = [entry.tensor for entry in taken if entry.meaning.kind == WEIGHTS]
+    return Imported(
+        uri=store.uri, key=key, state=header.state,
+        kinds=tuple(dict.fromkeys(entry.meaning.kind for entry in taken)),
+        num_parameters=sum(int(np.prod(tensor.shape)) for tensor in weights), left_out=left_out,
+    )  # fmt: skip
+
+
+def _read_beside(folder: Path) -> dict[str, Any]:
+    path = folder / BESIDE
+    if not path.is_file():
+        return {}
+    try:
+        beside: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if all(isinstance(beside[name], dict) for name in ("state", "job", "grid")):
+            return beside
+        cause = "its parts are no mappings"
+    except (ValueError, KeyError, TypeError) as error:
+        cause = repr(error)
+    raise ConfigError(
+        Fault(
+            fact=f"{str(path)!r} cannot be read: {cause}",
+            rule="an export leaves position, job and grid there",
+            remedy="take it away to import the tensors alone, with --step and --samples",
+        )
+    )
+
+
+def _carried_model(beside: Mapping[str, Any]) -> ModelSection | None:
+    model = beside.get("job", {}).get("model")
+    return ModelSection.model_validate(model) if model else None
+
+
+def _sort(held: DcpFolder, reading: Reading) -> tuple[list[_Entry], tuple[str, ...]]:
+    """The tensors that mean something to a run, and the names of the rest."""
+    renames = (*make_renames(reading.rename), *DIALECTS[reading.names].renames)
+    entries, left_out = [], list(held.others)
+    for name, tensor in held.tensors.items():
+        meaning = meaning_of(name, renames)
+        if meaning.kind and not matches(name, reading.ignore):
+            entries.append(_Entry(tensor=tensor, meaning=meaning))
+        else:
+            left_out.append(name)
+    return entries, tuple(sorted(left_out))
+
+
+def _idle_rules(held: DcpFolder, reading: Reading) -> Iterator[Fault]:
+    """Rules that fit nothing: as a rule a name that is spelt wrong."""
+    weights = [meaning_of(name, ()).weight for name in held.tensors]
+    for text, rule in zip(reading.rename, make_renames(reading.rename), strict=True):
+        if all(rule.apply(weight) is None for weight in weights):
+            yield _fault(
+                f"--rename {text!r} fits no weight of the folder",
+                "a rule names the begin of a weight's dotted name, without a leading app. or model.",
+                f"correct it, or leave it out; the folder has {_first(weights)}",
+            )
+    for pattern in reading.ignore:
+        if not any(matches(name, [pattern]) for name in (*held.tensors, *held.others)):
+            yield _fault(
+                f"--ignore {pattern!r} fits no entry of the folder",
+                "a pattern fits an entry's whole name, and * any part of it",
+                f"correct it, or leave it out; the folder has {_first(tuple(held.tensors))}",
+            )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(sorted(set(names))[:NUM_NAMED])
+
+
+def _order_faults(taken: Sequence[_Entry], names: str) -> Iterator[Fault]:
+    """Our own names read as somebody else's: their rows would change places and shapes not tell."""
+    ours = [
+        entry.tensor.name
+        for entry in taken
+        if is_turned(entry.meaning.saved_name, DIALECTS[names])
+        and meaning_of(entry.tensor.name, ()).weight == entry.meaning.weight
+    ]
+    if ours:
+        yield _fault(
+            f"--names {names}, and the folder has {ours[0]}",
+            f"{names} calls it otherwise, and has its rows in another order",
+            "use --names raymega, or --rename it from what it was called",
+        )
+
+
+def _entry_faults(taken: Sequence[_Entry]) -> Iterator[Fault]:
+    """Tensors that cannot be kept, and that are not there whole."""
+    sources: dict[str, str] = {}
+    for entry in taken:
+        tensor, saved = entry.tensor, entry.meaning.saved_name
+        if tensor.dtype not in (*ELEMENT_TYPES, "float16") or not tensor.shape:
+            yield _fault(
+                f"{tensor.name} is {tensor.dtype} {tensor.shape}",
+                f"checkpoints hold tensors of {', '.join(ELEMENT_TYPES)}",
+                f"leave it behind with --ignore '{tensor.name}'",
+            )
+            continue
+        if saved in sources:
+            yield _fault(
+                f"{sources[saved]} and {tensor.name} are both {saved} here",
+                "a tensor has one source", "correct --rename, or --ignore one of them",
+            )  # fmt: skip
+        sources[saved] = tensor.name
+        whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
+        for cell, count in uneven_cells(whole, [block.box for block in tensor.blocks]):
+            yield _fault(
+                f"{tensor.name} has its block {cell.shape} at {cell.offset} {count} times",
+                "every element must be there once", "save it again",
+            )  # fmt: skip
+
+
+def _set_faults(
+    taken: Sequence[_Entry], reading: Reading, pads: Mapping[str, int]
+) -> Iterator[Fault]:
+    """Tensors that are too many, too few or of another shape: of the model, or of each moment."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {WEIGHTS: {}}
+    for entry in taken:
+        shapes.setdefault(entry.meaning.kind, {})[entry.meaning.weight] = entry.tensor.shape
+    wanted, whose = shapes[WEIGHTS], "the weights'"
+    if reading.model is not None:
+        whose = "the model section's"
+        wanted = {
+            at.name: (at.shape[0] - pads.get(at.name, 0), *at.shape[1:])
+            for at in model_tensors(reading.model)
+        }
+    for kind, found in shapes.items():
+        unlike = [
+            f"{name} as {found.get(name, 'nothing')} instead of {wanted.get(name, 'nothing')}"
+            for name in sorted(wanted.keys() | found.keys())
+            if found.get(name) != wanted.get(name)
+        ]
+        if unlike or not found:
+            more = f" and {len(unlike) - NUM_NAMED} more" if len(unlike) > NUM_NAMED else ""
+            yield _fault(
+                f"the folder has, as {kind}, {', '.join(unlike[:NUM_NAMED]) or 'nothing'}{more}",
+                f"its tensors must be {whose}, all of them and no other",
+                "give --names and --rename OLD=NEW, or --ignore what is not to be taken",
+            )
+
+
+def _state(beside: Mapping[str, Any], entries: Sequence[_Entry], reading: Reading) -> State:
+    """Where the run stands: as told, as our own export says, or as the optimizer counted."""
+    state: State = {"step": _optimizer_steps(entries), "samples": 0, "tokens": 0}
+    return {**state, **beside.get("state", {}), **reading.position}
+
+
+def _optimizer_steps(entries: Sequence[_Entry]) -> int:
+    counts = {
+        int(block.read().item())
+        for entry in entries
+        if entry.meaning.kind == STEP
+        for block in entry.tensor.blocks
+    }
+    if len(counts) > 1:
+        raise ConfigError(
+            _fault(
+                f"the optimizer made {min(counts)} updates of some tensors and {max(counts)} of others",
+                "a run counts its updates once",
+                "leave the optimizer behind with --ignore 'optimizer.*'",
+            )
+        )
+    return counts.pop() if counts else 0
+
+
+def _job(beside: Mapping[str, Any], reading: Reading, taken: Sequence[_Entry]) -> dict[str, object]:
+    """What is known of a job; its number format keeps a run from dropping digits."""
+    formats = {_dtype(entry.tensor) for entry in taken if entry.meaning.kind == WEIGHTS}
+    widest = max(formats, key=lambda name: ELEMENT_TYPES[name].digits)
+    job: dict[str, object] = {"precision": {"dtype": widest}, **beside.get("job", {})}
+    if reading.model is not None:
+        job["model"] = reading.model.model_dump(mode="json")
+    return job
+
+
+def _sources(
+    entry: _Entry, reading: Reading, dialect: Dialect, pads: Mapping[str, int]
+) -> Iterator[Source]:
+    tensor, saved = entry.tensor, entry.meaning.saved_name
+    num_rows, *rest = tensor.shape
+    num_padded = pads.get(entry.meaning.weight, 0)
+    dtype = _dtype(tensor)
+    blocks = {block.box: partial(_read, block, dtype) for block in tensor.blocks}
+    if is_turned(saved, dialect) and reading.model is not None:
+        whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
+        blocks = {whole: partial(_turned, tensor, dtype, reading.model.head_width)}
+    if num_padded:
+        rows = Box(offset=(num_rows, *(0 for _ in rest)), shape=(num_padded, *rest))
+        blocks[rows] = partial(np.zeros, rows.shape, storage_type(dtype))
+    for box, read in blocks.items():
+        yield Source(
+            tensor=saved, dtype=dtype, global_shape=(num_rows + num_padded, *rest), box=box,
+            read=read,
+        )  # fmt: skip
+
+
+def _read(block: DcpBlock, dtype: str) -> Array:
+    return recast(block.read(), block.dtype, dtype)
+
+
+def _turned(tensor: DcpTensor, dtype: str, head_width: int) -> Array:
+    values = np.empty(tensor.shape, storage_type(dtype))
+    whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
+    for block in tensor.blocks:
+        values[block.box.within(whole)] = _read(block, dtype)
+    return turn_pairs(values, head_width, to_ours=True)
+
+
+def _dtype(tensor: DcpTensor) -> str:
+    """Ours; checkpoints have no float16, which float32 holds."""
+    return "float32" if tensor.dtype == "float16" else tensor.dtype
+
+
+def _fault(fact: str, rule: str, remedy: str) -> Fault:
+    return Fault(fact=fact, rule=rule, remedy=remedy)

@@ -1,0 +1,171 @@
+"""What a torch checkpoint calls our tensors, both ways, and where its elements lie otherwise.
+
+Weights keep their name, below ``model.`` or at the top; an optimizer's values lie at
+``optimizer.state.<weight>.<slot>``. Everything beyond that is a rule: OLD=NEW.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.config.schema import ModelSection
+from raymega.convert.number_formats import Array
+from raymega.errors import Fault
+from raymega.plan.rename_rules import Rename, make_renames, renamed
+from raymega.plan.tensor_table import model_tensors
+
+SLOTS = {
+    "exp_avg": "adam.exp_avg",
+    "exp_avg_sq": "adam.exp_avg_sq",
+    "momentum_buffer": "sgd.momentum",
+    "lion_exp_avg": "lion.exp_avg",
+    "muon_momentum": "muon.momentum",
+}
+"""What torch's optimizers call the values that they keep, and the kind that ours have; the last two
+are of optimizers that torch does not have, or scales otherwise."""
+STEP = "step"
+_KIND_OF = {kind: slot for slot, kind in SLOTS.items()}
+_STATE = re.compile(r"(?:app\.)?optim(?:izer)?\.state\.(?P<weight>.+)\.(?P<slot>\w+)")
+_OPTIMIZER = re.compile(r"(?:app\.)?optim(?:izer)?\..*")
+_WEIGHT = re.compile(r"(?:app\.)?(?:model\.)?(?P<weight>.+)")
+_TITAN_RULES = (
+    "tok_embeddings=embedding.tokens", "norm=final_norm", "output=head",
+    "layers.*.attention.wq=layers.*.attention.q", "layers.*.attention.wk=layers.*.attention.k",
+    "layers.*.attention.wv=layers.*.attention.v", "layers.*.attention.wo=layers.*.attention.out",
+    "layers.*.feed_forward.w1=layers.*.mlp.gate", "layers.*.feed_forward.w3=layers.*.mlp.up",
+    "layers.*.feed_forward.w2=layers.*.mlp.down", "layers.*.ffn_norm=layers.*.mlp_norm",
+)  # fmt: skip
+_TURNED = re.compile(r"layers\.\d+\.attention\.(q|k)\.weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect:
+    """How somebody writes a model of ours.
+
+    Attributes:
+        renames: From their names to ours.
+        path: Keys of the nested dict above weights.
+        has_turned_pairs: RoPE turns features 2i and 2i + 1 of a head and not i and i + width / 2,
+            so that rows of q and k lie in another order.
+        has_padding: Tables of tokens have our padded rows.
+        families: For which models this is known; all when empty.
+    """
+
+    renames: tuple[Rename, ...] = ()
+    path: tuple[str, ...] = ("model",)
+    has_turned_pairs: bool = False
+    has_padding: bool = True
+    families: tuple[str, ...] = ()
+
+
+DIALECTS = {
+    "raymega": Dialect(),
+    "torchtitan": Dialect(
+        renames=make_renames(_TITAN_RULES), path=(), has_turned_pairs=True, has_padding=False,
+        families=("llama",),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meaning:
+    """What an entry of a torch checkpoint is to us.
+
+    Attributes:
+        kind: Of our saved names; ``step`` for the number of updates that an optimizer made; empty
+            for what a run does not need, such as the optimizer's settings.
+        weight: The weight's name here.
+    """
+
+    kind: str
+    weight: str
+
+    @property
+    def saved_name(self) -> str:
+        """Name in a checkpoint of ours."""
+        return f"{self.kind}/{self.weight}"
+
+
+def meaning_of(name: str, renames: Sequence[Rename]) -> Meaning:
+    """What the entry ``name`` is."""
+    state = _STATE.fullmatch(name)
+    if state:
+        slot = state["slot"]
+        kind = SLOTS.get(slot, STEP if slot == STEP else "")
+        return Meaning(kind=kind, weight=renamed(state["weight"], renames))
+    match = _WEIGHT.fullmatch(name)
+    if _OPTIMIZER.fullmatch(name) or match is None:
+        return Meaning(kind="", weight=name)
+    return Meaning(kind=WEIGHTS, weight=renamed(match["weight"], renames))
+
+
+def path_of(saved: str, dialect: Dialect) -> tuple[str, ...]:
+    """Keys of the nested dict by which torch finds what we saved as ``saved``."""
+    kind, _, weight = saved.partition("/")
+    theirs = renamed(weight, [rename.inverse() for rename in dialect.renames])
+    if kind == WEIGHTS:
+        return (*dialect.path, theirs)
+    return ("optimizer", "state", theirs, _KIND_OF[kind])
+
+
+def state_faults(kinds: Iterable[str]) -> list[Fault]:
+    """State that torch could not read: codes of 8 bits, with scales beside them."""
+    unknown = sorted(set(kinds) - {WEIGHTS, *_KIND_OF})
+    if not unknown:
+        return []
+    return [
+        Fault(
+            fact=f"the checkpoint holds {', '.join(unknown)}",
+            rule=f"known to torch are {', '.join(_KIND_OF)}",
+            remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
+            "checkpoint.start_from, or export to Hugging Face, which takes weights alone",
+        )
+    ]
+
+
+def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
+    """Rows of q or k in the order of the other RoPE, [heads * head_width, ...]."""
+    pairs = (
+        np.arange(head_width).reshape(2, -1)
+        if not to_ours
+        else np.arange(head_width).reshape(-1, 2)
+    )
+    order = pairs.T.reshape(-1)
+    heads = values.reshape(-1, head_width, *values.shape[1:])
+    return heads[:, order].reshape(values.shape)
+
+
+def is_turned(saved: str, dialect: Dialect) -> bool:
+    """Whether a tensor's rows lie in another order there; biases and norms of heads have none."""
+    return dialect.has_turned_pairs and _TURNED.fullmatch(saved.partition("/")[2]) is not None
+
+
+def padded_rows(model: ModelSection, dialect: Dialect) -> dict[str, int]:
+    """Weights that have rows of zeros at their end here and not there, and how many."""
+    if dialect.has_padding:
+        return {}
+    return {
+        tensor.name: tensor.padded_rows for tensor in model_tensors(model) if tensor.padded_rows
+    }
+
+
+def dialect_faults(names: str, model: ModelSection | None) -> list[Fault]:
+    """A dialect that is none, or that is not known for this model."""
+    if names not in DIALECTS:
+        rule = f"known are {', '.join(DIALECTS)}"
+        return [Fault(fact=f"--names {names!r}", rule=rule, remedy="use one of them, and --rename")]
+    families = DIALECTS[names].families
+    if not families or (model is not None and model.family in families):
+        return []
+    return [
+        Fault(
+            fact=f"--names {names} with {f'family {model.family}' if model else 'no model section'}",
+            rule=f"names, order of rows and padding there are known for {', '.join(families)}",
+            remedy="give the model by --job JOB.yaml" if model is None else "use --rename",
+        )
+    ]

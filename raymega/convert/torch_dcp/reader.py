@@ -1,0 +1,195 @@
+"""A folder of torch.distributed.checkpoint: which tensors it holds, and their values block by block.
+
+Reading holds one block in memory. Entries that are no tensors are named and never opened.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
+
+import numpy as np
+
+from raymega.convert.number_formats import Array, storage_type
+from raymega.convert.torch_dcp.pickle_reader import (
+    Bytes,
+    Index,
+    Place,
+    Strided,
+    Tensor,
+    Whole,
+    malformed,
+    read_metadata,
+    read_tensor,
+)
+from raymega.errors import ConfigError, Fault
+from raymega.messages import Box
+
+METADATA = ".metadata"
+_WRONG_TYPES = (AttributeError, TypeError, ValueError, KeyError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DcpBlock:
+    """A block of a tensor, and the bytes of a file that hold it.
+
+    Attributes:
+        box: Which block.
+        dtype: Element type.
+        file: The file.
+        start: First byte of it in the file.
+        num_bytes: Its length there, names and all.
+    """
+
+    box: Box
+    dtype: str
+    file: Path
+    start: int
+    num_bytes: int
+
+    def read(self) -> Array:
+        """The values, [*box.shape], checked against the file's own checksum.
+
+        Raises:
+            ConfigError: They are not there, or not one tensor of that shape and type.
+        """
+        source = f"{str(self.file)!r} at byte {self.start}"
+        try:
+            with self.file.open("rb") as stream:
+                window = _Window(stream, self.start, self.num_bytes)
+                return self._values(ZipFile(window), source)
+        except (BadZipFile, OSError, KeyError, EOFError, NotImplementedError) as error:
+            raise malformed(source, f"cannot be read: {error}") from error
+
+    def _values(self, archive: ZipFile, source: str) -> Array:
+        (head,) = [name for name in archive.namelist() if name.endswith("/data.pkl")] or [""]
+        root = head.removesuffix("data.pkl")
+        order = f"{root}byteorder"
+        if order in archive.namelist() and archive.read(order) != b"little":
+            raise malformed(source, "is not little-endian")
+        with archive.open(head) as stream:
+            tensor = read_tensor(stream, source=source)
+        if (tensor.shape, tensor.dtype) != (self.box.shape, self.dtype):
+            found = f"{tensor.dtype} {tensor.shape}"
+            raise malformed(source, f"holds {found}, not {self.dtype} {self.box.shape}")
+        data = archive.getinfo(f"{root}data/{tensor.storage}")
+        if data.compress_type != ZIP_STORED:
+            raise malformed(source, "is compressed")
+        return _as_array(archive.read(data), tensor, source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DcpTensor:
+    """One tensor of a folder: its blocks are apart from each other."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: tuple[DcpBlock, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DcpFolder:
+    """What a folder holds: tensors by name, and names of what is none."""
+
+    tensors: Mapping[str, DcpTensor]
+    others: tuple[str, ...]
+
+
+def open_dcp(folder: Path) -> DcpFolder:
+    """Read the metadata of ``folder``, and no values.
+
+    Raises:
+        ConfigError: There is none, it names anything but torch's own metadata, or is not whole.
+    """
+    source = str(folder / METADATA)
+    try:
+        with (folder / METADATA).open("rb") as stream:
+            whole = read_metadata(stream, source=source)
+    except OSError as error:
+        raise ConfigError(
+            Fault(
+                fact=f"{source!r} cannot be read: {error.strerror}",
+                rule="it says what a torch checkpoint holds, and is written last",
+                remedy="give the folder that torch.distributed.checkpoint.save was told",
+            )
+        ) from error
+    try:
+        entries = dict(whole.state_dict_metadata)
+        tensors = {
+            name: _tensor(folder, name, entry, whole)
+            for name, entry in entries.items()
+            if isinstance(entry, Tensor)
+        }
+    except _WRONG_TYPES as error:
+        raise malformed(source, f"is not whole: {error}") from error
+    others = sorted(name for name, entry in entries.items() if isinstance(entry, Bytes))
+    return DcpFolder(tensors=tensors, others=tuple(others))
+
+
+def _tensor(folder: Path, name: str, entry: Tensor, whole: Whole) -> DcpTensor:
+    dtype, blocks = str(entry.properties.dtype), []
+    for chunk in entry.chunks:
+        index = Index()
+        index.__setstate__({"fqn": name, "offset": tuple(chunk.offsets)})
+        box = Box(offset=tuple(chunk.offsets), shape=tuple(chunk.sizes))
+        if box.num_elements:
+            blocks.append(_block(folder, box, dtype, whole.storage_data[index]))
+    return DcpTensor(name=name, dtype=dtype, shape=tuple(entry.size), blocks=tuple(blocks))
+
+
+def _block(folder: Path, box: Box, dtype: str, place: Place) -> DcpBlock:
+    if place.__dict__.get("transform_descriptors"):
+        raise ValueError(f"{place.relative_path} is transformed, such as compressed")
+    path = PurePosixPath(place.relative_path)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{place.relative_path!r} lies outside the folder")
+    return DcpBlock(
+        box=box, dtype=dtype, file=folder / path, start=int(place.offset),
+        num_bytes=int(place.length),
+    )  # fmt: skip
+
+
+def _as_array(data: bytes, tensor: Strided, source: str) -> Array:
+    values = np.frombuffer(data, storage_type(tensor.dtype))
+    extents = zip(tensor.shape, tensor.strides, strict=True)
+    last = tensor.first + sum((extent - 1) * stride for extent, stride in extents)
+    if tensor.first < 0 or min(tensor.strides, default=0) < 0 or last >= len(values):
+        raise malformed(source, f"has {len(values)} elements, and the tensor ends at {last}")
+    strides = [stride * values.itemsize for stride in tensor.strides]
+    return np.lib.stride_tricks.as_strided(
+        values[tensor.first :], tensor.shape, strides, writeable=False
+    )
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, stream: IO[bytes], start: int, num_bytes: int) -> None:
+        super().__init__()
+        self._stream, self._start, self._num_bytes, self._at = stream, start, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        room = memoryview(buffer)[: max(self._num_bytes - self._at, 0)]
+        self._stream.seek(self._start + self._at)
+        count = self._stream.readinto(room)  # type: ignore[attr-defined]  # buffered files have it
+        self._at += count
+        return int(count)

@@ -1,0 +1,199 @@
+"""Writes a folder that torch.distributed.checkpoint loads: tensors block by block, metadata last.
+
+It holds the one block that it is handed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
+
+import numpy as np
+
+from raymega.convert.number_formats import Array
+from raymega.convert.torch_dcp.pickle_reader import STORAGES
+from raymega.convert.torch_dcp.pickle_writer import Call, Instance, Name, Outside, Table, to_pickle
+from raymega.convert.torch_dcp.reader import METADATA
+from raymega.messages import Box
+
+FILE_BYTES = 2 * 2**30
+_STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
+_MODULE = "torch.distributed.checkpoint.metadata"
+_NO_HOOKS = Call(function=Name(module="collections", name="OrderedDict"))
+_STRIDED = Call(
+    function=Name(module="torch.serialization", name="_get_layout"), arguments=("torch.strided",)
+)
+_CONTIGUOUS = Call(function=Name(module=_MODULE, name="_MEM_FORMAT_ENCODING"), arguments=(0,))
+_DATE = (1980, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewTensor:
+    """A tensor that is to be written.
+
+    Attributes:
+        path: Its place in the nested dict that torch loads; joined by dots it is the name.
+        dtype: Element type.
+        shape: Global shape.
+        blocks: Boxes that tile it, each with what gives its values.
+    """
+
+    path: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: tuple[tuple[Box, Callable[[], Array]], ...]
+
+    @property
+    def name(self) -> str:
+        """torch's name."""
+        return ".".join(self.path)
+
+
+def write_dcp(folder: Path, tensors: Iterable[NewTensor]) -> tuple[str, ...]:
+    """Write ``tensors`` into ``folder``, which exists, and return the names of its files."""
+    entries: dict[str, object] = {}
+    paths: dict[str, object] = {}
+    places: list[tuple[object, object]] = []
+    with _Files(folder) as files:
+        for tensor in tensors:
+            for number, (box, read) in enumerate(tensor.blocks):
+                place = files.add(tensor.dtype, box.shape, read())
+                places.append((_index(tensor.name, number, box), place))
+            entries[tensor.name] = _entry(tensor)
+            paths[tensor.name] = tensor.path
+    whole = _metadata(
+        "Metadata",
+        state_dict_metadata=entries,
+        planner_data=paths,
+        storage_data=Table(items=tuple(places)),
+        storage_meta=None,
+        version="1.0.0",
+    )
+    (folder / METADATA).write_bytes(to_pickle(whole))
+    return (*files.names, METADATA)
+
+
+class _Files:
+    """The data files: one after the other, the next one when FILE_BYTES are reached."""
+
+    def __init__(self, folder: Path) -> None:
+        self.names: list[str] = []
+        self._folder = folder
+        self._stream: BinaryIO | None = None
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def add(self, dtype: str, shape: tuple[int, ...], values: Array) -> Instance:
+        """Append one block as torch.save would write it, and return where it lies."""
+        if self._stream is None or self._stream.tell() >= FILE_BYTES:
+            self._stream = self._next(self._stream)
+        start = self._stream.tell()
+        _write_block(self._stream, dtype, shape, values)
+        return Instance(
+            kind=Name(module="torch.distributed.checkpoint.filesystem", name="_StorageInfo"),
+            state={
+                "relative_path": self.names[-1],
+                "offset": start,
+                "length": self._stream.tell() - start,
+            },
+        )
+
+    def _next(self, stream: BinaryIO | None) -> BinaryIO:
+        if stream is not None:
+            stream.close()
+        self.names.append(f"__0_{len(self.names)}.distcp")
+        return (self._folder / self.names[-1]).open("xb")
+
+
+class _Appended(io.RawIOBase):
+    """What follows in a file as a file of its own, so that positions count from its begin."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__()
+        self._stream, self._start = stream, stream.tell()
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._stream.tell() - self._start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = self._start if whence == io.SEEK_SET else 0
+        return self._stream.seek(base + offset, whence) - self._start
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        return self._stream.write(data)
+
+
+def _write_block(stream: BinaryIO, dtype: str, shape: tuple[int, ...], values: Array) -> None:
+    assert values.shape == shape, f"{values.shape} instead of {shape}"
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    records: dict[str, bytes | memoryview] = {
+        "data.pkl": to_pickle(_tensor(dtype, shape)),
+        "byteorder": b"little",
+        "data/0": data,
+        "version": b"3\n",
+    }
+    with ZipFile(_Appended(stream), "w", ZIP_STORED) as archive:
+        for name, content in records.items():
+            archive.writestr(ZipInfo(f"archive/{name}", _DATE), content)
+
+
+def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
+    num_elements = prod(shape)
+    storage = Name(module="torch", name=_STORAGE_OF[dtype])
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return Call(
+        function=Name(module="torch._utils", name="_rebuild_tensor_v2"),
+        arguments=(
+            Outside(key=("storage", storage, "0", "cpu", num_elements)),
+            0, shape, strides, False, _NO_HOOKS,
+        ),
+    )  # fmt: skip
+
+
+def _entry(tensor: NewTensor) -> Instance:
+    dtype = Name(module="torch", name=tensor.dtype)
+    properties = Instance(
+        kind=Name(module=_MODULE, name="TensorProperties"),
+        state=(dtype, _STRIDED, False, _CONTIGUOUS, False),
+    )
+    chunks = [
+        _metadata("ChunkStorageMetadata", offsets=_size(box.offset), sizes=_size(box.shape))
+        for box, _ in tensor.blocks
+    ]
+    return _metadata(
+        "TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks
+    )
+
+
+def _index(name: str, number: int, box: Box) -> Instance:
+    return _metadata("MetadataIndex", fqn=name, index=number, offset=_size(box.offset))
+
+
+def _metadata(name: str, **state: object) -> Instance:
+    return Instance(kind=Name(module=_MODULE, name=name), state=state)
+
+
+def _size(extents: Sequence[int]) -> Call:
+    return Call(function=Name(module="torch", name="Size"), arguments=(tuple(extents),))

@@ -1,0 +1,182 @@
+"""Opens a split by its path and cuts it into windows, or has its documents packed into rows.
+
+It owns the arithmetic of windows; rows of documents are data.packing's, which window or row comes
+when is data.order's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from raymega.config.data import DataSection
+from raymega.data.arrow import TokenStream
+from raymega.data.format import META_FILE, read_meta, size_faults
+from raymega.data.packing import Documents, PackedSource
+from raymega.data.remote_dataset import local_copy
+from raymega.data.rows import Row, Source, whole_row
+from raymega.data.synthetic import SYNTHETIC_PATH, SyntheticDocuments, SyntheticSource
+from raymega.errors import DataError, Fault, raise_faults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How a split is cut into samples.
+
+    Attributes:
+        seq_len: S.
+        packing: Whether rows hold whole documents.
+        window: Documents that are packed together.
+        multiple: Of each document's tokens in a row.
+    """
+
+    seq_len: int
+    packing: Literal["none", "best_fit"] = "none"
+    window: int = 1
+    multiple: int = 1
+
+
+def shape_of(section: DataSection) -> Shape:
+    """What a job says about it."""
+    return Shape(
+        seq_len=section.seq_len,
+        packing=section.packing,
+        window=section.packing_window,
+        multiple=section.document_multiple,
+    )
+
+
+class StreamSource:
+    """Windows of a token stream: window i holds tokens [i * S, i * S + S], both ends included."""
+
+    def __init__(self, stream: TokenStream, *, seq_len: int, vocab_size: int) -> None:
+        """The stream must be longer than one window; its tokens are below ``vocab_size``."""
+        self.num_windows = (stream.num_tokens - 1) // seq_len
+        self.context, self.efficiency = float(seq_len), 1.0
+        self._stream, self.seq_len, self._vocab_size = stream, seq_len, vocab_size
+
+    def window(self, index: int) -> npt.NDArray[np.int64]:
+        """Tokens of window ``index``: [S + 1].
+
+        Raises:
+            DataError: A token is outside the vocabulary: the shard is not what was written. Cut
+                embeddings would take it for a token of another rank and train on.
+        """
+        start = index * self.seq_len
+        return _read_known(self._stream, start, start + self.seq_len + 1, self._vocab_size)
+
+    def row(self, index: int) -> Row:
+        """The window as a sample."""
+        return whole_row(self.window(index))
+
+
+class StreamDocuments:
+    """The documents of a token stream."""
+
+    def __init__(self, stream: TokenStream, *, vocab_size: int) -> None:
+        """The shards must know where documents begin; tokens are below ``vocab_size``."""
+        self.lengths = stream.document_lengths()
+        self._starts = np.cumsum(self.lengths) - self.lengths
+        self._stream, self._vocab_size = stream, vocab_size
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, stop) of one of them.
+
+        Raises:
+            DataError: A token is outside the vocabulary.
+        """
+        first = int(self._starts[document])
+        return _read_known(self._stream, first + start, first + stop, self._vocab_size)
+
+
+def open_split(path: str, split: str, shape: Shape, *, seed: int) -> Source:
+    """Open one split; sizes of its files are checked, their content is not read yet.
+
+    A dataset in an object store is first brought to this node, whole; see data.remote.
+
+    Args:
+        path: A prepared dataset, or ``synthetic``.
+        split: ``train`` or ``valid``.
+        shape: How it is cut.
+        seed: Of the run; only synthetic tokens depend on it.
+
+    Raises:
+        ConfigError: There is no dataset at the path.
+        DataError: It is torn, has no such split, less than one window, or no boundaries of
+            documents to pack.
+        StorageError: Its store cannot be reached.
+    """
+    is_packed, seq_len = shape.packing != "none", shape.seq_len
+    if path == SYNTHETIC_PATH:
+        if is_packed:
+            made = SyntheticDocuments(split=split, seq_len=seq_len, seed=seed)
+            return packed(made, shape)
+        return SyntheticSource(split=split, seq_len=seq_len, seed=seed)
+    folder = local_copy(path)
+    meta = read_meta(folder)
+    raise_faults(DataError, size_faults(folder, meta))
+    if split not in meta.splits:
+        raise DataError(missing_split(path, split))
+    stream = TokenStream(folder, meta.splits[split])
+    if is_packed:
+        if not meta.has_documents:
+            raise DataError(no_documents(path))
+        documents = StreamDocuments(stream, vocab_size=meta.vocab_size)
+        return packed(documents, shape)
+    if stream.num_tokens <= seq_len:
+        raise DataError(short_split(path, split, stream.num_tokens, seq_len))
+    return StreamSource(stream, seq_len=seq_len, vocab_size=meta.vocab_size)
+
+
+def packed(documents: Documents, shape: Shape) -> PackedSource:
+    """The rows of documents."""
+    return PackedSource(
+        documents, seq_len=shape.seq_len, window=shape.window, multiple=shape.multiple
+    )
+
+
+def _read_known(
+    stream: TokenStream, start: int, stop: int, vocab_size: int
+) -> npt.NDArray[np.int64]:
+    tokens = stream.read(start, stop)
+    if int(tokens.max()) >= vocab_size:
+        raise DataError(_strange_token(start, int(tokens.max()), vocab_size))
+    return tokens
+
+
+def _strange_token(position: int, token: int, vocab_size: int) -> Fault:
+    return Fault(
+        fact=f"a window at token {position} of the split holds token {token}",
+        rule=f"the dataset's tokens are below its vocab_size={vocab_size}",
+        remedy="run `raymega data inspect --verify` on it and prepare it again",
+    )
+
+
+def no_documents(path: str) -> Fault:
+    """The fault of a dataset whose shards do not know where documents begin."""
+    return Fault(
+        fact=f"data.path={path!r} was prepared without the boundaries of documents",
+        rule=f"data.packing=best_fit needs them: {META_FILE} of version 2",
+        remedy="run `raymega data prepare` again into a new folder, or set data.packing=none",
+    )
+
+
+def missing_split(path: str, split: str) -> Fault:
+    """The fault of a dataset that was prepared without the split."""
+    return Fault(
+        fact=f"{path} has no {split} split",
+        rule="it was prepared with --valid-fraction 0",
+        remedy="prepare it with a valid fraction above 0",
+    )
+
+
+def short_split(path: str, split: str, num_tokens: int, seq_len: int) -> Fault:
+    """The fault of a split that holds no whole window."""
+    return Fault(
+        fact=f"the {split} split of {path} has {num_tokens} tokens",
+        rule=f"a window of data.seq_len={seq_len} takes {seq_len + 1}",
+        remedy="prepare more text, or set a smaller data.seq_len",
+    )

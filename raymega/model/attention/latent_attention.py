@@ -1,0 +1,96 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024), its heads cut over the tensor-parallel ranks.
+
+A token's keys and values of all heads are made of one latent of kv_rank features, its queries of one
+of q_rank. Latents belong to the stream: every rank makes those of the positions that it holds there,
+and each makes its own heads of all of them. What happens between the heads is core_attention's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from raymega.config.schema import ModelSection
+from raymega.model.attention.core_attention import CoreAttention
+from raymega.model.attention.rope import score_scale
+from raymega.model.layers.norms import RmsNorm
+from raymega.parallel.context_parallel.context import Places, make_places, no_context, whole_rows
+from raymega.parallel.core.checkpointing import consume, produce
+from raymega.parallel.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ParameterFactory,
+    RowParallelLinear,
+    WholeLinear,
+)
+
+
+class LatentAttention(nn.Module):
+    """softmax(scale * q k^T) v, where a head of q and k is a part without position and a turned one.
+
+    The turned part of k is made of the stream and shared by all heads. With ``is_remade`` backward
+    makes all that lies between the linears that make heads and the last one again.
+    """
+
+    is_remade = False
+
+    def __init__(
+        self, factory: ParameterFactory, name: str, model: ModelSection, positions: nn.Module
+    ) -> None:
+        super().__init__()
+        mla = model.mla
+        self.num_heads = model.num_heads // factory.tp.size
+        self.latents = (mla.q_rank, mla.kv_rank, mla.rope_features)
+        self.q_parts = (mla.nope_features, mla.rope_features)
+        self.kv_parts = (mla.nope_features, mla.value_features)
+        self.score_scale = score_scale(model)
+        self.stream = factory.stream
+        self.positions = positions
+        q_down = (f"{name}.q_down",) if mla.q_rank else ()
+        self.down = WholeLinear(factory, *q_down, f"{name}.kv_down")
+        self.q_norm = RmsNorm(factory, f"{name}.q_latent_norm", model.norm_eps) if q_down else None
+        self.q = ColumnParallelLinear(factory, f"{name}.q_up" if q_down else f"{name}.q")
+        self.kv_norm = RmsNorm(factory, f"{name}.kv_latent_norm", model.norm_eps)
+        self.kv = ColumnParallelLinear(factory, f"{name}.kv_up")
+        self.core = CoreAttention(factory, name, model)
+        self.out = RowParallelLinear(factory, f"{name}.out")
+
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
+        q_latent, kv_latent, k_turned = consume(self.down, x).split(self.latents, dim=-1)
+        q = self.q(self.q_norm(q_latent)) if self.q_norm is not None else consume(self.q, x)
+        kv = self.kv(self.kv_norm(kv_latent))
+        k_turned = self.stream.enter(k_turned)
+        rows = whole_rows(q.shape[0], q.device)
+        inside = partial(self._attend, places=places or make_places(rows, no_context()))
+        if not self.is_remade:
+            return self.out(inside(q, kv, k_turned))
+        return consume(self.out, produce(inside, q, kv, k_turned))
+
+    def _attend(self, q: Tensor, kv: Tensor, k_turned: Tensor, *, places: Places) -> Tensor:
+        """Heads from what the linears made of the latents, and attention between them.
+
+        Args:
+            q: [S/cp, B, H/tp * (N + R)], of each head N features without position and R turned ones.
+            kv: [S/cp, B, H/tp * (N + V)], of each head the key's N and the value's V.
+            k_turned: [S/cp, B, R].
+            places: Where these tokens lie.
+
+        Returns:
+            [S/cp, B, H/tp * V].
+        """
+        H = self.num_heads
+        q_plain, q_turned = q.unflatten(-1, (H, -1)).split(self.q_parts, dim=-1)
+        k_plain, v = kv.unflatten(-1, (H, -1)).split(self.kv_parts, dim=-1)
+        q_turned = self.positions(q_turned, places.turns)
+        k_turned = self.positions(k_turned.unsqueeze(2), places.turns).expand(-1, -1, H, -1)
+        q_SBHK = torch.cat((q_plain, q_turned), dim=-1)
+        if self.score_scale != 1:
+            q_SBHK = q_SBHK.mul_(self.score_scale)
+        k_SBHK = torch.cat((k_plain, k_turned), dim=-1)
+        if v.shape[-1] == k_SBHK.shape[-1]:
+            v = (
+                v.contiguous()
+            )  # or it would keep the keys' part of kv too; a narrower one is copied
+        return self.core(q_SBHK, k_SBHK, v, places)

@@ -1,0 +1,36 @@
+"""From tokens to the residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from raymega.parallel.tensor_parallel.layers import ParameterFactory, VocabParallelEmbedding
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus learned positions in families that have them."""
+
+    def __init__(self, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.stream = factory.stream
+        self.tokens = VocabParallelEmbedding(factory, "embedding.tokens")
+        self.positions = factory.make_if_any("embedding.positions.weight")
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """From tokens to the stream.
+
+        Args:
+            tokens: [B, S] int64.
+            positions: [S, B] or [S, 1] int64, in their documents; None is 0 to S - 1.
+
+        Returns:
+            [S/sp, B, D].
+        """
+        x = self.tokens(tokens.t())
+        if self.positions is None:
+            return x
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        return x + embedding(self.stream.own(positions), self.positions)

@@ -1,0 +1,82 @@
+"""From the residual stream to logits and to the loss.
+
+It sums the losses of tokens; what the sum is divided by is the step's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from raymega.config.schema import ModelSection
+from raymega.parallel.core.output_cache import KeptMemory
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.tensor_parallel.cross_entropy import (
+    LossTerms,
+    num_real_columns,
+    vocab_parallel_cross_entropy,
+)
+from raymega.parallel.tensor_parallel.layers import ParameterFactory, column_linear
+
+
+class Head(nn.Module):
+    """Final norm and the projection to the vocabulary, whose rows are cut over tp.
+
+    The weight is handed in because it may be the token embedding's. In evaluation (``eval()``) the
+    loss is plain cross entropy, without label smoothing and z-loss. ``further`` is what the stage
+    predicts further ahead with.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        weight: ShardedParameter,
+        model: ModelSection,
+        factory: ParameterFactory,
+    ) -> None:
+        super().__init__()
+        self.plain_terms = LossTerms(vocab_size=model.vocab_size)
+        self.training_terms = replace(
+            self.plain_terms, label_smoothing=model.label_smoothing, z_loss=model.z_loss
+        )
+        self.further: nn.Module | None = None
+        self.norm = norm
+        self.weight = weight
+        self.logit_scale = 1 / model.width_ratio  # muP
+        self.stream = factory.stream
+        self.deferral, self.is_fused = factory.deferral, factory.is_fused
+        self.kept = KeptMemory()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> logits [S, B, V/tp] of this rank's tokens, padding left out."""
+        logits = self._padded_logits(self.norm(x))
+        tp, vocab_size = self.stream.tp, self.plain_terms.vocab_size
+        return logits[..., : num_real_columns(logits.shape[-1], tp, vocab_size)]
+
+    def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        """Sum of the token losses where ``mask`` is 1.
+
+        Args:
+            x: [S/sp, B, D].
+            labels: [B, S] int64; any number where ``mask`` is 0.
+            mask: [B, S], 0 or 1.
+
+        Returns:
+            A scalar in max(fp32, dtype), equal on all tensor-parallel ranks.
+        """
+        return self.loss_sum_after_norm(self.norm(x), labels, mask)
+
+    def loss_sum_after_norm(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        """:meth:`loss_sum` of what has its last norm behind it."""
+        terms = self.training_terms if self.training else self.plain_terms
+        logits = self._padded_logits(x)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t(), self.stream.tp, terms, is_fused=self.is_fused
+        )
+        return (losses * mask.t().to(losses.dtype)).sum()
+
+    def _padded_logits(self, x: Tensor) -> Tensor:
+        if self.logit_scale != 1.0:
+            x = x * self.logit_scale
+        return column_linear(x, self.weight, None, self.stream, self.deferral, kept=self.kept)

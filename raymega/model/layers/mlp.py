@@ -1,0 +1,81 @@
+"""Feed-forward layers with the F hidden features cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from raymega.model.layers.fused_ops import bias_gelu, swiglu
+from raymega.parallel.context_parallel.context import Places
+from raymega.parallel.core.checkpointing import consume, produce
+from raymega.parallel.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ParameterFactory,
+    RowParallelLinear,
+)
+
+
+class GeluMlp(nn.Module):
+    """down(gelu(up(x))), with the tanh form of GELU, as in GPT-2.
+
+    With ``is_remade`` backward makes gelu(up(x)) again.
+    """
+
+    is_remade = False
+
+    def __init__(self, factory: ParameterFactory, name: str) -> None:
+        super().__init__()
+        self.is_fused = factory.is_fused
+        self.up = ColumnParallelLinear(factory, f"{name}.up", adds_bias=not factory.is_fused)
+        self.down = RowParallelLinear(factory, f"{name}.down")
+
+    def forward(self, x: Tensor, _places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
+        return self.finish(self.start(x))
+
+    def start(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> [S, B, F/tp], before the nonlinearity and, when fused, the bias."""
+        return consume(self.up, x)
+
+    def finish(self, up: Tensor) -> Tensor:
+        """[S, B, F/tp] -> [S/sp, B, D]."""
+        bias = self.up.bias if self.is_fused else None
+        inside = gelu_tanh if bias is None else partial(bias_gelu, bias=bias)
+        if not self.is_remade:
+            return self.down(inside(up))
+        return consume(self.down, produce(inside, up, params=() if bias is None else (bias,)))
+
+
+class SwigluMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), as in Llama; gate and up are one GEMM.
+
+    With ``is_remade`` backward makes silu(gate(x)) * up(x) again.
+    """
+
+    is_remade = False
+
+    def __init__(self, factory: ParameterFactory, name: str) -> None:
+        super().__init__()
+        self.inside = partial(swiglu, is_fused=factory.is_fused)
+        self.gate_up = ColumnParallelLinear(factory, f"{name}.gate", f"{name}.up")
+        self.down = RowParallelLinear(factory, f"{name}.down")
+
+    def forward(self, x: Tensor, _places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
+        return self.finish(self.start(x))
+
+    def start(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> [S, B, 2 F/tp], gate and up before the nonlinearity."""
+        return consume(self.gate_up, x)
+
+    def finish(self, gate_up: Tensor) -> Tensor:
+        """[S, B, 2 F/tp] -> [S/sp, B, D]."""
+        inside = self.inside
+        return consume(self.down, produce(inside, gate_up) if self.is_remade else inside(gate_up))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form."""
+    return gelu(x, approximate="tanh")

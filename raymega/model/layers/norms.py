@@ -1,0 +1,59 @@
+"""LayerNorm and RMSNorm over the features of the residual stream, and RMSNorm over those of a head.
+
+Torch's kernels take the statistics in fp32 when x is narrower. Every tensor-parallel rank holds the
+whole parameters; with sequence parallelism their gradients are its positions' terms of a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from raymega.model.layers.fused_ops import rms_norm
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+
+    def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = factory.make(f"{name}.weight")
+        self.bias = factory.make(f"{name}.bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
+        super().__init__()
+        self.eps, self.is_fused = eps, factory.is_fused
+        self.weight = factory.make(f"{name}.weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+        return rms_norm(x, self.weight, self.eps, is_fused=self.is_fused)
+
+
+class HeadNorms(nn.Module):
+    """RMSNorm of each query and key head; all query heads share a weight, and all key heads."""
+
+    def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
+        super().__init__()
+        self.eps, self.is_fused = eps, factory.is_fused
+        self.q_weight = factory.make(f"{name}.q_norm.weight")
+        self.k_weight = factory.make(f"{name}.k_norm.weight")
+
+    def forward(self, qk: Tensor, *, num_heads: int) -> Tensor:
+        """qk: [S, B, H/tp + G/tp, K], of which the first ``num_heads`` are queries -> the same."""
+        weights = (
+            self.q_weight.expand(num_heads, -1),
+            self.k_weight.expand(qk.shape[2] - num_heads, -1),
+        )
+        return rms_norm(qk, torch.cat(weights), self.eps, is_fused=self.is_fused)

@@ -1,0 +1,67 @@
+"""The transformer block: attention, then a feed-forward layer, each added to the residual stream.
+
+It knows neither the family nor the layout: parts are handed in, and each part is cut over the
+tensor-parallel ranks in itself. Between parts a rank holds the stream as parallel.stream says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from raymega.model.layers.residual_dropout import ResidualDropout
+from raymega.parallel.context_parallel.context import Places
+from raymega.parallel.core.checkpointing import produce
+
+
+class Part(Protocol):
+    """What a block adds to the stream; with ``is_remade`` backward makes its inside again."""
+
+    is_remade: bool
+    __call__: Callable[..., Tensor]
+
+
+class Block(nn.Module):
+    """Norm before each part, dropout after it, nothing after the sum (pre-norm)."""
+
+    is_norm_remade = False
+
+    def __init__(
+        self,
+        *,
+        attention_norm: nn.Module,
+        attention: Part,
+        attention_dropout: ResidualDropout,
+        mlp_norm: nn.Module,
+        mlp: Part,
+        mlp_dropout: ResidualDropout,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.attention_dropout = attention_dropout
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_dropout = mlp_dropout
+
+    def remake(self, parts: Collection[str]) -> None:
+        """Choose what backward makes again: memory.recompute_parts of the job."""
+        self.is_norm_remade = "norm" in parts
+        self.attention.is_remade = "attention" in parts
+        self.mlp.is_remade = "activation" in parts
+
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """x: [S/sp, B, D] -> [S/sp, B, D]; without places nothing is dropped, and none is elsewhere."""
+        keys = None if places is None else places.keys
+        y = self.attention(self._normal(self.attention_norm, x), places)
+        x = x + self.attention_dropout(y, keys)
+        y = self.mlp(self._normal(self.mlp_norm, x), places)
+        return x + self.mlp_dropout(y, keys)
+
+    def _normal(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if self.is_norm_remade:
+            return produce(norm, x, params=tuple(norm.parameters()))
+        normal: Tensor = norm(x)
+        return normal

@@ -1,0 +1,104 @@
+"""Gated experts on rows that lie by expert, in one node of autograd: up, the gate, and down.
+
+What lies between two products is as large as all rows. A CPU's cache holds that of one expert: where
+rows are many, the product and what is done with it go expert by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raymega.model.layers.fused_ops import swiglu_gradient, swiglu_values
+from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.expert_parallel.grouped_gemm import GroupSizes, OuterProducts, grouped_product
+
+CACHED_BYTES = 2**23
+"""What a CPU's last cache keeps of a product until it is read again."""
+PART_BYTES = 2**18
+"""One expert's part of it from which on calls for each expert cost nothing beside the work."""
+
+
+def gated_experts(
+    rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, deferral: Deferral
+) -> Tensor:
+    """down(silu(gate(x)) * up(x)), each row by its expert.
+
+    Args:
+        rows: [R, D], sorted by expert.
+        up: [E, 2 F, D], of each expert gate first.
+        down: [E, D, F].
+        sizes: Of the experts' rows.
+        deferral: Takes the weights' gradients when they are put off.
+
+    Returns:
+        [R, D].
+    """
+    return _GatedExperts.apply(rows, up, down, sizes, deferral)
+
+
+def gated_product(rows: Tensor, up: Tensor, sizes: GroupSizes) -> tuple[Tensor, Tensor]:
+    """Gate and up, [R, 2 F], and silu(gate) * up, [R, F]; autograd is not told."""
+    if not _is_long(rows, up.shape[1], sizes):
+        gate_up = grouped_product(rows, up.mT, sizes)
+        return gate_up, swiglu_values(gate_up)
+    gate_up = rows.new_empty(rows.shape[0], up.shape[1])
+    inner = rows.new_empty(rows.shape[0], up.shape[1] // 2)
+    for part, weight in _parts(sizes, up):
+        torch.mm(rows[part], weight.T, out=gate_up[part])
+        swiglu_values(gate_up[part], out=inner[part])
+    return gate_up, inner
+
+
+def gated_product_gradient(
+    grad: Tensor, down: Tensor, gate_up: Tensor, sizes: GroupSizes
+) -> Tensor:
+    """From the gradient of what went down, [R, D], to that of gate and up, [R, 2 F]."""
+    if not _is_long(grad, gate_up.shape[1], sizes):
+        return swiglu_gradient(grouped_product(grad, down, sizes), gate_up)
+    grad_gate_up = torch.empty_like(gate_up)
+    for part, weight in _parts(sizes, down):
+        swiglu_gradient(grad[part] @ weight, gate_up[part], out=grad_gate_up[part])
+    return grad_gate_up
+
+
+class _GatedExperts(torch.autograd.Function):
+    """Keeps what the nodes that it stands for keep, and all of it until its backward has ended."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, deferral: Deferral
+    ) -> Tensor:
+        gate_up, inner = gated_product(rows, up, sizes)
+        ctx.save_for_backward(rows, gate_up, inner, up, down)
+        ctx.params, ctx.sizes, ctx.deferral = (up, down), sizes, deferral
+        return grouped_product(inner, down.mT, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gate_up, inner, up, down = ctx.saved_tensors
+        sizes, settle_or_owe, grad = ctx.sizes, ctx.deferral.settle_or_owe, grad.contiguous()
+        grad_down = settle_or_owe(ctx.params[1], OuterProducts(grad, inner, sizes))
+        grad_gate_up = gated_product_gradient(grad, down, gate_up, sizes)
+        grad_up = settle_or_owe(ctx.params[0], OuterProducts(grad_gate_up, rows, sizes))
+        return grouped_product(grad_gate_up, up, sizes), grad_up, grad_down, None, None
+
+
+def _is_long(rows: Tensor, width: int, sizes: GroupSizes) -> bool:
+    num_bytes = rows.shape[0] * width * rows.element_size()
+    num_experts = sizes.counts.shape[0]
+    is_large = num_bytes >= CACHED_BYTES and num_bytes >= PART_BYTES * num_experts
+    return is_large and rows.device.type == "cpu"
+
+
+def _parts(sizes: GroupSizes, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Of each expert where its rows lie, and its weight."""
+    end = 0
+    for count, one in zip(sizes.counts.tolist(), weight.unbind(0), strict=True):
+        begin, end = end, end + count
+        yield slice(begin, end), one

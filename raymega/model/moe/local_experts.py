@@ -1,0 +1,85 @@
+"""Experts that are all on this rank, whole: from tokens to the weighted sum in one node of autograd.
+
+What :mod:`raymega.parallel.expert_parallel.dispatcher` and :mod:`raymega.model.moe.experts` do, where nothing travels and
+nothing is dropped. Small layers take as long for each node and its Python as for their products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raymega.model.moe.experts import Experts
+from raymega.model.moe.grouped_swiglu import gated_product, gated_product_gradient
+from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, Routing
+from raymega.parallel.expert_parallel.grouped_gemm import (
+    OuterProducts,
+    group_sizes,
+    grouped_product,
+)
+from raymega.parallel.expert_parallel.permutation import (
+    Arrangement,
+    arrange,
+    count_choices,
+    rows_of_tokens,
+    sum_of_rows,
+    weighed_sum,
+    weighed_sum_gradients,
+)
+
+
+def is_one_node(experts: Experts, routing: Routing, groups: ExpertGroups) -> bool:
+    """:func:`mix` does what the layer needs."""
+    is_alone = groups.ep.size == 1 and groups.etp.size == 1
+    return is_alone and experts.can_be_one_node and not routing.is_dropping
+
+
+def mix(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """The weighted sum of each token's experts: [T, D] -> [T, D]."""
+    chosen = routing.experts
+    counts = count_choices(chosen, routing.num_experts)
+    arrangement = arrange(chosen, counts, num_rows=chosen.numel())
+    return _Mix.apply(x, routing.weights, experts.up, experts.down, arrangement, experts.deferral)
+
+
+class _Mix(torch.autograd.Function):
+    """Keeps what the nodes that it stands for keep."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  # what the nodes together read
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        arrangement: Arrangement,
+        deferral: Deferral,
+    ) -> Tensor:
+        rows = rows_of_tokens(x, arrangement)
+        sizes = group_sizes(rows, arrangement.counts, inner=down.shape[2])
+        gate_up, inner = gated_product(rows, up, sizes)
+        made = grouped_product(inner, down.mT, sizes)
+        ctx.save_for_backward(weights, rows, gate_up, inner, made, up, down)
+        ctx.params, ctx.arrangement, ctx.sizes, ctx.deferral = (
+            (up, down),
+            arrangement,
+            sizes,
+            deferral,
+        )
+        return weighed_sum(made, weights, arrangement)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, rows, gate_up, inner, made, up, down = ctx.saved_tensors
+        sizes, settle_or_owe = ctx.sizes, ctx.deferral.settle_or_owe
+        grad_made, grad_weights = weighed_sum_gradients(grad, made, weights, ctx.arrangement)
+        grad_down = settle_or_owe(ctx.params[1], OuterProducts(grad_made, inner, sizes))
+        grad_gate_up = gated_product_gradient(grad_made, down, gate_up, sizes)
+        grad_up = settle_or_owe(ctx.params[0], OuterProducts(grad_gate_up, rows, sizes))
+        grad_x = sum_of_rows(grouped_product(grad_gate_up, up, sizes), ctx.arrangement)
+        return grad_x, grad_weights, grad_up, grad_down, None, None

@@ -1,0 +1,393 @@
+"""One pipeline stage of the model: some layers, the embedding before the first, the head last.
+
+It knows which part of the model it is, not how stages talk or in which order they work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
+from raymega.model.attention.rope import Rope
+from raymega.model.families import make_block, make_norm, make_positions
+from raymega.model.layers.activation_offload import Away, tensors_in
+from raymega.model.layers.embedding import Embedding
+from raymega.model.layers.lm_head import Head
+from raymega.model.layers.residual_dropout import ResidualDropout
+from raymega.model.layers.transformer_block import Block
+from raymega.model.mtp import Later, MultiTokenPrediction, with_gradient
+from raymega.parallel.context_parallel.context import (
+    Context,
+    Places,
+    Rows,
+    held_positions,
+    make_places,
+    mark_tokens,
+    no_context,
+    whole_rows,
+)
+from raymega.parallel.core.dropout import TokenKeys, row_keys
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
+from raymega.parallel.tensor_parallel.fp8_linear import Fp8
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.plan.fp8_layers import fp8_blocks
+from raymega.plan.stages import Stage
+from raymega.plan.tensor_table import stage_tensors
+
+TOKEN_TABLE = "embedding.tokens.weight"
+
+
+class Tokens(Protocol):
+    """What a stage reads of a micro-batch; tensors are [B, S/cp] where nothing else is said."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64; any number where the mask is 0."""
+
+    @property
+    def mask(self) -> Tensor:
+        """1 where the token's loss counts, else 0."""
+
+    @property
+    def samples(self) -> Tensor:
+        """[B] int64, global sample indices; or one a token."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64, in the tokens' documents; [1, S/cp] where all rows have the same."""
+
+    @property
+    def documents(self) -> Sequence[Sequence[int]]:
+        """Lengths of each row's whole documents; a single entry stands for all rows."""
+
+    @property
+    def context(self) -> Context | None:
+        """The ranks that share the rows, where that differs between micro-batches."""
+
+    @property
+    def places(self) -> Tensor | None:
+        """[B, S/cp] int64, of the tokens in their samples; None where documents tell."""
+
+    @property
+    def later(self) -> Later | None:
+        """Labels and mask further ahead, [depth, B, S/cp] each; None where none are predicted."""
+
+
+def _rows_of(micro_batch: Tokens) -> Rows:
+    return Rows(
+        micro_batch.positions, micro_batch.documents, micro_batch.context, micro_batch.places
+    )
+
+
+class StageModule(nn.Module):
+    """Stage ``stage`` of ``model`` as one rank holds it, with its initial values.
+
+    Every parameter is a ShardedParameter; together they are plan.tensors' stage_tensors.
+    ``before_use`` is called with the embedding, each block and the head before their weights are
+    used: whoever fills these from other ranks waits there; where they are gone before backward
+    (``are_weights_passing``), also with each block and the head before that uses them again.
+    ``deferral`` takes the weight gradients of linear layers when a schedule puts them off.
+
+    Args:
+        context: The ranks that share the tokens of a sequence; None where there are no others.
+        experts: The ranks that blocks with experts work with; None where there are no others.
+        token_table: The embedding's weight, if this is the last stage and the first one is another
+            on the same rank; a tied head uses it.
+        is_fused: Compile what layers compute between matrix products.
+        precision: Which blocks multiply in fp8, and how; None is no block.
+        is_filled_later: As ParameterFactory has it.
+    """
+
+    blocks_together = 0
+    """So many blocks in a row are kept as one input and run again in backward; 0 keeps all."""
+    are_weights_passing = False
+
+    def __init__(  # noqa: PLR0913  # build is the one place that calls it
+        self,
+        model: ModelSection,
+        stage: Stage,
+        *,
+        stream: Stream,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        context: Context | None = None,
+        experts: ExpertGroups | None = None,
+        token_table: ShardedParameter | None = None,
+        is_fused: bool = False,
+        precision: PrecisionSection | None = None,
+        is_filled_later: bool = False,
+    ) -> None:
+        super().__init__()
+        self.context = context or no_context()
+        experts = experts or no_expert_groups(stream)
+        is_copied = model.needs_token_table_last and not stage.are_ends_together
+        self.deferral = Deferral()
+        factory = ParameterFactory(
+            table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
+            stream=stream,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            tied=TOKEN_TABLE if is_copied else "",
+            is_tied_copy=stage.is_last,
+            experts=experts.place,
+            deferral=self.deferral,
+            is_fused=is_fused,
+            is_filled_later=is_filled_later,
+        )
+        self.seed, self.tp_stream = seed, stream
+        drawn = model.residual_dropout, model.attention_dropout, model.moe.jitter
+        self.has_random, self.has_experts = max(drawn) > 0, model.moe.num_experts > 0
+        self.drops_weights = model.attention_dropout > 0
+        self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
+        precision = precision or PrecisionSection()
+        self.fp8 = Fp8(by_row=precision.fp8 == "rowwise", micro=experts.micro, is_fused=is_fused)
+        in_fp8 = fp8_blocks(model.num_layers, precision)
+        blocks = {
+            str(i): make_block(
+                replace(factory, fp8=self.fp8 if i in in_fp8 else None),
+                i,
+                model,
+                self.rope,
+                experts,
+            )
+            for i in stage.layers
+        }
+        self.embedding = Embedding(factory) if stage.is_first else None
+        self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
+        self.layers = nn.ModuleDict(blocks)
+        self.head: Head | None = None
+        if stage.is_last:
+            self._make_last(factory, model, experts, token_table)
+        self.mtp_loss_sum: Tensor | float = 0.0
+        self.before_use: Callable[[nn.Module], None] = lambda _part: None
+        self.away: Away | None = None
+
+    def _make_last(
+        self,
+        factory: ParameterFactory,
+        model: ModelSection,
+        experts: ExpertGroups,
+        table: ShardedParameter | None,
+    ) -> None:
+        """Head, and what predicts further ahead; they share the token table where they need it."""
+        if model.needs_token_table_last:
+            table = self._token_table(factory, table)
+        norm = make_norm(factory, "final_norm", model)
+        own = None if model.is_embedding_tied else factory.make("head.weight")
+        weight = own if own is not None else table
+        assert weight is not None, "a tied head has a table"
+        self.head = Head(norm, weight, model, factory)
+        if model.mtp_depth:
+            assert table is not None, "it reads the table"
+            self.head.further = MultiTokenPrediction(factory, model, self.rope, experts, table)
+
+    @property
+    def mtp(self) -> MultiTokenPrediction | None:
+        """What predicts further ahead: a part of the head, with which its weights come and go."""
+        further = None if self.head is None else self.head.further
+        assert further is None or isinstance(further, MultiTokenPrediction), "the head has no other"
+        return further
+
+    def _token_table(
+        self, factory: ParameterFactory, table: ShardedParameter | None
+    ) -> ShardedParameter:
+        """The embedding's when it is on this rank, or a copy of it."""
+        if self.embedding is not None:
+            return self.embedding.tokens.weight
+        return table if table is not None else factory.make(TOKEN_TABLE)
+
+    def recompute(self, memory: MemorySection) -> None:
+        """Choose what is made again in backward, and what waits on the host; nothing until then."""
+        is_away, first = "activations" in memory.offload, next(self.parameters(), None)
+        self.away = Away(first.device) if is_away and first is not None else None
+        self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
+        for block in self._blocks():
+            block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
+
+    def _blocks(self) -> list[Block]:
+        """Those of the model and those that predict further ahead."""
+        return [module for module in self.modules() if isinstance(module, Block)]
+
+    def forward(  # noqa: PLR0913  # one micro-batch, part by part
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        hidden: Tensor | None,
+        samples: Tensor | None = None,
+        rows: Rows | None = None,
+        later: Later | None = None,
+    ) -> Tensor:
+        """Work on one micro-batch.
+
+        Args:
+            tokens: [B, S/cp] int64; read by the first stage.
+            labels: [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
+            mask: [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage, and where
+                there are experts.
+            hidden: [S/(cp*sp), B, D] from the stage before, None on the first.
+            samples: [B] int64, global sample indices that dropout and jitter go by, or [B, S/cp] for
+                one a token; None drops nothing.
+            rows: What the rows are made of; None is one document each, whole on this rank.
+            later: Labels and mask further ahead, for multi-token prediction; None predicts none.
+
+        Returns:
+            [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
+            scalar in max(fp32, dtype) that is equal on all tensor-parallel ranks.
+        """
+        places = self._places(rows or whole_rows(tokens.shape[1], tokens.device), mask, samples)
+        x = self._stream(tokens, hidden, places)
+        if self.head is None:
+            return x
+        self.before_use(self.head)
+        if self.mtp is None or later is None:
+            return self._used(self.head, self.head.loss_sum(x, labels, mask))
+        x = self.head.norm(x)
+        loss = self.head.loss_sum_after_norm(x, labels, mask)
+        run = partial(self._run_further, places=places)
+        further = self.mtp.loss_sum(x, self.head, (labels, mask), later, run)
+        self.mtp_loss_sum = self.mtp_loss_sum + further.detach()
+        return self._used(self.head, with_gradient(loss, further, self.mtp.weight))
+
+    def units(self) -> Iterator[nn.Module]:
+        """What ``before_use`` is called with, in the order of forward."""
+        if self.embedding is not None:
+            yield self.embedding
+        yield from self.layers.values()
+        if self.head is not None:
+            yield self.head
+
+    def uses(self, *, is_backward: bool) -> Iterator[nn.Module]:
+        """The units in the order in which a forward, or a backward, calls ``before_use``."""
+        if not is_backward:
+            yield from self.units()
+            return
+        if self.head is not None:
+            yield self.head
+        blocks = list(self.layers.values())
+        together = self.blocks_together or len(blocks) or 1
+        for start in reversed(range(0, len(blocks), together)):
+            some = blocks[start : start + together]
+            yield from some if self.blocks_together else ()
+            yield from reversed(some)
+
+    def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
+        """:meth:`forward` as training calls it."""
+        rows = _rows_of(micro_batch)
+        parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
+        return self(*parts, hidden, micro_batch.samples, rows, micro_batch.later)
+
+    def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
+        """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
+        rows = _rows_of(micro_batch)
+        self.eval()
+        try:
+            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
+            return self(*parts, hidden, rows=rows)
+        finally:
+            self.train()
+
+    def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+        """This rank's columns of the logits, [S, B, V/tp], no padding; only on the last stage."""
+        assert self.head is not None, "only the last stage makes logits"
+        rows = whole_rows(tokens.shape[1], tokens.device)
+        x = self._stream(tokens, hidden, self._places(rows, torch.ones_like(tokens), None))
+        self.before_use(self.head)
+        return self.head(x)
+
+    def _stream(self, tokens: Tensor, hidden: Tensor | None, places: Places) -> Tensor:
+        x = hidden
+        if self.embedding is not None:
+            self.before_use(self.embedding)
+            x = self.embedding_dropout(self.embedding(tokens, places.positions), places.keys)
+        assert x is not None, "a stage that is not the first needs the hidden state before it"
+        return self._run_layers(x, places)
+
+    def take_mtp_loss_sum(self) -> float:
+        """Sum of the losses further ahead of all depths since it was asked last; none is weighed."""
+        taken, self.mtp_loss_sum = float(self.mtp_loss_sum), 0.0
+        return taken
+
+    def _places(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> Places:
+        """Everything that all layers need to know of the tokens' places."""
+        context = rows.context or self.context
+        places = make_places(rows, context)
+        keys = turns = marks = None
+        if isinstance(self.rope, Rope):
+            turns = self.rope.turns(places.positions)
+        if samples is not None and self.has_random:
+            keys = self._keys(rows, samples)
+        if self.has_experts:
+            marks = mark_tokens(rows, mask, context, self.tp_stream)
+        return replace(places, keys=keys, turns=turns, marks=marks)
+
+    def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
+        """By sample and place in it."""
+        at = rows.places
+        if at is None:
+            at = held_positions(rows.documents, self.context).to(samples.device)
+        own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
+        if not self.drops_weights:
+            return TokenKeys(own=own, rows=None)
+        everywhere = whole_rows(sum(rows.documents[0]), samples.device).positions.t()
+        return TokenKeys(own=own, rows=row_keys(self.seed, samples, everywhere))
+
+    def _run_layers(self, x: Tensor, places: Places) -> Tensor:
+        blocks = list(self.layers.values())
+        if not torch.is_grad_enabled() or not (self.blocks_together or self.away):
+            return self._run_blocks(blocks, x, places)
+        for start in range(0, len(blocks), self.blocks_together or 1):
+            some = blocks[start : start + (self.blocks_together or 1)]
+            run = partial(self._run_blocks, some, x, places)
+            if self.blocks_together:
+                run = partial(
+                    checkpoint, self._run_blocks, some, x, places, use_reentrant=False,
+                    preserve_rng_state=False,
+                )  # fmt: skip
+            x = run() if self.away is None else self.away.run(run, self._staying(some, places))
+        if self.away is not None:
+            self.away.end()
+        return x
+
+    def _staying(self, blocks: Sequence[nn.Module], places: Places) -> Iterator[Tensor]:
+        """What backward of ``blocks`` reads that is there anyway."""
+        for block in blocks:
+            yield from block.parameters()
+        yield from tensors_in(places)
+
+    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, places: Places) -> Tensor:
+        for block in blocks:
+            self.before_use(block)
+            x = block(x, places)
+            # Where blocks run again in backward, the last of them has just been used when it begins.
+            if not self.blocks_together or block is not blocks[-1]:
+                x = self._used(block, x)
+        return x
+
+    def _run_further(self, block: nn.Module, x: Tensor, *, places: Places) -> Tensor:
+        """A block that predicts further ahead; its weights are the head's to wait for."""
+        if not self.blocks_together or not torch.is_grad_enabled():
+            return block(x, places)
+        return checkpoint(block, x, places, use_reentrant=False, preserve_rng_state=False)
+
+    def _used(self, unit: nn.Module, output: Tensor) -> Tensor:
+        """A unit has made its output; before its backward it uses its weights again."""
+        if self.are_weights_passing and output.requires_grad:
+            output.register_hook(lambda _gradient: self.before_use(unit))
+        return output

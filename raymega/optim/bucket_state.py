@@ -1,0 +1,120 @@
+"""Held: what a rank keeps of a bucket for its update, and the parts of it that are updated apart.
+
+It moves nothing; the update is optimizer's, the format of what is kept state_formats'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from raymega.config.schema import OptimizerSection
+from raymega.optim.state_formats import AsMasters, Kept, Place, keep
+from raymega.optim.updates import Slot
+from raymega.parallel.core.buckets import Range
+from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.plan.memory.optimizer_state import MOST_KINDS, PORTION_ELEMENTS, format_of, kinds_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """Some elements of one parameter in a bucket's owned part.
+
+    Attributes:
+        place: Of what.
+        within: Selects them in a flat tensor of the owned part.
+        slot: What updates them, with the state of formats that need no opening.
+        kept: Their state between steps, a kind each.
+    """
+
+    place: Place
+    within: slice
+    slot: Slot
+    kept: tuple[Kept, ...]
+
+    def open(self) -> Slot:
+        """The slot with its state opened."""
+        if all(isinstance(each, AsMasters) for each in self.kept):
+            return self.slot
+        return replace(self.slot, state=tuple(each.open() for each in self.kept))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What is kept for the owned part of a bucket.
+
+    ``weights``, ``gradient`` and ``master`` are flat and alike; ``weights`` and ``master`` are the same
+    memory where the compute dtype is precise enough. ``members`` are views of them, one an extent.
+    """
+
+    part: Range
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    master: torch.Tensor
+    members: tuple[Member, ...]
+
+    @property
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All that only an update reads."""
+        if self.weights.dtype != self.master.dtype:
+            yield self.master
+        for member in self.members:
+            yield from (kept.memory for kept in member.kept)
+
+    def blocks(self) -> Iterator[Block]:
+        """Masters, then state, each kind of all extents in turn."""
+        for member in self.members:
+            yield from member.place.blocks("model", member.slot.master)
+        for number in range(MOST_KINDS):
+            for member in self.members:
+                for kept in member.kept[number : number + 1]:
+                    yield from kept.blocks()
+
+    def values(self, name: str) -> Iterator[Block]:
+        """The same as an update named ``name`` works on it: state in the masters' format."""
+        for member in self.members:
+            yield from member.place.blocks("model", member.slot.master)
+            kinds = kinds_of(name, member.slot.param.spec.role)
+            for kind, kept in zip(kinds, member.kept, strict=True):
+                yield from member.place.blocks(kind, kept.open())
+
+
+def hold(
+    part: Range,
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    section: OptimizerSection,
+    counts: Iterator[torch.Tensor],
+) -> Held:
+    """Masters that begin as the weights, state of zeros; ``counts`` gives a scalar for each extent."""
+    master, members = weights.to(gradient.dtype), []
+    for extent in part.extents():
+        within, role = extent.within(part.begin), extent.param.spec.role
+        place = Place(part=part, extent=extent, dtype=master.dtype)
+        form = format_of(section, role)
+        kept = tuple(keep(form, kind, place) for kind in kinds_of(section.name, role))
+        slot = Slot(
+            param=extent.param,
+            master=master[within],
+            gradient=gradient[within],
+            state=tuple(each.open() for each in kept) if form == "master" else (),
+            num_steps=next(counts),
+        )
+        members.append(Member(place=place, within=within, slot=slot, kept=kept))
+    return Held(
+        part=part, weights=weights, gradient=gradient, master=master, members=tuple(members)
+    )
+
+
+def portions(held: Sequence[Held]) -> Iterator[list[Held]]:
+    """In order, a portion as soon as it has PORTION_ELEMENTS or more; on all ranks the same buckets."""
+    portion: list[Held] = []
+    for each in held:
+        portion.append(each)
+        if sum(other.master.numel() for other in portion) >= PORTION_ELEMENTS:
+            yield portion
+            portion = []
+    if portion:
+        yield portion

@@ -1,0 +1,123 @@
+"""Portion: some buckets that are updated together, by one rank's elements and as whole matrices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from raymega.config.schema import ModelSection, OptimizerSection
+from raymega.optim.bucket_state import Held, Member
+from raymega.optim.muon import begin_muon, end_muon, orthogonalise
+from raymega.optim.param_groups import Rates, rates_of
+from raymega.optim.updates import UPDATES, Slot
+from raymega.parallel.comm.process_groups import Groups
+from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.core.buckets import BucketTable
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.data_parallel.muon_gather import WholeMatrices
+from raymega.parallel.data_parallel.quantized_scales import SharedBlocks
+from raymega.plan.memory.optimizer_state import format_of, kinds_of, update_of
+
+Opened = Mapping[tuple[str, Rates], Sequence[Slot]]
+"""Slots of a portion, those that are updated alike together."""
+
+
+class Portion:
+    """Opens the state of its members, moves their masters, and closes it again."""
+
+    def __init__(  # the optimizer is the one place that calls it
+        self,
+        held: Sequence[Held],
+        table: BucketTable,
+        section: OptimizerSection,
+        model: ModelSection,
+        groups: Groups,
+        log: CommLog,
+    ) -> None:
+        self._held, self._section = held, section
+        self._groups: dict[tuple[str, Rates], list[Member]] = defaultdict(list)
+        for member in (member for each in held for member in each.members):
+            spec = member.slot.param.spec
+            rates = rates_of(spec.pieces[0].tensor, section, model)  # fused ones are alike
+            self._groups[update_of(section.name, spec.role), rates].append(member)
+        buckets = [each.part.bucket for each in held]
+        with_matrices = [b for b in buckets if any(map(self._is_whole, (p for p, _ in b.spans)))]
+        self._matrices = None
+        if with_matrices:
+            self._matrices = WholeMatrices(table, with_matrices, groups, log)
+        self._shared = SharedBlocks(buckets, groups, self._kinds_in_blocks, table.dtype, log)
+
+    @torch.no_grad()
+    def update(self, *, lr: float, divisor: torch.Tensor | None) -> None:
+        """One update at ``lr``, with gradients divided by ``divisor`` in place."""
+        opened = {key: [m.open() for m in members] for key, members in self._groups.items()}
+        for (name, rates), slots in opened.items():
+            if name in UPDATES:
+                UPDATES[name](
+                    slots,
+                    self._section,
+                    lr=lr * rates.lr_scale,
+                    weight_decay=rates.weight_decay,
+                    divisor=divisor,
+                )
+        directions = self._directions(opened, divisor)
+        self._close(opened)
+        if self._matrices is not None:
+            self._matrices.transform(directions, self._orthogonalise)
+            self._follow(directions, lr=lr)
+
+    def _directions(self, opened: Opened, divisor: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """Muon: momentum takes the gradients in. By bucket: where its elements would go, flat."""
+        muon = {key: members for key, members in self._groups.items() if key[0] == "muon"}
+        buckets = {m.place.part.bucket.index for members in muon.values() for m in members}
+        flats = {
+            each.part.bucket.index: torch.empty_like(each.gradient)
+            for each in self._held
+            if each.part.bucket.index in buckets
+        }
+        for key, members in muon.items():
+            begin_muon(opened[key], _of(members, flats), self._section, divisor)
+        return flats
+
+    def _orthogonalise(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+        return orthogonalise(matrices, self._section.newton_schulz_steps)
+
+    def _follow(self, directions: Mapping[int, torch.Tensor], *, lr: float) -> None:
+        for (name, rates), members in self._groups.items():
+            if name == "muon":
+                end_muon(
+                    [member.slot for member in members],
+                    _of(members, directions),
+                    lr=lr * rates.lr_scale,
+                    weight_decay=rates.weight_decay,
+                )
+
+    def _close(self, opened: Opened) -> None:
+        """Keep the state; what several ranks hold parts of is measured by all of them first."""
+        changed = [
+            (kept, values)
+            for key, members in self._groups.items()
+            for member, slot in zip(members, opened[key], strict=True)
+            for kept, values in zip(member.kept, slot.state, strict=True)
+        ]
+        self._shared.forget()
+        for kept, values in changed:
+            kept.measure(values, self._shared)
+        self._shared.combine()
+        for kept, values in changed:
+            kept.close(values, self._shared)
+
+    def _is_whole(self, param: ShardedParameter) -> bool:
+        return update_of(self._section.name, param.spec.role) == "muon"
+
+    def _kinds_in_blocks(self, param: ShardedParameter) -> tuple[str, ...]:
+        role = param.spec.role
+        is_short = format_of(self._section, role) == "8bit"
+        return kinds_of(self._section.name, role) if is_short else ()
+
+
+def _of(members: Sequence[Member], flats: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """The members' elements of what is there of each bucket."""
+    return [flats[m.place.part.bucket.index][m.within] for m in members]

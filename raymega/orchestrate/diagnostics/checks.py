@@ -1,0 +1,392 @@
+"""Examines the cluster that a job would use: each finding a fact, and for a problem its remedy.
+
+It judges; looking at nodes is probes'. It starts no run and leaves no object in the store.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+from uuid import uuid4
+
+import ray
+
+from raymega.config.schema import ClusterSection
+from raymega.errors import CapacityError, Fault
+from raymega.messages import Entered, WorkerDied, WorkerFailed, WorkerFinished
+from raymega.orchestrate.cluster.node_inventory import list_nodes
+from raymega.orchestrate.cluster.node_probes import (
+    NodeFacts,
+    Skew,
+    living_nodes,
+    local_versions,
+    measure_skew,
+    node_facts,
+    on_nodes,
+    sees_object,
+    time_store,
+    version_fault,
+)
+from raymega.orchestrate.core.rank_placement import Place, place_ranks
+from raymega.orchestrate.core.worker_group_api import AttemptOrder
+from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+from raymega.plan.hardware.lookup import nvlink_bytes_per_s
+from raymega.plan.run_plan import RunPlan
+from raymega.storage.registry import open_store
+
+Status = Literal["ok", "problem", "skipped"]
+BANDWIDTH_ENTRY = "raymega.train.diagnostics.bandwidth"
+NODE_TIMEOUT_S = 60.0
+STORE_BYTES = 8 * 2**20
+MAX_SKEW_S = 1.0
+SLOW_SHARE = 0.5
+"""A group below this share of its axis' median is called slow."""
+PROBE_PREFIX = "raymega-doctor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        check: Which check made it.
+        status: ``skipped`` when it could not be looked at; the fact says why.
+        fact: What is there.
+        remedy: What to do; only for problems.
+        values: The numbers, for programs.
+    """
+
+    check: str
+    status: Status
+    fact: str
+    remedy: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain JSON, differs by check
+
+
+def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[Finding]:
+    """Look at a connected cluster, check after check; each finding as soon as it is made.
+
+    Args:
+        plan: Of the job to come; without one, what only a job asks for is skipped.
+        store_uri: Root of the job's store.
+    """
+    nodes = living_nodes()
+    ids = list(nodes)
+    yield from check_resources(plan)
+    facts = on_nodes(ids, node_facts, timeout_s=NODE_TIMEOUT_S)
+    yield from check_versions(local_versions(), facts, nodes)
+    yield from check_gpus(facts, nodes)
+    skews = {node: measure_skew(node, timeout_s=NODE_TIMEOUT_S) for node in ids}
+    yield from check_clocks(skews, nodes)
+    if plan is None:
+        yield Finding(check="store", status="skipped", fact="no job file was given")
+        yield Finding(check="bandwidth", status="skipped", fact="no job file was given")
+        return
+    yield from check_store(ids, nodes, store_uri)
+    yield from check_bandwidth(plan, gpus=_gpu_names(facts))
+
+
+def check_resources(plan: RunPlan | None) -> Iterator[Finding]:
+    """Nodes and slots, and whether the grid fits."""
+    cluster = plan.job.cluster if plan else ClusterSection()
+    nodes = list_nodes(cluster)
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
+    values = {"nodes": len(nodes), "cpus": cpus, "gpus": gpus}
+    fact = f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs"
+    if plan is not None:
+        is_free = plan.job.parallel.is_tp_across_nodes_allowed
+        try:
+            place_ranks(nodes, plan.grid, is_tp_across_nodes_allowed=is_free)
+        except CapacityError as error:
+            yield _problem("resources", error.faults[0], values)
+            return
+        fact += f"; grid {plan.grid.describe()} fits"
+    yield Finding(check="resources", status="ok", fact=fact, values=values)
+
+
+def check_versions(
+    own: Mapping[str, str], facts: Mapping[str, NodeFacts | Exception], names: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Driver and nodes must run the same python, ray, torch and raymega."""
+    is_clean = True
+    for node, found in facts.items():
+        if isinstance(found, Exception):
+            fault: Fault | None = _silence(names[node], found)
+        else:
+            fault = version_fault(own, names[node], found.versions)
+        if fault is not None:
+            is_clean = False
+            yield _problem("versions", fault)
+    if is_clean:
+        fact = ", ".join(f"{name} {number}" for name, number in own.items())
+        yield Finding(check="versions", status="ok", fact=f"{fact} everywhere", values=own)
+
+
+def check_gpus(
+    facts: Mapping[str, NodeFacts | Exception], names: Mapping[str, str]
+) -> Iterator[Finding]:
+    """One model and one driver everywhere, and as many GPUs as Ray was told."""
+    known = {node: found for node, found in facts.items() if isinstance(found, NodeFacts)}
+    told = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    faults = [
+        _gpu_count(names[node], told[node], len(found.gpus))
+        for node, found in known.items()
+        if told.get(node, 0) > len(found.gpus)
+    ]
+    kinds = {gpu for found in known.values() for gpu in found.gpus}
+    drivers = {found.driver for found in known.values() if found.driver}
+    if len(kinds) > 1 or len(drivers) > 1:
+        faults.append(_mixture(kinds, drivers))
+    yield from (_problem("gpus", fault) for fault in faults)
+    if not faults and kinds:
+        number = sum(len(found.gpus) for found in known.values())
+        fact = f"{number} x {', '.join(kinds)}, driver {', '.join(drivers)}"
+        yield Finding(check="gpus", status="ok", fact=fact, values={"gpus": number})
+    elif not faults:
+        yield Finding(check="gpus", status="skipped", fact="no node has a GPU")
+
+
+def check_clocks(
+    skews: Mapping[str, Skew | Exception], names: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Clocks within MAX_SKEW_S: logs and S3 signatures depend on them."""
+    known = {node: skew for node, skew in skews.items() if isinstance(skew, Skew)}
+    far = {n: s for n, s in known.items() if abs(s.ahead_s) - s.error_s > MAX_SKEW_S}
+    for node, skew in far.items():
+        yield _problem("clocks", _skew_fault(names[node], skew), {"ahead_s": skew.ahead_s})
+    if not far and known:
+        largest = max(abs(skew.ahead_s) for skew in known.values())
+        fact = f"clocks differ by at most {largest:.3f} s"
+        yield Finding(check="clocks", status="ok", fact=fact, values={"largest_s": largest})
+
+
+def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Iterator[Finding]:
+    """Every node writes and reads the store, and sees what another node wrote."""
+    key = f"{PROBE_PREFIX}/{uuid4().hex}"
+    keys = {node: f"{key}-{index}" for index, node in enumerate(ids)}
+    try:
+        for node in ids:
+            found = on_nodes(
+                [node], time_store, uri, keys[node], STORE_BYTES, timeout_s=NODE_TIMEOUT_S
+            )[node]
+            yield _store_finding(names[node], uri, found)
+        for node, seen in on_nodes(
+            ids, sees_object, uri, keys[ids[0]], timeout_s=NODE_TIMEOUT_S
+        ).items():
+            if seen is False:
+                yield _problem("store", _not_shared(names[node], names[ids[0]], uri))
+    finally:
+        on_nodes(ids, _delete, uri, list(keys.values()), timeout_s=NODE_TIMEOUT_S)
+
+
+def check_bandwidth(
+    plan: RunPlan,
+    *,
+    gpus: Mapping[str, str] | None = None,
+    make_group: Callable[[RunPlan], RayWorkerGroup] | None = None,
+) -> Iterator[Finding]:
+    """An all-reduce on every group of every axis, one axis at a time.
+
+    Args:
+        plan: Whose groups are measured.
+        gpus: Name of the GPUs of each node that has some.
+        make_group: Of workers that measure; doctor's own unless a test brings another.
+    """
+    if plan.grid.world_size == 1:
+        yield Finding(check="bandwidth", status="skipped", fact="one rank sends nothing")
+        return
+    group = (make_group or _bandwidth_group)(plan)
+    homes: Mapping[int, Place] = {}
+    try:
+        timings, fault = collect(group, plan)
+        homes = group.members()
+    except CapacityError as error:
+        timings, fault = [], error.faults[0]
+    finally:
+        group.release(keep_warm=False)
+    if fault is not None:
+        yield _problem("bandwidth", fault)
+    yield from judge_bandwidth(timings, links=_links(homes, gpus or {}))
+
+
+def judge_bandwidth(
+    timings: Sequence[Entered], *, links: Mapping[int, tuple[str, float]] | None = None
+) -> Iterator[Finding]:
+    """One finding an axis, and one for each group that lags behind the others of its axis.
+
+    Args:
+        timings: Of all ranks.
+        links: By rank, its node and the bytes/s that a GPU sends to others of that node.
+    """
+    for axis in dict.fromkeys(timing.phase for timing in timings):
+        speeds: dict[str, float] = {}
+        size = "0"
+        for timing in (each for each in timings if each.phase == axis):
+            size, _, ranks = timing.detail.partition(":")
+            number = ranks.count(",") + 1
+            speed = int(size) / timing.seconds * 2 * (number - 1) / number
+            speeds[ranks] = min(speed, speeds.get(ranks, speed))
+        middle, slowest = median(speeds.values()), min(speeds.values())
+        name = axis.removesuffix("_forward")
+        values = {
+            "axis": name,
+            "groups": len(speeds),
+            "message_bytes": int(size),
+            "bytes_per_s": middle,
+            "slowest_bytes_per_s": slowest,
+            "link_bytes_per_s": _common_link(speeds, links or {}),
+        }
+        fact = (
+            f"{name}: {middle / 1e9:.3f} GB/s of bus bandwidth, slowest group {slowest / 1e9:.3f}"
+        )
+        yield Finding(check="bandwidth", status="ok", fact=fact, values=values)
+        for ranks, speed in speeds.items():
+            if speed < SLOW_SHARE * middle:
+                yield _problem("bandwidth", _slow(name, ranks, speed, middle), values)
+
+
+def _gpu_names(facts: Mapping[str, NodeFacts | Exception]) -> dict[str, str]:
+    known = {node: found for node, found in facts.items() if isinstance(found, NodeFacts)}
+    return {node: found.gpus[0] for node, found in known.items() if found.gpus}
+
+
+def _links(homes: Mapping[int, Place], gpus: Mapping[str, str]) -> dict[int, tuple[str, float]]:
+    """By rank, its node and its GPU's NVLink; ranks without a known one are left out."""
+    speeds = {node: nvlink_bytes_per_s(name) for node, name in gpus.items()}
+    nodes = {rank: place.node_id for rank, place in homes.items() if place.gpus}
+    return {rank: (node, speed) for rank, node in nodes.items() if (speed := speeds.get(node))}
+
+
+def _common_link(groups: Iterable[str], links: Mapping[int, tuple[str, float]]) -> float:
+    """What an axis can carry when each of its groups is inside a node; 0 where nobody knows."""
+    found: set[float] = set()
+    for group in groups:
+        ends = {links.get(int(rank), ("", 0.0)) for rank in group.split(",")}
+        found |= {speed for _, speed in ends} if len(ends) == 1 else {0.0}
+    return min(found, default=0.0)
+
+
+def _bandwidth_group(plan: RunPlan) -> RayWorkerGroup:
+    log_dir = Path(tempfile.gettempdir()) / "raymega-doctor"
+    return RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=BANDWIDTH_ENTRY)
+
+
+def collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault | str | None]:
+    """Timings of all ranks, and why some are missing."""
+    limit_s = plan.job.elastic.start_timeout_s
+    deadline_s = time.monotonic() + limit_s
+    while (lacking := group.reserve(1.0)) is not None:
+        if time.monotonic() > deadline_s:
+            return [], lacking
+    group.start(AttemptOrder(plan_json=plan.to_json(), run_uri="", attempt=0, restore=""))
+    timings: list[Entered] = []
+    num_finished = 0
+    while num_finished < plan.grid.world_size:
+        if time.monotonic() > deadline_s:
+            return timings, _late(limit_s)
+        for report in group.poll(1.0):
+            if isinstance(report, Entered):
+                timings.append(report)
+            elif isinstance(report, WorkerFinished):
+                num_finished += 1
+            elif isinstance(report, WorkerFailed | WorkerDied):
+                return timings, _broken(report)
+    return timings, None
+
+
+def _delete(uri: str, keys: Sequence[str]) -> None:
+    store = open_store(uri)
+    for key in keys:
+        store.delete(key)
+
+
+def _problem(check: str, fault: Fault | str, values: Mapping[str, Any] | None = None) -> Finding:
+    if isinstance(fault, str):
+        return Finding(check=check, status="problem", fact=fault, values=values or {})
+    fact = f"{fault.fact}; {fault.rule}"
+    return Finding(
+        check=check, status="problem", fact=fact, remedy=fault.remedy, values=values or {}
+    )
+
+
+def _store_finding(name: str, uri: str, found: tuple[float, float] | Exception) -> Finding:
+    if isinstance(found, Exception):
+        rule = "every node must be able to write and read the run's store"
+        remedy = "correct checkpoint.uri, permissions or the node's role"
+        fact = f"node {name}: {uri}: {' '.join(str(found).split())[:300]}"
+        return _problem("store", Fault(fact=fact, rule=rule, remedy=remedy))
+    write, read = (STORE_BYTES / max(seconds, 1e-9) for seconds in found)
+    fact = f"node {name} writes {write / 1e6:.0f} MB/s and reads {read / 1e6:.0f} MB/s at {uri}"
+    values = {"node": name, "write_bytes_per_s": write, "read_bytes_per_s": read}
+    return Finding(check="store", status="ok", fact=fact, values=values)
+
+
+def _silence(name: str, found: Exception) -> Fault:
+    return Fault(
+        fact=f"node {name} did not answer: {' '.join(str(found).split())[:300]}",
+        rule=f"a task that imports raymega must run on it within {NODE_TIMEOUT_S:g} s",
+        remedy="install raymega on the node, or submit with a working folder that holds it",
+    )
+
+
+def _gpu_count(name: str, told: int, seen: int) -> Fault:
+    return Fault(
+        fact=f"node {name}: nvidia-smi shows {seen} GPUs",
+        rule=f"Ray offers {told} there",
+        remedy="look at dmesg for a fallen GPU (Xid), correct --num-gpus, or replace the node",
+    )
+
+
+def _mixture(kinds: set[str], drivers: set[str]) -> Fault:
+    return Fault(
+        fact=f"GPUs are {', '.join(sorted(kinds))}, drivers {', '.join(sorted(drivers))}",
+        rule="a step is as slow as its slowest GPU, and NCCL wants one driver everywhere",
+        remedy="use one node type and one image",
+    )
+
+
+def _skew_fault(name: str, skew: Skew) -> Fault:
+    return Fault(
+        fact=f"the clock of node {name} is {skew.ahead_s:+.1f} s off (+-{skew.error_s:.1f})",
+        rule=f"at most {MAX_SKEW_S:g} s, or logs do not line up and stores refuse signatures",
+        remedy="run chrony or systemd-timesyncd on the node",
+    )
+
+
+def _not_shared(name: str, writer: str, uri: str) -> Fault:
+    return Fault(
+        fact=f"node {name} does not see what node {writer} wrote to {uri}",
+        rule="all nodes must share the run's store",
+        remedy="use an object store, or mount the same file system on every node",
+    )
+
+
+def _slow(axis: str, ranks: str, speed: float, middle: float) -> Fault:
+    return Fault(
+        fact=f"{axis} group of ranks {ranks} moves {speed / 1e9:.3f} GB/s",
+        rule=f"the median of its axis is {middle / 1e9:.3f} GB/s",
+        remedy="look for a node on another switch, a network card that is down, or a busy node",
+    )
+
+
+def _late(limit_s: float) -> Fault:
+    return Fault(
+        fact="not every rank has measured its groups",
+        rule=f"they have elastic.start_timeout_s={limit_s:g} s",
+        remedy="look at /tmp/raymega-doctor on the nodes; a firewall between them is a usual cause",
+    )
+
+
+def _broken(report: WorkerFailed | WorkerDied) -> Fault:
+    cause = report.message if isinstance(report, WorkerFailed) else report.cause
+    return Fault(
+        fact=f"rank {report.rank} failed: {' '.join(cause.split())[:300]}",
+        rule="the ranks must be able to meet and to send",
+        remedy="look at /tmp/raymega-doctor on its node; check NCCL_SOCKET_IFNAME and the firewall",
+    )

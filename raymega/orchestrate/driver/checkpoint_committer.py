@@ -1,0 +1,202 @@
+"""From the ranks' ShardSaved reports to committed checkpoints: collect, commit, delete the old.
+
+It owns who may commit (this driver, when every rank has written) and does it beside the control
+loop, which a slow store must not delay. A save that fails is an outcome, never an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+
+from raymega.checkpoint.format.epochs import newest_epoch
+from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, folder_of, is_manifest
+from raymega.checkpoint.format.manifest import Manifest, commit
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.tools.retention import Keep, Pruner
+from raymega.errors import CheckpointError, RaymegaError
+from raymega.messages import Evaluated, Report, SaveAdvanced, SaveSkipped, ShardSaved
+from raymega.orchestrate.core.clock import Clock
+from raymega.orchestrate.core.worker_status import Sign
+from raymega.orchestrate.driver.rank_reports import Gather
+from raymega.orchestrate.driver.save_requests import SaveRequests
+from raymega.plan.run_plan import RunPlan
+from raymega.storage.store import Store
+from raymega.tracking.sink import SavePassedOver, SaveUnderWay
+
+log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Committed:
+    """The checkpoint of ``step`` exists; ``key`` and ``uri`` are its manifest's."""
+
+    step: int
+    key: str
+    uri: str
+    stall_s: float
+    save_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """The checkpoint of ``step`` does not exist, and ``reason`` is why."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Superseded:
+    """There is a newer epoch of the run, so that the checkpoint of ``step`` may not count."""
+
+    step: int
+
+
+Outcome = Committed | Refused | Superseded
+
+
+class Saves:
+    """The saves of one attempt."""
+
+    def __init__(
+        self, *, plan: RunPlan, attempt: int, store: Store, executor: Executor, clock: Clock
+    ) -> None:
+        """``executor`` must have one thread, so that commits keep their order."""
+        self._plan, self._attempt = plan, attempt
+        self._store, self._executor, self._clock = store, executor, clock
+        self._shards: Gather[ShardSaved] = Gather(plan.grid.world_size)
+        self._under_way: list[Future[Outcome]] = []
+        self._requests = SaveRequests(store, executor, clock)
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._progress: dict[int, SaveAdvanced] = {}
+        self._told_s = clock.monotonic()
+        section = plan.job.checkpoint
+        keep = Keep(last=section.keep_last, every=section.keep_every, best=section.keep_best)
+        self._pruner = Pruner(store, keep)
+
+    @property
+    def is_idle(self) -> bool:
+        """Every save that all ranks have reported has an outcome, and it was taken."""
+        return not self._under_way
+
+    def take(self, report: Report | Sign) -> list[SaveUnderWay | SavePassedOver]:
+        """Take in what concerns saves, and return what is to be told of it. Never blocks."""
+        match report:
+            case ShardSaved():
+                self._add(report)
+            case Evaluated():
+                self._metrics[report.step] = report.metrics
+            case SaveAdvanced():
+                return self._advance(report)
+            case SaveSkipped():
+                return [SavePassedOver(attempt=self._attempt, step=report.step)]
+        return []
+
+    def is_wished_for(self, step: int) -> bool:
+        """Whether somebody has asked for a save since ``step``, the last one, was complete."""
+        return self._requests.has_new(step)
+
+    def take_outcomes(self) -> list[Outcome]:
+        """What became of saves since the last call; never blocks."""
+        done = [future for future in self._under_way if future.done()]
+        self._under_way = [future for future in self._under_way if not future.done()]
+        outcomes = [future.result() for future in done]
+        for outcome in outcomes:
+            if isinstance(outcome, Committed):
+                self._requests.answer(outcome.step, uri=outcome.uri)
+            if isinstance(outcome, Refused):
+                self._requests.answer(outcome.step, error=outcome.reason)
+        return outcomes
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until every commit under way has an outcome."""
+        wait(self._under_way, timeout=timeout_s)
+
+    def _add(self, shard: ShardSaved) -> None:
+        """A rank's part; the last one starts the commit."""
+        shards = self._shards.add(rank=shard.rank, step=shard.step, value=shard)
+        if shards:
+            metrics = self._metrics.get(shard.step, {})
+            self._metrics = {step: at for step, at in self._metrics.items() if step > shard.step}
+            self._under_way.append(self._executor.submit(self._finish, shards, metrics))
+
+    def _advance(self, report: SaveAdvanced) -> list[SaveUnderWay | SavePassedOver]:
+        """What all ranks have said of the newest save, now and then."""
+        self._progress[report.rank] = report
+        now_s = self._clock.monotonic()
+        if now_s - self._told_s < PROGRESS_EVERY_S:
+            return []
+        self._told_s = now_s
+        of_step = [each for each in self._progress.values() if each.step == report.step]
+        return [
+            SaveUnderWay(
+                attempt=self._attempt,
+                step=report.step,
+                written_bytes=sum(each.written_bytes for each in of_step),
+                num_bytes=sum(each.num_bytes for each in of_step),
+            )
+        ]
+
+    def _finish(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Outcome:
+        step = next(iter(shards.values())).step
+        begun_s = self._clock.monotonic()
+        try:
+            manifest = self._assemble(shards, metrics)
+        except CheckpointError as error:
+            self._clear_away(step)
+            return Refused(step=step, reason=str(error))
+        try:
+            if self._is_overtaken():
+                return Superseded(step=step)
+            commit(self._store, manifest)
+            if self._is_overtaken():  # readers pass over what came after the newer epoch
+                return Superseded(step=step)
+        except RaymegaError as error:
+            return Refused(step=step, reason=str(error))
+        self._delete_old()
+        written_s = max(shard.stall_s + shard.write_s for shard in shards.values())
+        return Committed(
+            step=step,
+            key=manifest.key,
+            uri=f"{self._store.uri}/{manifest.key}",
+            stall_s=max(shard.stall_s for shard in shards.values()),
+            save_s=written_s + self._clock.monotonic() - begun_s,
+            num_bytes=sum(shard.num_bytes for shard in shards.values()),
+        )
+
+    def _is_overtaken(self) -> bool:
+        return newest_epoch(self._store) > self._attempt
+
+    def _assemble(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Manifest:
+        grid = self._plan.grid
+        return assemble(
+            tuple(shards.values()),
+            world_size=grid.world_size,
+            attempt=self._attempt,
+            created=self._clock.timestamp(),
+            job=self._plan.job.model_dump(mode="json"),
+            grid=grid.degrees(),
+            metrics=metrics,
+        )
+
+    def _clear_away(self, step: int) -> None:
+        """Give back the room of a save that no manifest was written for, and none will be."""
+        mine = CheckpointId(attempt=self._attempt, step=step)
+        try:
+            keys = [key for key in self._store.list(folder_of(step)) if checkpoint_of(key) == mine]
+            for key in () if any(map(is_manifest, keys)) else keys:
+                self._store.delete(key)
+        except RaymegaError as error:
+            log.warning("what is left of the save of step %d stays: %s", step, error)
+
+    def _delete_old(self) -> None:
+        try:
+            self._pruner.prune()
+        except RaymegaError as error:
+            log.warning("old checkpoints were not deleted: %s", error)

@@ -1,0 +1,207 @@
+"""The driver's loop: a state machine stepped once a tick, owner of attempts, commits and the run.
+
+It decides when what is due, by asking policies; course does it. It trains nothing, and every wait it
+makes is bounded.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from math import inf
+
+from raymega.errors import CapacityError, RaymegaError
+from raymega.messages import Requests
+from raymega.orchestrate.core.clock import Clock
+from raymega.orchestrate.core.state import RunState, State
+from raymega.orchestrate.core.worker_group_api import WorkerGroup
+from raymega.orchestrate.driver.run_context import TICK_S, Course
+from raymega.orchestrate.run_store.lease import Lease
+from raymega.plan.run_plan import RunPlan
+from raymega.tracking.sink import RunFinished, Sink
+
+LOADING_PATIENCE = 3
+"""So many times elastic.replan_after_s are processes waited for that load on nodes that live: they come
+sooner than a run that has shrunk grows back."""
+
+
+class Controller:
+    """One driver's work on one run. ``run`` does it all; ``tick`` is one step of it."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        lease: Lease,
+        group: WorkerGroup,
+        sink: Sink,
+        clock: Clock,
+        executor: Executor,
+    ) -> None:
+        """Read the run's journal and find where it stands; nothing is started or written.
+
+        Args:
+            plan: What to run.
+            lease: On the run, whose store it knows; this driver has taken it, and somebody renews it.
+            group: Workers; released when the run ends.
+            sink: Gets every event; must not raise and not block.
+            clock: For deadlines and durations.
+            executor: One thread for writes to the store; stays open.
+
+        Raises:
+            ConfigError: The store holds a run of this name with another model, seed or data.
+            CheckpointError: The run has checkpoints, and none can be restored.
+        """
+        self._job, self._lease, self._group = plan.job, lease, group
+        self._course = Course(
+            plan, lease=lease, group=group, sink=sink, clock=clock, executor=executor
+        )
+        self._clock, self._stop_asked_s = clock, inf
+        self._handlers = {
+            State.SCHEDULING: self._schedule,
+            State.STARTING: self._wait_for_start,
+            State.RUNNING: self._watch,
+            State.STOPPING: self._wait_for_stop,
+            State.RESIZING: self._wait_for_resize,
+            State.RESTARTING: self._clear_up,
+        }
+
+    @property
+    def state(self) -> RunState:
+        """Where the run stands."""
+        return self._course.state
+
+    def request_stop(self) -> None:
+        """Ask for a stop with a save at the next step; callable from a signal handler."""
+        self._stop_asked_s = min(self._stop_asked_s, self._clock.monotonic())
+
+    def run(self) -> RunFinished:
+        """Step to an end, and leave nothing behind.
+
+        Raises:
+            PreemptedError: The run was stopped before its end and can be continued.
+            LeaseError: Another driver has taken the run.
+            RaymegaError: The driver gave up; the class tells the exit code.
+        """
+        self._course.open()
+        try:
+            while not self.state.state.is_end:
+                self.tick()
+        except RaymegaError as error:
+            self._course.fail(error)
+        finally:
+            ended = self._course.end()
+        self._course.raise_what_ended_it()
+        return ended
+
+    def tick(self) -> None:
+        """One step of the state machine; returns within some TICK_S, but for clearing up."""
+        self._lease.refuse_if_lost()
+        self._handlers[self.state.state]()
+
+    # One handler a state.
+
+    def _schedule(self) -> None:
+        course, steps = self._course, self._job.run.steps
+        if course.state.saved_step >= steps:
+            done = f"step {course.state.saved_step} of {steps} is saved"
+            course.move(State.FINISHED, f"nothing is left to do: {done}")
+            return
+        if self._is_stop_due():
+            course.move(State.PREEMPTED, "stopped before its workers started")
+            return
+        lacking = self._group.reserve(TICK_S)
+        if lacking is None:
+            course.begin_attempt()
+        elif self._shrink():
+            return
+        elif course.seconds_here > self._job.cluster.capacity_timeout_s:
+            raise CapacityError(lacking)
+
+    def _wait_for_start(self) -> None:
+        course = self._course
+        failure = course.listen()
+        if failure is not None:
+            course.lose(failure)
+        elif self._is_stop_due():
+            course.move(State.PREEMPTED, "stopped before its first step")
+        elif course.work.attempt.has_met:
+            course.move(State.RUNNING, "all workers have met")
+
+    def _watch(self) -> None:
+        course = self._course
+        failure = course.listen() or course.bad_end
+        if failure is not None:
+            course.lose(failure)
+        elif course.is_done:
+            course.move(State.FINISHED, "every step is done and saved")
+        elif self._asked_s_ago >= 0:
+            self._group.request(Requests(stop=True, save=True))
+            course.move(State.STOPPING, "asked to stop")
+        elif course.work.saves.is_wished_for(course.state.step):
+            self._group.request(Requests(save=True))
+        else:
+            self._leave_or_grow()
+
+    def _wait_for_stop(self) -> None:
+        course, limit_s = self._course, self._job.elastic.stop_timeout_s
+        failure = course.listen()
+        if failure is not None:
+            course.lose(failure)
+        elif course.is_done:
+            is_whole = course.state.saved_step >= self._job.run.steps
+            course.move(State.FINISHED if is_whole else State.PREEMPTED, "asked to stop")
+        elif self._asked_s_ago > limit_s:
+            reason = f"the last save took longer than elastic.stop_timeout_s={limit_s:g}"
+            course.move(State.PREEMPTED, reason)
+
+    def _wait_for_resize(self) -> None:
+        """A save that fails costs steps, not the change: the state before it is gone back to."""
+        course = self._course
+        failure = course.listen()
+        if failure is not None:
+            course.lose(failure)
+        elif course.is_done and course.state.saved_step >= self._job.run.steps:
+            course.move(State.FINISHED, "every step is done and saved")
+        elif course.is_done or course.seconds_here > self._job.elastic.stop_timeout_s:
+            course.move(State.RESTARTING, course.state.reason)
+
+    def _clear_up(self) -> None:
+        self._course.clear_up()
+        self._course.move(State.SCHEDULING, self._course.state.reason)
+
+    def _is_stop_due(self) -> bool:
+        """A run that trains nothing stops when asked to; but first it saves what only snapshots hold."""
+        is_unsaved = self.state.step > self.state.saved_step
+        return self._asked_s_ago >= (self._job.elastic.stop_timeout_s if is_unsaved else 0.0)
+
+    @property
+    def _asked_s_ago(self) -> float:
+        """Seconds since a stop was asked for; below 0 when none was."""
+        return self._clock.monotonic() - self._stop_asked_s
+
+    # When the grid changes.
+
+    def _shrink(self) -> bool:
+        """When lost workers have not come back in time: take the best grid for those that are left."""
+        course = self._course
+        patience_s = self._job.elastic.replan_after_s
+        if course.seconds_here <= patience_s:
+            return False
+        if course.seconds_here <= LOADING_PATIENCE * patience_s and self._group.is_loading():
+            return False
+        plan = course.grids.shrink(self._group.ready())
+        if plan is None or plan == course.grids.now:
+            return False
+        course.change_grid(plan)
+        return True
+
+    def _leave_or_grow(self) -> None:
+        """Save and go on elsewhere: when nodes are taken away, or the job's own grid is worth it again."""
+        departure, margin_s = self._group.departure(), self._job.elastic.drain_margin_s
+        if departure is not None:
+            reason = departure.reason if departure.is_due(margin_s) else ""
+        else:
+            reason = self._course.grids.reason_to_grow(self._group.ready(), step=self.state.step)
+        if reason:
+            self._group.request(Requests(stop=True, save=True))
+            self._course.move(State.RESIZING, reason)

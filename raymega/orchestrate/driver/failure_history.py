@@ -1,0 +1,69 @@
+"""The losses of one driver: what failed so far, and the outage that is not yet made good.
+
+It counts and measures. What to do about a failure is policies', and doing it the controller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raymega.orchestrate.core.clock import Clock
+from raymega.orchestrate.core.failure_policy import Decision, Failure, FailurePolicy
+from raymega.orchestrate.driver.attempt_monitor import Attempt
+from raymega.orchestrate.driver.recovery_timer import Outage
+from raymega.tracking.sink import Recovered, StateSource
+
+PHASE_OF = {"rendezvous": "rendezvous", "built": "build", "restored": "restore"}
+"""Phases of a recovery by those that workers report."""
+
+
+class Losses:
+    """Failures, oldest first, and the stop watch of the present outage."""
+
+    def __init__(
+        self, policy: FailurePolicy, clock: Clock, *, earlier: Sequence[Failure] = ()
+    ) -> None:
+        """``earlier`` are those of drivers that were torn away, oldest first: they count, too."""
+        self._policy, self._clock = policy, clock
+        self._failures = list(earlier)
+        self._outage: Outage | None = None
+
+    def decide(self, failure: Failure) -> Decision:
+        """What follows from one more failure."""
+        decision = self._policy.decide(self._failures, failure)
+        self._failures.append(failure)
+        return decision
+
+    def begin(self, failure: Failure, attempt: Attempt) -> None:
+        """``attempt`` is lost; when the one before never got as far as its loss, that goes on."""
+        now_s = self._clock.monotonic()
+        if self._outage is None:
+            detection_s = now_s - attempt.last_sign_s
+            self._outage = Outage(
+                rank=failure.rank, step=attempt.step, seen_s=now_s, detection_s=detection_s
+            )
+
+    def mark(self, phase: str) -> None:
+        """A phase of the recovery is over, if there is a recovery; see outage.PHASES."""
+        if self._outage is not None:
+            self._outage.passed(phase, self._clock.monotonic())
+
+    def mark_start(self, phase: str, attempt: Attempt) -> None:
+        """A rank has passed a phase of its start; the last one ends a phase of the recovery."""
+        if attempt.has_passed(phase):
+            self.mark(PHASE_OF[phase])
+
+    def end(
+        self, attempt: Attempt, *, number: int, step: int, source: StateSource
+    ) -> Recovered | None:
+        """The event of the outage's end, when ``step`` completed steps make up for it."""
+        if self._outage is None or not self._outage.is_over(step):
+            return None
+        outage, self._outage = self._outage, None
+        return outage.recovered(
+            attempt=number,
+            step=step,
+            restored_step=attempt.first_step,
+            source=source,
+            now_s=self._clock.monotonic(),
+        )

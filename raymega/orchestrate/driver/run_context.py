@@ -1,0 +1,301 @@
+"""One run under way: its state, attempt and books, and the verbs that the driver's loop is written in.
+
+It takes in what workers and commits have to say, begins and loses attempts, and tells the sink. When
+each of that is due is the controller's to decide.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from raymega.errors import LeaseError, RaymegaError
+from raymega.messages import (
+    Entered,
+    Evaluated,
+    ExpertsLoaded,
+    MemoryMeasured,
+    NodesChecked,
+    Report,
+    StepDone,
+    StepDoubted,
+    TimelineRecorded,
+)
+from raymega.orchestrate.core.clock import Clock
+from raymega.orchestrate.core.failure_policy import (
+    Action,
+    Failure,
+    give_up_error,
+    policy_of,
+    unsaved,
+)
+from raymega.orchestrate.core.state import State
+from raymega.orchestrate.core.worker_group_api import AttemptOrder, WorkerGroup
+from raymega.orchestrate.core.worker_status import Sign
+from raymega.orchestrate.driver import events, exit_errors
+from raymega.orchestrate.driver.attempt_context import Work, begin_work
+from raymega.orchestrate.driver.checkpoint_committer import Committed, Refused, Superseded
+from raymega.orchestrate.driver.failure_history import Losses
+from raymega.orchestrate.driver.goodput import GoodputMeter
+from raymega.orchestrate.driver.restore_point import RestorePoint
+from raymega.orchestrate.driver.scaling_policy import Grids
+from raymega.orchestrate.run_store.journal import Journal
+from raymega.orchestrate.run_store.lease import Lease
+from raymega.plan.run_plan import RunPlan
+from raymega.tracking.sink import RunFinished, Sink
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""Longest wait for something to be said, and so of a stop request for its answer."""
+DRAIN_S = 30.0
+"""Longest wait for a commit under way before a restart looks for the newest checkpoint."""
+
+
+class Course:
+    """The run of one driver; called from its loop alone.
+
+    Attributes:
+        state: Where the run stands.
+        grids: The grid that it has, and the one that it should have.
+        work: What belongs to the present attempt.
+        losses: What failed so far, and the outage that is not made good.
+        error: Why the driver gave up, if it did.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        lease: Lease,
+        group: WorkerGroup,
+        sink: Sink,
+        clock: Clock,
+        executor: Executor,
+    ) -> None:
+        """As Controller's; nothing is started or written."""
+        self._job, self._lease = plan.job, lease
+        self._store, self._group, self._sink = lease.store, group, sink
+        self._clock, self._executor = clock, executor
+        self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
+        past = self._journal.past
+        self.grids = Grids(plan, num_before=past.num_workers)
+        self.losses = Losses(policy_of(plan.job.elastic), clock, earlier=past.failures)
+        self._restore = RestorePoint(lease.store, plan.job, group.keeping)
+        self.error: RaymegaError | None = None
+        self.state = self._journal.first_state()
+        self._find_state()
+        if self._restore.start.key and not self._journal.record.num_attempts:
+            self.state = replace(self.state, reason="taken up from a checkpoint that was there")
+        self._meter = GoodputMeter(first_step=self.state.step, now_s=clock.monotonic())
+        self.work = self._new_work()
+
+    @property
+    def seconds_here(self) -> float:
+        """Since the present state began."""
+        return self._clock.monotonic() - self.state.since_s
+
+    @property
+    def is_done(self) -> bool:
+        """Every rank has left its loop, and no save is under way."""
+        return self.work.attempt.is_finished and self.work.saves.is_idle
+
+    @property
+    def bad_end(self) -> Failure | None:
+        """The workers are done, and their last step is not saved."""
+        if not self.is_done or self.state.saved_step >= self._job.run.steps:
+            return None
+        return unsaved(step=self.work.attempt.step, saved_step=self.state.saved_step)
+
+    def open(self) -> None:
+        """Tell the sink that the driver has taken up the run."""
+        record, uri = self._journal.record, self._store.uri
+        self._sink.emit(events.run_started(self.grids.now, record, self.state, uri=uri))
+
+    def move(self, to: State, reason: str) -> None:
+        """Be in another state."""
+        log.debug("%s -> %s: %s", self.state.state, to, reason)
+        self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
+        self._journal.note(self.state)
+
+    def change_grid(self, plan: RunPlan) -> None:
+        """The next attempt has the grid of ``plan``."""
+        was = self.grids.now.grid
+        self.grids.now = plan
+        self._group.use(plan)
+        change = f"{was.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
+        log.warning("re-planned from %s", change)
+        self.state = replace(self.state, reason=f"{self.state.reason}; re-planned from {change}")
+
+    def begin_attempt(self) -> None:
+        """The attempt's number is on record before anything can be written under it."""
+        self.state = replace(self.state, attempt=self._lease.begin_attempt())
+        self.move(State.STARTING, self.state.reason)
+        start, spares = self._restore.start, self._num_spares()
+        self._journal.begin(self.grids.now, self.state, restored=start.key, spares=spares)
+        self.work = self._new_work()
+        self._sink.emit(events.attempt_started(self.grids.now, self.state, source=start.source))
+        self._group.start(
+            AttemptOrder(
+                plan_json=self.grids.now.to_json(),
+                run_uri=self._store.uri,
+                attempt=self.state.attempt,
+                restore=start.key,
+                holders=start.holders,
+                passed_over=self._restore.passed_over,
+            )
+        )
+
+    def listen(self) -> Failure | None:
+        """Take in what workers and commits have to say; why the attempt is lost, if it is."""
+        reports = self._group.poll(TICK_S)
+        self._announce_workers()
+        for report in reports:
+            self.work.attempt.observe(report, self._clock.monotonic())
+            self._take(report)
+        self._take_outcomes()
+        now_s = self._clock.monotonic()
+        if (silent := self.work.attempt.look_due(now_s)) is not None:
+            self._group.look(silent)
+        return self.work.attempt.failure(now_s)
+
+    def lose(self, failure: Failure) -> None:
+        """The attempt is lost; the policy says what follows."""
+        if self.state.state is State.RUNNING and self.work.attempt.could_not_restore(failure):
+            self._restore.give_up_on_newest()
+            self._note(failure, decided := "the checkpoint cannot be read, the one before is next")
+            self.move(State.RESTARTING, decided)
+            return
+        decision = self.losses.decide(failure)
+        self._journal.lose(failure)
+        self._note(failure, decision.reason)
+        if failure.traceback:
+            log.error("%s; %s\n%s", failure.headline, decision.reason, failure.traceback)
+        if decision.action is Action.GIVE_UP:
+            self.error = give_up_error(failure, decision.reason)
+            self.move(State.FAILED, failure.cause)
+        elif self.state.state is State.STOPPING and not self._job.elastic.snapshot_every:
+            self.move(State.PREEMPTED, f"the last save was lost: {failure.cause}")
+        else:
+            if decision.action is Action.ROLL_BACK:
+                self._restore.roll_back(failure, attempt=self.state.attempt)
+            self.move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
+
+    def clear_up(self) -> None:
+        """End the lost attempt on all ranks, and go back to the newest state that there is."""
+        self._journal.keep(self.state)
+        self._group.release(keep_warm=True)
+        self.losses.mark("abort")
+        self.work.saves.wait(DRAIN_S)
+        self._take_outcomes()
+        self._find_state()
+        self.losses.mark("find")
+        if self.grids.can_be_full(self._group.ready()):
+            self.change_grid(self.grids.full)
+        self._meter.rewind(self.state.step)
+
+    def fail(self, error: RaymegaError) -> None:
+        """The driver gives up."""
+        self.error = error
+        self.move(State.FAILED, str(error))
+
+    def end(self) -> RunFinished:
+        """Release everything, write what is left to write, and tell the sink how it ended."""
+        self._group.release(keep_warm=False)
+        self.work.saves.wait(DRAIN_S)
+        try:
+            self._take_outcomes()
+        except LeaseError as error:
+            self.error = error
+        self._journal.end(self.state, DRAIN_S)
+        uri, now_s = self._restore.uri, self._clock.monotonic()
+        ended = events.run_finished(
+            self.state, self._meter, error=self.error, checkpoint_uri=uri, now_s=now_s
+        )
+        self._sink.emit(ended)
+        return ended
+
+    def raise_what_ended_it(self) -> None:
+        """Return when every step is done.
+
+        Raises:
+            PreemptedError: The run was stopped.
+            RaymegaError: The driver gave up.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.state.state is State.PREEMPTED:
+            raise exit_errors.stopped(self._journal.record, self.state)
+
+    def _announce_workers(self) -> None:
+        members = self._group.members()
+        if members and not self.work.is_announced:
+            self.work.is_announced = True
+            self.work.ranks.nodes = {rank: members[rank].node_id for rank in members}
+            self._sink.emit(events.workers_started(self.state, members))
+
+    def _take(self, report: Report | Sign) -> None:
+        for told in self.work.saves.take(report):
+            self._sink.emit(told)
+        match report:
+            case Entered():
+                self.losses.mark_start(report.phase, self.work.attempt)
+            case StepDone():
+                self._take_step(report)
+            case TimelineRecorded() | MemoryMeasured() | ExpertsLoaded():
+                for event in self.work.ranks.take(report, attempt=self.state.attempt):
+                    self._sink.emit(event)
+            case Evaluated() | NodesChecked() | StepDoubted():
+                self._sink.emit(events.of_report(self.state, report))
+
+    def _take_step(self, report: StepDone) -> None:
+        self.state = replace(self.state, step=report.step)
+        step_s = report.metrics.get("train/step_time_s", 0.0)
+        self._meter.add(step_s)
+        self.grids.add_step(step_s)
+        if report.metrics.get("checkpoint/snapshot_step"):
+            self._group.keeping.settle()
+        spares, age_s = self._num_spares(), self._lease.age_s
+        self._sink.emit(events.step_finished(self.state, report, spares=spares, age_s=age_s))
+        source = self._restore.start.source
+        recovered = self.losses.end(
+            self.work.attempt, number=self.state.attempt, step=report.step, source=source
+        )
+        if recovered is not None:
+            self.grids.change_s = recovered.recovery_s
+            self._sink.emit(recovered)
+
+    def _take_outcomes(self) -> None:
+        for outcome in self.work.saves.take_outcomes():
+            match outcome:
+                case Committed():
+                    self.state = replace(self.state, saved_step=outcome.step)
+                    self._restore.key = outcome.key
+                    self._journal.keep(self.state)
+                    self._sink.emit(events.checkpoint_committed(self.state, outcome))
+                case Refused():
+                    log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
+                    self._sink.emit(events.save_failed(self.state, outcome))
+                case Superseded():
+                    self._lease.renew()  # learns who it was
+                    self._lease.refuse_if_lost()
+
+    def _note(self, failure: Failure, decision: str) -> None:
+        where = self.work.attempt.whereabouts()
+        self._sink.emit(
+            events.failure_seen(self.state, failure, decision=decision, whereabouts=where)
+        )
+        self.losses.begin(failure, self.work.attempt)
+
+    def _find_state(self) -> None:
+        """Take the state back to the newest checkpoint or snapshot that can be restored."""
+        saved_step = self._restore.find(self._journal.record, saved_step=self.state.saved_step)
+        self.state = replace(self.state, step=self._restore.start.step, saved_step=saved_step)
+
+    def _num_spares(self) -> int:
+        return max(0, len(self._group.ready()) - self.grids.now.grid.world_size)
+
+    def _new_work(self) -> Work:
+        grids, store, executor = self.grids, self._store, self._executor
+        return begin_work(grids, self.state, store=store, executor=executor, clock=self._clock)

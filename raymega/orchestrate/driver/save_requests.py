@@ -1,0 +1,148 @@
+"""Saves on request: one object in the run's store asks for a checkpoint, another one answers.
+
+Whoever can write to the store can ask. The driver looks for requests beside its loop, so that a slow
+store does not delay it, and a request outlives a driver or an attempt that dies. How a run is found
+by its name is running's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from uuid import uuid4
+
+from raymega.errors import ConfigError, Fault, RaymegaError, StorageError
+from raymega.orchestrate.core.clock import Clock
+from raymega.orchestrate.core.state import State
+from raymega.orchestrate.run_store.journal import RunRecord, read_record
+from raymega.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+REQUESTS, ANSWERS = "requests/", "answers/"
+LOOK_EVERY_S = 2.0
+"""How often the driver lists requests, which in an object store costs something."""
+ASK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What became of a request: the checkpoint of ``step`` is at ``uri``, or ``error`` says why not."""
+
+    step: int
+    uri: str
+    error: str
+
+
+class SaveRequests:
+    """The driver's end, for one attempt. Called from the control loop's thread; never blocks."""
+
+    def __init__(self, store: Store, executor: Executor, clock: Clock) -> None:
+        self._store, self._executor, self._clock = store, executor, clock
+        self._asked_at: dict[str, int] = {}
+        self._answered: set[str] = set()
+        self._look: Future[list[str]] | None = None
+        self._next_look_s = clock.monotonic()
+
+    def has_new(self, step: int) -> bool:
+        """Whether a request came in since the last look; ``step`` is the last complete one."""
+        if self._look is None:
+            if self._clock.monotonic() < self._next_look_s:
+                return False
+            self._look = self._executor.submit(self._list)
+        if not self._look.done():
+            return False
+        found, self._look = self._look.result(), None
+        self._next_look_s = self._clock.monotonic() + LOOK_EVERY_S
+        new = [name for name in found if name not in self._answered | self._asked_at.keys()]
+        self._asked_at |= dict.fromkeys(new, step)
+        return bool(new)
+
+    def answer(self, step: int, *, uri: str = "", error: str = "") -> None:
+        """The save of ``step`` is done or failed: whoever asked before that step is told."""
+        told = [name for name, asked_at in self._asked_at.items() if asked_at < step]
+        for name in told:
+            del self._asked_at[name]
+            self._answered.add(name)
+            self._executor.submit(self._tell, name, Answer(step=step, uri=uri, error=error))
+
+    def _list(self) -> list[str]:
+        try:
+            return [key.removeprefix(REQUESTS) for key in self._store.list(REQUESTS)]
+        except RaymegaError as error:
+            log.warning("requests for a save cannot be seen: %s", error)
+            return []
+
+    def _tell(self, name: str, answer: Answer) -> None:
+        """The answer first: a driver that dies in between answers once more, and nobody waits."""
+        try:
+            self._store.put(ANSWERS + name, [json.dumps(asdict(answer)).encode()], overwrite=True)
+            self._store.delete(REQUESTS + name)
+        except RaymegaError as error:
+            log.warning("a request for a save was not answered: %s", error)
+
+
+def ask_for_save(
+    store: Store, *, timeout_s: float, sleep: Callable[[float], None] = time.sleep
+) -> Answer:
+    """Ask the driver of the run in ``store`` for a checkpoint and wait until it is committed.
+
+    Raises:
+        ConfigError: No run is at work there.
+        StorageError: There was no answer in time, or the run ended first.
+        CheckpointError: The save failed; the run goes on.
+    """
+    _live_record(store)
+    name = f"{uuid4().hex}.json"
+    deadline_s = time.monotonic() + timeout_s
+    store.put(REQUESTS + name, [b"{}"], overwrite=False)
+    try:
+        while time.monotonic() < deadline_s:
+            record = read_record(store)
+            with suppress(KeyError):
+                return Answer(**json.loads(store.get(ANSWERS + name)))
+            if record is None or State(record.status).is_end:
+                raise StorageError(_ended(store, record))
+            sleep(ASK_EVERY_S)
+        raise StorageError(_late(store, timeout_s))
+    finally:
+        for key in (REQUESTS + name, ANSWERS + name):
+            store.delete(key)
+
+
+def _live_record(store: Store) -> RunRecord:
+    record = read_record(store)
+    if record is not None and not State(record.status).is_end:
+        return record
+    stands = f"is {record.status} at step {record.step}" if record else "was never begun"
+    raise ConfigError(
+        Fault(
+            fact=f"the run in {store.uri!r} {stands}",
+            rule="only a run that is at work can save",
+            remedy="give <checkpoint.uri>/<run.name> of a run whose driver lives; `raymega "
+            "checkpoint list` shows what it has saved",
+        )
+    )
+
+
+def _ended(store: Store, record: RunRecord | None) -> Fault:
+    stands = f"is {record.status} at step {record.step}" if record else "is gone"
+    return Fault(
+        fact=f"the run in {store.uri!r} {stands}, and has not answered",
+        rule="a request is answered by the driver of a run at work",
+        remedy="`raymega checkpoint list` shows whether its last save is enough",
+    )
+
+
+def _late(store: Store, timeout_s: float) -> Fault:
+    return Fault(
+        fact=f"the run in {store.uri!r} has not answered for {timeout_s:g} s",
+        rule="its driver looks for requests every few seconds, and answers when the checkpoint of "
+        "the step under way is committed",
+        remedy="see whether its driver lives; a longer --timeout covers longer steps and saves",
+    )

@@ -1,0 +1,302 @@
+"""Talks to a cluster's job server: submits, follows and stops; turns an end into an exit code.
+
+What is submitted is submission's. Losing the connection never ends a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import aiohttp
+import ray
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from raymega.config.schema import Job
+from raymega.errors import ConfigError, Fault, PreemptedError, StorageError
+from raymega.orchestrate.jobs.submission import Submission, make_submission, next_attempt
+from raymega.session import set_environment
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+AWAY_TIMEOUT_S = 600.0
+"""How long a follower tries to reach a job server that does not answer any more."""
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+COMMAND = ("python", "-c", "from raymega.cli.main import run; run()")
+SAVED = re.compile(rf"^{PreemptedError.__name__}: ", re.MULTILINE)
+"""The driver's last line when it was stopped and has saved; Ray keeps no code of stopped jobs."""
+
+
+def job_server(address: str) -> str:
+    """The job server's URL: ``http://HOST:8265``, from that, ``HOST:8265`` or ``auto``.
+
+    Raises:
+        ConfigError: The address can be no job server's.
+    """
+    if address == "auto":
+        return DEFAULT_ADDRESS
+    if re.match(r"https?://[^/@]+/?$", address):
+        return address.rstrip("/")
+    if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/@\s]+):\d+", address):
+        return f"http://{address}"
+    raise ConfigError(_address_fault(address))
+
+
+def submit_job(
+    job: Job,
+    *,
+    client: JobsClient,
+    job_file: Path,
+    overrides: Sequence[str],
+    working_dir: Path,
+    as_json: bool = False,
+) -> Submission:
+    """Submit the next attempt of a run; the arguments are make_submission's.
+
+    Raises:
+        ConfigError: The run has a job that has not ended, or the submission has faults.
+    """
+    running = client.live_submission(job.run.name)
+    if running:
+        raise ConfigError(_running_fault(job.run.name, running, client.address))
+    submission = make_submission(
+        job,
+        job_file=job_file,
+        overrides=overrides,
+        working_dir=working_dir,
+        attempt=next_attempt(job.run.name, client.submission_ids(), run_uri=job.run_uri),
+        as_json=as_json,
+    )
+    client.submit(submission)
+    return submission
+
+
+def stop_job(job: Job, *, client: JobsClient) -> int:
+    """Ask the run's job to save and stop, and wait for it; the driver's exit code.
+
+    Raises:
+        ConfigError: No job of the run is at work.
+    """
+    running = client.live_submission(job.run.name)
+    if not running:
+        raise ConfigError(_idle_fault(job.run.name, client.address))
+    client.stop(running)
+    return client.wait(running)
+
+
+def run_on_cluster(
+    words: Sequence[str], *, run: str, client: JobsClient, write: Callable[[str], None]
+) -> int:
+    """Run ``raymega words`` on the cluster, as a job with the files of the run's own job.
+
+    For what needs the cluster's network or its file systems. Its output goes to ``write``, and its
+    exit code is returned.
+    """
+    name = f"{run}-{words[1]}-{uuid4().hex[:8]}"
+    client.submit_beside(run, submission_id=name, entrypoint=shlex.join([*COMMAND, *words]))
+    return client.follow(name, write)
+
+
+class JobsClient:
+    """A connection to one job server."""
+
+    def __init__(self, address: str) -> None:
+        """Connect to the URL that job_server made.
+
+        Raises:
+            ConfigError: Nothing answers there, it refuses the token, or it runs another Ray.
+        """
+        self.address = address
+        set_environment(is_private=False)
+        try:
+            self._client = JobSubmissionClient(address)
+            cluster_ray = self._client._server_ray_version
+        except (ConnectionError, RuntimeError, AuthenticationError) as error:
+            raise ConfigError(_refusal(address, error)) from error
+        if cluster_ray != ray.__version__:
+            raise ConfigError(_version_fault(str(cluster_ray)))
+
+    def submission_ids(self) -> list[str]:
+        """Every submission that the cluster remembers."""
+        return [job.submission_id for job in self._client.list_jobs() if job.submission_id]
+
+    def live_submission(self, run: str) -> str:
+        """The id of a job of ``run`` that has not ended; '' when there is none."""
+        for job in self._client.list_jobs():
+            is_of_run = (job.metadata or {}).get("raymega_run") == run
+            if is_of_run and job.submission_id and not job.status.is_terminal():
+                return str(job.submission_id)
+        return ""
+
+    def submit(self, submission: Submission) -> None:
+        """Ship the working folder and queue the job.
+
+        Raises:
+            ConfigError: Another submission took the id in the meantime.
+            StorageError: The server refused the job for another reason.
+        """
+        try:
+            self._client.submit_job(
+                entrypoint=submission.entrypoint,
+                submission_id=submission.submission_id,
+                runtime_env={
+                    "working_dir": str(submission.working_dir),
+                    "env_vars": dict(submission.env_vars),
+                },
+                metadata=dict(submission.metadata),
+            )
+        except RuntimeError as error:
+            if "already exists" in str(error):
+                raise ConfigError(_taken(submission.submission_id)) from error
+            raise StorageError(_not_taken(submission.submission_id, error)) from error
+
+    def submit_beside(self, run: str, *, submission_id: str, entrypoint: str) -> None:
+        """Queue a small job; of a run that was submitted, its working folder is used again.
+
+        Raises:
+            StorageError: The server refused it.
+        """
+        running = self.live_submission(run)
+        of_run = self._client.get_job_info(running).runtime_env if running else None
+        folder = (of_run or {}).get("working_dir")
+        try:
+            self._client.submit_job(
+                entrypoint=entrypoint,
+                submission_id=submission_id,
+                runtime_env={"working_dir": folder} if folder else None,
+                metadata={"raymega_beside": run},
+            )
+        except RuntimeError as error:
+            raise StorageError(_not_taken(submission_id, error)) from error
+
+    def stop(self, submission_id: str) -> None:
+        """Ask a job to save and end; returns at once."""
+        self._client.stop_job(submission_id)
+
+    def follow(self, submission_id: str, write: Callable[[str], None]) -> int:
+        """Hand the driver's output to ``write`` until the job ends; its exit code."""
+        try:
+            asyncio.run(self._tail(submission_id, write))
+        except (RuntimeError, OSError, aiohttp.ClientError) as error:
+            log.warning("the log stream broke off (%s); waiting for the job's end", error)
+        return self.wait(submission_id)
+
+    def wait(self, submission_id: str) -> int:
+        """Wait for the job's end; the driver's exit code.
+
+        Raises:
+            StorageError: The job server did not answer for AWAY_TIMEOUT_S.
+        """
+        deadline_s = time.monotonic() + AWAY_TIMEOUT_S
+        while True:
+            try:
+                details = self._client.get_job_info(submission_id)
+                if details.status.is_terminal():
+                    return self._exit_code(submission_id, details)
+                deadline_s = time.monotonic() + AWAY_TIMEOUT_S
+            except (OSError, RuntimeError) as error:
+                if time.monotonic() > deadline_s:
+                    raise StorageError(_lost(self.address, submission_id)) from error
+            time.sleep(POLL_S)
+
+    async def _tail(self, submission_id: str, write: Callable[[str], None]) -> None:
+        async for lines in self._client.tail_job_logs(submission_id):
+            write(lines)
+
+    def _exit_code(self, submission_id: str, details: JobDetails) -> int:
+        """The driver's own code: Ray's command line knows only 0 and 1."""
+        if details.status == JobStatus.SUCCEEDED:
+            return 0
+        if details.status == JobStatus.STOPPED:
+            has_saved = SAVED.search(self._client.get_job_logs(submission_id)) is not None
+            return PreemptedError.exit_code if has_saved else 1
+        if details.driver_exit_code is None:
+            log.error("the driver did not run: %s", details.message)
+        return max(details.driver_exit_code or 1, 1)
+
+
+def _running_fault(run: str, submission_id: str, address: str) -> Fault:
+    """A second driver for a run that has one."""
+    return Fault(
+        fact=f"run {run!r} is already at work as job {submission_id!r}",
+        rule="a run has one driver at a time",
+        remedy=f"watch it with `ray job logs --address {address} --follow {submission_id}`, stop it "
+        f"with `ray job stop --address {address} {submission_id}`, or take another run.name",
+    )
+
+
+def _idle_fault(run: str, address: str) -> Fault:
+    return Fault(
+        fact=f"no job of run {run!r} is at work on {address}",
+        rule="only a job that was submitted and has not ended can be stopped",
+        remedy=f"look at `ray job list --address {address}`",
+    )
+
+
+def _address_fault(address: str) -> Fault:
+    shown = re.sub(r"//[^/@]*@", "//...@", address)
+    rule = "jobs are submitted to a cluster's job server, http://HOST:8265"
+    if address.startswith("ray://"):
+        host = address.removeprefix("ray://").partition(":")[0]
+        remedy = f"use http://{host}:8265; a remote client cannot be a driver"
+    elif address == "local":
+        remedy = "there is no cluster to submit to; run `raymega train JOB.yaml --address local`"
+    else:
+        remedy = "give http://HOST:8265; through a tunnel, http://127.0.0.1:8265"
+    return Fault(fact=f"address={shown!r}", rule=rule, remedy=remedy)
+
+
+def _refusal(address: str, error: Exception) -> Fault:
+    if isinstance(error, AuthenticationError):
+        return Fault(
+            fact=f"the job server at {address} refused the token",
+            rule="the cluster's token and this machine's must agree",
+            remedy="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN), or "
+            "RAY_AUTH_MODE=disabled for a cluster without tokens",
+        )
+    return Fault(
+        fact=f"no job server answers at {address} ({str(error).splitlines()[0]})",
+        rule="it must be a Ray head's dashboard, port 8265 by default",
+        remedy="check host and port; for a cluster of `ray up` open a tunnel with "
+        "`ray dashboard CLUSTER.yaml`",
+    )
+
+
+def _version_fault(cluster_ray: str) -> Fault:
+    return Fault(
+        fact=f"the cluster runs ray {cluster_ray}, this machine ray {ray.__version__}",
+        rule="the driver that plans here and the one that runs there must agree",
+        remedy=f"install ray=={cluster_ray} here, or bring the cluster to {ray.__version__}",
+    )
+
+
+def _taken(submission_id: str) -> Fault:
+    return Fault(
+        fact=f"the cluster has a job {submission_id!r} since a moment ago",
+        rule="an attempt of a run is submitted once",
+        remedy="somebody else submitted the same run; follow that job, or take another run.name",
+    )
+
+
+def _not_taken(submission_id: str, error: Exception) -> Fault:
+    return Fault(
+        fact=f"the job server did not take {submission_id!r}: {' '.join(str(error).split())[:300]}",
+        rule="it must store the working folder and the job",
+        remedy="look at the head's dashboard.log; a full disk is a frequent cause",
+    )
+
+
+def _lost(address: str, submission_id: str) -> Fault:
+    return Fault(
+        fact=f"{address} has not answered for {AWAY_TIMEOUT_S:g} s",
+        rule=f"the end of {submission_id!r} is read from it",
+        remedy="the job may be running: look at the head, then submit the same job again",
+    )

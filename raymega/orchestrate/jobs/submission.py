@@ -1,0 +1,277 @@
+"""What is handed to a cluster as a Ray job: id, command, environment, metadata, and its refusals.
+
+It reads the job file and the folder that is shipped. It talks to no cluster: that is jobs_client's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from ray._private.ray_constants import get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+from raymega.checkpoint.format.epochs import newest_epoch
+from raymega.config.load import read_yaml
+from raymega.config.schema import Job
+from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
+from raymega.storage.registry import open_store, reading_faults
+
+MAX_WORKING_DIR_BYTES = 512 * 2**20
+"""Ray's own limit of a package; beyond it the upload fails after minutes."""
+STOP_MARGIN_S = 90
+"""Beyond elastic.stop_timeout_s: commits under way, trackers and workers end, too."""
+SCRIPT = "jobs/train.py"
+SYNTHETIC = "synthetic"
+SQLITE = "sqlite:///"
+PATH_FIELDS = (
+    "data.path",
+    "checkpoint.uri",
+    "checkpoint.local_uri",
+    "checkpoint.start_from",
+    "tracking.mlflow_uri",
+)
+GIT_TIMEOUT_S = 10.0
+NUM_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """One Ray job.
+
+    Attributes:
+        submission_id: ``<run>-a<attempt>``; Ray takes each id once.
+        entrypoint: The driver's command line.
+        working_dir: Folder that is shipped to every node.
+        env_vars: The driver's and the workers' environment, beside their node's own.
+        metadata: Shown by ``ray list jobs`` and the dashboard.
+    """
+
+    submission_id: str
+    entrypoint: str
+    working_dir: Path
+    env_vars: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+def make_submission(
+    job: Job,
+    *,
+    job_file: Path,
+    overrides: Sequence[str],
+    working_dir: Path,
+    attempt: int,
+    as_json: bool = False,
+) -> Submission:
+    """Everything that the cluster is told; relative paths are made absolute here, once.
+
+    Args:
+        job: Read from ``job_file`` with ``overrides``.
+        job_file: Inside ``working_dir``.
+        overrides: ``section.field=value`` texts.
+        working_dir: What is shipped; also where relative paths begin.
+        attempt: Of next_attempt.
+        as_json: The driver writes JSON lines.
+
+    Raises:
+        ConfigError: With every fault of the submission.
+    """
+    root = working_dir.expanduser().resolve()
+    faults = [*_job_file_faults(job_file, root), *working_dir_faults(root)]
+    raise_faults(ConfigError, faults)
+    words = [*_command(root), job_file.resolve().relative_to(root).as_posix()]
+    for override in [*overrides, *absolute_overrides(job_file, overrides)]:
+        words += ["--set", override]
+    stop_wait_s = ceil(job.elastic.stop_timeout_s) + STOP_MARGIN_S
+    return Submission(
+        submission_id=f"{job.run.name}-a{attempt}",
+        entrypoint=shlex.join([*words, *(["--json"] if as_json else [])]),
+        working_dir=root,
+        env_vars={"RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s)},
+        metadata={
+            "raymega_run": job.run.name,
+            "raymega_attempt": str(attempt),
+            "raymega_config": config_hash(job),
+            "raymega_git": git_commit(root),
+        },
+    )
+
+
+def next_attempt(run: str, submission_ids: Iterable[str], *, run_uri: str) -> int:
+    """One more than the highest attempt of ``run`` among ids that the cluster knows.
+
+    It is also above the run's own attempts, where this machine sees its store: then the number is that
+    of the first attempt that the driver will make, on a new cluster as on the old one.
+    """
+    pattern = re.compile(re.escape(run) + r"-a(\d+)")
+    found = (pattern.fullmatch(name) for name in submission_ids)
+    return 1 + max([_epoch_at(run_uri), *(int(match[1]) for match in found if match)])
+
+
+def _epoch_at(run_uri: str) -> int:
+    try:
+        faults = reading_faults(run_uri, field="checkpoint.uri")
+        return 0 if faults else newest_epoch(open_store(run_uri))
+    except RaymegaError:
+        return 0
+
+
+def config_hash(job: Job) -> str:
+    """Twelve hex digits that two jobs share when every field is equal."""
+    text = json.dumps(job.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def git_commit(folder: Path) -> str:
+    """The commit of ``folder`` with ``-dirty`` when files differ from it; ``none`` without git."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        return commit + ("-dirty" if _git(folder, "status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+
+
+def absolute_overrides(job_file: Path, overrides: Iterable[str]) -> list[str]:
+    """``field=/absolute`` for each path field that is written relative, against this folder."""
+    given = _given_paths(job_file, overrides)
+    return [f"{path}={_absolute(text)}" for path, text in given.items() if _is_relative(text)]
+
+
+def relative_path_faults(job_file: Path, overrides: Iterable[str]) -> list[Fault]:
+    """Path fields whose meaning would depend on the folder that Ray unpacked a job into."""
+    return [
+        Fault(
+            fact=f"{path}={text!r} is relative",
+            rule="inside a Ray job the working folder is a copy that ends with the job and differs "
+            "between nodes",
+            remedy="give a URI or an absolute path that every node sees, or use `raymega submit`, "
+            "which resolves it on your machine",
+        )
+        for path, text in _given_paths(job_file, overrides).items()
+        if _is_relative(text) and not text.startswith("~")
+    ]
+
+
+def credential_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """URIs that carry a password: they would reach logs, MLflow and the dashboard."""
+    return [
+        Fault(
+            fact=f"{path} holds a user name or password",
+            rule="a job's fields are shown in logs, in MLflow and on the dashboard",
+            remedy="take it out of the URI; give credentials by the environment, a profile or the "
+            "node's role (MLFLOW_TRACKING_USERNAME and _PASSWORD, AWS_PROFILE)",
+        )
+        for path, value in values.items()
+        if isinstance(value, str) and "://" in value and _has_credentials(value)
+    ]
+
+
+def working_dir_faults(root: Path) -> list[Fault]:
+    """Whether the folder can be shipped; names what makes it large."""
+    sizes = shipped_sizes(root)
+    total = sum(sizes.values())
+    if total <= MAX_WORKING_DIR_BYTES:
+        return []
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:NUM_NAMED]
+    named = ", ".join(f"{name} ({_mib(sizes[name])})" for name in largest)
+    return [
+        Fault(
+            fact=f"working folder {str(root)!r} holds {_mib(total)}, most of it in {named}",
+            rule=f"Ray ships at most {_mib(MAX_WORKING_DIR_BYTES)}, less what .gitignore and "
+            ".rayignore name",
+            remedy="add data, checkpoints and results to .rayignore, or use another --working-dir",
+        )
+    ]
+
+
+def shipped_sizes(root: Path) -> dict[str, int]:
+    """Bytes of what Ray would ship, by the name of the entry directly below ``root``."""
+    sizes: dict[str, int] = {}
+
+    def add(path: Path) -> None:
+        if path.is_file() and not path.is_symlink():
+            name = path.relative_to(root).parts[0]
+            sizes[name] = sizes.get(name, 0) + path.stat().st_size
+
+    excludes = [_get_excludes(root, get_runtime_env_default_excludes())]
+    _dir_travel(root, excludes, add, include_gitignore=True)
+    return sizes
+
+
+def _command(root: Path) -> list[str]:
+    """The repository's script when it is shipped, else the command that the nodes have."""
+    return ["python", SCRIPT] if (root / SCRIPT).is_file() else ["raymega", "train"]
+
+
+def _job_file_faults(job_file: Path, root: Path) -> list[Fault]:
+    if job_file.resolve().is_relative_to(root):
+        return []
+    return [
+        Fault(
+            fact=f"job file {str(job_file)!r} lies outside the working folder {str(root)!r}",
+            rule="the nodes see only what the working folder holds",
+            remedy="move it there, or give its folder as --working-dir",
+        )
+    ]
+
+
+def _given_paths(job_file: Path, overrides: Iterable[str]) -> dict[str, str]:
+    """The path fields as they are written; what cannot be read is load's to refuse."""
+    try:
+        raw = read_yaml(job_file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    given: dict[str, str] = {}
+    for path in PATH_FIELDS:
+        section, _, key = path.partition(".")
+        fields = raw.get(section) if isinstance(raw, dict) else None
+        value = fields.get(key) if isinstance(fields, dict) else None
+        if isinstance(value, str):
+            given[path] = value
+    for override in overrides:
+        path, _, text = override.partition("=")
+        if path.strip() in PATH_FIELDS:
+            given[path.strip()] = text.strip()
+    return given
+
+
+def _is_relative(text: str) -> bool:
+    if text.startswith(SQLITE):
+        return not text.startswith(SQLITE + "/")
+    return bool(text) and "://" not in text and text not in WORDS and not text.startswith("/")
+
+
+WORDS = frozenset({SYNTHETIC, "run", "off", "none"})
+"""Values of path fields that are no paths."""
+
+
+def _absolute(text: str) -> str:
+    prefix = SQLITE if text.startswith(SQLITE) else ""
+    return prefix + str(Path(text.removeprefix(prefix)).expanduser().absolute())
+
+
+def _has_credentials(uri: str) -> bool:
+    parts = urlsplit(uri)
+    return parts.username is not None or parts.password is not None
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
+    )
+    return done.stdout.strip()
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"

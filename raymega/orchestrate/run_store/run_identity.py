@@ -1,0 +1,85 @@
+"""Which changes of a job continue a run: its model, seed, data and kind of optimizer stay.
+
+It compares values. Where a run's identity is kept is journal's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raymega.config.schema import DataSection, Job, ModelSection, OptimizerSection
+from raymega.data.checks import dataset_identity
+from raymega.errors import Fault
+from raymega.plan.memory.state_bytes import DTYPE_BYTES
+
+KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
+
+
+def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fault]:
+    """Every field of the job that would make another run of ``name``, begun with ``identity``."""
+    then, now = dict(_flatten(identity)), dict(_flatten(identity_of(job)))
+    then = dict(_flatten(_DEFAULTS)) | then
+    return [
+        Fault(
+            fact=f"{path}={now[path]!r}",
+            rule=f"run {name!r} was begun with {path}={then[path]!r}, and a run keeps its "
+            "model, seed, data, optimizer.name and optimizer.state_dtype",
+            remedy=f"set {path}={then[path]} to continue it, or take another run.name",
+        )
+        for path in sorted(now)
+        if path in then and now[path] != then[path]
+    ]
+
+
+def identity_of(job: Job) -> dict[str, Any]:
+    """Data are known by their content, so that a dataset may move but not change."""
+    kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": KEPT_OF_OPTIMIZER}
+    plain = dict(job.model_dump(mode="json", include=kept))
+    del plain["data"]["path"]
+    plain["data"]["content"] = dataset_identity(job.data.path)
+    return plain
+
+
+_DEFAULTS: dict[str, Any] = {
+    name: {
+        field: json.loads(json.dumps(info.default, default=lambda part: part.model_dump()))
+        for field, info in section.model_fields.items()
+        if not info.is_required()
+    }
+    for name, section in (
+        ("model", ModelSection),
+        ("data", DataSection),
+        ("optimizer", OptimizerSection),
+    )
+}
+"""What the record of a build that had not a field yet stands for, as JSON has it."""
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def precision_faults(saved: Mapping[str, Any], job: Job) -> list[Fault]:
+    """The fault of a run whose checkpoint holds wider numbers than the job would keep."""
+    before = saved.get("precision", {}).get("dtype")
+    now = job.precision.dtype
+    if before not in DTYPE_BYTES or _master_bytes(before) <= _master_bytes(now):
+        return []
+    return [
+        Fault(
+            fact=f"precision.dtype={now!r}",
+            rule=f"the run's checkpoint was written with {before!r}, whose masters are wider, and a "
+            "run does not drop digits by itself",
+            remedy=f"set precision.dtype={before}, or take another run.name",
+        )
+    ]
+
+
+def _master_bytes(dtype: str) -> int:
+    return max(4, DTYPE_BYTES[dtype])

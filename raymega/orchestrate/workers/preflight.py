@@ -1,0 +1,287 @@
+"""What every node that hosts workers is asked before they train: versions, the run's store, the data.
+
+One round: the driver writes an object, each node looks for it and writes one of its own, the driver
+looks for those. It owns the questions and the judgement; who carries them is worker_group's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from raymega.data.checks import dataset_identity
+from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
+from raymega.data.remote_dataset import is_remote
+from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
+from raymega.messages import NodesChecked
+from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
+from raymega.storage.registry import local_path, open_store
+from raymega.storage.store import Store
+
+FOLDER = "preflight"
+NUM_READERS = 16
+READ_TIMEOUT_S = 30.0
+MAX_CAUSE_LENGTH = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What a node is asked (driver to worker).
+
+    Attributes:
+        store_uri: The run's folder; empty when the store is not asked about.
+        folder: Where the objects of this round lie, below the run's folder.
+        data_path: The dataset; empty when it is not asked about.
+        data_identity: What the driver sees there.
+    """
+
+    store_uri: str
+    folder: str
+    data_path: str
+    data_identity: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a node says (worker to driver); an empty text is a yes.
+
+    Attributes:
+        versions: As of probes.local_versions.
+        sees_driver: It reads what the driver wrote, or why not.
+        writes: It has written its own object, or why not.
+        sees_data: It reads the dataset that the driver reads, or why not.
+    """
+
+    versions: Mapping[str, str]
+    sees_driver: str = ""
+    writes: str = ""
+    sees_data: str = ""
+
+
+def answer_question(question: Question, node_id: str) -> Answer:
+    """Runs on the node. Where the driver's object is missing it writes nothing: no folder is made."""
+    sees_driver = writes = ""
+    if question.store_uri:
+        store = open_store(question.store_uri)
+        sees_driver = _cause_of(lambda: _find(store, _driver_key(question)))
+        if not sees_driver:
+            mine = _node_key(question, node_id)
+            writes = _cause_of(lambda: store.put(mine, [b"node"], overwrite=True))
+    return Answer(
+        versions=local_versions(),
+        sees_driver=sees_driver,
+        writes=writes,
+        sees_data=_cause_of(lambda: _look_at_data(question)) if question.data_path else "",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Round:
+    """One round: which nodes (address by id) are asked what, and who has answered."""
+
+    nodes: Mapping[str, str]
+    question: Question
+    begun_s: float
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+class Preflight:
+    """The driver's end: asks each node once in the driver's life, and judges the answers."""
+
+    def __init__(self, *, store: Store, data_path: str, driver_node: str) -> None:
+        """Asks nothing yet.
+
+        Args:
+            store: The run's folder.
+            data_path: The job's ``data.path``.
+            driver_node: Ray's id of the node that the driver is on.
+        """
+        self._store, self._data_path, self._driver_node = store, data_path, driver_node
+        self._sound: set[str] = set()
+        self._round: _Round | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Some node is still being asked."""
+        return self._round is not None
+
+    def begin(self, nodes: Mapping[str, str]) -> tuple[Question, list[str]]:
+        """Open a round for those of ``nodes`` (address by id) that are new: the question, and whom.
+
+        Raises:
+            StorageError: The driver cannot write its object.
+        """
+        begun_s = time.monotonic()
+        new = {node: address for node, address in nodes.items() if node not in self._sound}
+        question = self._question(is_elsewhere=any(node != self._driver_node for node in new))
+        self._round = _Round(nodes=new, question=question, begun_s=begun_s) if new else None
+        if new and question.store_uri:
+            self._store.put(_driver_key(question), [b"driver"], overwrite=True)
+        return question, list(new)
+
+    def take(self, node: str, answer: Answer) -> list[NodesChecked]:
+        """Take in one answer; the last one closes the round.
+
+        Raises:
+            ConfigError: With everything that is wrong with the nodes.
+        """
+        assert self._round, "only a node that was asked answers"
+        asked = self._round
+        asked.answers[node] = answer
+        if len(asked.answers) < len(asked.nodes):
+            return []
+        raise_faults(ConfigError, self._faults(asked))
+        self._sound.update(asked.nodes)
+        self._round = None
+        seconds = time.monotonic() - asked.begun_s
+        return [NodesChecked(seconds=seconds, detail=_scope(asked.question, len(asked.nodes)))]
+
+    def cancel(self) -> None:
+        """Forget a round that is open: its attempt is over."""
+        if self._round is not None:
+            self._tidy(self._round.question, list(self._round.nodes))
+        self._round = None
+
+    def _question(self, *, is_elsewhere: bool) -> Question:
+        """A local path on the driver's own node needs no question."""
+        asks_store = is_elsewhere or local_path(self._store.uri) is None
+        is_file = self._data_path != SYNTHETIC_PATH
+        asks_data = is_file and (is_elsewhere or is_remote(self._data_path))
+        return Question(
+            store_uri=self._store.uri if asks_store else "",
+            folder=f"{FOLDER}/{uuid4().hex[:12]}",
+            data_path=self._data_path if asks_data else "",
+            data_identity=dataset_identity(self._data_path) if asks_data else "",
+        )
+
+    def _faults(self, asked: _Round) -> list[Fault]:
+        """Everything that is wrong with the nodes; takes the round's objects away."""
+        own, question = local_versions(), asked.question
+        faults = []
+        for node, answer in asked.answers.items():
+            other = version_fault(own, asked.nodes[node], answer.versions)
+            faults += [other] if other else []
+            faults += _answer_faults(asked.nodes[node], question, answer)
+        if question.store_uri:
+            wrote = [node for node, answer in asked.answers.items() if _has_written(answer)]
+            unseen = self._unseen(question, wrote)
+            faults += [
+                _unseen_by_driver(asked.nodes[n], question, why) for n, why in unseen.items()
+            ]
+            self._tidy(question, wrote)
+        return faults
+
+    def _unseen(self, question: Question, wrote: list[str]) -> dict[str, str]:
+        """By node whose object the driver does not find, why; all are looked for at once."""
+        pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="preflight")
+        looks = {
+            node: pool.submit(_cause_of, _find, self._store, _node_key(question, node))
+            for node in wrote
+        }
+        done, _ = wait(looks.values(), timeout=READ_TIMEOUT_S)
+        pool.shutdown(wait=False, cancel_futures=True)
+        late = f"no answer in {READ_TIMEOUT_S:g} s"
+        causes = {node: look.result() if look in done else late for node, look in looks.items()}
+        return {node: cause for node, cause in causes.items() if cause}
+
+    def _tidy(self, question: Question, wrote: list[str]) -> None:
+        if not question.store_uri:
+            return
+        keys = [_driver_key(question), *(_node_key(question, node) for node in wrote)]
+        with ThreadPoolExecutor(NUM_READERS) as pool, suppress(RaymegaError):
+            list(pool.map(self._store.delete, keys))
+
+
+def _scope(question: Question, num_nodes: int) -> str:
+    """One line for people: what was checked, and what was not."""
+    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+    stores = {"the run's store": question.store_uri, "the data": question.data_path}
+    asked = [name for name, uri in stores.items() if uri]
+    if asked:
+        return f"versions and {' and '.join(asked)} are right on {nodes}"
+    return f"versions are right on {nodes}; local paths on the driver's own node were not probed"
+
+
+def _cause_of(look: Callable[..., None], *args: object) -> str:
+    """Why ``look`` fails, in one line; empty when it does not."""
+    try:
+        look(*args)
+    except RaymegaError as error:
+        fault = error.faults[0]
+        cause = fault.fact if isinstance(fault, Fault) else fault
+    except OSError as error:
+        cause = str(error)
+    else:
+        return ""
+    return " ".join(cause.split())[:MAX_CAUSE_LENGTH]
+
+
+def _find(store: Store, key: str) -> None:
+    try:
+        store.get(key)
+    except KeyError:
+        raise FileNotFoundError("it is not there") from None
+
+
+def _look_at_data(question: Question) -> None:
+    """Description and, of a folder, sizes; an object store's shards are checked as they come."""
+    path = question.data_path
+    found = dataset_identity(path)
+    if found != question.data_identity:
+        raise OSError(f"{path}/{META_FILE} describes dataset {found}, not {question.data_identity}")
+    if not is_remote(path):
+        raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
+
+
+def _has_written(answer: Answer) -> bool:
+    return not answer.sees_driver and not answer.writes
+
+
+def _answer_faults(name: str, question: Question, answer: Answer) -> Iterator[Fault]:
+    if answer.sees_driver:
+        yield _not_shared(
+            f"node {name} does not see what the driver wrote to {question.store_uri} "
+            f"({answer.sees_driver})"
+        )
+    if answer.writes:
+        yield Fault(
+            fact=f"node {name} cannot write to {question.store_uri} ({answer.writes})",
+            rule="every node that hosts workers writes its part of a checkpoint there",
+            remedy="correct the permissions of the node's user or role, or free space",
+        )
+    if answer.sees_data:
+        yield Fault(
+            fact=f"node {name} does not see the data of data.path={question.data_path!r} "
+            f"({answer.sees_data})",
+            rule="every node that hosts workers reads the dataset that the driver reads",
+            remedy="put the dataset on an object store or a file system that all nodes share, or "
+            "copy it to the same path on each node",
+        )
+
+
+def _unseen_by_driver(name: str, question: Question, why: str) -> Fault:
+    return _not_shared(
+        f"the driver does not see what node {name} wrote to {question.store_uri} ({why})"
+    )
+
+
+def _not_shared(fact: str) -> Fault:
+    return Fault(
+        fact=fact,
+        rule="driver and nodes must share the run's store, or checkpoints and records are torn",
+        remedy="set checkpoint.uri to an object store (s3://...) or to a file system that is mounted "
+        "at the same path on every node",
+    )
+
+
+def _driver_key(question: Question) -> str:
+    return f"{question.folder}/driver"
+
+
+def _node_key(question: Question, node_id: str) -> str:
+    return f"{question.folder}/{node_id}"

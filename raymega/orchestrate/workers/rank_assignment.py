@@ -1,0 +1,120 @@
+"""Who has which rank: chosen among the processes that are there, or by where Ray will put them.
+
+It sets the homes and seats of slots. Which processes there are is slots', and what those with a seat
+are told is the worker group's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from raymega.errors import CapacityError
+from raymega.messages import NodeSlots
+from raymega.orchestrate.core.rank_placement import (
+    Place,
+    assign_seats,
+    block_size,
+    choose_ranks,
+    keep_seats,
+    place_ranks,
+)
+from raymega.orchestrate.workers.placement_slots import Slot, Slots
+from raymega.plan.grid import Grid
+from raymega.plan.run_plan import RunPlan
+
+log = logging.getLogger(__name__)
+
+
+class Seating:
+    """The ranks of one run's slots on its present grid."""
+
+    def __init__(self, slots: Slots, plan: RunPlan) -> None:
+        """Nobody has a rank yet."""
+        self._slots, self.grid = slots, plan.grid
+        self._rule = {"is_tp_across_nodes_allowed": plan.job.parallel.is_tp_across_nodes_allowed}
+
+    @property
+    def seated(self) -> list[Slot]:
+        """Those with a rank in the present attempt."""
+        return [slot for slot in self._slots.slots if slot.seat]
+
+    def block_of(self, grid: Grid) -> int:
+        """Workers of ``grid`` that must be together on a node."""
+        return block_size(grid, **self._rule)
+
+    def use(self, grid: Grid) -> None:
+        """Ranks are those of ``grid`` from now on: nobody keeps what it had."""
+        self.grid = grid
+        for slot in self._slots.slots:
+            slot.home = -1
+
+    def nodes_of_ranks(self, nodes: list[NodeSlots]) -> tuple[str, ...]:
+        """By rank a node that could host it.
+
+        Raises:
+            CapacityError: There is no room.
+        """
+        return place_ranks(nodes, self.grid, **self._rule)
+
+    def nodes_of_blocks(self, nodes: list[NodeSlots]) -> list[str]:
+        """For each block of workers that must be together a node of ``nodes``; none where they lack room."""
+        try:
+            num_ranks = Counter(self.nodes_of_ranks(nodes))
+        except CapacityError:
+            return []
+        return [
+            node for node, num in num_ranks.items() for _ in range(num // self.block_of(self.grid))
+        ]
+
+    def expect(self) -> list[Place]:
+        """Homes by where Ray has put the slots, and those places; none when homes are known.
+
+        Ray renames nothing, so processes need their ranks for their names before they live.
+        """
+        if any(slot.home >= 0 for slot in self._slots.slots):
+            return []
+        main = [slot for slot in self._slots.slots if not slot.is_spare]
+        places = self._slots.expected_places()
+        seats = assign_seats(places, self.grid, **self._rule)
+        for slot, seat in zip(main, seats, strict=True):
+            slot.home = seat.rank
+        return places
+
+    def warm_ranks(self) -> dict[int, Slot] | None:
+        """By rank who could take it now, without any process that is still to come."""
+        return self._ranks_of(self._slots.ready)
+
+    def living_ranks(self) -> dict[int, Slot] | None:
+        """The same, or else with processes that are there and load: they need no slots any more."""
+        ranks = self.warm_ranks()
+        return self._ranks_of(self._slots.living) if ranks is None else ranks
+
+    def _ranks_of(self, slots: list[Slot]) -> dict[int, Slot] | None:
+        places = [slot.place for slot in slots if slot.place]
+        homes = [slot.home for slot in slots]
+        ranks = choose_ranks(places, homes, self.grid, **self._rule)
+        if ranks is None:
+            return None
+        return {rank: slot for rank, slot in zip(ranks, slots, strict=True) if rank >= 0}
+
+    def choose(self) -> dict[int, Slot] | None:
+        """Every rank has a process: its own, or else one that is warm and has none; None before."""
+        awaited = [s for s in self._slots.slots if s.home >= 0 and not self._slots.is_leaving(s)]
+        if len(awaited) == self.grid.world_size and all(slot.place for slot in awaited):
+            return {slot.home: slot for slot in awaited}
+        return self.warm_ranks()
+
+    def seat(self, chosen: dict[int, Slot]) -> list[Slot]:
+        """Give seats to those that were chosen; by rank, the first is who hosts the rendezvous."""
+        taken = [chosen[rank] for rank in sorted(chosen)]
+        places = [slot.place for slot in taken if slot.place]
+        seats = keep_seats(places, sorted(chosen), self.grid, **self._rule)
+        if seats is None:
+            seats = assign_seats(places, self.grid, **self._rule)
+            log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
+        for slot in self._slots.slots:
+            slot.home = -1
+        for slot, seat in zip(taken, seats, strict=True):
+            slot.seat, slot.home = seat, seat.rank
+        return sorted(taken, key=lambda slot: slot.rank)

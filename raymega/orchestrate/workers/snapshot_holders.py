@@ -1,0 +1,173 @@
+"""The keepers of a run: on each node that hosts workers one small actor that holds their snapshots.
+
+They belong to the driver's process: they outlive attempts, and end with the run or with the driver.
+What they hold is checkpoint.snapshots'; which of them a rank uses is plan.replicas'.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raymega.checkpoint.snapshots.snapshot import Snapshot, find_snapshot
+from raymega.messages import Replicas
+from raymega.orchestrate.core.clock import Clock
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.snapshot_replicas import copy_nodes
+
+log = logging.getLogger(__name__)
+
+START_PATIENCE_S = 30.0
+"""Longest that an attempt waits for keepers; then it does without those that are missing."""
+FIND_TIMEOUT_S = 5.0
+"""Longest wait for one answer of a keeper when the driver looks for a snapshot."""
+
+
+class KeeperActor:
+    """The process of a keeper."""
+
+    def __init__(self, token: str) -> None:
+        # Here, because the driver has no need of Arrow's network library.
+        from raymega.storage.memory_server import Keeper, give_memory_back
+
+        give_memory_back()
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._keeper = Keeper(host, token)
+
+    def address(self) -> str:
+        """Where it listens."""
+        return self._keeper.uri
+
+    def hold(self) -> None:
+        """Never returns: that the call fails is how the driver learns of the process's end."""
+        Event().wait()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Kept:
+    """A keeper's actor, the call that ends with it, and its address when that is known."""
+
+    actor: ActorHandle[Any]  # an actor class made at run time has no static type
+    end: ray.ObjectRef[Any]
+    answer: ray.ObjectRef[str]
+    address: str = ""
+
+
+class Keepers:
+    """SnapshotKeeping on Ray, and what the worker group needs to know of it."""
+
+    def __init__(self, plan: RunPlan, *, clock: Clock) -> None:
+        """Starts nothing."""
+        self._plan, self._clock = plan, clock
+        self._token = secrets.token_hex(32)
+        self._by_node: dict[str, _Kept] = {}
+        self._wanted: set[str] = set()
+        self._since_s = 0.0
+
+    def place(self, nodes: Collection[str]) -> None:
+        """Have a keeper on each of ``nodes``; those that live stay as they are. Never blocks."""
+        self._drop_dead()
+        self._wanted, self._since_s = set(nodes), self._clock.monotonic()
+        for node in sorted(self._wanted - self._by_node.keys()):
+            self._by_node[node] = self._spawn(node)
+
+    def pending(self) -> list[ray.ObjectRef[str]]:
+        """Calls that keepers have not answered yet, which an attempt should wait for."""
+        if self._clock.monotonic() - self._since_s > START_PATIENCE_S:
+            return []
+        return [kept.answer for node, kept in self._by_node.items() if self._is_awaited(node, kept)]
+
+    def collect(self) -> None:
+        """Take in what has been answered. Never blocks."""
+        for node, kept in tuple(self._by_node.items()):
+            if not kept.address and ray.wait([kept.answer], timeout=0)[0]:
+                try:
+                    kept.address = ray.get(kept.answer, timeout=FIND_TIMEOUT_S)
+                except (RayActorError, RayTaskError) as error:
+                    log.warning(
+                        "no snapshots on node %s: its keeper did not start: %s", node, error
+                    )
+                    del self._by_node[node]
+
+    def replicas(
+        self, nodes: Sequence[str], rank: int, holders: Mapping[str, tuple[str, ...]]
+    ) -> Replicas:
+        """What the worker with ``rank`` must know.
+
+        Args:
+            nodes: The node of each rank.
+            rank: Whose.
+            holders: Of what it restores.
+        """
+        homes = copy_nodes(nodes)[rank]
+        home = self._addresses(homes[:1])
+        is_first_here = nodes.index(nodes[rank]) == rank
+        return Replicas(
+            token=self._token,
+            write_to=self._addresses(homes),
+            num_copies=len(homes),
+            home="".join(home),
+            tidies=home if is_first_here else (),
+            read_from=dict(holders),
+        )
+
+    def find(self, *, skip: Collection[str]) -> Snapshot | None:
+        """See SnapshotKeeping."""
+        self._drop_dead()
+        if not self._by_node:
+            return None
+        from raymega.storage.remote_memory_store import KeeperStore
+
+        stores = {
+            kept.address: KeeperStore(kept.address, self._token, timeout_s=FIND_TIMEOUT_S)
+            for kept in self._by_node.values()
+            if kept.address
+        }
+        job = self._plan.job.model_dump(mode="json")
+        return find_snapshot(stores, job=job, now=self._clock.timestamp(), skip=skip)
+
+    def settle(self) -> None:
+        """See SnapshotKeeping."""
+        self._kill(self._by_node.keys() - self._wanted)
+
+    def close(self) -> None:
+        """Forget everything, and leave no process."""
+        self._kill(tuple(self._by_node))
+
+    def _spawn(self, node: str) -> _Kept:
+        options = {
+            "name": f"{self._plan.job.run.name}/keeper-{node[:8]}-{secrets.token_hex(3)}",
+            "num_cpus": 0,
+            "max_concurrency": 2,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        }
+        actor = ray.remote(KeeperActor).options(**options).remote(self._token)
+        handle = cast(ActorHandle[Any], actor)
+        return _Kept(actor=handle, end=handle.hold.remote(), answer=handle.address.remote())
+
+    def _is_awaited(self, node: str, kept: _Kept) -> bool:
+        return node in self._wanted and not kept.address
+
+    def _addresses(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        kept = (self._by_node.get(node) for node in nodes)
+        return tuple(keeper.address for keeper in kept if keeper and keeper.address)
+
+    def _drop_dead(self) -> None:
+        for node, kept in tuple(self._by_node.items()):
+            if ray.wait([kept.end], timeout=0)[0]:
+                log.warning("the keeper of node %s is gone", node)
+                del self._by_node[node]
+
+    def _kill(self, nodes: Collection[str]) -> None:
+        for node in tuple(nodes):
+            ray.kill(self._by_node.pop(node).actor)

@@ -1,0 +1,85 @@
+"""Where a training thread stands, seen from another thread of its process; and a neighbour's process.
+
+It reads frames and the kernel's own books, so that training pays nothing for being looked at. What
+follows from it is watch's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+from types import FrameType
+
+from raymega.orchestrate.core.worker_status import Standing
+
+INSTRUCTION = ("raymega.pipeline.executor", "_carry_out", "task")
+OPERATION = ("raymega.parallel.comm.work", "wait", "self")
+"""Module, function and local variable that say what is done, and what is waited for."""
+PATIENT = (
+    "raymega.checkpoint", "raymega.data", "raymega.storage", "raymega.train.save_schedule",
+    "torch._dynamo", "torch._inductor",
+)  # fmt: skip
+"""Who waits in these waits for a disk, a store or a compiler, each of which bounds its own waits."""
+PROC = Path("/proc")
+MAX_FRAMES = 6
+RUNNING, STOPPED = "R", "T"
+UNKNOWN = ""
+
+
+def stand_of(thread: Thread, *, rank: int, step: int) -> Standing:
+    """Where ``thread`` is now; step is the last that it has completed."""
+    frames = _frames(thread)
+    state, cpu_s = _books(PROC / "self" / "task" / str(thread.native_id) / "stat")
+    modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+    return Standing(
+        rank=rank,
+        step=step,
+        doing=_local(frames, INSTRUCTION),
+        waits_for=_local(frames, OPERATION),
+        is_patient=any(name.startswith(PATIENT) for name in modules),
+        state=state,
+        cpu_s=cpu_s,
+        stack=tuple(_line(frame) for frame in frames[-MAX_FRAMES:]),
+    )
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process of this machine; empty when there is none, or no such books."""
+    return _books(PROC / str(pid) / "stat")[0]
+
+
+def _frames(thread: Thread) -> list[FrameType]:
+    """Outermost first; none of a thread that has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _local(frames: Sequence[FrameType], place: tuple[str, str, str]) -> str:
+    """The innermost such variable as text; empty when the thread is not there."""
+    module, function, name = place
+    for frame in reversed(frames):
+        is_there = frame.f_code.co_name == function and frame.f_globals.get("__name__") == module
+        if is_there and name in frame.f_locals:
+            return str(frame.f_locals[name])
+    return ""
+
+
+def _line(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _books(path: Path) -> tuple[str, float]:
+    """State and seconds of CPU from a stat file of the kernel; the command may hold any character."""
+    try:
+        fields = path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return UNKNOWN, 0.0
+    ticks = int(fields[11]) + int(fields[12])
+    return fields[0], ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,232 @@
+"""The Ray actor that hosts one rank: training in a thread, the driver's calls beside it.
+
+It owns the process (its output, its thread, its last words) and knows nothing of training: that is
+an entry module, named by string and imported here, with ``host_rendezvous``, ``run_worker`` and
+``abort``. It never retries and never decides anything.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Protocol, cast
+
+import ray
+
+from raymega.errors import CommunicationError, Fault, LeaseError
+from raymega.messages import (
+    Channel,
+    Progress,
+    Report,
+    Requests,
+    StartWorker,
+    StepDone,
+    WorkerFailed,
+)
+from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, Place
+from raymega.orchestrate.core.worker_status import Standing
+from raymega.orchestrate.workers.preflight import Answer, Question, answer_question
+from raymega.orchestrate.workers.report_queue import Outbox
+from raymega.orchestrate.workers.thread_status import process_state, stand_of
+
+log = logging.getLogger(__name__)
+
+MAX_CONCURRENCY = 5
+"""Threads for the driver's calls: one that never ends, a long poll, an abort, and room for short ones."""
+
+
+class Entry(Protocol):
+    """What an entry module offers."""
+
+    def warm_up(self, plan_json: str, device: str) -> None:
+        """Load what the first step would have to; called before any attempt."""
+
+    def host_rendezvous(self, host: str) -> tuple[str, object]:
+        """Open the place where ranks meet; its ``host:port`` and a handle that keeps it open."""
+
+    def run_worker(self, start: StartWorker, channel: Channel, rendezvous: object) -> None:
+        """Train; called in a thread of its own. Returns at the end or raises."""
+
+    def abort(self) -> None:
+        """Make ``run_worker`` raise if it waits for other ranks; called from another thread."""
+
+
+class Worker:
+    """One process, which may serve several attempts one after the other."""
+
+    def __init__(self, entry: str) -> None:
+        self._entry_name = entry
+        self._rendezvous: object = None
+        self._outbox = Outbox()
+        self._steps = _Steps(self._outbox)
+        self._rank = -1
+        self._thread = Thread()
+        self._loading = Lock()
+        self._run_uri = ""
+        self._attempt = 0
+
+    def place(self) -> Place:
+        """Where this process lives."""
+        context = ray.get_runtime_context()
+        labels = context.get_node_labels() or {}  # said to be lists, and are texts
+        return Place(
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            pid=os.getpid(),
+            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+            domain=str(labels.get(DOMAIN_LABEL, "")),
+            accelerator=str(labels.get(ACCELERATOR_LABEL, "")),
+        )
+
+    def run_uri(self) -> str:
+        """Folder of the run that it works for; empty before its first attempt."""
+        return self._run_uri
+
+    def hold(self) -> None:
+        """Never returns: that the call fails is how the driver learns of this process's end."""
+        Event().wait()
+
+    def preload(self, plan_json: str, device: str) -> None:
+        """Load all that training takes, for seconds, while the driver is busy with other things."""
+        with self._loading:
+            gc.disable()  # all that is made now is code, and stays: a tenth of the time goes on looking
+            try:
+                self._entry().warm_up(plan_json, device)
+            finally:
+                gc.freeze()  # later looks leave it out too, 0.1 s at the end of an attempt
+                gc.enable()
+
+    def answer(self, question: Question) -> Answer:
+        """What this node says before anything trains on it."""
+        return answer_question(question, ray.get_runtime_context().get_node_id())
+
+    def host_rendezvous(self, host: str) -> str:
+        """Rank 0 only: open the meeting place of the next attempt and return its address."""
+        address, self._rendezvous = self._entry().host_rendezvous(host)
+        return address
+
+    def start(self, start: StartWorker, log_path: str) -> None:
+        """Begin an attempt; returns at once.
+
+        Raises:
+            LeaseError: This process has already served a newer one.
+        """
+        if self._is_older(start.attempt):
+            raise LeaseError(_stale_fault(start.attempt, self._attempt))
+        self._attempt = start.attempt
+        _write_output_to(Path(log_path), start)
+        self._outbox, self._run_uri, self._rank = Outbox(), start.run_uri, start.rank
+        self._steps = _Steps(self._outbox)
+        self._thread = Thread(
+            target=self._train,
+            args=(start, self._steps, self._rendezvous),
+            name=f"training-{start.attempt}",
+            daemon=True,
+        )
+        self._rendezvous = None
+        self._thread.start()
+
+    def next_reports(self, timeout_s: float) -> list[Report]:
+        """The long poll."""
+        return self._outbox.take(timeout_s)
+
+    def set_requests(self, requests: Requests, attempt: int) -> None:
+        """What the loop of ``attempt`` shall do at its next step boundary; calls may come late."""
+        if not self._is_older(attempt):
+            self._outbox.set_requests(requests)
+
+    def stand(self) -> Standing:
+        """Where the training thread is; see Standing."""
+        return stand_of(self._thread, rank=self._rank, step=self._steps.step)
+
+    def look_at(self, pid: int) -> str:
+        """What the kernel says of another process of this node."""
+        return process_state(pid)
+
+    def abort(self, timeout_s: float, attempt: int) -> bool:
+        """End ``attempt``; whether its training thread is gone, so that the process can go on."""
+        if self._is_older(attempt):
+            return True
+        self._outbox.close()
+        if self._thread.is_alive():
+            self._entry().abort()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _is_older(self, attempt: int) -> bool:
+        if attempt < self._attempt:
+            log.warning("refused what attempt %d says: this is %d", attempt, self._attempt)
+        return attempt < self._attempt
+
+    def _entry(self) -> Entry:
+        return cast(Entry, importlib.import_module(self._entry_name))
+
+    def _train(self, start: StartWorker, channel: _Steps, rendezvous: object) -> None:
+        try:
+            with self._loading:  # a preload that is under way
+                entry = self._entry()
+            entry.run_worker(start, channel, rendezvous)
+        except BaseException as error:  # the thread's edge: it becomes a value
+            log.exception("rank %d failed after step %d", start.rank, channel.step)
+            channel.report(last_words(start.rank, channel.step, error))
+        gc.collect()  # tensors go, and connections close, which frees ranks that wait for this one
+
+
+class _Steps:
+    """A Channel that remembers the last step that went through it."""
+
+    def __init__(self, channel: Outbox) -> None:
+        self._channel = channel
+        self.step = 0
+
+    def report(self, report: Report) -> None:
+        if isinstance(report, StepDone | Progress):
+            self.step = report.step
+        self._channel.report(report)
+
+    def requests(self) -> Requests:
+        return self._channel.requests()
+
+
+def _stale_fault(attempt: int, serving: int) -> Fault:
+    return Fault(
+        fact=f"attempt {attempt} was to start in a process that serves attempt {serving}",
+        rule="the number of an attempt is its epoch, and a worker goes by the newest",
+        remedy="look for a second driver of this run",
+    )
+
+
+def last_words(rank: int, step: int, error: BaseException) -> WorkerFailed:
+    """What the driver hears of an exception that ends a worker's training thread."""
+    return WorkerFailed(
+        rank=rank,
+        step=step,
+        error=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        is_secondary=isinstance(error, CommunicationError),
+        exit_code=getattr(error, "exit_code", 1),
+        next_sample=getattr(error, "next_sample", -1),
+    )
+
+
+def _write_output_to(path: Path, start: StartWorker) -> None:
+    """From now on everything that this process says goes to ``path``, native code included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if start.rank == 0 else logging.WARNING,
+        format=f"%(asctime)s a{start.attempt} r{start.rank} %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )

@@ -1,0 +1,314 @@
+"""Attention of queries over keys and values that lie on the context-parallel ranks.
+
+Ring (Liu et al. 2023): keys and values go round, and a rank attends to those it has while the next
+arrive. Gathered: all are collected at once, while a rank attends to its own. In both, outputs over
+different keys are merged by their log-sum-exp, in fp32 or better. Inner ranks exchange heads first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.comm.trace import CommLog, Waitable
+from raymega.parallel.context_parallel.attention_blocks import Block, kernel_for, merge
+from raymega.parallel.context_parallel.context import Places
+from raymega.parallel.context_parallel.transfers import start_collection, start_pass, sum_parts
+from raymega.parallel.context_parallel.ulysses import Attend, exchanged
+from raymega.parallel.context_parallel.varlen_attention import attend_in_documents, has_one_kernel
+from raymega.parallel.core.matmul import is_emulated
+from raymega.plan.cp_layout import Part, Segment, gathered_parts, ring_parts
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Places,
+    *,
+    is_causal: bool = True,
+    on_whole_rows: Attend | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v, each document for itself.
+
+    Args:
+        q: [S/cp, B, H, K].
+        k: [S/cp, B, G, K]; H / G neighbouring query heads read one key head.
+        v: [S/cp, B, G, V], V at most K.
+        places: Where these tokens lie.
+        is_causal: A token sees those before it and itself; otherwise all of its document.
+        on_whole_rows: Attends in place of torch's kernels, where no outer ranks are needed.
+
+    Returns:
+        [S/cp, B, H, V].
+    """
+    width = v.shape[-1]
+    if width < q.shape[-1]:
+        # Fused kernels and the ring want values as wide as keys. Zeros stay zeros, which are cut off.
+        v = pad(v, (0, q.shape[-1] - width))
+        return attend(
+            q, k, v, places, is_causal=is_causal, on_whole_rows=on_whole_rows
+        )[..., :width]  # fmt: skip
+    context = places.context
+    inside = on_whole_rows or partial(_across, places=places, is_causal=is_causal)
+    if context.inner.size == 1:
+        return inside(q, k, v)
+    assert places.order is not None, "inner ranks have an order"
+    return exchanged(inside, q, k, v, ranks=context.inner, order=places.order, log=context.log)
+
+
+def _across(q: Tensor, k: Tensor, v: Tensor, *, places: Places, is_causal: bool) -> Tensor:
+    """Over the keys of the outer ranks, in documents or whole rows."""
+    outer, segments = places.context.outer, places.segments
+    if outer.size == 1 and len(segments) == 1:
+        return _whole_rows(q, k, v, is_causal=is_causal)
+    if places.ends is not None and has_one_kernel(q):
+        return attend_in_documents(
+            q, k, v, ends=places.ends, longest=max(segment.size for segment in segments),
+            are_alike=segments[0].rows == slice(None), is_causal=is_causal,
+        )  # fmt: skip
+    function = _Gathered if places.context.is_gathered and outer.size > 1 else _Ring
+    work = _Work(ranks=outer, segments=segments, is_causal=is_causal, log=places.context.log)
+    return function.apply(q, k, v, work)
+
+
+def _whole_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    if is_emulated(q):
+        return _WholeRows.apply(q_BHSK, k_BGSK, v_BGSK, is_causal).permute(2, 0, 1, 3)
+    is_shared = k.shape[2] < q.shape[2]
+    y_BHSK = scaled_dot_product_attention(
+        q_BHSK, k_BGSK, v_BGSK, is_causal=is_causal, enable_gqa=is_shared
+    )
+    return y_BHSK.permute(2, 0, 1, 3)
+
+
+class _WholeRows(torch.autograd.Function):
+    """The same with gradients by attention_blocks' kernel, where torch's own makes them one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:  # noqa: FBT001
+        out, log_sum_exp = kernel_for(q).forward(q, k, v, is_causal=is_causal)
+        # As torch's lays it out, so that the next layer keeps the same memory and no copy.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, log_sum_exp)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum_exp = ctx.saved_tensors
+        whole = Block(out, log_sum_exp)
+        kernel = kernel_for(q)
+        return *kernel.backward(grad, q, k, v, whole, is_causal=ctx.is_causal), None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """Which blocks there are between the queries of this rank and keys of all ``ranks``."""
+
+    ranks: Group
+    segments: tuple[Segment, ...]
+    is_causal: bool
+    log: CommLog
+
+    def of_rank(self, source: int) -> Iterator[tuple[slice, Part]]:
+        """Rows and blocks of the keys that the rank at place ``source`` holds."""
+        for segment in self.segments:
+            for part in ring_parts(
+                segment, here=self.ranks.index, source=source, is_causal=self.is_causal
+            ):
+                yield segment.rows, part
+
+    def of_others(self) -> Iterator[tuple[slice, Part]]:
+        """Rows and blocks of all keys but the rank's own, in whole rows."""
+        here, num_places = self.ranks.index, self.ranks.size
+        for segment in self.segments:
+            for part in gathered_parts(
+                segment, here=here, num_places=num_places, is_causal=self.is_causal
+            ):
+                yield segment.rows, part
+
+
+class _Ring(torch.autograd.Function):
+    """Forward passes keys and values on to the next rank, and begins with a rank's own.
+
+    Backward begins with those that arrived last and passes them the other way, so that it ends with
+    the rank's own; the gradients by them follow one step behind and come home with it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
+        ring = work.ranks
+        q, kv = q.contiguous(), torch.stack((k, v))
+        total = _Total(q, is_merged=ring.size > 1)
+        for hop in range(ring.size):
+            is_last = hop + 1 == ring.size
+            arriving, pending = (kv, None) if is_last else start_pass(kv, ring, work.log, by=1)
+            source = (ring.index - hop) % ring.size
+            total.add(kv, work.of_rank(source), is_first=hop == 0)
+            if pending is not None:
+                pending.wait(ring.timeout_s)
+                kv = arriving
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, total.log_sum_exp)
+        ctx.work = work
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, log_sum_exp = ctx.saved_tensors
+        work: _Work = ctx.work
+        ring = work.ranks
+        slopes = _Slopes(grad.contiguous(), q, Block(out, log_sum_exp))
+        coming: tuple[Tensor, Waitable] | None = None
+        for hop in range(ring.size):
+            is_last = hop + 1 == ring.size
+            arriving, pending = (kv, None) if is_last else start_pass(kv, ring, work.log, by=-1)
+            source = (ring.index + 1 + hop) % ring.size
+            grad_kv = slopes.by(kv, work.of_rank(source))
+            if coming is not None:
+                so_far, travel = coming
+                travel.wait(ring.timeout_s)
+                grad_kv += so_far
+            if pending is not None:
+                coming = start_pass(grad_kv, ring, work.log, by=-1)
+                pending.wait(ring.timeout_s)
+                kv = arriving
+        grad_k, grad_v = grad_kv.to(q.dtype).unbind(0)
+        return slopes.q.to(q.dtype), grad_k, grad_v, None
+
+
+class _Gathered(torch.autograd.Function):
+    """Keeps a rank's own keys and values, and collects the others' again for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
+        q, kv = q.contiguous(), torch.stack((k, v))
+        total = _Total(q, is_merged=True)
+        ranks = work.ranks
+        by_rank, pending = start_collection(kv, ranks, work.log)
+        total.add(kv, work.of_rank(ranks.index), is_first=True)
+        pending.wait(ranks.timeout_s)
+        whole = _in_order(by_rank.unflatten(0, (ranks.size, 2)), work.segments)
+        total.add(whole, work.of_others())
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, total.log_sum_exp)
+        ctx.work = work
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, log_sum_exp = ctx.saved_tensors
+        work: _Work = ctx.work
+        ranks, segments = work.ranks, work.segments
+        by_rank, pending = start_collection(kv, ranks, work.log)
+        slopes = _Slopes(grad.contiguous(), q, Block(out, log_sum_exp))
+        grad_kv = slopes.by(kv, work.of_rank(ranks.index))
+        pending.wait(ranks.timeout_s)
+        by_rank = by_rank.unflatten(0, (ranks.size, 2))
+        whole = _in_order(by_rank, segments)
+        others = slopes.by(whole, work.of_others())
+        terms = torch.zeros_like(by_rank, dtype=others.dtype)
+        for place, held in _pairs(others, terms, segments):
+            held.copy_(place)
+        grad_kv += sum_parts(terms.flatten(0, 1), ranks, work.log)
+        grad_k, grad_v = grad_kv.to(q.dtype).unbind(0)
+        return slopes.q.to(q.dtype), grad_k, grad_v, None
+
+
+class _Total:
+    """Attention so far: output [S, B, H, K] and log-sum-exp [B, H, S], wide if blocks are merged."""
+
+    def __init__(self, q: Tensor, *, is_merged: bool) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self._q, self._kernel = q, kernel_for(q)
+        self.out = torch.empty_like(
+            q, dtype=wide if is_merged else q.dtype, memory_format=torch.contiguous_format
+        )
+        self.log_sum_exp = q.new_empty((q.shape[1], q.shape[2], q.shape[0]), dtype=wide)
+
+    def add(
+        self, kv: Tensor, parts: Iterable[tuple[slice, Part]], *, is_first: bool = False
+    ) -> None:
+        """Attend to more keys; the first ones are seen by every query."""
+        for rows, part in parts:
+            q, k, v = _block_of(self._q, kv, rows, part)
+            block = self._kernel.forward(q, k, v, is_causal=part.is_causal)
+            into = _rows_of(Block(self.out, self.log_sum_exp), rows, part)
+            if is_first:
+                into.out.copy_(block.out)
+                into.log_sum_exp.copy_(block.log_sum_exp)
+            else:
+                merge(into, block)
+
+
+class _Slopes:
+    """Gradients by the queries so far, wide: [S, B, H, K]."""
+
+    def __init__(self, grad: Tensor, q: Tensor, whole: Block) -> None:
+        self._grad, self._q, self._whole, self._kernel = grad, q, whole, kernel_for(q)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
+
+    def by(self, kv: Tensor, parts: Iterable[tuple[slice, Part]]) -> Tensor:
+        """Those by keys and values, wide and like ``kv`` [2, T, B, G, K]; the queries' are added."""
+        grad_kv = torch.zeros_like(kv, dtype=self.q.dtype)
+        for rows, part in parts:
+            q, k, v = _block_of(self._q, kv, rows, part)
+            grad = self._grad[part.queries, rows].permute(1, 2, 0, 3)
+            whole = _rows_of(self._whole, rows, part)
+            found = self._kernel.backward(grad, q, k, v, whole, is_causal=part.is_causal)
+            self.q[part.queries, rows] += found.q.permute(2, 0, 1, 3)
+            grad_kv[0, part.keys, rows] += found.k.permute(2, 0, 1, 3)
+            grad_kv[1, part.keys, rows] += found.v.permute(2, 0, 1, 3)
+        return grad_kv
+
+
+def _block_of(q: Tensor, kv: Tensor, rows: slice, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one block, [B, heads, S, K] each."""
+    tensors = q[part.queries, rows], kv[0, part.keys, rows], kv[1, part.keys, rows]
+    a, b, c = (t.permute(1, 2, 0, 3) for t in tensors)
+    return a, b, c
+
+
+def _rows_of(total: Block, rows: slice, part: Part) -> Block:
+    """Views of the rows that belong to a block's queries."""
+    out = total.out[part.queries, rows].permute(1, 2, 0, 3)
+    return Block(out, total.log_sum_exp[rows, :, part.queries])
+
+
+def _in_order(by_rank: Tensor, segments: Iterable[Segment]) -> Tensor:
+    """[n, 2, S, B, G, K] as the ranks hold them -> [2, n S, B, G, K] as they follow one another."""
+    num_ranks, two, tokens, *rest = by_rank.shape
+    whole = by_rank.new_empty((two, num_ranks * tokens, *rest))
+    for place, held in _pairs(whole, by_rank, segments):
+        place.copy_(held)
+    return whole
+
+
+def _pairs(
+    whole: Tensor, by_rank: Tensor, segments: Iterable[Segment]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The chunks of whole rows [2, n S, B, ...] beside what rank by rank is held of them."""
+    num_ranks = by_rank.shape[0]
+    for segment in segments:
+        chunk, begin = segment.size // 2, segment.start * num_ranks
+        for rank in range(num_ranks):
+            for number, held in ((rank, segment.early), (2 * num_ranks - 1 - rank, segment.late)):
+                first = begin + number * chunk
+                yield (
+                    whole[:, first : first + chunk, segment.rows],
+                    by_rank[rank, :, held, segment.rows],
+                )

@@ -1,0 +1,119 @@
+"""All-to-all of attention heads: from some tokens of all heads to all tokens of some heads, and back.
+
+DeepSpeed-Ulysses (Jacobs et al. 2023). Attention in between needs no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.context_parallel.transfers import exchange
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def exchanged(  # noqa: PLR0913  # three tensors and what is done with them
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranks: Group,
+    order: tuple[Tensor, Tensor],
+    log: CommLog,
+) -> Tensor:
+    """``attend`` with this rank's share of heads over the tokens of all ``ranks``.
+
+    Args:
+        attend: From q [N, B, H/n, K], k and v to [N, B, H/n, K], where N = n * S.
+        q: [S, B, H, K].
+        k: [S, B, G, K]; a head that several ranks read is sent to each of them.
+        v: [S, B, G, K].
+        ranks: n ranks, a divisor of H, and of G or a multiple of it.
+        order: Which of the ranks' tokens, end to end, comes at each place, and the inverse; [N, B] or
+            [N, 1] int64.
+        log: Sees what is sent.
+
+    Returns:
+        [S, B, H, K].
+    """
+    there, back = order
+    copies = max(1, ranks.size // k.shape[2])
+    k, v = (t.repeat_interleave(copies, dim=2) if copies > 1 else t for t in (k, v))
+    shares = [t.unflatten(2, (ranks.size, -1)) for t in (q, k, v)]
+    mixed = _to_heads(torch.cat(shares, dim=3).flatten(2, 3), ranks, log)
+    mixed = _Reorder.apply(mixed, there, back)
+    y = attend(*mixed.split([share.shape[3] for share in shares], dim=2))
+    return _to_tokens(_Reorder.apply(y, back, there), ranks, log)
+
+
+def _to_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+    """[S, B, n h, K] -> [n S, B, h, K]."""
+    return _ToHeads.apply(x, ranks, log)
+
+
+def _to_tokens(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+    """[n S, B, h, K] -> [S, B, n h, K]."""
+    return _ToTokens.apply(x, ranks, log)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+        ctx.ranks, ctx.log = ranks, log
+        return _send_heads(x, ranks, log)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _send_tokens(grad, ctx.ranks, ctx.log), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+        ctx.ranks, ctx.log = ranks, log
+        return _send_tokens(x, ranks, log)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _send_heads(grad, ctx.ranks, ctx.log), None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """x[order] along dim 0, column by column; an order has no two tokens in one place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return _take(x, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _take(grad, ctx.back), None, None
+
+
+def _send_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+    by_rank = x.unflatten(2, (ranks.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    return exchange(by_rank, ranks, log).flatten(0, 1)
+
+
+def _send_tokens(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
+    by_rank = exchange(x.contiguous(), ranks, log).unflatten(0, (ranks.size, -1))
+    return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _take(x: Tensor, order: Tensor) -> Tensor:
+    """x: [N, B, h, K], order: [N, B] or [N, 1]."""
+    if order.shape[1] == 1:
+        return x.index_select(0, order[:, 0])
+    return x[order, torch.arange(x.shape[1], device=x.device)]

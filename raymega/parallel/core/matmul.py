@@ -1,0 +1,76 @@
+"""Matrix products as this machine makes them fastest; autograd is not told.
+
+Numbers of 16 bits are multiplied in float32 where a CPU has no instructions for them: torch takes them
+one by one there. Sums are in float32 and the result is rounded once, as with such instructions. Which
+products there are, and what they mean, is tensor's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from raymega.parallel.core.output_cache import LEAST_BYTES, KeptMemory
+
+
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptMemory | None = None
+) -> Tensor:
+    """x W^T + b. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out].
+
+    Large results on CPUs lie in ``kept``, if it is given.
+    """
+    if is_emulated(x):
+        wide_bias = None if bias is None else bias.float()
+        return project(x.float(), weight.float(), wide_bias, kept).to(x.dtype)
+    num_bytes = x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
+    if kept is None or x.device.type != "cpu" or num_bytes < LEAST_BYTES:
+        return linear(x, weight, bias)
+    y = kept.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+    torch.mm(x.flatten(0, -2), weight.T, out=y.view(-1, weight.shape[0]))
+    return y if bias is None else y.add_(bias)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x: [..., out], weight: [out, in] -> [..., in]."""
+    if is_emulated(x):
+        return (x.float() @ weight.float()).to(x.dtype)
+    return x @ weight
+
+
+def outer(grad: Tensor, x: Tensor) -> Tensor:
+    """Sum of outer products of rows. grad: [T, out], x: [T, in] -> [out, in]."""
+    return product(grad.T, x)
+
+
+def add_outer(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
+    """Add :func:`outer` to ``total`` [out, in], or put it there; a wider one gets it as it was summed.
+
+    Formats that a CPU multiplies itself it rounds before.
+    """
+    if is_emulated(x) and total.dtype == torch.float32:
+        grad, x = grad.float(), x.float()
+    if total.dtype != x.dtype:
+        made = outer(grad, x)
+        _ = total.copy_(made) if is_first else total.add_(made)
+    elif is_first:
+        torch.mm(grad.T, x, out=total)
+    else:
+        total.addmm_(grad.T, x)
+
+
+def is_emulated(x: Tensor) -> bool:
+    """Numbers like those of ``x`` are multiplied in float32 here."""
+    return x.device.type == "cpu" and x.dtype.itemsize == 2 and not _has_instructions(x.dtype)
+
+
+@cache
+def _has_instructions(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

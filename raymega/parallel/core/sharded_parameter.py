@@ -1,0 +1,137 @@
+"""ShardedParameter: a parameter that knows its place in the whole model, and its first values.
+
+The place itself is sharding.ShardSpec's, the numbers are rng's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import prod
+from typing import Protocol
+
+import torch
+
+from raymega.errors import Fault, InternalError, raise_faults
+from raymega.messages import Box
+from raymega.parallel.core import rng
+from raymega.parallel.core.shard_spec import Piece, ShardSpec
+from raymega.plan.tensor_table import GlobalTensor
+
+DRAWN_AT_ONCE = 2**20
+"""First values that exist in float64 at a time, unless one row or one expert has more."""
+
+
+class GradientIntake(Protocol):
+    """Who sums the gradients of a parameter; see gradient_sums.Intake."""
+
+    def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
+        """Where the caller now adds a term, and whether it is the first and overwrites."""
+
+    def take(self, param: torch.Tensor) -> None:
+        """A backward has come by all uses of the parameter."""
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A rank's part of one or several global tensors.
+
+    Attributes:
+        spec: Which part, who else holds it, and who counts it.
+        intake: Where terms of its gradient go; None leaves them to autograd.
+    """
+
+    spec: ShardSpec
+    intake: GradientIntake | None
+
+    # By identity, as torch's own, which is Python: tables of parameters are asked in every backward.
+    __hash__ = object.__hash__
+
+    def __new__(cls, data: torch.Tensor, spec: ShardSpec) -> ShardedParameter:
+        """Wrap ``data`` ([*spec.shape]), which gets no values here."""
+        param = super().__new__(cls, data)
+        param.spec = spec
+        param.intake = None
+        return param
+
+
+def initialise(param: ShardedParameter, seed: int) -> None:
+    """Fill each piece with the values that its block has in the whole tensor, on any layout.
+
+    They are drawn in float64, some rows at a time.
+    """
+    for piece in param.spec.pieces:
+        place, (num_rows, *row) = param.detach()[piece.place], piece.box.shape
+        step = max(1, DRAWN_AT_ONCE // prod(row))
+        for first in range(0, num_rows, step):
+            box = _rows_of(piece.box, first, min(step, num_rows - first))
+            values = initial_values(piece.tensor, box, seed=seed, device=param.device)
+            place[first : first + step].copy_(values)
+
+
+def initial_values(
+    tensor: GlobalTensor, box: Box, *, seed: int, device: torch.device
+) -> torch.Tensor:
+    """First values of a block of a global tensor: [*box.shape], float64."""
+    if tensor.init == "normal":
+        stream = rng.key(seed, "init", tensor.name)
+        values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
+        values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
+        return values.mul_(tensor.init_std)
+    constants = {"zeros": 0.0, "ones": 1.0}
+    return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
+
+
+def _rows_of(box: Box, first: int, num_rows: int) -> Box:
+    """Rows of a box, counted from its own first."""
+    offset, *others = box.offset
+    return Box(offset=(offset + first, *others), shape=(num_rows, *box.shape[1:]))
+
+
+def check_specs(params: Sequence[ShardedParameter]) -> None:
+    """Hold every spec against its parameter, and the parameters against each other.
+
+    Raises:
+        InternalError: Shapes disagree, pieces do not tile a parameter, or a block is held twice.
+    """
+    faults = [fault for param in params for fault in _spec_faults(param)]
+    pieces = [piece for param in params for piece in param.spec.pieces]
+    raise_faults(InternalError, faults + _overlap_faults(pieces))
+
+
+def _spec_faults(param: ShardedParameter) -> list[Fault]:
+    spec, shape = param.spec, tuple(param.shape)
+    whole = Box(offset=(0,) * len(shape), shape=shape)
+    faults = []
+    if shape != spec.shape:
+        faults.append(
+            _fault(spec.name, f"shape {shape}", f"its spec says {spec.shape}", "build it from spec")
+        )
+    if sum(piece.local.num_elements for piece in spec.pieces) != param.numel() or any(
+        piece.local.intersect(whole) != piece.local for piece in spec.pieces
+    ):
+        faults.append(
+            _fault(spec.name, f"shape {shape}", "pieces must tile it", "cut it with make_spec")
+        )
+    for piece in spec.pieces:
+        whole_tensor = piece.tensor.whole
+        if piece.box.shape != piece.local.shape or piece.box.intersect(whole_tensor) != piece.box:
+            what = f"block {piece.box} of shape {piece.tensor.shape}"
+            rule = f"it must lie inside and be as large as its local block {piece.local}"
+            faults.append(_fault(piece.tensor.name, what, rule, "cut it with make_spec"))
+    return faults
+
+
+def _overlap_faults(pieces: Sequence[Piece]) -> list[Fault]:
+    by_tensor: dict[str, list[Box]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.tensor.name, []).append(piece.box)
+    return [
+        _fault(name, f"blocks {a} and {b}", "a rank holds each element once", "share the parameter")
+        for name, boxes in by_tensor.items()
+        for a, b in combinations(boxes, 2)
+        if a.intersect(b) is not None
+    ]
+
+
+def _fault(name: str, fact: str, rule: str, remedy: str) -> Fault:
+    return Fault(fact=f"parameter {name}: {fact}", rule=rule, remedy=remedy)

@@ -1,0 +1,239 @@
+"""WeightBuffer: the weights of a rank in flat buckets, gathered after each rank updated its part.
+
+A gather is started ahead of the first use, which waits for it: up to level ``gradients`` right after
+the update, so that it hides behind what a run does between steps and behind the forward work of the
+layers before; at level ``parameters`` one unit of the model ahead of each use, in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from raymega.errors import Fault, InternalError
+from raymega.parallel.comm.collectives import start_all_gather_in_place, start_all_gather_into
+from raymega.parallel.comm.trace import CommLog, Waitable
+from raymega.parallel.comm.work import Pending
+from raymega.parallel.core.buckets import Bucket, BucketTable
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.plan.zero_levels import Level
+
+
+def _keep(_param: ShardedParameter) -> None:
+    """Values are there already."""
+
+
+class WeightBuffer:
+    """Flat buckets in the compute dtype, of which the parameters become views.
+
+    Up to level ``gradients`` a rank has all weights always; after an update the parts of other ranks
+    are old until :meth:`start_gather` and :meth:`wait_for`. At level ``parameters`` it keeps its own
+    part, and the memory of the whole bucket is there only from shortly before a use until shortly
+    after: what autograd saves of a parameter is that memory, which is filled again before backward.
+
+    Args:
+        table: What lies where.
+        log: Sees each gather.
+        fill: Gives a parameter its first values, for parameters that have no memory yet.
+    """
+
+    def __init__(
+        self,
+        table: BucketTable,
+        *,
+        log: CommLog | None = None,
+        fill: Callable[[ShardedParameter], None] = _keep,
+    ) -> None:
+        self._table, self._log = table, log or CommLog()
+        self.after_update: list[Callable[[], None]] = []
+        """Who is told that weights have changed."""
+        self._flats: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] = []
+        for bucket in table.buckets:
+            flat = _make_flat(bucket, fill)
+            own = flat[table.owned(bucket).place]
+            if _is_kept_in_part(bucket):
+                own = own.clone()
+                _drop(flat)
+            self._flats.append(flat)
+            self._own.append(own)
+        self._bucket_of = {
+            span.param: bucket.index for bucket in table.buckets for span in bucket.spans
+        }
+        self._is_old = False
+        self._under_way: dict[int, Waitable] = {}
+        self._whole: set[int] = set()
+        self._used_by: dict[nn.Module, tuple[int, ...]] = {}
+        self._uses: Sequence[nn.Module] = ()
+        self._place = 0
+
+    @property
+    def has_parts_only(self) -> bool:
+        """Weights must be gathered for each use: whoever uses some says so before."""
+        return any(map(_is_kept_in_part, self._table.buckets))
+
+    def owned(self, bucket: Bucket) -> torch.Tensor:
+        """The flat weights that this rank updates; always the same memory."""
+        return self._own[bucket.index]
+
+    def mark_updated(self) -> None:
+        """This rank has updated what it owns: what it holds of others' is old."""
+        self._is_old = any(bucket.level > Level.NONE for bucket in self._table.buckets)
+        self._free(keep=())
+        for tell in self.after_update:
+            tell()
+
+    def whole(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Buckets of which all ranks hold everything, with their flat weights.
+
+        They are up to date, and alike on those ranks, after :meth:`start_gather` and
+        :meth:`wait_for_all`.
+        """
+        for bucket, flat in zip(self._table.buckets, self._flats, strict=True):
+            if not _is_kept_in_part(bucket):
+                yield bucket, flat
+
+    def start_gather(self) -> None:
+        """Begin to get the other ranks' parts, in the order of first use; nothing if none is old.
+
+        Of units that are whole only in use, the first one.
+        """
+        if not self._is_old:
+            return
+        self._is_old = False
+        in_parts = []
+        for bucket in sorted(self._table.buckets, key=_order_of_use):
+            if _is_kept_in_part(bucket):
+                in_parts.append(bucket.index)
+            elif bucket.level > Level.NONE:
+                flat, group = self._flats[bucket.index], bucket.sharing.inside
+                pending = start_all_gather_in_place(flat, group)
+                self._under_way[bucket.index] = self._log.track(_event_of(bucket), bucket, pending)
+        self._gather(in_parts[:1])
+
+    def follow(self, uses: Iterable[nn.Module]) -> None:
+        """What :meth:`wait_for` will be asked for next, in order, so that it can gather ahead.
+
+        A guess that is wrong costs time and nothing else.
+        """
+        self._uses, self._place = tuple(uses), 0
+
+    def record(self) -> None:
+        """A step is recorded from now on: gathers that are under way are part of it."""
+        for index, gather in self._under_way.items():
+            if isinstance(gather, Pending):
+                bucket = self._table.buckets[index]
+                self._under_way[index] = self._log.track(_event_of(bucket), bucket, gather)
+
+    def wait_for(self, module: nn.Module) -> None:
+        """Return when the weights of ``module`` are whole; they are until the next call but one.
+
+        Raises:
+            InternalError: They are old, and no gather was started.
+        """
+        if self._is_old:
+            raise _old()
+        if not self._under_way and not self.has_parts_only:
+            return
+        used = self._buckets_of(module)
+        if self.has_parts_only:
+            following = self._following(module, used)
+            self._free(keep=(*used, *following))
+            self._gather(used)
+            self._gather(following)
+        for index in sorted(self._under_way.keys() & set(used), key=list(self._under_way).index):
+            self._wait(index)
+
+    def wait_for_all(self) -> None:
+        """Return when every gather under way is complete."""
+        while self._under_way:
+            self._wait(next(iter(self._under_way)))
+
+    def _wait(self, index: int) -> None:
+        inside = self._table.buckets[index].sharing.inside
+        self._under_way.pop(index).wait(inside.timeout_s)
+
+    def _buckets_of(self, module: nn.Module) -> tuple[int, ...]:
+        if module not in self._used_by:
+            params = (p for p in module.parameters() if isinstance(p, ShardedParameter))
+            held = (self._bucket_of[p] for p in params if p in self._bucket_of)
+            self._used_by[module] = tuple(dict.fromkeys(held))
+        return self._used_by[module]
+
+    def _following(self, module: nn.Module, used: tuple[int, ...]) -> tuple[int, ...]:
+        """Buckets of the next unit in line that has others than ``module``'s own."""
+        place = self._place
+        while place < len(self._uses) and self._uses[place] is not module:
+            place += 1
+        if place == len(self._uses):
+            return ()
+        self._place = place
+        for other in self._uses[place + 1 :]:
+            if not set(buckets := self._buckets_of(other)) <= set(used):
+                return buckets
+        return ()
+
+    def _gather(self, indices: Iterable[int]) -> None:
+        """Begin to fill the memory of buckets that are kept in part and not whole."""
+        for index in indices:
+            bucket = self._table.buckets[index]
+            if not _is_kept_in_part(bucket) or index in self._whole:
+                continue
+            flat = self._flats[index]
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            pending = start_all_gather_into(flat, self._own[index], bucket.sharing.inside)
+            self._under_way[index] = self._log.track(_event_of(bucket), bucket, pending)
+            self._whole.add(index)
+
+    def _free(self, *, keep: tuple[int, ...]) -> None:
+        """Give the memory of whole buckets back, but for those of ``keep``.
+
+        On a GPU this is safe while their kernels are queued: the memory belongs to the stream that
+        computes, and a gather's stream waits for what that one was given before.
+        """
+        for index in self._whole.difference(keep):
+            if index in self._under_way:
+                self._wait(index)
+            _drop(self._flats[index])
+            self._whole.remove(index)
+
+
+def _event_of(bucket: Bucket) -> str:
+    return "gather_experts" if bucket.is_expert else "gather"
+
+
+def _is_kept_in_part(bucket: Bucket) -> bool:
+    return bucket.level == Level.PARAMETERS
+
+
+def _order_of_use(bucket: Bucket) -> tuple[int, int]:
+    return bucket.chunk, bucket.first_use
+
+
+def _make_flat(bucket: Bucket, fill: Callable[[ShardedParameter], None]) -> torch.Tensor:
+    """The bucket's weights end to end; the parameters become views of it, their values kept."""
+    first = bucket.spans[0].param
+    flat = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
+    for param, start in bucket.spans:
+        view = flat[start : start + param.numel()].view(param.shape)
+        if fill is _keep:
+            view.copy_(param.detach())
+        param.data = view
+        fill(param)
+    return flat
+
+
+def _drop(flat: torch.Tensor) -> None:
+    flat.untyped_storage().resize_(0)
+
+
+def _old() -> InternalError:
+    return InternalError(
+        Fault(
+            fact="weights are used that other ranks have updated since",
+            rule="after an update weights must be gathered before they are used",
+            remedy="call start_gather before the forward pass",
+        )
+    )

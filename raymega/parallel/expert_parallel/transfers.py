@@ -1,0 +1,225 @@
+"""Transfers of rows between the ranks that hold experts, under way while other work is done.
+
+`launch_*` starts one and `land` waits for it; autograd sees both. In backward the roles change: the
+gradient's transfer starts where forward waited, and is waited for where forward started. What was
+computed between the two in forward has its backward between them too, because autograd runs what was
+made later first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raymega.parallel.comm.collectives import (
+    start_all_gather,
+    start_exchange,
+    start_reduce_scatter,
+)
+from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.comm.trace import CommLog, Waitable
+from raymega.parallel.comm.work import Pending
+from raymega.parallel.expert_parallel.overlap import InTurn, Turns
+
+Start = Callable[[Tensor], tuple[Tensor, Waitable]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """How many rows go where.
+
+    Attributes:
+        sent: To each rank of ep.
+        received: From each of them.
+        of_etp: What each rank of etp received in all.
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    of_etp: Sequence[int]
+
+    @property
+    def reversed(self) -> Parts:
+        """The way back."""
+        return Parts(sent=self.received, received=self.sent, of_etp=self.of_etp)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """Between which ranks rows travel, and who sees it.
+
+    Attributes:
+        group: They.
+        name: How names of transfers begin: ``ep`` or ``etp``.
+        log: Sees them.
+        turns: Where two passes take turns, who works while one waits; None where one pass runs.
+    """
+
+    group: Group
+    name: str
+    log: CommLog
+    turns: Turns | None = None
+
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, what: str = "exchange"
+    ) -> tuple[Tensor, Waitable]:
+        """Begin an uneven all-to-all: [sum of sent, N] -> [sum of received, N]."""
+        arriving, pending = start_exchange(rows, self.group, sent=sent, received=received)
+        row_bytes = rows.nbytes // max(1, rows.shape[0])
+        leaving = (sum(sent) - sent[self.group.index]) * row_bytes
+        return arriving, self._under_way(what, pending, leaving)
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, Waitable]:
+        """Begin an all-gather: [T, N] -> [n T, N]."""
+        arriving, pending = start_all_gather(rows, self.group)
+        leaving = rows.nbytes * (self.group.size - 1)
+        return arriving, self._under_way("gather", pending, leaving)
+
+    def reduce(self, rows: Tensor) -> tuple[Tensor, Waitable]:
+        """Begin a reduce-scatter: [n T, N] -> [T, N]."""
+        arriving, pending = start_reduce_scatter(rows, self.group)
+        leaving = rows.nbytes // self.group.size * (self.group.size - 1)
+        return arriving, self._under_way("reduce", pending, leaving)
+
+    def _under_way(self, what: str, pending: Pending, sent_bytes: int) -> Waitable:
+        tracked = self.log.track_transfer(f"{self.name}_{what}", pending, sent_bytes=sent_bytes)
+        return tracked if self.turns is None else InTurn(self.turns, tracked)
+
+
+class Flight:
+    """A transfer under way: its tensor may be read when it has landed."""
+
+    __slots__ = ("group", "pending", "returned", "start", "start_gradient", "tensor")
+
+    def __init__(self, group: Group, start: Start, start_gradient: Start) -> None:
+        self.group, self.start, self.start_gradient = group, start, start_gradient
+        self.tensor: Tensor
+        self.pending: Waitable
+        self.returned: tuple[Tensor, Waitable] | None = None
+
+
+def launch_exchange(x: Tensor, lane: Lane, parts: Parts) -> Flight:
+    """Uneven all-to-all of rows, [sum of sent, N] -> [sum of received, N]; backward the reverse."""
+    sent, received = parts.sent, parts.received
+    return _launch(
+        x,
+        lane,
+        lambda rows: lane.exchange(rows, sent, received),
+        lambda rows: lane.exchange(rows, received, sent),
+    )
+
+
+def launch_gather(x: Tensor, lane: Lane) -> Flight:
+    """All-gather of equal parts, [T, N] -> [n T, N]; backward a reduce-scatter."""
+    return _launch(x, lane, lane.gather, lane.reduce)
+
+
+def launch_sum(x: Tensor, lane: Lane) -> Flight:
+    """Reduce-scatter, [n T, N] -> [T, N]; backward an all-gather."""
+    return _launch(x, lane, lane.reduce, lane.gather)
+
+
+def land(flight: Flight) -> Tensor:
+    """Wait for it.
+
+    The flight lets go of all that holds its tensor: autograd's node of the start has the flight, and
+    a node that reaches its own output is never freed.
+    """
+    arriving = flight.tensor
+    del flight.tensor
+    return arriving if flight.group.size == 1 else _Land.apply(arriving, flight)
+
+
+def gather_parts(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    """Uneven all-gather: [parts[own], N] -> [sum of parts, N]; backward :func:`sum_parts`."""
+    return x if lane.group.size == 1 else _GatherParts.apply(x, lane, parts)
+
+
+def sum_parts(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    """Uneven reduce-scatter: [sum of parts, N] -> [parts[own], N]; backward a gather."""
+    return x if lane.group.size == 1 else _SumParts.apply(x, lane, parts)
+
+
+def _launch(x: Tensor, lane: Lane, start: Start, start_gradient: Start) -> Flight:
+    """A rank that is alone has its rows already, and autograd nothing to see."""
+    flight = Flight(lane.group, start, start_gradient)
+    flight.tensor = x if lane.group.size == 1 else _Launch.apply(x, flight)
+    return flight
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        arriving, flight.pending = flight.start(x.contiguous())
+        return arriving
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient has the other shape, so it comes by the flight and not by autograd."""
+        gradient, pending = ctx.flight.returned
+        pending.wait(ctx.flight.group.timeout_s)
+        ctx.flight.returned = None
+        return gradient, None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.pending.wait(flight.group.timeout_s)
+        del flight.pending
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        ctx.flight.returned = ctx.flight.start_gradient(grad)
+        return grad, None
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+        ctx.lane, ctx.parts = lane, parts
+        return _gather(x, lane, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum(grad, ctx.lane, ctx.parts), None, None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+        ctx.lane, ctx.parts = lane, parts
+        return _sum(x, lane, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.lane, ctx.parts), None, None
+
+
+def _gather(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    group = lane.group
+    copies = x.repeat(group.size, *[1] * (x.dim() - 1))
+    rows, pending = lane.exchange(copies, [parts[group.index]] * group.size, parts, what="gather")
+    pending.wait(group.timeout_s)
+    return rows
+
+
+def _sum(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    group = lane.group
+    own = [parts[group.index]] * group.size
+    terms, pending = lane.exchange(x.contiguous(), parts, own, what="reduce")
+    pending.wait(group.timeout_s)
+    return terms.view(group.size, own[0], *x.shape[1:]).sum(0)

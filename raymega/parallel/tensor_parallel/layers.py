@@ -1,0 +1,398 @@
+"""Linear and embedding layers cut over the tensor-parallel ranks, on plain tensors.
+
+It owns how a cut layer computes and which collective it needs. Shapes, cuts and initial values are
+plan.tensors'; layers name their tensors and a ParameterFactory makes the local parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding, linear
+
+from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.comm.work import Pending
+from raymega.parallel.core.matmul import add_outer, is_emulated, outer, product, project
+from raymega.parallel.core.output_cache import KeptMemory
+from raymega.parallel.core.shard_spec import make_spec
+from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
+from raymega.parallel.core.weight_grads import Deferral, settle, settle_bias
+from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Place, fp8_linear
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.plan.grid import ExpertPlace
+from raymega.plan.tensor_table import WHOLE_EXPERTS, GlobalTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterFactory:
+    """Makes the parameters of one rank's stage, with their initial values.
+
+    Attributes:
+        table: The stage's global tensors by name.
+        stream: How the residual stream lies on the tensor-parallel ranks.
+        dtype: Compute dtype.
+        device: Where parameters live.
+        seed: Seed of the initial values; equal on all ranks.
+        tied: Name of the tensor that another stage holds too, or empty.
+        is_tied_copy: This stage's copy of it is the one that does not count.
+        experts: Which part of expert tensors this rank holds.
+        deferral: Where linear layers leave weight gradients that are put off.
+        is_fused: Layers let parallel.fusing compile what they compute between matrix products.
+        fp8: How linear layers multiply in 8 bits; None where they do not.
+        is_filled_later: Parameters that are trained get memory and first values from who lays them
+            together, WeightBuffer.
+    """
+
+    table: Mapping[str, GlobalTensor]
+    stream: Stream
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    tied: str = ""
+    is_tied_copy: bool = False
+    experts: ExpertPlace = WHOLE_EXPERTS
+    deferral: Deferral = field(default_factory=Deferral)
+    is_fused: bool = False
+    fp8: Fp8 | None = None
+    is_filled_later: bool = False
+
+    @property
+    def tp(self) -> Group:
+        """The tensor-parallel ranks."""
+        return self.stream.tp
+
+    def make(self, *names: str) -> ShardedParameter:
+        """This rank's blocks of the tensors ``names``, stacked as ShardSpec says."""
+        is_tied = self.tied in names
+        spec = make_spec(
+            tuple(self.table[name] for name in names),
+            tp=self.tp.size,
+            tp_rank=self.tp.index,
+            experts=self.experts,
+            is_sequence_parallel=self.stream.is_sequence_parallel,
+            is_tied=is_tied,
+            is_tied_copy=is_tied and self.is_tied_copy,
+        )
+        wide = torch.promote_types(self.dtype, torch.float32)
+        dtype = wide if spec.is_wide else self.dtype
+        if self.is_filled_later and spec.is_trained:
+            nothing = torch.empty((), dtype=dtype, device=self.device)
+            return ShardedParameter(nothing.expand(spec.shape), spec)
+        param = ShardedParameter(torch.empty(spec.shape, dtype=dtype, device=self.device), spec)
+        initialise(param, self.seed)
+        param.requires_grad_(spec.is_trained)
+        return param
+
+    def make_if_any(self, *names: str) -> ShardedParameter | None:
+        """Like :meth:`make`, or None when the family has no such tensors."""
+        return self.make(*names) if names[0] in self.table else None
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the output features cut: each rank makes its own, from all positions.
+
+    Several names fuse their linears into one GEMM; the outputs lie side by side. Without
+    ``adds_bias`` the bias is left to whoever takes the output.
+    """
+
+    def __init__(self, factory: ParameterFactory, *names: str, adds_bias: bool = True) -> None:
+        super().__init__()
+        self.adds_bias = adds_bias
+        self.stream, self.deferral, self.fp8 = factory.stream, factory.deferral, factory.fp8
+        self.weight = factory.make(*(f"{name}.weight" for name in names))
+        self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, in] -> [S, B, out/tp]."""
+        bias = self.bias if self.adds_bias else None
+        if self.fp8 is not None:
+            place = Place(fp8=self.fp8, stream=self.stream, outer=self.stream.tp)
+            return fp8_linear(x, self.weight, bias, place, self.deferral)
+        return column_linear(x, self.weight, bias, self.stream, self.deferral)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the input features cut: each rank adds its term, the bias comes once."""
+
+    def __init__(self, factory: ParameterFactory, name: str) -> None:
+        super().__init__()
+        self.stream, self.deferral, self.fp8 = factory.stream, factory.deferral, factory.fp8
+        self.weight = factory.make(f"{name}.weight")
+        self.bias = factory.make_if_any(f"{name}.bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S, B, in/tp] -> [S/sp, B, out]."""
+        if self.fp8 is None:
+            return row_linear(x, self.weight, self.bias, self.stream, self.deferral)
+        place = Place(fp8=self.fp8, inner=self.stream.tp)
+        y = self.stream.sum(fp8_linear(x, self.weight, None, place, self.deferral))
+        return y if self.bias is None else y + self.bias
+
+
+class WholeLinear(nn.Module):
+    """y = x W^T on the stream itself, nothing cut: every rank has the whole weight.
+
+    With sequence parallelism its gradient is the rank's own positions' term of a sum. Several names
+    fuse their linears into one GEMM.
+    """
+
+    def __init__(self, factory: ParameterFactory, *names: str) -> None:
+        super().__init__()
+        self.deferral, self.fp8 = factory.deferral, factory.fp8
+        self.weight = factory.make(*(f"{name}.weight" for name in names))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [S/sp, B, in] -> [S/sp, B, out]."""
+        if self.fp8 is not None:
+            return fp8_linear(x, self.weight, None, Place(fp8=self.fp8), self.deferral)
+        return whole_linear(x.contiguous(), self.weight, None, self.deferral)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the token table cut: each rank looks up its own tokens and adds zero for others."""
+
+    def __init__(self, factory: ParameterFactory, name: str) -> None:
+        super().__init__()
+        self.stream = factory.stream
+        self.weight = factory.make(f"{name}.weight")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [S, B] int64 -> [S/sp, B, D]."""
+        return vocab_embedding(tokens, self.weight, self.stream)
+
+
+def vocab_embedding(tokens: Tensor, weight: Tensor, stream: Stream) -> Tensor:
+    """Look up rows of a table cut over tp. tokens: [S, B] int64, weight: [V/tp, D] -> [S/sp, B, D]."""
+    if stream.tp.size == 1:
+        return _Lookup.apply(tokens, weight)
+    rows, is_elsewhere = local_rows(tokens, weight.shape[0], stream.tp)
+    found = _Lookup.apply(rows, weight)
+    return stream.sum(found.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
+
+
+def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
+    """Where global ``ids`` lie in this rank's ``num_rows`` rows of a table cut over ``tp``.
+
+    Returns:
+        Row numbers, 0 where another rank holds the id or nobody does; and that condition.
+    """
+    rows = ids - num_rows * tp.index
+    is_elsewhere = (rows < 0) | (rows >= num_rows)
+    return rows.masked_fill_(is_elsewhere, 0), is_elsewhere
+
+
+def column_linear(  # what a linear layer is made of
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stream: Stream,
+    deferral: Deferral,
+    *,
+    kept: KeptMemory | None = None,
+) -> Tensor:
+    """Column-parallel linear: `copy_to_tp` or `gather_positions`, then `linear`, with overlap.
+
+    What is kept for backward is the rank's own part of x. Backward gathers it again while the
+    input's gradient is computed, and sums that gradient while the weight's is computed.
+
+    Args:
+        x: [S/sp, B, in].
+        weight: [out/tp, in].
+        bias: [out/tp] or None.
+        stream: How x lies on the ranks.
+        deferral: Takes the weight's gradient when it is put off.
+        kept: Where large outputs lie on CPUs; None makes new memory.
+
+    Returns:
+        [S, B, out/tp].
+    """
+    if stream.tp.size == 1:
+        return whole_linear(x.contiguous(), weight, bias, deferral, kept=kept)
+    return _ColumnLinear.apply(x.contiguous(), weight, bias, stream, deferral, kept)
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, deferral: Deferral
+) -> Tensor:
+    """Row-parallel linear: `linear`, then the sum of all ranks' terms, then the bias once.
+
+    Args:
+        x: [S, B, in/tp].
+        weight: [out, in/tp].
+        bias: [out] or None.
+        stream: How the result lies on the ranks.
+        deferral: Takes the weight's gradient when it is put off.
+
+    Returns:
+        [S/sp, B, out].
+    """
+    if stream.tp.size == 1:
+        return whole_linear(x, weight, bias, deferral)
+    return _RowLinear.apply(x, weight, bias, stream, deferral)
+
+
+def whole_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deferral: Deferral,
+    *,
+    kept: KeptMemory | None = None,
+) -> Tensor:
+    """Linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
+    # A bias's gradient by torch is in the format of the layer, where a sum over tokens may not fit.
+    is_narrow = bias is not None and x.dtype == torch.float16
+    if deferral.is_autograds(weight) and not is_emulated(x) and not is_narrow:
+        return linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, deferral, kept)
+
+
+class OuterProducts(NamedTuple):
+    """The term of W's gradient in y = x W^T from that of y. grad: [..., out], x: [..., in]."""
+
+    grad: Tensor
+    x: Tensor
+
+    def make(self) -> Tensor:
+        """[out, in]."""
+        return outer(self.grad.flatten(0, -2), self.x.flatten(0, -2))
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        """total: [out, in]."""
+        add_outer(total, self.grad.flatten(0, -2), self.x.flatten(0, -2), is_first=is_first)
+
+
+class _Rows(NamedTuple):
+    """The term of a table's gradient from that of rows looked up. grad: [..., D], rows: [...]."""
+
+    grad: Tensor
+    rows: Tensor
+    num_rows: int
+
+    def make(self) -> Tensor:
+        table = self.grad.new_zeros(self.num_rows, self.grad.shape[-1])
+        return table.index_add_(0, self.rows.flatten(), self.grad.flatten(0, -2))
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        if is_first:
+            total.zero_()
+        total.index_add_(0, self.rows.flatten(), self.grad.flatten(0, -2).to(total.dtype))
+
+
+class _Lookup(torch.autograd.Function):
+    """weight[rows]; what backward adds to a sum of the table is as many rows as there are tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.param = weight
+        return embedding(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (rows,) = ctx.saved_tensors
+        return None, settle(ctx.param, _Rows(grad, rows, ctx.param.shape[0]))
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b on one rank, whose weight gradient may be put off."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral,
+        kept: KeptMemory | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.param, ctx.bias, ctx.deferral = weight, bias, deferral
+        return project(x, weight, bias, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, x))
+        grad_bias = settle_bias(ctx.bias, grad)
+        return product(grad, weight), grad_weight, grad_bias, None, None
+
+
+class _GatheredProducts(NamedTuple):
+    """OuterProducts with all of x, of which this rank has a part; gathering it may be under way."""
+
+    grad: Tensor
+    part: Tensor
+    stream: Stream
+    gather: tuple[Tensor, Pending] | None
+
+    def make(self) -> Tensor:
+        return self._whole().make()
+
+    def add_to(self, total: Tensor, *, is_first: bool) -> None:
+        self._whole().add_to(total, is_first=is_first)
+
+    def _whole(self) -> OuterProducts:
+        x, gathering = self.gather or self.stream.start_gather(self.part)
+        gathering.wait(self.stream.tp.timeout_s)
+        return OuterProducts(self.grad, x)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913  # see column_linear
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream,
+        deferral: Deferral, kept: KeptMemory | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.param, ctx.bias = weight, bias
+        ctx.stream, ctx.deferral = stream, deferral
+        whole, gathering = stream.start_gather(x)
+        gathering.wait(stream.tp.timeout_s)
+        return project(whole, weight, bias, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        # The gather of what is put off is left for then too, so that only a part of x is kept.
+        gather = None if ctx.deferral.is_open else ctx.stream.start_gather(x)
+        grad_x, summing = ctx.stream.start_sum(product(grad, weight))
+        term = _GatheredProducts(grad, x, ctx.stream, gather)
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, term)
+        grad_bias = settle_bias(ctx.bias, grad)
+        summing.wait(ctx.stream.tp.timeout_s)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """Each rank's term of y, their sum, and then the bias; backward needs the positions of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stream: Stream,
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.param, ctx.bias = weight, bias
+        ctx.stream, ctx.deferral = stream, deferral
+        y, summing = stream.start_sum(project(x, weight, None))
+        summing.wait(stream.tp.timeout_s)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        whole, gathering = ctx.stream.start_gather(grad.contiguous())
+        grad_bias = settle_bias(ctx.bias, grad)
+        gathering.wait(ctx.stream.tp.timeout_s)
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(whole, x))
+        return product(whole, weight), grad_weight, grad_bias, None, None

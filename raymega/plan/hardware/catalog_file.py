@@ -1,0 +1,135 @@
+"""An accelerator that the catalogue lacks, by a YAML file: what differs from one that it has.
+
+It reads and refuses; figures of known devices are accelerators'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError
+
+from raymega.config.fields import Positive, PositiveFloat, Section
+from raymega.config.load import read_yaml
+from raymega.errors import ConfigError, Fault
+from raymega.plan.hardware.catalog import CATALOGUE, Accelerator, accelerator
+
+SUFFIXES = (".yaml", ".yml")
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class FittedFigures(Section):
+    """What a run on the device has shown; those left out are those of the device that it is like."""
+
+    matmul_share: Share | None = None
+    matmul_depth: PositiveFloat | None = None
+    matmul_waves: PositiveFloat | None = None
+    matmul_8_bit_share: Share | None = None
+    attention_share: Share | None = None
+    older_attention_share: Share | None = None
+    memory_share: Share | None = None
+    launch_s: PositiveFloat | None = None
+    link_share: Share | None = None
+    network_share: Share | None = None
+    link_latency_s: PositiveFloat | None = None
+    network_latency_s: PositiveFloat | None = None
+
+
+class AcceleratorFigures(Section):
+    """The file: a name, which device of the catalogue it is like, and what differs."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+    like: str
+    peak_16_bit_flops: PositiveFloat | None = None
+    peak_32_bit_flops: PositiveFloat | None = None
+    peak_8_bit_flops: Annotated[float, Field(ge=0)] | None = None
+    memory_bytes: Positive | None = None
+    memory_bytes_per_s: PositiveFloat | None = None
+    num_cores: Positive | None = None
+    shared_cores: Annotated[float, Field(ge=0)] | None = None
+    straggler: Annotated[float, Field(ge=1)] | None = None
+    link_bytes_per_s: PositiveFloat | None = None
+    devices_per_node: Positive | None = None
+    network_bytes_per_s: PositiveFloat | None = None
+    host_bytes_per_s: PositiveFloat | None = None
+    known_error: str | None = None
+    fitted: FittedFigures = FittedFigures()
+
+
+def find_accelerator(text: str, *, field: str = "--gpu") -> Accelerator:
+    """The catalogue's entry of that name, or what the YAML file ``text`` says.
+
+    Args:
+        text: A name or a path.
+        field: Where the text stands, for messages.
+
+    Raises:
+        ConfigError: The file is missing, is no YAML, or holds something that no device has.
+        PlanError: The catalogue has no such name.
+    """
+    if not text.endswith(SUFFIXES):
+        return accelerator(text, field=field)
+    path = Path(text)
+    figures = _figures(path, field)
+    faults = _name_faults(path, figures)
+    if faults:
+        raise ConfigError(*faults)
+    base = CATALOGUE[figures.like]
+    shares = figures.fitted.model_dump(exclude_none=True)
+    if "attention_share" in shares:  # of the kernel that the user has, whichever it is
+        shares = {"older_attention_share": 0.0} | shares
+    fitted = replace(base.fitted, **shares)
+    given = figures.model_dump(exclude_none=True, exclude={"like", "fitted"})
+    return replace(base, **given, fitted=fitted, driver_name="")
+
+
+def _figures(path: Path, field: str) -> AcceleratorFigures:
+    try:
+        raw = read_yaml(path.read_text(encoding="utf-8"))
+        return AcceleratorFigures.model_validate(raw)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            Fault(
+                fact=f"{field} {path}: {' '.join(str(error).split())}",
+                rule="an accelerator that the catalogue lacks is a YAML file that can be read",
+                remedy="write one as docs/planner.md shows",
+            )
+        ) from error
+    except ValidationError as error:
+        known = ", ".join(AcceleratorFigures.model_fields)
+        raise ConfigError(
+            *(
+                Fault(
+                    fact=f"{path}: {'.'.join(map(str, detail['loc'])) or 'the file'}"
+                    + ("" if detail["type"] == "missing" else f"={detail['input']!r}"),
+                    rule=detail["msg"][:1].lower() + detail["msg"][1:],
+                    remedy=f"a file has name, like, and of {known} what differs",
+                )
+                for detail in error.errors()
+            )
+        ) from error
+
+
+def _name_faults(path: Path, figures: AcceleratorFigures) -> list[Fault]:
+    names = ", ".join(CATALOGUE)
+    faults = []
+    if figures.like not in CATALOGUE:
+        faults.append(
+            Fault(
+                fact=f"{path}: like={figures.like!r}",
+                rule=f"what the file leaves out is that of a device of the catalogue: {names}",
+                remedy="name the nearest of them",
+            )
+        )
+    if figures.name in CATALOGUE:
+        faults.append(
+            Fault(
+                fact=f"{path}: name={figures.name!r}",
+                rule="the catalogue has a device of that name, with its own expected error",
+                remedy=f"take another name, such as {figures.name}-mine",
+            )
+        )
+    return faults

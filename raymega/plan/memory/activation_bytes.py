@@ -1,0 +1,320 @@
+"""Bytes of activations that a rank keeps for backward: formulas, by part of the model.
+
+The published ones (Korthikanti et al., Reducing activation recomputation in large transformer
+models, 2022) with what they leave out: norm statistics, the log-sum-exp of fused attention, grouped
+heads, gated feed-forward layers, number formats. What lives only while a kernel runs is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil
+
+from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
+from raymega.plan.cp_layout import inner_ranks
+from raymega.plan.expert_capacity import reserved_rows
+from raymega.plan.fp8_layers import NONE_IN_EIGHT, InEight, fp8_blocks, in_eight
+from raymega.plan.memory.state_bytes import DTYPE_BYTES
+from raymega.plan.stages import Stage
+from raymega.plan.tensor_table import FAMILY_TENSORS, FamilyTensors, embedding_tensors
+from raymega.schedule.instructions import Op, Schedule
+
+MASK_BYTES = 1
+"""Of one element in a dropout mask."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationShape:
+    """What the bytes of one micro-batch on one rank depend on, beside the layers of its stage.
+
+    ``is_fused``: kernels between products read and write each tensor once; what is kept is the same.
+    ``eight`` are the products that blocks make in fp8, ``fp8_blocks`` the blocks that do; None is all.
+    """
+
+    model: ModelSection
+    parallel: ParallelSection
+    memory: MemorySection
+    seq_len: int
+    micro_batch_size: int
+    dtype: str
+    eight: InEight = NONE_IN_EIGHT
+    fp8_blocks: range | None = None
+    is_fused: bool = False
+
+    @property
+    def family(self) -> FamilyTensors:
+        """What the family's layers have."""
+        return FAMILY_TENSORS[self.model.family]
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in the compute format."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in max(fp32, compute format)."""
+        return max(4, self.element)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens inside the layers that tp cuts by feature."""
+        return self.seq_len * self.micro_batch_size // self.parallel.cp
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the residual stream between them."""
+        return self.tokens // (self.parallel.tp if self.parallel.sequence_parallel else 1)
+
+    @property
+    def stream_bytes(self) -> int:
+        """The residual stream once: sbh times 2 in bf16."""
+        return self.stream_tokens * self.model.width * self.element
+
+    def further(self, stage: Stage) -> range:
+        """Numbers of its blocks that predict further ahead, after the model's last one."""
+        first = self.model.num_layers
+        return range(first, first + (self.model.mtp_depth if stage.is_last else 0))
+
+    def blocks_with_experts(self, stage: Stage) -> int:
+        """How many of its blocks have experts where the others have a feed-forward layer."""
+        moe = self.model.moe
+        if not moe.num_experts:
+            return 0
+        return sum(map(moe.holds_experts, (*stage.layers, *self.further(stage))))
+
+    def kept_wide(self, stage: Stage) -> tuple[int, int]:
+        """How many of its blocks make no product in fp8 where others do: dense, with experts."""
+        if self.fp8_blocks is None:
+            return 0, 0
+        numbers = (*stage.layers, *self.further(stage))
+        kept = [number for number in numbers if number not in self.fp8_blocks]
+        with_experts = sum(map(self.model.moe.holds_experts, kept))
+        return len(kept) - with_experts, with_experts
+
+    def remakes(self, part: str) -> bool:
+        """Backward makes this part of every layer again."""
+        return self.memory.recompute == "selective" and part in self.memory.recompute_parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageActivations:
+    """Bytes that one rank keeps.
+
+    Attributes:
+        micro_batch_bytes: For each micro-batch between its forward and its backward.
+        rerun_bytes: Besides, while backward reruns some blocks; 0 but with full recompute. What waits on
+            the host is here of two units at a time, which is counted here too.
+        host_bytes: For each micro-batch in host memory.
+    """
+
+    micro_batch_bytes: int
+    rerun_bytes: int
+    host_bytes: int = 0
+
+
+def peak_bytes(
+    schedule: Schedule, chunks: Sequence[StageActivations], *, owed_share: float = 1.0
+) -> int:
+    """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``.
+
+    Args:
+        schedule: The rank's list.
+        chunks: What each of its chunks keeps.
+        owed_share: Of that, what stays between the two parts of a backward that is cut in two.
+    """
+    share = {
+        Op.FORWARD: 1.0,
+        Op.BACKWARD: -1.0,
+        Op.BACKWARD_INPUT: owed_share - 1.0,
+        Op.BACKWARD_WEIGHT: -owed_share,
+    }
+    changes = (share.get(task.op, 0.0) * chunks[task.chunk].micro_batch_bytes for task in schedule)
+    return round(max(accumulate(changes))) + max(chunk.rerun_bytes for chunk in chunks)
+
+
+def activation_shape(job: Job) -> ActivationShape:
+    """What the job says about it."""
+    return ActivationShape(
+        model=job.model,
+        parallel=job.parallel,
+        memory=job.memory,
+        seq_len=job.data.seq_len,
+        micro_batch_size=job.schedule.micro_batch_size,
+        dtype=job.precision.dtype,
+        eight=in_eight(job.precision),
+        is_fused=job.run.kernels == "compile",
+        fp8_blocks=None
+        if job.precision.fp8 == "none"
+        else fp8_blocks(job.model.num_layers, job.precision),
+    )
+
+
+def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
+    """What a rank of ``stage`` keeps."""
+    further = len(shape.further(stage))
+    ends = (embedding_bytes(shape) if stage.is_first else 0) + (
+        head_bytes(shape) + further * further_bytes(shape) if stage.is_last else 0
+    )
+    with_experts = shape.blocks_with_experts(stage)
+    dense, experts = layer_bytes(shape), layer_bytes(shape, has_experts=True)
+    blocks = (stage.num_layers + further - with_experts) * dense + with_experts * experts
+    unit = max(dense, experts if with_experts else 0)
+    if shape.memory.recompute != "full":
+        kept, rerun = blocks, 0
+    else:
+        together = min(shape.memory.recompute_every, max(stage.num_layers, min(further, 1)))
+        inputs = ceil(stage.num_layers / together) + further if together else 0
+        kept, rerun, unit = inputs * shape.stream_bytes, together * unit, shape.stream_bytes
+    if "activations" not in shape.memory.offload or not stage.num_layers:
+        return StageActivations(micro_batch_bytes=kept + ends, rerun_bytes=rerun)
+    mine = further * unit  # blocks that predict further ahead stay
+    away = kept - mine
+    return StageActivations(
+        micro_batch_bytes=mine + ends, rerun_bytes=rerun + min(away, 2 * unit), host_bytes=away
+    )
+
+
+def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
+    """One block's, all its parts kept but those that selective recompute makes again."""
+    inner = expert_bytes(shape) if has_experts else _mlp_bytes(shape)
+    return 2 * _norm_bytes(shape) + _attention_bytes(shape) + inner
+
+
+def attention_weight_bytes(shape: ActivationShape) -> int:
+    """The S x S softmax of all heads here, its dropout mask and the product: 5 as^2b / t in bf16."""
+    rows = shape.model.num_heads // shape.parallel.tp * shape.tokens
+    return rows * shape.seq_len * (2 * shape.element + MASK_BYTES)
+
+
+def embedding_bytes(shape: ActivationShape) -> int:
+    """The mask of its dropout, and under tp which tokens are here, and in which rows."""
+    is_elsewhere, row = 1, 8
+    cut = shape.tokens * (is_elsewhere + row) if shape.parallel.tp > 1 else 0
+    return _residual_mask_bytes(shape) + cut
+
+
+def head_bytes(shape: ActivationShape) -> int:
+    """Final norm, the projection's input, logits, and three numbers a token of the loss."""
+    rows = embedding_tensors(shape.model)[0].shape[0] // shape.parallel.tp
+    label, is_elsewhere = 8, 1
+    logits = shape.tokens * rows * shape.element
+    loss = shape.tokens * (shape.wide + label + is_elsewhere)
+    return 2 * shape.stream_bytes + _statistics_bytes(shape) + logits + loss
+
+
+def further_bytes(shape: ActivationShape) -> int:
+    """One depth of multi-token prediction, its block apart: the token's row, what joins it, a head."""
+    row, is_elsewhere = 8, 1 if shape.parallel.tp > 1 else 0
+    joined = 3 * shape.stream_bytes + 2 * _statistics_bytes(shape)
+    return joined + shape.tokens * (row + is_elsewhere) + head_bytes(shape)
+
+
+def _norm_bytes(shape: ActivationShape) -> int:
+    """A norm's input and statistics, and its output, which is the next layer's input."""
+    output = 0 if shape.remakes("norm") else shape.stream_bytes
+    return shape.stream_bytes + output + _statistics_bytes(shape, is_remade=not output)
+
+
+def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int:
+    if is_remade:
+        return 0
+    per_token = 2 if shape.family.has_norm_bias else 1  # mean and deviation, or deviation
+    return shape.stream_tokens * per_token * shape.wide
+
+
+def _attention_bytes(shape: ActivationShape) -> int:
+    """q, k and v; the weights or, fused, a number a row; the output, which is the next input."""
+    if shape.model.mla.kv_rank:
+        return _latent_attention_bytes(shape)
+    model, tp = shape.model, shape.parallel.tp
+    heads, kv_heads = model.num_heads // tp, max(1, model.kv_heads // tp)
+    qkv = shape.tokens * (heads + 2 * kv_heads) * model.head_width * shape.element
+    if shape.remakes("attention"):
+        return qkv + _residual_mask_bytes(shape)
+    if shape.family.has_head_norms:  # q and k before and after, and a number a head
+        features = model.head_width * shape.element + shape.wide
+        qkv += shape.tokens * (heads + kv_heads) * features
+    output = shape.tokens * heads * model.head_width * shape.element
+    inner = inner_ranks(shape.parallel) if shape.parallel.cp > 1 else 1
+    if inner > 1:  # kept before heads are exchanged back, too; shared key heads are copied
+        copied = max(0, inner - kv_heads)
+        qkv += 2 * shape.tokens * copied * model.head_width * shape.element
+        output *= 2
+    fused = shape.tokens * heads * shape.wide
+    weights = attention_weight_bytes(shape) if model.attention_dropout else fused
+    return qkv + output + weights + _residual_mask_bytes(shape)
+
+
+def _latent_attention_bytes(shape: ActivationShape) -> int:
+    """Latents before and after their norms; q, k and v as wide as k, the output so and as wide as v."""
+    mla, parallel, element = shape.model.mla, shape.parallel, shape.element
+    ranks = mla.q_rank + mla.kv_rank
+    latents = (2 * ranks + mla.rope_features) * element + (2 if mla.q_rank else 1) * shape.wide
+    kept = shape.stream_tokens * latents + _residual_mask_bytes(shape)
+    rows = shape.tokens * shape.model.num_heads // parallel.tp
+    width, values = shape.model.head_width, mla.value_features
+    if shape.remakes("attention"):
+        made = rows * (width + mla.nope_features + values)
+        gathered = shape.tokens - shape.stream_tokens and shape.tokens * mla.rope_features
+        return kept + (made + gathered) * element
+    is_dropped = shape.model.attention_dropout > 0
+    is_exchanged = parallel.cp > 1 and inner_ranks(parallel) > 1
+    before = 0 if is_dropped or (values == width and not is_exchanged) else width
+    weights = attention_weight_bytes(shape) if is_dropped else rows * shape.wide
+    return kept + rows * (3 * width + before + values) * element + weights
+
+
+def _mlp_bytes(shape: ActivationShape) -> int:
+    """A dense feed-forward layer's."""
+    return _inner_bytes(shape, shape.model.ffn_width) + _residual_mask_bytes(shape)
+
+
+def _inner_bytes(shape: ActivationShape, width: int) -> int:
+    """What the nonlinearity reads (gate and up in gated families) and what it makes."""
+    hidden = shape.tokens * width // shape.parallel.tp * shape.element
+    read = hidden * (2 if shape.family.has_gate else 1)
+    made = 0 if shape.remakes("activation") else hidden
+    return read + made
+
+
+def own_choices(shape: ActivationShape) -> float:
+    """Rows that a rank sends to experts: its own share of the tokens, times their experts.
+
+    With a capacity every expert drops what is above its share; padded, it computes what is reserved.
+    """
+    moe, parallel = shape.model.moe, shape.parallel
+    if moe.is_padded_to_capacity:
+        num_tokens, num_ranks = shape.tokens // parallel.tp, parallel.tp * parallel.cp
+        return moe.num_experts * reserved_rows(moe, num_tokens=num_tokens, num_ranks=num_ranks)
+    choices = shape.tokens / parallel.tp * moe.top_k
+    return choices * min(1.0, moe.capacity_factor or 1.0)
+
+
+def expert_rows(shape: ActivationShape) -> float:
+    """Rows that a rank's experts work on when the load is even: those of all etp ranks."""
+    return own_choices(shape) * shape.parallel.etp
+
+
+def expert_bytes(shape: ActivationShape) -> int:
+    """What experts keep: the router's scores, rows as they arrive and as they are given back, and
+    what lies between; the shared expert's as any feed-forward layer's."""
+    model, element, moe = shape.model, shape.element, shape.model.moe
+    tokens = shape.tokens // shape.parallel.tp
+    router = tokens * (2 * moe.num_experts + 2 * moe.top_k) * shape.wide
+    rows, width = round(expert_rows(shape)), model.width
+    features = model.expert_width // shape.parallel.etp * (2 if shape.family.has_gate else 1)
+    made = 0 if shape.remakes("activation") else model.expert_width // shape.parallel.etp
+    inner = rows * (width + features + made) * element
+    returned = round(own_choices(shape)) * width * element
+    places = round(own_choices(shape)) * 4 * 8
+    shared = _inner_bytes(shape, moe.shared_width) if moe.shared_width else 0
+    return router + inner + returned + places + shared + _residual_mask_bytes(shape)
+
+
+def _residual_mask_bytes(shape: ActivationShape) -> int:
+    if not shape.model.residual_dropout:
+        return 0
+    return shape.stream_tokens * shape.model.width * MASK_BYTES

@@ -1,0 +1,274 @@
+"""Parameter counts and bytes of training state per rank, from the table of tensors.
+
+They are exact but for the padding of sharded buckets, less than one element a bucket and rank.
+Activations and temporary buffers are not counted here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raymega.config.schema import Job, ModelSection, OptimizerSection
+from raymega.plan.fp8_layers import fp8_blocks
+from raymega.plan.grid import ExpertPlace, Grid
+from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS, format_of, kinds_of, state_bytes
+from raymega.plan.memory.quantized_blocks import scale_boxes
+from raymega.plan.stages import Stage
+from raymega.plan.tensor_table import (
+    GlobalTensor,
+    Role,
+    layer_tensors,
+    model_tensors,
+    stage_tensors,
+)
+from raymega.plan.zero_levels import GLOO_THREADS, Level, full_bucket_bytes, level_of, sharers
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSize:
+    """What one rank holds: elements, and bytes by part.
+
+    ``num_owned`` of the ``num_parameters`` are those that the rank updates. ``weight_bytes`` are with
+    copies in fp8. ``master_bytes`` is 0
+    when the compute format is already float32 or better, because the optimizer then works on the
+    weights themselves. ``passing_bytes`` are of sharded weights that are gathered for a use, and of
+    sharded gradients of one micro-batch: two units of the model each, one at work and one on its way;
+    with optimizer state on the host, of which ``host_bytes`` is all, also of what is being updated.
+    ``update_bytes`` are there for a moment in an update or right after it, when no activation is;
+    they are not part of the total.
+    """
+
+    num_parameters: int
+    num_owned: int
+    weight_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    moment_bytes: int
+    passing_bytes: int = 0
+    host_bytes: int = 0
+    update_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        kept = self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
+        return kept + self.passing_bytes
+
+
+def count_parameters(model: ModelSection) -> int:
+    """Elements of the whole model, a tied table counted once and padded rows not at all."""
+    return sum(tensor.num_parameters for tensor in model_tensors(model))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elements:
+    """Trained elements that a rank holds, by who else holds them and in which format.
+
+    Attributes:
+        dense: Held by all replicas, the dp * cp ranks of equal tp and pp.
+        experts: Held by the edp ranks with the same experts.
+        wide: Held as ``dense`` are, in float32 or better: routers.
+        small: Of ``dense`` those of vectors, which no level of sharding gathers for a use.
+        tables: Of ``dense`` those of embeddings and heads.
+        blocks: Not elements: blocks in which 8-bit state of matrices and tables would lie.
+        block: Of the largest block what such a level gathers.
+        end: The same of the larger one of embedding and head.
+        in_fp8: Those of matrices that are multiplied in fp8.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    wide: int = 0
+    small: int = 0
+    tables: int = 0
+    blocks: int = 0
+    block: int = 0
+    end: int = 0
+    in_fp8: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.experts + self.wide
+
+    @property
+    def pair(self) -> int:
+        """What two neighbours in the order of use have at the most, of what is gathered for a use."""
+        return self.block + max(self.block, self.end)
+
+    def plus(self, other: Elements, *, times: int = 1) -> Elements:
+        """With ``other``, so many times."""
+        return Elements(
+            dense=self.dense + times * other.dense,
+            experts=self.experts + times * other.experts,
+            wide=self.wide + times * other.wide,
+            small=self.small + times * other.small,
+            tables=self.tables + times * other.tables,
+            blocks=self.blocks + times * other.blocks,
+            block=max(self.block, other.block),
+            end=max(self.end, other.end),
+            in_fp8=self.in_fp8 + times * other.in_fp8,
+        )
+
+
+def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
+    """State of a rank with ``stages``; a tied copy on another rank is real memory and counts.
+
+    With a sharded optimizer each of the ranks with the same parameters keeps its part of masters and
+    moments, and all of weights and gradients.
+    """
+    return state_of(job, rank_elements(job, stages, grid, tp_rank=tp_rank), grid)
+
+
+def rank_elements(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
+    """Elements that a rank with ``stages`` holds."""
+    return ElementCounts(job).of(stages, grid, tp_rank=tp_rank)
+
+
+class ElementCounts:
+    """Counts elements of ranks of one model; each kind of block, and the ends, once for each way to cut them."""
+
+    def __init__(self, job: Job) -> None:
+        self._model = job.model
+        self._in_fp8 = fp8_blocks(job.model.num_layers, job.precision)
+        self._known: dict[tuple[object, ...], Elements] = {}
+
+    def of(self, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
+        """Those of a rank with ``stages``."""
+        found = Elements()
+        for stage in stages:
+            if stage.is_first or stage.is_last:
+                found = found.plus(self._ends(stage, grid, tp_rank))
+        for (layer, is_in_fp8), times in _block_kinds(self._model, stages, self._in_fp8).items():
+            block = self._block(layer, grid, tp_rank, is_in_fp8=is_in_fp8)
+            found = found.plus(block, times=times)
+        return found
+
+    def _ends(self, stage: Stage, grid: Grid, tp_rank: int) -> Elements:
+        """Embedding, head, and what predicts further ahead."""
+        where = stage.is_first, stage.is_last, stage.are_ends_together
+        key = ("ends", *where, grid.tp, grid.ep, grid.etp, tp_rank)
+        if key not in self._known:
+            tensors = stage_tensors(self._model, replace(stage, num_layers=0))
+            ends = _elements(tensors, grid, tp_rank)
+            # A rank with both has each as a unit of its own, or one table that both use.
+            are_two = stage.is_first and stage.is_last and not self._model.is_embedding_tied
+            self._known[key] = replace(ends, end=(ends.dense - ends.small) // (1 + are_two))
+        return self._known[key]
+
+    def _block(self, layer: int, grid: Grid, tp_rank: int, *, is_in_fp8: bool) -> Elements:
+        kind = self._model.moe.holds_experts(layer), is_in_fp8
+        key = ("block", *kind, grid.tp, grid.ep, grid.etp, tp_rank)
+        if key not in self._known:
+            block = _elements(layer_tensors(self._model, layer), grid, tp_rank)
+            matrices = block.dense - block.small
+            in_fp8 = matrices + block.experts if is_in_fp8 else 0
+            self._known[key] = replace(block, block=matrices + block.experts, in_fp8=in_fp8)
+        return self._known[key]
+
+
+def _block_kinds(
+    model: ModelSection, stages: Sequence[Stage], in_fp8: range
+) -> dict[tuple[int, bool], int]:
+    """One layer of each kind that is there (with experts, in fp8), and how many are like it."""
+    first: dict[tuple[bool, bool], int] = {}
+    counts: Counter[tuple[int, bool]] = Counter()
+    for layer in (layer for stage in stages for layer in stage.layers):
+        kind = model.moe.holds_experts(layer), layer in in_fp8
+        counts[first.setdefault(kind, layer), kind[1]] += 1
+    return dict(counts)
+
+
+def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elements:
+    place = ExpertPlace(ep=grid.ep, etp=grid.etp)
+    found: Counter[str] = Counter()
+    for tensor in (tensor for tensor in tensors if tensor.role != "state"):
+        kind = "experts" if tensor.is_expert else "wide" if tensor.is_wide else "dense"
+        box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place)
+        count = box.num_elements
+        found[kind] += count
+        found["blocks"] += scale_boxes(box).all.num_elements if len(box.shape) > 1 else 0
+        found["small"] += count if kind == "dense" and tensor.role in ("norm", "bias") else 0
+        found["tables"] += count if tensor.role in ("embedding", "head") else 0
+    return Elements(**found)
+
+
+def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
+    """State of a rank that holds so many elements, by what it and its replicas share out."""
+    level = level_of(job.parallel)
+    ranks, edp = sharers(job.parallel, grid.replicas), sharers(job.parallel, grid.edp)
+    matrices = -(-(held.dense - held.small) // ranks) + -(-held.experts // edp)
+    owned = matrices + -(-held.small // ranks)
+    owned_wide = -(-held.wide // ranks)
+    compute = DTYPE_BYTES[job.precision.dtype]
+    full = max(4, compute)
+    gathered, summed = held.dense + held.experts, held.total
+    passing = 0
+    if level >= Level.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
+        summed = matrices + held.small + held.wide
+        passing += held.pair * full
+    if level == Level.PARAMETERS and passing:
+        gathered = matrices + held.small
+        passing += held.pair * compute
+        passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
+    # Rows and columns of a weight are multiplied, each by its own copy; without one where it is gathered.
+    copies = 2 * held.in_fp8 if level < Level.PARAMETERS or not passing else 0
+    size = StateSize(
+        num_parameters=held.total,
+        num_owned=owned + owned_wide,
+        weight_bytes=gathered * compute + held.wide * full + copies,
+        gradient_bytes=summed * full,
+        master_bytes=owned * full if compute < full else 0,
+        moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),
+        passing_bytes=passing,
+        update_bytes=_update_bytes(job, held, owned + owned_wide, full),
+    )
+    if "optimizer" not in job.memory.offload:
+        return size
+    # One at work, one that comes and one that goes; a CPU's copies are made at once.
+    return _with_state_on_host(size, most=2 if job.cluster.device == "cpu" else 3)
+
+
+def _is_over_gloo(job: Job) -> bool:
+    return job.cluster.device == "cpu"
+
+
+def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
+    """Lion's directions of a portion; and what gloo copies of the large buckets of level ``optimizer``."""
+    directions = min(PORTION_ELEMENTS, owned) * full if job.optimizer.name == "lion" else 0
+    if not _is_over_gloo(job) or level_of(job.parallel) != Level.OPTIMIZER:
+        return directions
+    copied = min(held.total, GLOO_THREADS * full_bucket_bytes(held.total * full) // full)
+    return max(directions, copied * DTYPE_BYTES[job.precision.dtype])
+
+
+def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
+    """The same, where masters and moments are on the device a portion after the other: so many at most."""
+    away = size.master_bytes + size.moment_bytes
+    here = round(away * min(1.0, most * PORTION_ELEMENTS / max(1, size.num_owned)))
+    return replace(
+        size, master_bytes=0, moment_bytes=0, passing_bytes=size.passing_bytes + here,
+        host_bytes=away,
+    )  # fmt: skip
+
+
+def _moment_bytes(
+    optimizer: OptimizerSection, held: Elements, owned: int, ranks: int, full: int
+) -> int:
+    """Of what a rank owns: Muon keeps one kind of matrices and AdamW's two of the rest.
+
+    The mean over ranks that share: which of them owns a vector inside a bucket is not asked, nor which
+    blocks of 8-bit state are cut.
+    """
+    tables, small = -(-held.tables // ranks), -(-held.small // ranks)
+    counts: dict[Role, int] = {"matrix": owned - tables - small, "head": tables, "norm": small}
+    total = 0
+    for role, count in counts.items():
+        form, kinds = format_of(optimizer, role), kinds_of(optimizer.name, role)
+        blocks = held.blocks * count // max(1, held.total - held.small)
+        total += len(kinds) * state_bytes(form, count, blocks, full)
+    return total

@@ -1,0 +1,388 @@
+"""Dynamic context parallelism: how many ranks hold each document of a step, in which micro-batch.
+
+Static context parallelism cuts every document into as many parts as the longest one needs. Here
+each pack of documents gets as few ranks as its memory and a fair share of the work allow. It is a
+pure function of the documents' lengths, so every rank decides alike and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf, lcm
+
+from raymega.errors import Fault, PlanError
+from raymega.plan.packing.cost import PackCost, pairs_of
+from raymega.plan.packing.rebalance import Evening
+
+SPREADS = (1.0, 1.3, 2.0, inf)
+"""Times the mean load: what a document may cost before it is given more ranks. All are tried."""
+MORE_ROUNDS = 2
+"""So many more micro-batches than the fewest that could hold the tokens are tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pack:
+    """Documents that some neighbouring ranks hold together in one micro-batch.
+
+    Attributes:
+        first_rank: A multiple of ``size``; ranks count over dp * cp.
+        size: Ranks, a power of two.
+        documents: Indices of documents in the step; none where a rank has nothing to do.
+        tokens: On each rank, padding included.
+        seconds: What it costs by the formula.
+    """
+
+    first_rank: int
+    size: int
+    documents: tuple[int, ...]
+    tokens: int
+    seconds: float
+
+
+Round = tuple[Pack, ...]
+"""One micro-batch of all ranks: packs in the order of their ranks, every rank in one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a schedule keeps to.
+
+    Attributes:
+        num_ranks: dp * cp, a power of two.
+        max_tokens: That one rank holds in one micro-batch.
+        multiple: Of a rank's tokens: tp where positions are cut over tp, or what experts get.
+    """
+
+    num_ranks: int
+    max_tokens: int
+    multiple: int = 1
+
+    def tokens_a_rank(self, padded: int, size: int) -> int:
+        """What each of ``size`` ranks holds of documents that have ``padded`` tokens together."""
+        unit = lcm(self.multiple, 2) if size > 1 else self.multiple
+        return -(-padded // (size * unit)) * unit
+
+
+def padded_length(length: int, size: int) -> int:
+    """Of a document that ``size`` ranks hold: each has two chunks of it, and all are equal."""
+    unit = 2 * size if size > 1 else 1
+    return -(-length // unit) * unit
+
+
+def schedule_documents(lengths: Sequence[int], limits: Limits, cost: PackCost) -> tuple[Round, ...]:
+    """The micro-batches of a step; each document is in one pack.
+
+    All ranks have equally many micro-batches, and in each of them every rank is in one pack, so
+    that any pipeline schedule runs the same list everywhere and no two groups wait for each other.
+
+    Args:
+        lengths: Tokens of each document, at least 1.
+        limits: What a rank can hold.
+        cost: Decides between schedules that are legal.
+
+    Raises:
+        PlanError: A document does not fit all ranks together.
+    """
+    _check(lengths, limits)
+    fewest = max(1, -(-sum(lengths) // (limits.num_ranks * limits.max_tokens)))
+    best: tuple[Round, ...] | None = None
+    num_rounds = fewest
+    while best is None or num_rounds <= fewest + MORE_ROUNDS:
+        for spread in SPREADS:
+            found = _attempt(lengths, limits, cost, num_rounds=num_rounds, spread=spread)
+            if found is not None and (best is None or _is_sooner(found, best, limits)):
+                best = found
+        num_rounds += 1
+    return best
+
+
+def finish_seconds(rounds: Sequence[Round], num_ranks: int) -> float:
+    """When the last rank is done; a pack begins when all its ranks have done what came before."""
+    at = [0.0] * num_ranks
+    for pack in (pack for packs in rounds for pack in packs):
+        ranks = slice(pack.first_rank, pack.first_rank + pack.size)
+        at[ranks] = [max(at[ranks]) + pack.seconds] * pack.size
+    return max(at)
+
+
+def imbalance(rounds: Sequence[Round], num_ranks: int) -> float:
+    """Largest over mean work of the ranks."""
+    work = [0.0] * num_ranks
+    for pack in (pack for packs in rounds for pack in packs):
+        for rank in range(pack.first_rank, pack.first_rank + pack.size):
+            work[rank] += pack.seconds
+    return max(work) * num_ranks / sum(work)
+
+
+def _is_sooner(one: Sequence[Round], other: Sequence[Round], limits: Limits) -> bool:
+    return finish_seconds(one, limits.num_ranks) < finish_seconds(other, limits.num_ranks)
+
+
+def least_size(length: int, limits: Limits) -> int:
+    """The fewest ranks, a power of two, that can hold a document."""
+    size = 1
+    while limits.tokens_a_rank(padded_length(length, size), size) > limits.max_tokens:
+        size *= 2
+    return size
+
+
+@dataclass(kw_only=True, slots=True)
+class _Bin:
+    """A pack in the making; ``tokens`` are those of its documents, padded for ``size``."""
+
+    size: int
+    documents: list[int] = field(default_factory=list)
+    tokens: int = 0
+    pairs: int = 0
+
+    def with_document(self, length: int, limits: Limits, cost: PackCost) -> float | None:
+        """Seconds with one more document, None when it does not fit."""
+        tokens = limits.tokens_a_rank(self.tokens + padded_length(length, self.size), self.size)
+        if tokens > limits.max_tokens:
+            return None
+        return cost.seconds(tokens=tokens, pairs=self.pairs + pairs_of(length), size=self.size)
+
+    def add(self, document: int, length: int) -> None:
+        self.documents.append(document)
+        self.tokens += padded_length(length, self.size)
+        self.pairs += pairs_of(length)
+
+    def seconds(self, limits: Limits, cost: PackCost) -> float:
+        tokens = limits.tokens_a_rank(self.tokens, self.size)
+        return cost.seconds(tokens=tokens, pairs=self.pairs, size=self.size)
+
+
+def _attempt(
+    lengths: Sequence[int], limits: Limits, cost: PackCost, *, num_rounds: int, spread: float
+) -> tuple[Round, ...] | None:
+    """A schedule with ``num_rounds`` micro-batches, None when the documents do not fit so."""
+    slots = limits.num_ranks * num_rounds
+    least = [least_size(length, limits) for length in lengths]
+    alone = [
+        size * (_alone_seconds(n, size, limits, cost) - cost.start_s)
+        for n, size in zip(lengths, least, strict=True)
+    ]
+    target = cost.start_s + spread * sum(alone) / slots
+    sizes = [
+        _fair_size(n, size, target, limits, cost) for n, size in zip(lengths, least, strict=True)
+    ]
+    shelves = _Shelves(limits, cost, free=slots, target=target)
+    # Longest first, as for any load balancing by a greedy rule; ties by the order of the step.
+    for document in sorted(range(len(lengths)), key=lambda i: (-sizes[i], -lengths[i], i)):
+        wanted = sizes[document]
+        if not shelves.put(document, lengths[document], wanted=wanted, least=least[document]):
+            return None
+    bins = _widened(shelves.bins, shelves.free, lengths, limits, cost)
+    return _evened(_in_rounds(bins, limits, cost), lengths, limits, cost)
+
+
+def _alone_seconds(length: int, size: int, limits: Limits, cost: PackCost) -> float:
+    tokens = limits.tokens_a_rank(padded_length(length, size), size)
+    return cost.seconds(tokens=tokens, pairs=pairs_of(length), size=size)
+
+
+def _fair_size(length: int, size: int, target: float, limits: Limits, cost: PackCost) -> int:
+    """Ranks of a document: what memory needs, and more while it costs more than ``target``."""
+    seconds = _alone_seconds(length, size, limits, cost)
+    while size < limits.num_ranks and seconds > target:
+        wider = _alone_seconds(length, 2 * size, limits, cost)
+        if wider >= seconds:
+            break
+        size, seconds = 2 * size, wider
+    return size
+
+
+class _Shelves:
+    """Bins by their size, each shelf a heap by what its bins cost so far."""
+
+    def __init__(self, limits: Limits, cost: PackCost, *, free: int, target: float) -> None:
+        self._limits, self._cost, self._target = limits, cost, target
+        self._shelves: dict[int, list[tuple[float, int]]] = {}
+        self._loads: list[float] = []
+        self.free = free
+        self.bins: list[_Bin] = []
+
+    def put(self, document: int, length: int, *, wanted: int, least: int) -> bool:
+        """Put a document where the load stays lowest; False when there is no room.
+
+        A bin of its size is opened while there are slots and those that are open would cost more
+        than the target. One rank's documents get all slots that are left, and fill up larger bins.
+        """
+        own = self._cheapest(length, [wanted])
+        if wanted == 1 or own is None or own[0] > self._target:
+            while self._open(wanted) and wanted == 1:
+                pass
+            own = self._cheapest(length, [wanted])
+            if own is None:
+                own = self._cheapest(length, self._sizes(wanted))
+        if own is None and least < wanted:
+            own = self._cheapest(length, self._sizes(least))
+            if own is None and self._open(least):
+                own = self._cheapest(length, [least])
+        if own is None:
+            return False
+        self.bins[own[1]].add(document, length)
+        self._shelve(own[1])
+        return True
+
+    def _sizes(self, at_least: int) -> list[int]:
+        return [size for size in self._shelves if size >= at_least]
+
+    def _open(self, size: int) -> bool:
+        if size > self.free:
+            return False
+        self.free -= size
+        self.bins.append(_Bin(size=size))
+        self._loads.append(0.0)
+        self._shelve(len(self.bins) - 1)
+        return True
+
+    def _shelve(self, number: int) -> None:
+        made = self.bins[number]
+        self._loads[number] = made.seconds(self._limits, self._cost)
+        heappush(self._shelves.setdefault(made.size, []), (self._loads[number], number))
+
+    def _cheapest(self, length: int, sizes: Sequence[int]) -> tuple[float, int] | None:
+        """Of the bins that have room, the one that costs least afterwards: that, and its number."""
+        found = [self._first_with_room(self._shelves.get(size, []), length) for size in sizes]
+        return min((entry for entry in found if entry is not None), default=None)
+
+    def _first_with_room(
+        self, shelf: list[tuple[float, int]], length: int
+    ) -> tuple[float, int] | None:
+        """The shelf's cheapest bin that has room; the fuller ones before it are put back."""
+        passed, found = [], None
+        while shelf and found is None:
+            load, number = shelf[0]
+            if load == self._loads[number]:  # else it was shelved again since
+                seconds = self.bins[number].with_document(length, self._limits, self._cost)
+                if seconds is not None:
+                    found = (seconds, number)
+                    break
+                passed.append(shelf[0])
+            heappop(shelf)
+        for entry in passed:
+            heappush(shelf, entry)
+        return found
+
+
+def _widened(
+    made: Sequence[_Bin], free: int, lengths: Sequence[int], limits: Limits, cost: PackCost
+) -> list[_Bin]:
+    """Give slots that nobody needs to the packs that cost most, as far as that helps."""
+    bins = list(made)
+    while free:
+        by_load = sorted(range(len(bins)), key=lambda i: (-bins[i].seconds(limits, cost), i))
+        most = next((i for i in by_load if bins[i].size <= min(free, limits.num_ranks // 2)), None)
+        if most is None:
+            break
+        wide = _Bin(size=2 * bins[most].size)
+        for document in bins[most].documents:
+            wide.add(document, lengths[document])
+        is_too_much = limits.tokens_a_rank(wide.tokens, wide.size) > limits.max_tokens
+        if is_too_much or wide.seconds(limits, cost) >= bins[most].seconds(limits, cost):
+            break
+        free -= bins[most].size
+        bins[most] = wide
+    return bins + [_Bin(size=1) for _ in range(free)]
+
+
+def _in_rounds(bins: list[_Bin], limits: Limits, cost: PackCost) -> tuple[Round, ...]:
+    """Lay bins side by side, large ones first: then each begins at a multiple of its size.
+
+    Which bin of a size takes which of that size's places evens out the ranks' work: the longest goes to
+    the ranks that have least so far.
+    """
+    num_ranks = limits.num_ranks
+    packs: list[list[Pack]] = [[] for _ in range(sum(made.size for made in bins) // num_ranks)]
+    load, start = [0.0] * num_ranks, 0
+    for size in sorted({made.size for made in bins}, reverse=True):
+        mine = [(made.seconds(limits, cost), made) for made in bins if made.size == size]
+        mine.sort(key=lambda one: (-one[0], one[1].documents))
+        rounds: dict[int, list[int]] = {}  # first rank to the rounds in which it has a place
+        for at in range(start, start + size * len(mine), size):
+            rounds.setdefault(at % num_ranks, []).append(at // num_ranks)
+        start += size * len(mine)
+        least = [(max(load[first : first + size]), first) for first in rounds]
+        heapify(least)
+        for seconds, made in mine:
+            so_far, first = heappop(least)
+            packs[rounds[first].pop(0)].append(_pack_of(made, first, seconds, limits))
+            load[first : first + size] = [so_far + seconds] * size
+            if rounds[first]:
+                heappush(least, (so_far + seconds, first))
+    return tuple(tuple(sorted(one, key=lambda pack: pack.first_rank)) for one in packs)
+
+
+def _evened(
+    rounds: Sequence[Round], lengths: Sequence[int], limits: Limits, cost: PackCost
+) -> tuple[Round, ...]:
+    """Documents of single ranks exchanged until ranks end together."""
+    lists = [[_pack_at(packs, rank) for packs in rounds] for rank in range(limits.num_ranks)]
+    # The number of micro-batches after which a rank shares no pack any more.
+    shared = [
+        max((i + 1 for i, pack in enumerate(mine) if pack.size > 1), default=0) for mine in lists
+    ]
+    evening = Evening(
+        _starts(rounds, shared),
+        [
+            [pack.documents for pack in mine[done:]]
+            for mine, done in zip(lists, shared, strict=True)
+        ],
+        lengths,
+        room=limits.max_tokens - limits.max_tokens % limits.multiple,
+        seconds=lambda tokens, pairs: cost.seconds(
+            tokens=limits.tokens_a_rank(tokens, 1), pairs=pairs, size=1
+        ),
+    )
+    made = [list(packs) for packs in rounds]
+    for rank, (done, mine) in enumerate(zip(shared, evening.run(), strict=True)):
+        for index, documents in enumerate(mine, start=done):
+            at = made[index].index(lists[rank][index])
+            single = _Bin(size=1)
+            for document in sorted(documents):
+                single.add(document, lengths[document])
+            made[index][at] = _pack_of(single, rank, single.seconds(limits, cost), limits)
+    return tuple(tuple(packs) for packs in made)
+
+
+def _pack_at(packs: Round, rank: int) -> Pack:
+    return next(pack for pack in packs if pack.first_rank <= rank < pack.first_rank + pack.size)
+
+
+def _starts(rounds: Sequence[Round], shared: Sequence[int]) -> list[float]:
+    """When each rank is done with its first ``shared`` micro-batches."""
+    at = [0.0] * len(shared)
+    for index, packs in enumerate(rounds):
+        for pack in packs:
+            ranks = slice(pack.first_rank, pack.first_rank + pack.size)
+            if index < shared[pack.first_rank]:
+                at[ranks] = [max(at[ranks]) + pack.seconds] * pack.size
+    return at
+
+
+def _pack_of(made: _Bin, first_rank: int, seconds: float, limits: Limits) -> Pack:
+    return Pack(
+        first_rank=first_rank,
+        size=made.size,
+        documents=tuple(made.documents),
+        tokens=limits.tokens_a_rank(max(1, made.tokens), made.size),
+        seconds=seconds,
+    )
+
+
+def _check(lengths: Sequence[int], limits: Limits) -> None:
+    longest = max(lengths, default=0)
+    unit = lcm(limits.multiple, 2) if limits.num_ranks > 1 else limits.multiple
+    room = limits.num_ranks * (limits.max_tokens - limits.max_tokens % unit)
+    if longest <= room:
+        return
+    raise PlanError(
+        Fault(
+            fact=f"a document of {longest} tokens",
+            rule=f"{limits.num_ranks} ranks of {limits.max_tokens} tokens each hold {room} together",
+            remedy="use a shorter data.seq_len, or more ranks in dp * cp",
+        )
+    )

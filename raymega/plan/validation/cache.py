@@ -1,0 +1,51 @@
+"""The rules of a job, asked about many jobs that differ in a few fields: each once for what it reads.
+
+The rules themselves are rules'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from raymega.config.schema import Job
+from raymega.plan.validation.registry import RULES, Rule
+
+
+class RuleMemo:
+    """Of jobs that are equal but for ``varied``, and of which no field is set that nothing goes by."""
+
+    def __init__(self, varied: Collection[str]) -> None:
+        """``varied`` are dotted paths."""
+        self._paths = [tuple(path.split(".")) for path in varied]
+        places = {path: place for place, path in enumerate(varied)}
+        reads = [(rule, [places[path] for path in rule.reads if path in places]) for rule in RULES]
+        self._varying: list[tuple[Rule, list[int], dict[tuple[Any, ...], bool]]] = [
+            (rule, at, {}) for rule, at in reads if at
+        ]
+        self._constant = [rule for rule, at in reads if not at]
+        self._are_constant_kept: bool | None = None
+
+    def is_legal(self, job: Job) -> bool:
+        """Whether it keeps all rules."""
+        if self._are_constant_kept is None:
+            self._are_constant_kept = all(_keeps(job, rule) for rule in self._constant)
+        if not self._are_constant_kept:
+            return False
+        values = [getattr(getattr(job, section), field) for section, field in self._paths]
+        for rule, at, known in self._varying:
+            key = tuple([values[place] for place in at])
+            if key not in known:
+                known[key] = _keeps(job, rule)
+            if not known[key]:
+                return False
+        return True
+
+
+def _keeps(job: Job, rule: Rule) -> bool:
+    return not rule.check(*(_value(job, path) for path in rule.reads))
+
+
+def _value(job: Job, path: str) -> Any:
+    section, _, field = path.partition(".")
+    return getattr(getattr(job, section), field)

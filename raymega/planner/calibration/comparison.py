@@ -1,0 +1,69 @@
+"""A published run beside what is predicted of it: seconds, FLOP/s, and bytes that its system would need.
+
+How a row becomes plans is published's; nothing is fitted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.plan.flops import flops_per_token
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.state_bytes import DTYPE_BYTES, state_of
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.tensor_table import layer_tensors
+from raymega.planner.calibration.published_runs import PublishedRun
+from raymega.planner.cost.peak_memory import RESERVED_BYTES, memory_use
+from raymega.planner.cost.rank_classes import rank_kinds
+from raymega.planner.cost.step_time import step_time
+from raymega.planner.kernels.system_traits import Software
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A run as printed and as predicted; 0 where the source printed nothing.
+
+    ``tflops`` are by the source's own count of operations, so they differ as the seconds do.
+    """
+
+    run: PublishedRun
+    plan: RunPlan
+    iter_s: float
+    tflops: float
+    memory_gib: float
+    fits: bool
+
+
+def compare(run: PublishedRun, device: Accelerator) -> Comparison:
+    """The fastest of the plans that the row allows and that fit; of all, when none does."""
+    fitting = [plan for plan in run.candidates if _needs(plan, run.software) <= device.memory_bytes]
+
+    def seconds(plan: RunPlan) -> float:
+        return step_time(plan, device, run.software, eight=run.eight).total_s
+
+    plan = min(fitting or run.candidates, key=seconds)
+    iter_s = seconds(plan)
+    flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
+    tokens = plan.batch.global_batch_size * plan.job.data.seq_len
+    tflops = flops * tokens / run.num_gpus / iter_s / 1e12
+    if run.tflops and run.iter_s:
+        tflops = run.tflops * run.iter_s / iter_s
+    allocated = _needs(plan, run.software) - RESERVED_BYTES
+    return Comparison(
+        run=run, plan=plan, iter_s=iter_s, tflops=tflops, memory_gib=allocated / 2**30,
+        fits=bool(fitting),
+    )  # fmt: skip
+
+
+def _needs(plan: RunPlan, software: Software) -> float:
+    """Bytes of the fullest rank; a system that gathers tensor by tensor holds two of these, not two
+    blocks, and their gradients in its own format."""
+    needs, job = memory_use(plan).total_bytes, plan.job
+    if not software.gathers_tensors:
+        return needs
+    held = rank_kinds(plan)[0].elements
+    passing = state_of(job, held, plan.grid).passing_bytes
+    largest = max(tensor.num_elements for tensor in layer_tensors(job.model, 0))
+    element = DTYPE_BYTES[job.precision.dtype]
+    share = largest / held.block * (element + software.gradient_bytes) / (element + 4)
+    return needs - passing * (1 - share)

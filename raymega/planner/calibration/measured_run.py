@@ -1,0 +1,133 @@
+"""A run that was measured, from its metrics.jsonl: layouts, median step times, and constants that fit them.
+
+It reads lines that the jsonl sink wrote; it knows no store and starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from raymega.config.schema import Job
+from raymega.errors import ConfigError, Fault
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.planner.calibration.fit import OF_A_STEP, Case, calibrate
+from raymega.planner.cost.step_time import step_time
+
+METRICS_FILE = "metrics.jsonl"
+LEFT_OUT = 2
+"""Steps at the start of an attempt: connections are made and kernels are loaded."""
+SPREAD = 0.7
+"""How far a constant may well be from the catalogue's, as a logarithm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredLayout:
+    """One layout of a run.
+
+    Attributes:
+        plan: What ran.
+        step_s: Median of its steps.
+        num_steps: So many.
+    """
+
+    plan: RunPlan
+    step_s: float
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """What a measured run says of an accelerator.
+
+    Attributes:
+        before: As it was.
+        after: With constants that fit the run.
+        layouts: What was measured.
+    """
+
+    before: Accelerator
+    after: Accelerator
+    layouts: tuple[MeasuredLayout, ...]
+
+
+def read_layouts(run: Path) -> tuple[MeasuredLayout, ...]:
+    """The layouts of a run that took more steps than are left out.
+
+    Args:
+        run: The run's folder, or its metrics.jsonl.
+
+    Raises:
+        ConfigError: There is no such file, or it has no step.
+    """
+    path = run / METRICS_FILE if run.is_dir() else run
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = tuple(_layouts(records))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_no_run(run, " ".join(str(error).split()))) from error
+    if not found:
+        raise ConfigError(_no_run(run, f"no layout has more than {LEFT_OUT} steps"))
+    return found
+
+
+def calibrate_on(layouts: tuple[MeasuredLayout, ...], device: Accelerator) -> Calibration:
+    """Constants that meet the steps; those that steps do not tell stay near the device's own."""
+    cases = [
+        Case(
+            name=layout.plan.grid.describe(),
+            seconds=layout.step_s,
+            predict=lambda at, plan=layout.plan: step_time(plan, at).total_s,  # type: ignore[misc]
+        )
+        for layout in layouts
+    ]
+    after = calibrate(device, cases, OF_A_STEP, spread=SPREAD)
+    was = max(abs(case.error(device)) for case in cases)
+    steps = sum(layout.num_steps for layout in layouts)
+    known = (
+        f"Fitted to {steps} steps of one run on {len(layouts)} layouts, for which the constants of "
+        f"{device.name} were {was:.0%} off; other layouts have not been compared."
+    )
+    return Calibration(before=device, after=replace(after, known_error=known), layouts=layouts)
+
+
+def _layouts(records: Iterable[Mapping[str, Any]]) -> Iterable[MeasuredLayout]:
+    """Steps by what they ran on, a restart's first steps apart."""
+    job: Job | None = None
+    taken: dict[str, list[float]] = {}
+    plans: dict[str, RunPlan] = {}
+    since_start, key = 0, ""
+    for record in records:
+        if record["event"] == "run":
+            job = Job.model_validate_json(json.dumps(record["job"]))
+        elif record["event"] == "attempt" and job is not None:
+            plan = make_plan(_on_grid(job, record["grid"]))
+            key, since_start = plan.to_json(), 0
+            plans[key] = plan
+        elif record["event"] == "step" and key:
+            since_start += 1
+            if since_start > LEFT_OUT:
+                taken.setdefault(key, []).append(float(record["step_time_s"]))
+    for key, seconds in taken.items():
+        yield MeasuredLayout(plan=plans[key], step_s=median(seconds), num_steps=len(seconds))
+
+
+def _on_grid(job: Job, grid: Mapping[str, int]) -> Job:
+    """The job on the grid of one attempt, which may be another than it asked for."""
+    degrees = {axis: int(degree) for axis, degree in grid.items()}
+    parallel = job.parallel.model_copy(update=degrees)
+    cluster = job.cluster.model_copy(update={"num_workers": "grid"})
+    return job.model_copy(update={"parallel": parallel, "cluster": cluster})
+
+
+def _no_run(run: Path, why: str) -> Fault:
+    return Fault(
+        fact=f"--calibrate {run}: {why}",
+        rule=f"it is the folder of a run that took steps, with its {METRICS_FILE}",
+        remedy="give the folder <checkpoint.uri>/<run.name>, or the file itself",
+    )

@@ -1,0 +1,110 @@
+"""Seconds that a step stands still for sums of gradients and gathers of weights over replicas, by level of sharding.
+
+Each kind of traffic hides behind the work that it goes beside, as far as that lasts; the first
+portion of a gather and the last one of a sum have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.state_bytes import DTYPE_BYTES, Elements
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.tensor_table import layer_tensors
+from raymega.plan.zero_levels import Level, level_of, sharers
+from raymega.planner.kernels.collective_time import (
+    Span,
+    all_reduce_s,
+    gather_s,
+    make_span,
+    ring_steps_s,
+)
+from raymega.planner.kernels.system_traits import Software
+
+BUCKETS = 8
+"""Portions in which gradients travel; the last one has no work left to hide behind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Seconds of one pass over everything that a rank holds.
+
+    Attributes:
+        reduce_s: Gradients to where they are owned.
+        gather_s: Weights, or without sharding the sums, to where they are used.
+        copies_s: Sums over the copies of hybrid sharding.
+    """
+
+    reduce_s: float
+    gather_s: float
+    copies_s: float
+
+
+def data_parallel_s(
+    plan: RunPlan, held: Elements, device: Accelerator, software: Software, *, backward_s: float
+) -> float:
+    """What nothing hides, of a step.
+
+    Up to level ``optimizer`` gradients go behind the last backward and weights behind the first
+    forward. From ``gradients`` on a sum goes behind every backward; at ``parameters`` weights are
+    gathered for every forward, and again beside the sums for every backward.
+
+    Args:
+        plan: Of which.
+        held: What a rank holds.
+        device: On which.
+        software: How gradients travel.
+        backward_s: Of one micro-batch through all chunks of a rank.
+    """
+    traffic, level = traffic_of(plan, held, device, software), level_of(plan.job.parallel)
+    forward_s, passes = backward_s / 2, plan.batch.num_micro_batches
+    reduce, gather = traffic.reduce_s, traffic.gather_s
+    if not software.hides_gradients:
+        sums = passes if level >= Level.GRADIENTS else 1
+        gathers = 2 * passes if level == Level.PARAMETERS else 1
+        return sums * reduce + gathers * gather + traffic.copies_s
+    ends = (reduce + gather) / BUCKETS
+    if level == Level.PARAMETERS:
+        each = max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s)
+        return passes * each + ends + traffic.copies_s
+    sums = passes if level == Level.GRADIENTS else 1
+    late = (sums - 1) * max(0.0, reduce - backward_s) + max(reduce / BUCKETS, reduce - backward_s)
+    return late + max(gather / BUCKETS, gather - forward_s) + traffic.copies_s
+
+
+def traffic_of(plan: RunPlan, held: Elements, device: Accelerator, software: Software) -> Traffic:
+    """Those of experts go over edp, all others over the replicas."""
+    grid, parallel = plan.grid, plan.job.parallel
+    is_sharded = level_of(parallel) > Level.NONE
+    reduce = gather = copies = 0.0
+    for count, ranks, stride in (
+        (held.dense + held.wide, grid.replicas, grid.tp),
+        (held.experts, grid.edp, grid.etp * grid.ep),
+    ):
+        if not count:
+            continue
+        size = sharers(parallel, ranks) if is_sharded else ranks
+        span = make_span(device, size=size, stride=stride)
+        gradients = count * software.gradient_bytes
+        weights = count * DTYPE_BYTES[plan.job.precision.dtype] if is_sharded else gradients
+        reduce += gather_s(device, span, gradients)
+        gather += gather_s(device, span, weights)
+        copies += all_reduce_s(device, _across(device, ranks, size, stride), gradients / size)
+        if level_of(parallel) >= Level.GRADIENTS:
+            steps_s = _collectives(plan, software) * ring_steps_s(device, span)
+            reduce, gather = reduce + steps_s, gather + steps_s
+    return Traffic(reduce_s=reduce, gather_s=gather, copies_s=copies)
+
+
+def _collectives(plan: RunPlan, software: Software) -> float:
+    """Of one pass over what a rank holds: one a block, or one a tensor of it."""
+    blocks = plan.job.model.num_layers / plan.grid.pp
+    if not software.gathers_tensors:
+        return blocks
+    return blocks * len(layer_tensors(plan.job.model, 0))
+
+
+def _across(device: Accelerator, ranks: int, size: int, stride: int) -> Span:
+    """The ranks that own the same part of each copy."""
+    return make_span(device, size=ranks // size, stride=stride * size)

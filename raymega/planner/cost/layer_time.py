@@ -1,0 +1,350 @@
+"""Seconds of one transformer block, and of the model's two ends, for one micro-batch on one rank.
+
+It prices the kernels that the layers are made of; how many blocks a rank has, and in which order it
+works through them, is step_time's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from raymega.config.schema import MemorySection
+from raymega.plan.fp8_layers import NONE_IN_EIGHT
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.hardware.lookup import fitted_hardware
+from raymega.plan.memory.activation_bytes import ActivationShape, layer_bytes
+from raymega.plan.stages import Stage
+from raymega.planner.cost.context_cost import shape_cost
+from raymega.planner.cost.expert_time import ExpertTime, expert_time
+from raymega.planner.kernels.collective_time import all_reduce_s, make_span
+from raymega.planner.kernels.kernel_time import (
+    BACKWARD_ATTENTION,
+    attention_s,
+    host_s,
+    matmul_s,
+    memory_s,
+    stream_s,
+)
+from raymega.planner.kernels.system_traits import Software
+
+KERNELS_IN_A_BLOCK = 12
+"""Launches of a forward beside products and attention; a backward has twice as many."""
+UNFUSED_FORWARD_BYTES = 13
+"""Of one attention weight: written as score, read and written by softmax and by dropout with its
+mask, read by the product with v."""
+UNFUSED_BACKWARD_BYTES = 17
+NORM_STEPS_BYTES = 32
+"""Of one element, beyond a fused norm's, where each operation is a kernel: to float32 and squared, mean,
+times the inverse, back to 16 bits, times the weight."""
+ROTATION_STEPS_BYTES = 16
+"""The same of a rotation: to float32, turned as a complex number, back to 16 bits."""
+GATE_STEPS_BYTES = 4
+"""The same of a nonlinearity whose result is written before it is multiplied by what it gates."""
+GATE_PASSES, TURN_PASSES = 2, 3
+"""What raymega's own steps read and write beyond a fused kernel: silu(gate), written and read; halves that are
+read for both of their products."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTime:
+    """One block, one micro-batch, in seconds.
+
+    Attributes:
+        forward_s: Kernels of the forward.
+        backward_s: Kernels of the backward, nothing computed again.
+        attention_s: Of the forward's, those between q, k, v and the output projection.
+        norms_s: Those of the norms.
+        activation_s: Those of the nonlinearity.
+        remade_s: Those of the products that selective recompute makes again.
+        tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
+        context_parallel_s: The same over cp, by the way that keys and values travel.
+        experts_s: The same of tokens to their experts and back.
+        away_s: Of what a forward keeps, on its way to the host behind the work, or back; 0 where it stays.
+        away_input_s: The same of the block's input alone.
+    """
+
+    forward_s: float
+    backward_s: float
+    attention_s: float
+    norms_s: float
+    activation_s: float
+    tensor_parallel_s: float
+    context_parallel_s: float
+    remade_s: float = 0.0
+    experts_s: float = 0.0
+    away_s: float = 0.0
+    away_input_s: float = 0.0
+
+    @property
+    def traffic_s(self) -> float:
+        """All traffic of one pass."""
+        return self.tensor_parallel_s + self.context_parallel_s + self.experts_s
+
+    def pass_s(
+        self, recompute: str, parts: Collection[str] = ("attention",)
+    ) -> tuple[float, float]:
+        """Forward and backward with what ``memory.recompute`` and its parts run again, traffic included."""
+        traffic = self.traffic_s
+        selected = {
+            "attention": self.attention_s,
+            "norm": self.norms_s,
+            "activation": self.activation_s,
+        }
+        again = {
+            "none": 0.0,
+            "selective": sum(selected[part] for part in parts) + self.remade_s,
+            "full": self.forward_s + traffic,
+        }
+        moving = self.away_input_s if recompute == "full" else self.away_s
+        backward = self.backward_s + traffic + again[recompute]
+        return max(moving, self.forward_s + traffic), max(moving, backward)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTimes:
+    """A block of each kind; where a model has one kind only, both are that one's.
+
+    ``wide`` are those that make no product in fp8, where others do.
+    """
+
+    dense: LayerTime
+    experts: LayerTime
+    wide: BlockTimes | None = None
+
+    def of_stage(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[int, LayerTime]]:
+        """How many blocks of each kind the stage has; those that predict further ahead are blocks."""
+        with_experts = shape.blocks_with_experts(stage)
+        dense = stage.num_layers + len(shape.further(stage)) - with_experts
+        if self.wide is not None:
+            kept, kept_experts = shape.kept_wide(stage)
+            dense, with_experts = dense - kept, with_experts - kept_experts
+            yield from ((kept, self.wide.dense), (kept_experts, self.wide.experts))
+        yield from ((dense, self.dense), (with_experts, self.experts))
+
+
+def block_times(shape: ActivationShape, device: Accelerator, software: Software) -> BlockTimes:
+    """Of the kinds of block that the model has."""
+    times, wide = partial(layer_time, shape, device, software), None
+    if shape.fp8_blocks is not None:
+        wide = block_times(replace(shape, eight=NONE_IN_EIGHT, fp8_blocks=None), device, software)
+    dense = times()
+    experts = times(has_experts=True) if shape.model.moe.num_experts else dense
+    return BlockTimes(dense=dense, experts=experts, wide=wide)
+
+
+def layer_time(
+    shape: ActivationShape,
+    device: Accelerator,
+    software: Software,
+    *,
+    has_experts: bool = False,
+) -> LayerTime:
+    """Of one block as ``shape`` cuts it."""
+    if not software.has_newest_attention:
+        device = device.with_older_attention()
+    inner_width = shape.model.moe.shared_width if has_experts else shape.model.ffn_width
+    eight = shape.eight
+    product_s = partial(matmul_s, device, is_8_bit=eight.linears, element=shape.element)
+    weights_s = partial(matmul_s, device, is_8_bit=eight.weight_gradients, element=shape.element)
+    inner = _inner_products(shape, inner_width)
+    products = [*_attention_products(shape), *inner]
+    forward = sum(product_s(*sizes) for sizes in products)
+    backward = sum(
+        product_s(rows, columns, inner) + weights_s(inner, rows, columns)
+        for rows, inner, columns in products
+    )
+    attention, attention_backward = _attention(shape, device, software)
+    norms, activation, rest = (
+        memory_s(device, least) + stream_s(device, more)
+        for least, more in zip(
+            _element_bytes(shape, software, inner_width),
+            _step_bytes(shape, software, inner_width),
+            strict=True,
+        )
+    )
+    others = norms + activation + rest
+    launches = KERNELS_IN_A_BLOCK * device.fitted.launch_s
+    experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
+    if has_experts:
+        shared_s = sum(product_s(*sizes) for sizes in inner)
+        experts = expert_time(shape, device, shared_s=shared_s)
+    forward_s = forward + attention + others + launches + experts.forward_s
+    backward_s = backward + attention_backward + 2 * (others + launches) + experts.backward_s
+    # A forward's and a backward's travel lie beside the other's kernels, block by block.
+    beside_s = (forward_s + backward_s) / 2 if shape.parallel.overlap_experts else 0.0
+    return LayerTime(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        attention_s=attention,
+        norms_s=norms,
+        activation_s=activation,
+        remade_s=sum(product_s(*sizes) for sizes in _remade(shape, software, inner_width)),
+        tensor_parallel_s=_tensor_parallel_s(
+            shape, device, software, num_layers=1 + bool(inner_width)
+        ),
+        context_parallel_s=_context_parallel_s(shape, device),
+        experts_s=max(0.0, experts.travel_s - beside_s),
+        **_away(shape, device, has_experts=has_experts),
+    )
+
+
+def _away(shape: ActivationShape, device: Accelerator, *, has_experts: bool) -> dict[str, float]:
+    """Of a block that keeps all, as most that are worth sending away do."""
+    if "activations" not in shape.memory.offload:
+        return {}
+    whole = layer_bytes(replace(shape, memory=MemorySection()), has_experts=has_experts)
+    return {"away_s": host_s(device, whole), "away_input_s": host_s(device, shape.stream_bytes)}
+
+
+def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
+    """Projection to the vocabulary and the loss: forward and backward."""
+    rows = shape.model.table_rows / shape.parallel.tp
+    width, tokens, element = shape.model.width, shape.tokens, shape.element
+    forward = matmul_s(device, tokens, width, rows, element=element)
+    backward = matmul_s(device, tokens, rows, width, element=element)
+    backward += matmul_s(device, width, tokens, rows, element=element)
+    logits = tokens * rows
+    # In steps also widened to float32, which the loss and its gradient read; compiled, as they are.
+    wide = 0 if shape.is_fused else 4
+    written, read_for_loss, gradient = element + wide, wide or element, element + (wide or element)
+    forward += memory_s(device, logits * (written + read_for_loss))
+    return forward, backward + memory_s(device, logits * gradient)
+
+
+def join_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
+    """Joining a token further ahead to the stream, before its block: forward and backward."""
+    width, tokens, element = shape.model.width, shape.stream_tokens, shape.element
+    forward = matmul_s(device, tokens, 2 * width, width, element=element)
+    backward = matmul_s(device, tokens, width, 2 * width, element=element)
+    return forward, backward + matmul_s(device, 2 * width, tokens, width, element=element)
+
+
+def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
+    """Looking rows up and adding to them: forward and backward."""
+    stream = memory_s(device, 2 * shape.stream_bytes)
+    return stream, 2 * stream
+
+
+def _attention_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
+    """Rows, inner and columns of the matrix products around attention's forward."""
+    model = shape.model
+    into = _latent_products(shape) if model.mla.kv_rank else _head_products(shape)
+    features = model.num_heads * model.value_width / shape.parallel.tp
+    return [*into, (shape.tokens, features, model.width)]
+
+
+def _inner_products(shape: ActivationShape, inner_width: int) -> list[tuple[float, float, float]]:
+    """The same of a feed-forward layer, or of a shared expert; none where its width is 0."""
+    tokens, width, cut = shape.tokens, shape.model.width, inner_width / shape.parallel.tp
+    up = cut * (2 if shape.family.has_gate else 1)
+    return [(tokens, width, up), (tokens, cut, width)] if inner_width else []
+
+
+def _head_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
+    """From the stream to queries, keys and values."""
+    model, tp = shape.model, shape.parallel.tp
+    heads = model.num_heads / tp + 2 * max(1, model.kv_heads // tp)
+    return [(shape.tokens, model.width, heads * model.head_width)]
+
+
+def _latent_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
+    """The same by way of latents, which every rank makes of what it holds of the stream."""
+    model, mla, heads = shape.model, shape.model.mla, shape.model.num_heads / shape.parallel.tp
+    down = mla.q_rank + mla.kv_rank + mla.rope_features
+    return [
+        (shape.stream_tokens, model.width, down),
+        (shape.tokens, mla.q_rank or model.width, heads * model.head_width),
+        (shape.tokens, mla.kv_rank, heads * (mla.nope_features + mla.value_features)),
+    ]
+
+
+def _attention(
+    shape: ActivationShape, device: Accelerator, software: Software
+) -> tuple[float, float]:
+    model = shape.model
+    rows = shape.tokens * model.num_heads / shape.parallel.tp
+    if software.has_fused_attention:
+        width, element = model.head_width, shape.element
+        forward = attention_s(device, rows, shape.seq_len, width, element=element)
+        return forward, BACKWARD_ATTENTION * forward
+    share = device.peak_flops(shape.element) * device.fitted.matmul_share
+    product = 2 * rows * shape.seq_len * model.head_width / share
+    forward = 2 * product + memory_s(device, rows * shape.seq_len * UNFUSED_FORWARD_BYTES)
+    backward = 4 * product + memory_s(device, rows * shape.seq_len * UNFUSED_BACKWARD_BYTES)
+    return forward, backward
+
+
+def _element_bytes(
+    shape: ActivationShape, software: Software, inner_width: int
+) -> tuple[float, float, float]:
+    """Memory traffic of a forward beside products and attention: norms, the nonlinearity, the rest.
+
+    Two norms read and write the stream; two sums read it twice and write it, with a mask where there
+    is dropout; the nonlinearity reads what up (and gate) made and writes; q, k, v are turned or
+    rearranged once.
+    """
+    element = shape.element
+    norms, sums = 2 * 2 * element, 2 * 3 * element
+    masks = 2 * (element + 1) if software.has_dropout else 0
+    stream = shape.stream_tokens * shape.model.width
+    hidden = shape.tokens * inner_width / shape.parallel.tp
+    activation = hidden * element * (3 if shape.family.has_gate else 2)
+    heads = shape.model.num_heads + 2 * shape.model.kv_heads
+    qkv = shape.tokens * heads * shape.model.head_width / shape.parallel.tp
+    return stream * norms, activation, stream * (sums + masks) + 2 * element * qkv
+
+
+def _step_bytes(
+    shape: ActivationShape, software: Software, inner_width: int
+) -> tuple[float, float, float]:
+    """What comes to these where every operation is a kernel of its own, in 16 bits with a gate; or some are."""
+    model, tp = shape.model, shape.parallel.tp
+    turned = shape.tokens * (model.num_heads + model.kv_heads) * model.head_width / tp
+    hidden = shape.tokens * inner_width / tp
+    norms = 2 * shape.stream_tokens * model.width
+    if software.fuses_kernels:
+        steps = shape.element * (software.makes_steps and not shape.is_fused)
+        return (
+            0.0,
+            hidden * GATE_PASSES * steps * shape.family.has_gate,
+            turned * TURN_PASSES * steps * (not shape.family.has_positions),
+        )
+    return norms * NORM_STEPS_BYTES, hidden * GATE_STEPS_BYTES, turned * ROTATION_STEPS_BYTES
+
+
+def _remade(
+    shape: ActivationShape, software: Software, inner_width: int
+) -> list[tuple[float, float, float]]:
+    """Products that selective recompute makes again, each matrix by itself as modules have them."""
+    model, tokens, tp = shape.model, shape.tokens, shape.parallel.tp
+    heads, kv = (n * model.head_width / tp for n in (model.num_heads, model.kv_heads))
+    up = [(tokens, model.width, inner_width / tp)] * (2 if shape.family.has_gate else 1)
+    into = [(tokens, model.width, features) for features in (heads, kv, kv)]
+    out, down = (tokens, heads, model.width), (tokens, inner_width / tp, model.width)
+    each: list[tuple[float, float, float]] = [*into, out, *up, down]
+    return {"nothing": [], "every_second": each[1::2], "products": each}[software.remakes]
+
+
+def _tensor_parallel_s(
+    shape: ActivationShape, device: Accelerator, software: Software, *, num_layers: int
+) -> float:
+    """An all-reduce a forward for attention and one for the feed-forward layer; sequence parallelism
+    sends as much in other halves."""
+    span = make_span(device, size=shape.parallel.tp, stride=1)
+    once = all_reduce_s(device, span, shape.tokens * shape.model.width * shape.element)
+    once *= 1 - software.hides_tensor_parallel
+    if shape.eight.reduces_rows:  # a number a token, before the product whose inner size is cut
+        once += all_reduce_s(device, span, shape.tokens * 4)
+    return num_layers * once
+
+
+def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
+    """What ``parallel.cp_method`` hides behind nothing, and sums of gradients, half in each pass."""
+    parallel = shape.parallel
+    if parallel.cp == 1:
+        return 0.0
+    cost = shape_cost(shape, parallel.cp_method)
+    exposed = cost.exposed_s(fitted_hardware(device), span=parallel.tp * parallel.cp)
+    return (exposed + memory_s(device, cost.added_bytes)) / 2

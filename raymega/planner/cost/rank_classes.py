@@ -1,0 +1,72 @@
+"""What the ranks of a pipeline hold: one entry for all that hold as much of everything.
+
+Costs of stages and ranks are asked for by these, so that a pipeline of 64 ranks is counted as three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
+from raymega.plan.memory.state_bytes import ElementCounts, Elements
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.stages import Stage
+
+StageKind = tuple[int, int, tuple[int, int], bool, bool]
+"""Blocks, those of them with experts, those of both that make no product in fp8 where others do, and
+whether a stage is the first and the last one: stages of one kind cost the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankKind:
+    """Ranks of a pipeline whose stages are of the same kinds.
+
+    Attributes:
+        pp_rank: The first of them, which has most micro-batches in flight.
+        last_pp_rank: And the last one.
+        count: So many.
+        stages: Of the first, by chunk.
+        kinds: Of these.
+        elements: Parameters of each: those of tensor-parallel rank 0.
+    """
+
+    pp_rank: int
+    last_pp_rank: int
+    count: int
+    stages: tuple[Stage, ...]
+    kinds: tuple[StageKind, ...]
+    elements: Elements
+
+
+def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
+    """Of one stage."""
+    ends = stage.is_first, stage.is_last
+    return stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends
+
+
+def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[RankKind, ...]:
+    """Those of a plan, that of the first rank first.
+
+    Args:
+        plan: Of which.
+        counts: Of its model, when others have asked for some of them before.
+    """
+    counts = counts or ElementCounts(plan.job)
+    shape, placement = activation_shape(plan.job), plan.placement
+    kinds = [stage_kind(shape, stage) for stage in plan.stages]
+    ranks: dict[tuple[StageKind, ...], list[tuple[Stage, ...]]] = {}
+    first: dict[tuple[StageKind, ...], int] = {}
+    last: dict[tuple[StageKind, ...], int] = {}
+    for pp_rank in range(plan.grid.pp):
+        chunks = [placement.stage(pp_rank, chunk) for chunk in range(placement.chunks)]
+        mine = tuple(kinds[stage] for stage in chunks)
+        first.setdefault(mine, pp_rank)
+        last[mine] = pp_rank
+        ranks.setdefault(mine, []).append(tuple(plan.stages[stage] for stage in chunks))
+    return tuple(
+        RankKind(
+            pp_rank=first[mine], last_pp_rank=last[mine], count=len(alike), stages=alike[0],
+            kinds=mine, elements=counts.of(alike[0], plan.grid),
+        )
+        for mine, alike in ranks.items()
+    )  # fmt: skip

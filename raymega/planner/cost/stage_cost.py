@@ -1,0 +1,123 @@
+"""Seconds and bytes of a stage for one micro-batch, as a layout cuts it; each kind of stage is counted once.
+
+Times of blocks are layer_time's, their activations activations'; which rank has which stage, and in
+which order it works, is others'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from raymega.config.schema import Job
+from raymega.plan.fp8_layers import InEight
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.activation_bytes import (
+    ActivationShape,
+    StageActivations,
+    activation_shape,
+    stage_activations,
+)
+from raymega.plan.stages import Stage
+from raymega.planner.cost.layer_time import (
+    BlockTimes,
+    block_times,
+    embedding_time,
+    head_time,
+    join_time,
+)
+from raymega.planner.cost.rank_classes import StageKind
+from raymega.planner.kernels.system_traits import Software
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTime:
+    """One stage, one micro-batch.
+
+    Attributes:
+        forward_s: Forward.
+        backward_s: Backward, with what runs again for it.
+        weight_s: The part of it that makes weights' gradients, where a backward is cut in two.
+        tensor_parallel_s: What of both is traffic over tp and cp.
+        experts_s: And to experts.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    tensor_parallel_s: float
+    experts_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Both passes."""
+        return self.forward_s + self.backward_s
+
+
+class StageCosts:
+    """What stages cost in layouts that cut tensors alike, recompute alike and have equal micro-batches."""
+
+    def __init__(
+        self,
+        shape: ActivationShape,
+        device: Accelerator | None = None,
+        blocks: BlockTimes | None = None,
+    ) -> None:
+        """Without ``device`` and the times of its ``blocks`` bytes can be asked for and no seconds."""
+        self.shape = shape
+        self._device, self._blocks = device, blocks
+        self._kept: dict[StageKind, StageActivations] = {}
+        self._times: dict[StageKind, StageTime] = {}
+
+    def kept(self, kind: StageKind, stage: Stage) -> StageActivations:
+        """What a rank keeps of a micro-batch in ``stage``, which is of ``kind``."""
+        if kind not in self._kept:
+            self._kept[kind] = stage_activations(self.shape, stage)
+        return self._kept[kind]
+
+    def time(self, kind: StageKind, stage: Stage) -> StageTime:
+        """The passes of a micro-batch through ``stage``, which is of ``kind``."""
+        if kind not in self._times:
+            assert self._blocks is not None and self._device is not None, (
+                "bytes alone were asked for"
+            )
+            self._times[kind] = _stage_time(stage, self.shape, self._blocks, self._device)
+        return self._times[kind]
+
+
+def stage_costs(
+    job: Job, device: Accelerator, software: Software, *, eight: InEight | None = None
+) -> StageCosts:
+    """Of a job's stages on ``device``; ``eight`` are products in fp8 of all blocks, where the job itself
+    says nothing of it."""
+    shape = activation_shape(job)
+    shape = replace(shape, eight=eight) if eight else shape
+    return StageCosts(shape, device, block_times(shape, device, software))
+
+
+def _stage_time(
+    stage: Stage, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
+) -> StageTime:
+    """Its blocks and, at the ends, embedding and head."""
+    passes = 3 if shape.memory.recompute == "full" else 2
+    further = len(shape.further(stage))
+    forward = backward = weight = traffic = experts = 0.0
+    for number, block in blocks.of_stage(shape, stage):
+        once, once_backward = block.pass_s(shape.memory.recompute, shape.memory.recompute_parts)
+        forward, backward = forward + number * once, backward + number * once_backward
+        weight += number * block.backward_s / 2
+        traffic += number * passes * (block.tensor_parallel_s + block.context_parallel_s)
+        experts += number * passes * block.experts_s
+    ends = (
+        (int(stage.is_first), embedding_time),
+        (int(stage.is_last) + further, head_time),
+        (further, join_time),
+    )
+    for number, part in ends:
+        if number:
+            more, more_backward = part(shape, device)
+            forward, backward = forward + number * more, backward + number * more_backward
+            weight += number * more_backward / 2
+    return StageTime(
+        forward_s=forward, backward_s=backward, weight_s=weight, tensor_parallel_s=traffic,
+        experts_s=experts,
+    )  # fmt: skip

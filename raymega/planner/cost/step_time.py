@@ -1,0 +1,292 @@
+"""Seconds of one optimizer step by part, before anything runs.
+
+It puts stages together into a pipeline, and adds what happens once a step. Times of stages are
+stage_costs', of transfers link_time's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raymega.config.schema import Job
+from raymega.plan.fp8_layers import InEight
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
+from raymega.plan.memory.state_bytes import state_of
+from raymega.plan.run_plan import RunPlan
+from raymega.planner.cost.data_parallel_time import data_parallel_s
+from raymega.planner.cost.optimizer_time import update_s
+from raymega.planner.cost.pipeline_bubble_time import PacedRank, Passes, waiting_s
+from raymega.planner.cost.rank_classes import RankKind, rank_kinds, stage_kind
+from raymega.planner.cost.stage_cost import StageCosts, StageTime, stage_costs
+from raymega.planner.kernels.collective_time import gather_s, make_span, message_s
+from raymega.planner.kernels.kernel_time import host_s, memory_s
+from raymega.planner.kernels.system_traits import RAYMEGA, Software
+
+OPTIMIZER_BYTES = 34
+"""Read and written for one parameter: gradient, master and two moments in, all but the gradient and
+the weight out."""
+BEGINS_LATE = ("zb_h2", "zb_v")
+"""Orders that wait for nothing but the late start of later ranks, of which one step has no more than the
+next."""
+UNEVEN_SHARE = 0.35
+"""Of the difference between the longest chunks' sum and the busiest rank's: as orders that are played show."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step, by part; they add up to ``total_s``.
+
+    Attributes:
+        compute_s: Kernels of the busiest stage over all micro-batches.
+        tensor_parallel_s: Its traffic over tp that nothing hides.
+        messages_s: Its messages to neighbours that nothing hides.
+        bubble_s: Its waiting for the pipeline to fill and drain.
+        data_parallel_s: Gradients and weights over dp that nothing hides.
+        optimizer_s: The update, with what ranks send each other for it.
+        sharing_s: Waiting for a core that other workers of the node have; 0 on devices that work
+            each by itself.
+        experts_s: The busiest stage's tokens on their way to experts and back, that nothing hides.
+        straggler_s: Waiting of all for the slowest device, taken to be one of the busiest stage.
+    """
+
+    compute_s: float
+    tensor_parallel_s: float
+    messages_s: float
+    bubble_s: float
+    data_parallel_s: float
+    optimizer_s: float
+    sharing_s: float = 0.0
+    experts_s: float = 0.0
+    straggler_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The step."""
+        return self.pipeline_s + self.data_parallel_s + self.optimizer_s + self.sharing_s
+
+    @property
+    def pipeline_s(self) -> float:
+        """Forward and backward of all micro-batches."""
+        traffic = self.tensor_parallel_s + self.messages_s + self.experts_s
+        return self.compute_s + traffic + self.bubble_s + self.straggler_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What many layouts share, so that a search counts it once.
+
+    Attributes:
+        costs: Of stages as the layout cuts them.
+        ranks: What the pipeline's ranks hold.
+    """
+
+    costs: StageCosts
+    ranks: Sequence[RankKind]
+
+
+def step_time(
+    plan: RunPlan,
+    device: Accelerator,
+    software: Software = RAYMEGA,
+    *,
+    eight: InEight | None = None,
+    known: Known | None = None,
+) -> StepTime:
+    """Of a step of ``plan``'s batch by closed forms; fill_time's for the bubble.
+
+    The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
+    ``eight`` are products in fp8 of all blocks, where the job itself says nothing of it.
+    """
+    job, grid = plan.job, plan.grid
+    known = known or Known(
+        costs=stage_costs(job, device, software, eight=eight), ranks=rank_kinds(plan)
+    )
+    pace = _pace(plan, known, device, software)
+    micro_batches = plan.batch.num_micro_batches
+    held = known.ranks[0].elements
+    state = state_of(job, held, grid)
+    bubble_s, messages_s = _waits(plan, pace, software)
+    compute = micro_batches * (pace.busiest_s - pace.traffic_s - pace.experts_s)
+    alone = StepTime(
+        compute_s=compute,
+        tensor_parallel_s=micro_batches * pace.traffic_s,
+        experts_s=micro_batches * pace.experts_s,
+        messages_s=messages_s,
+        bubble_s=bubble_s + _uneven_s(plan, pace),
+        data_parallel_s=data_parallel_s(
+            plan, held, device, software, backward_s=pace.busiest_s * 2 / 3
+        ),
+        optimizer_s=max(
+            memory_s(device, state.num_owned * OPTIMIZER_BYTES), host_s(device, state.host_bytes)
+        )
+        + update_s(job, held, grid, device),
+        straggler_s=(device.straggler - 1) * compute,
+    )
+    if not device.shared_cores:
+        return alone
+    workers = min(grid.world_size, device.devices_per_node)
+    all_s = workers * work_s(plan, device, software, known=known) / device.shared_cores
+    return replace(alone, sharing_s=max(0.0, all_s - alone.total_s))
+
+
+def work_s(
+    plan: RunPlan, device: Accelerator, software: Software = RAYMEGA, *, known: Known | None = None
+) -> float:
+    """Of a step those seconds in which a rank occupies a core, the mean of the ranks.
+
+    Where workers have fewer cores than they are, waiting costs nothing, because a worker that waits
+    leaves its core to others; but the work of all counts. Moving bytes is work of a core too, and
+    hides behind nothing.
+    """
+    known = known or Known(costs=stage_costs(plan.job, device, software), ranks=rank_kinds(plan))
+    pace, held = _pace(plan, known, device, software), known.ranks[0].elements
+    state = state_of(plan.job, held, plan.grid)
+    hiding_nothing = replace(software, hides_gradients=False)
+    sums_s = data_parallel_s(plan, held, device, hiding_nothing, backward_s=0.0)
+    passes_s = plan.batch.num_micro_batches * (pace.mean.total_s + pace.messages_s)
+    whole_s = update_s(plan.job, held, plan.grid, device)
+    return passes_s + sums_s + whole_s + memory_s(device, state.num_owned * OPTIMIZER_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pace:
+    """Seconds of one micro-batch through all chunks of a rank, forward and backward.
+
+    Attributes:
+        busiest_s: Of the rank that takes longest, traffic of its layers included.
+        ranks: Of each kind of ranks.
+        mean: Of the ranks' mean.
+        chunks_s: Of the chunks' sum, each on the rank on which it takes longest.
+        last_stage_s: Of the last stage.
+        traffic_s: Of the busiest rank's those over tp and cp.
+        experts_s: And those of tokens to experts.
+        messages_s: Messages to neighbours beside, that nothing hides.
+    """
+
+    busiest_s: float
+    ranks: tuple[PacedRank, ...]
+    mean: Passes
+    chunks_s: float
+    last_stage_s: float
+    traffic_s: float
+    experts_s: float
+    messages_s: float
+
+
+def _pace(plan: RunPlan, known: Known, device: Accelerator, software: Software) -> _Pace:
+    ranks = [
+        [known.costs.time(*each) for each in zip(rank.kinds, rank.stages, strict=True)]
+        for rank in known.ranks
+    ]
+    seconds = [sum(chunk.total_s for chunk in chunks) for chunks in ranks]
+    busiest = ranks[seconds.index(max(seconds))]
+    messages_s = _messages_s(plan.job, known.costs.shape, device, software)
+    passes = [_passes(chunks) for chunks in ranks]
+    counts = [rank.count for rank in known.ranks]
+    return _Pace(
+        busiest_s=max(seconds),
+        ranks=tuple(
+            PacedRank(tuple({rank.pp_rank, rank.last_pp_rank}), mine)
+            for rank, mine in zip(known.ranks, passes, strict=True)
+        ),
+        mean=Passes(
+            *(_sum(each, counts) / plan.grid.pp for each in zip(*passes, strict=True)),
+        ),
+        chunks_s=sum(max(chunk.total_s for chunk in each) for each in zip(*ranks, strict=True)),
+        last_stage_s=next(
+            chunk.total_s
+            for chunks, rank in zip(ranks, known.ranks, strict=True)
+            for chunk, stage in zip(chunks, rank.stages, strict=True)
+            if stage.is_last
+        ),
+        traffic_s=sum(chunk.tensor_parallel_s for chunk in busiest),
+        experts_s=sum(chunk.experts_s for chunk in busiest),
+        messages_s=messages_s,
+    )
+
+
+def stage_times(plan: RunPlan, device: Accelerator) -> list[StageTime]:
+    """Of every stage in layer order."""
+    costs = stage_costs(plan.job, device, RAYMEGA)
+    return [costs.time(stage_kind(costs.shape, stage), stage) for stage in plan.stages]
+
+
+def message_time(plan: RunPlan, device: Accelerator) -> float:
+    """Of one activation between neighbours of the pipeline, as far as nothing hides it."""
+    shape = activation_shape(plan.job)
+    both_ways = 2 * plan.job.schedule.chunks
+    return _messages_s(plan.job, shape, device, RAYMEGA) / both_ways
+
+
+def _passes(chunks: Sequence[StageTime]) -> Passes:
+    backward_s = sum(chunk.backward_s for chunk in chunks)
+    weight_s = sum(chunk.weight_s for chunk in chunks)
+    return Passes(sum(chunk.forward_s for chunk in chunks), backward_s - weight_s, weight_s)
+
+
+def _sum(values: Sequence[float], counts: Sequence[int]) -> float:
+    return sum(value * count for value, count in zip(values, counts, strict=True))
+
+
+def _order(plan: RunPlan) -> str:
+    """The schedule; of zb_auto the one of the papers that it begins with, and seldom leaves by 1 %."""
+    schedule = plan.job.schedule
+    if schedule.name != "zb_auto":
+        return schedule.name
+    is_free = (
+        schedule.max_activations != "pp" and int(schedule.max_activations) >= 2 * plan.grid.pp - 1
+    )
+    return "zb_h2" if is_free else "zb_h1"
+
+
+def _waits(plan: RunPlan, pace: _Pace, software: Software) -> tuple[float, float]:
+    """Of the busiest rank: for passes of others, and for messages."""
+    chunks, num, pp = plan.placement.chunks, plan.batch.num_micro_batches, plan.grid.pp
+    sent_s, ranks, mean = pace.messages_s / 2, pace.ranks, pace.mean
+    still_s = 0.0
+    if not software.hides_messages:
+        longer = _standing_still(sent_s, is_split=_order(plan).startswith("zb_"))
+        ranks = tuple(PacedRank(each.pp_ranks, each.passes.plus(longer)) for each in ranks)
+        mean, sent_s, still_s = mean.plus(longer), 0.0, num * longer.total_s
+    bubble_s, messages_s = waiting_s(
+        _order(plan), chunks=chunks, num_micro_batches=num, ranks=ranks, mean=mean, pp=pp,
+        message_s=sent_s,
+    )  # fmt: skip
+    if not software.waits_for_update and _order(plan) in BEGINS_LATE:
+        bubble_s = max(0.0, bubble_s - (pp - 1) * mean.forward_s / chunks)
+    return bubble_s, messages_s + still_s
+
+
+def _standing_still(message_s: float, *, is_split: bool) -> Passes:
+    """What passes take longer on a rank that does nothing while it sends: gradients of inputs go behind
+    weights' parts where these are apart."""
+    return Passes(message_s, 0.0 if is_split else message_s, 0.0)
+
+
+def _uneven_s(plan: RunPlan, pace: _Pace) -> float:
+    """Chunks of unequal length on different ranks, of which the order takes up most; in a round that is not
+    full micro-batches turn round one after another on the last stage, and wait nowhere else."""
+    pp, chunks, num = plan.grid.pp, plan.placement.chunks, plan.batch.num_micro_batches
+    if num >= pp:
+        return num * UNEVEN_SHARE * (pace.chunks_s - pace.busiest_s)
+    if chunks == 1 or plan.placement.is_vee:
+        return 0.0
+    return (num - 1) * max(0.0, pace.last_stage_s - pace.mean.total_s / chunks)
+
+
+def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software: Software) -> float:
+    """One activation forward and one gradient back for each chunk, of one micro-batch."""
+    parallel, chunks = job.parallel, job.schedule.chunks
+    if parallel.pp == 1:
+        return 0.0
+    whole = shape.tokens * shape.model.width * shape.element
+    stride = parallel.tp * parallel.cp * parallel.dp
+    inside = stride * parallel.pp <= device.devices_per_node
+    if software.hides_messages and chunks > 1 and not device.shared_cores:
+        return 2 * chunks * message_s(device, 0.0, is_inside=inside)
+    seconds = message_s(device, whole / parallel.tp, is_inside=inside)
+    if not parallel.sequence_parallel:  # what was sent in tp parts is put together again
+        seconds += gather_s(device, make_span(device, size=parallel.tp, stride=1), whole)
+    return 2 * chunks * seconds

@@ -1,0 +1,207 @@
+"""The layouts that a search asks about: every choice on every axis, but for what the user holds.
+
+It lists them, legal or not; which one is the best is search's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+from raymega.config.schema import Job, ParallelSection, ScheduleSection
+from raymega.plan.fp8_layers import goes_by_micro_batch
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.validation.unused_fields import settled
+from raymega.schedule.table import SCHEDULES
+
+MICRO_BATCH_SIZE = "schedule.micro_batch_size"
+MICRO_BATCH_SIZES = (1, 2, 4, 8)
+MOST_CHUNKS = 8
+CP_METHODS = ("ring", "all_to_all")
+LEAST_TOKENS = 4096
+"""Of a sequence on each context-parallel rank; shorter parts cost more than they save."""
+ORDERS = ("1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "gpipe")
+"""Schedules, of equally fast ones the first. ``interleaved`` is 1f1b with chunks; ``zb_auto`` looks for long,
+and begins with zb_h1 or zb_h2."""
+RECOMPUTES = ("none", "selective", "full")
+SHARDINGS = get_args(ParallelSection.model_fields["sharding"].annotation)
+CHOSEN = (
+    "parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "parallel.ep", "parallel.etp",
+    "parallel.cp_method", "parallel.sharding", "parallel.sequence_parallel", "parallel.stages",
+    "schedule.name", "schedule.chunks", MICRO_BATCH_SIZE, "memory.recompute",
+)  # fmt: skip
+"""Fields that a search sets where nobody holds them."""
+_FOLLOWING: dict[str, dict[str, Any]] = {
+    "parallel": {
+        "first_stage_layers": "even", "last_stage_layers": "even",
+        "is_embedding_a_layer": False, "is_loss_a_layer": False, "sharding_group": "all",
+    },
+    "schedule": {"group_size": "pp", "max_activations": "pp", "owed_share": 1.0},
+    "memory": {"recompute_parts": ("attention",)},
+    "cluster": {"num_workers": "grid"},
+}  # fmt: skip
+"""Fields that have a meaning only beside others that the search sets."""
+VARIED = (*CHOSEN, *(f"{name}.{field}" for name, fields in _FOLLOWING.items() for field in fields))
+"""Fields in which the layouts of a search differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What may be tried.
+
+    Attributes:
+        job: Every layout is this job's.
+        device: What the ranks are.
+        num_devices: Ranks of every layout.
+        fixed: Dotted paths of fields that stay as the job has them.
+    """
+
+    job: Job
+    device: Accelerator
+    num_devices: int
+    fixed: frozenset[str] = frozenset()
+
+    def options(self, path: str, values: Any) -> tuple[Any, ...]:
+        """``values``, or the job's own value alone where it is fixed."""
+        return (self.mine(path),) if path in self._held else tuple(values)
+
+    @property
+    def _held(self) -> frozenset[str]:
+        """``fixed``, and what any other value of would make it another run."""
+        is_held = goes_by_micro_batch(self.job)
+        return self.fixed | {MICRO_BATCH_SIZE} if is_held else self.fixed
+
+    def mine(self, path: str) -> Any:
+        """The job's own value."""
+        section, field = path.split(".")
+        return getattr(getattr(self.job, section), field)
+
+
+def candidates(space: Space) -> Iterator[Job]:
+    """Every layout that is worth asking about, legal or not."""
+    base = _changed(space.job, {name: _free(space, name) for name in _FOLLOWING})
+    for degrees in _degrees(space):
+        for experts in _expert_degrees(space, degrees):
+            yield from _with_options(space, base, {**degrees, **experts})
+
+
+def _free(space: Space, section: str) -> dict[str, Any]:
+    following = _FOLLOWING[section].items()
+    return {k: v for k, v in following if f"{section}.{k}" not in space.fixed}
+
+
+def _degrees(space: Space) -> Iterator[dict[str, Any]]:
+    """Dense degrees whose product is the number of devices."""
+    job, num_devices = space.job, space.num_devices
+    whole = [d for d in divisors(space.device.devices_per_node) if job.model.num_heads % d == 0]
+    for tp in space.options("parallel.tp", whole):
+        deep = [p for p in divisors(num_devices // tp) if p <= job.model.num_layers]
+        for pp in space.options("parallel.pp", deep):
+            ranks = num_devices // tp // pp
+            for cp in space.options("parallel.cp", _context_degrees(job, ranks)):
+                dp = ranks // cp
+                is_whole = tp * pp * cp * dp == num_devices
+                is_free = "parallel.dp" not in space.fixed or dp == job.parallel.dp
+                if is_whole and is_free and dp <= job.data.global_batch_size:
+                    mine = job.parallel.cp_method
+                    ways = dict.fromkeys((mine, *CP_METHODS)) if cp > 1 else ("ring",)
+                    for way in space.options("parallel.cp_method", ways):
+                        yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "cp_method": way}
+
+
+def _expert_degrees(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, int]]:
+    """The same ranks shared out among experts; once for a dense model."""
+    num_experts = space.job.model.moe.num_experts
+    ranks, tp = degrees["tp"] * degrees["cp"] * degrees["dp"], degrees["tp"]
+    widths = dict.fromkeys((1, tp)) if num_experts else (1,)
+    for etp in space.options("parallel.etp", widths):
+        parts = divisors(num_experts) if num_experts else [1]
+        for ep in space.options("parallel.ep", parts):
+            if ranks % (ep * etp) == 0:
+                yield {"ep": ep, "etp": etp}
+
+
+def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
+    """Powers of two that leave every rank a long part of a sequence."""
+    cp = 1
+    while ranks % cp == 0 and (cp == 1 or job.data.seq_len // cp >= LEAST_TOKENS):
+        yield cp
+        cp *= 2
+
+
+def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Job]:
+    """Everything beside the degrees; sections that many layouts have are made once."""
+    is_cuttable = degrees["tp"] > 1 and base.data.seq_len // degrees["cp"] % degrees["tp"] == 0
+    schedules = list(_schedules(space, base, degrees))
+    cut_streams = space.options("parallel.sequence_parallel", (is_cuttable,))
+    for recompute, is_cut in product(space.options("memory.recompute", RECOMPUTES), cut_streams):
+        cut = {**degrees, "sequence_parallel": is_cut}
+        job = settled(_changed(base, {"parallel": cut, "memory": {"recompute": recompute}}))
+        for sharding in _shardings(space, degrees):
+            parts = {
+                is_piped: job.parallel.model_copy(
+                    update={**sharding, "stages": _stages(space, is_piped=is_piped)}
+                )
+                for is_piped in (False, True)
+            }
+            for schedule in schedules:
+                parallel = parts[degrees["pp"] * schedule.chunks > 1]
+                yield job.model_copy(update={"parallel": parallel, "schedule": schedule})
+
+
+def _schedules(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[ScheduleSection]:
+    """Micro-batches, chunks and orders."""
+    pp = degrees["pp"]
+    sequences = -(-base.data.global_batch_size // degrees["dp"])
+    names = ORDERS if pp > 1 else ORDERS[:1]
+    axes = (
+        space.options(MICRO_BATCH_SIZE, [b for b in MICRO_BATCH_SIZES if b <= sequences]),
+        space.options(
+            "schedule.chunks",
+            [v for v in range(1, MOST_CHUNKS + 1) if v == 1 or _cuts(base, pp, v)],
+        ),
+        space.options("schedule.name", names),
+    )
+    is_named = "schedule.name" in space.fixed
+    for size, v, name in product(*axes):
+        if is_named or _is_worth_asking(name, v):
+            chosen = {"micro_batch_size": size, "chunks": v, "name": name}
+            yield base.schedule.model_copy(update=chosen)
+
+
+def _is_worth_asking(name: str, chunks: int) -> bool:
+    """GPipe with chunks holds all activations of an order that 1F1B goes through as fast with fewer."""
+    kind = SCHEDULES[name]
+    return kind.least_chunks <= chunks <= kind.most_chunks and (name != "gpipe" or chunks == 1)
+
+
+def _stages(space: Space, *, is_piped: bool) -> Any:
+    return space.options("parallel.stages", ("auto" if is_piped else "even",))[0]
+
+
+def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Levels; shared out over all replicas, or over those of a node where there are several on several."""
+    inside = space.device.devices_per_node // degrees["tp"]
+    replicas = degrees["dp"] * degrees["cp"]
+    for level in space.options("parallel.sharding", SHARDINGS if replicas > 1 else ("none",)):
+        is_hybrid = level != "none" and 1 < inside < replicas and replicas % inside == 0
+        groups = ("all", inside) if is_hybrid else ("all",)
+        for group in space.options("parallel.sharding_group", groups):
+            yield {"sharding": level, "sharding_group": group}
+
+
+def _changed(job: Job, changes: dict[str, dict[str, Any]]) -> Job:
+    """The job with other fields in some sections; they are legal values by themselves."""
+    sections = {name: getattr(job, name).model_copy(update=new) for name, new in changes.items()}
+    return job.model_copy(update=sections)
+
+
+def _cuts(job: Job, pp: int, chunks: int) -> bool:
+    return pp > 1 and pp * chunks <= job.model.num_layers
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]

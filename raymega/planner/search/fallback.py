@@ -1,0 +1,126 @@
+"""The layout that a job falls back to when fewer workers are left than its grid needs.
+
+Replicas go first: then no parameter changes its place on the grid, and only the number of
+micro-batches rises. When not even one replica is left, it is plan.choice that chooses. The global batch, and so
+the samples of each step, stay what they were on every grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from raymega.config.schema import Job
+from raymega.errors import PlanError
+from raymega.plan.grid import Grid
+from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
+from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.validation.unused_fields import settled
+from raymega.planner.cost.peak_memory import memory_use
+from raymega.planner.search.selection import anywhere, best_grid
+
+MOST_SEARCHES = 8
+"""Numbers of workers that are searched, from the highest: each search takes up to some seconds."""
+SEARCH_DEVICE = CATALOGUE["h100"]
+"""By whose speeds layouts are compared where the device is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fallback:
+    """With ``least`` to ``most`` workers a run goes on as ``plan``."""
+
+    most: int
+    least: int
+    plan: RunPlan
+
+
+def smaller_plan(
+    job: Job,
+    *,
+    most: int,
+    least: int = 1,
+    device: Accelerator | None = None,
+    fits: Callable[[Grid], bool] = anywhere,
+) -> RunPlan | None:
+    """The best plan of ``job`` for ``most`` workers, fewer than its grid has.
+
+    Args:
+        job: With the grid that it should have.
+        most: Workers that are left.
+        least: Fewer are not worth going on with.
+        device: What they have; without one, memory is not looked at.
+        fits: Whether the nodes that are left can hold a grid.
+
+    Returns:
+        A plan of at most ``most`` workers, or None when no legal layout has ``least`` to ``most``.
+    """
+    for plan in _fewer_replicas(job, most=most, device=device):
+        if plan.grid.world_size < least:
+            return None
+        if fits(plan.grid):
+            return plan
+    # Beyond here a replica is cut anew.
+    for num_workers in range(most, max(least, most - MOST_SEARCHES + 1) - 1, -1):
+        try:
+            found = best_grid(_on_grid(job), num_workers, device or SEARCH_DEVICE, fits=fits).found
+        except PlanError:
+            continue
+        return found.plan
+    return None
+
+
+def fallbacks(job: Job, *, device: Accelerator | None = None, limit: int) -> list[Fallback]:
+    """What the job would go on with, by number of workers from the highest; ``limit`` at most."""
+    world_size = make_plan(job).grid.world_size
+    least = 1 if job.elastic.min_workers == "grid" else job.elastic.min_workers
+    found: list[Fallback] = []
+    most = world_size - 1
+    while most >= least and len(found) < limit:
+        plan = smaller_plan(job, most=most, least=least, device=device)
+        if plan is None:
+            break
+        found.append(Fallback(most=most, least=plan.grid.world_size, plan=plan))
+        most = plan.grid.world_size - 1
+    return found
+
+
+def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Iterator[RunPlan]:
+    """Plans of the same cut with fewer replicas, the largest first.
+
+    Experts lie on the ranks of several replicas; where these become too few, a rank gets more experts.
+    Where replicas cannot be grouped as they were, all share their state out.
+    """
+    parallel = job.parallel
+    replica = parallel.tp * parallel.cp * parallel.pp
+    eps = [ep for ep in range(parallel.ep, 0, -1) if parallel.ep % ep == 0]
+    groups = dict.fromkeys((parallel.sharding_group, "all"))
+    for dp in range(min(parallel.dp - 1, most // replica), 0, -1):
+        changed = (_changed(job, dp=dp, ep=ep, sharding_group=g) for ep in eps for g in groups)
+        plans = map(_plan_or_none, changed)
+        plan = next((plan for plan in plans if plan and _has_room(plan, device)), None)
+        if plan is not None:
+            yield plan
+
+
+def _changed(job: Job, **parallel: int | str) -> Job:
+    changed = job.parallel.model_copy(update=parallel)
+    return settled(_on_grid(job).model_copy(update={"parallel": changed}))
+
+
+def _on_grid(job: Job) -> Job:
+    """As many workers as the grid has ranks."""
+    cluster = job.cluster.model_copy(update={"num_workers": "grid"})
+    return job.model_copy(update={"cluster": cluster})
+
+
+def _plan_or_none(job: Job) -> RunPlan | None:
+    try:
+        return make_plan(job)
+    except PlanError:
+        return None
+
+
+def _has_room(plan: RunPlan, device: Accelerator | None) -> bool:
+    if device is None:
+        return True
+    return memory_use(plan).total_bytes <= device.memory_bytes

@@ -1,0 +1,221 @@
+"""Finds the layouts on which a job would run fastest on so many devices.
+
+It tries every legal choice of degrees, chunks, micro-batch, recompute and sharding, throws away what
+does not fit, ranks the rest by the closed forms of step_time, and plays the schedules of the best few.
+It measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raymega.config.schema import Job
+from raymega.errors import Fault, PlanError
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.state_bytes import ElementCounts, state_of
+from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
+from raymega.plan.validation.cache import RuleMemo
+from raymega.planner.cost.layer_time import BlockTimes, block_times
+from raymega.planner.cost.peak_memory import RESERVED_BYTES, MemoryUse, memory_use
+from raymega.planner.cost.rank_classes import RankKind, rank_kinds
+from raymega.planner.cost.simulated_step import played_step
+from raymega.planner.cost.stage_cost import StageCosts
+from raymega.planner.cost.step_time import Known, StepTime, step_time
+from raymega.planner.kernels.system_traits import RAYMEGA
+from raymega.planner.search.candidates import SHARDINGS, VARIED, Space, candidates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A layout that fits, and what is expected of it."""
+
+    plan: RunPlan
+    time: StepTime
+    memory: MemoryUse
+
+    def overrides(self, job: Job) -> tuple[str, ...]:
+        """What turns ``job`` into this layout, as ``--set`` takes it."""
+        mine, theirs = job_values(self.plan.job), job_values(job)
+        return tuple(
+            f"{path}={_as_yaml(value)}" for path, value in mine.items() if value != theirs[path]
+        )
+
+    def played(self, device: Accelerator) -> Found:
+        """With the time that its schedule shows when it is played."""
+        return replace(self, time=played_step(self.plan, device))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one device."""
+        job = self.plan.job
+        tokens = self.plan.batch.global_batch_size * job.data.seq_len
+        return tokens / self.time.total_s / self.plan.grid.world_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """One layout a grid, the fastest first.
+
+    Attributes:
+        best: These.
+        refused: How many others, by what ruled them out.
+        missed: Of those that memory alone ruled out, and that are faster than ``best``, the one that
+            needs least.
+    """
+
+    best: tuple[Found, ...]
+    refused: Counter[str]
+    missed: Found | None
+
+
+def search(
+    job: Job,
+    device: Accelerator,
+    *,
+    num_devices: int,
+    top: int,
+    fixed: frozenset[str] = frozenset(),
+) -> SearchResult:
+    """The fastest layout of each of the ``top`` fastest grids of ``job`` on ``num_devices``.
+
+    Args:
+        job: Of which; what the search sets of it is candidates.CHOSEN.
+        device: What the ranks are.
+        num_devices: Ranks.
+        top: Most grids to return.
+        fixed: Dotted paths of fields that stay as the job has them.
+
+    Raises:
+        PlanError: No legal layout has so many ranks, or none fits into memory.
+    """
+    found: list[Found] = []
+    refused: Counter[str] = Counter()
+    judge = _Judge(job, device)
+    space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
+    for candidate in candidates(space):
+        verdict = judge.verdict(candidate)
+        if isinstance(verdict, str):
+            refused[verdict] += 1
+        else:
+            found.append(verdict)
+    if not found:
+        raise PlanError(_nothing_fits(job, device, num_devices, refused))
+    by_grid: dict[str, Found] = {}
+    for each in sorted(found, key=lambda each: each.time.total_s):
+        by_grid.setdefault(each.plan.grid.describe(), each)
+    few = [each.played(device) for each in list(by_grid.values())[: top + MORE]]
+    best = sorted(few, key=lambda each: each.time.total_s)[:top]
+    refused["fit, and are slower"] = len(found) - len(best)
+    fastest = next(iter(by_grid.values())).time.total_s
+    faster = [each for each in judge.missed if each.time.total_s < fastest]
+    least = min(faster, key=lambda each: each.memory.total_bytes, default=None)
+    missed = least and least.played(device)
+    if missed and missed.time.total_s >= best[0].time.total_s:  # not when it is played
+        missed = None
+    return SearchResult(best=tuple(best), refused=refused, missed=missed)
+
+
+MORE = 3
+"""Grids beyond those that are asked for whose schedules are played as well."""
+BREAKS_A_RULE = "breaks a rule of the job"
+DOES_NOT_FIT = "does not fit into memory"
+FAR_ABOVE = 2.0
+"""Times the device's memory: what needs more is not asked how fast it would be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shared:
+    """What all layouts with the same degrees, chunks and order have in common."""
+
+    plan: RunPlan
+    ranks: tuple[RankKind, ...]
+    least_bytes: int
+
+
+class _Judge:
+    """Prices candidates, the cheapest refusal first, and counts once what many of them share."""
+
+    def __init__(self, job: Job, device: Accelerator) -> None:
+        self.missed: list[Found] = []
+        self._device = device
+        self._counts = ElementCounts(job)
+        self._rules = RuleMemo(VARIED)
+        self._shared: dict[tuple[object, ...], _Shared | None] = {}
+        self._blocks: dict[tuple[object, ...], BlockTimes] = {}
+        self._costs: dict[tuple[object, ...], StageCosts] = {}
+
+    def verdict(self, job: Job) -> Found | str:
+        """What is expected of ``job``, or what rules it out."""
+        shared = self._share(job)
+        if shared is None or not self._rules.is_legal(job):
+            return BREAKS_A_RULE
+        most = FAR_ABOVE * self._device.memory_bytes
+        if shared.least_bytes > most:
+            return DOES_NOT_FIT
+        plan, costs = with_options(shared.plan, job), self._costs_of(job)
+        memory = memory_use(plan, shared.ranks, costs)
+        if memory.total_bytes > most:
+            return DOES_NOT_FIT
+        known = Known(costs=costs, ranks=shared.ranks)
+        found = Found(plan=plan, time=step_time(plan, self._device, known=known), memory=memory)
+        if memory.total_bytes > self._device.memory_bytes:
+            self.missed.append(found)
+            return DOES_NOT_FIT
+        return found
+
+    def _share(self, job: Job) -> _Shared | None:
+        """None when no layout with these degrees is legal."""
+        parallel, schedule = job.parallel, job.schedule
+        degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.etp
+        key = (*degrees, parallel.cp_method, schedule.chunks, schedule.name)
+        if key not in self._shared:
+            try:
+                plan = make_plan(job)
+            except PlanError:
+                self._shared[key] = None
+            else:
+                ranks = rank_kinds(plan, self._counts)
+                self._shared[key] = _Shared(plan=plan, ranks=ranks, least_bytes=_least(plan, ranks))
+        return self._shared[key]
+
+    def _costs_of(self, job: Job) -> StageCosts:
+        parallel = job.parallel
+        cut = parallel.tp, parallel.cp, parallel.cp_method, parallel.ep, parallel.etp
+        key = (*cut, parallel.sequence_parallel, job.schedule.micro_batch_size)
+        whole = (*key, job.memory.recompute)
+        if whole not in self._costs:
+            shape = activation_shape(job)
+            if key not in self._blocks:
+                self._blocks[key] = block_times(shape, self._device, RAYMEGA)
+            self._costs[whole] = StageCosts(shape, self._device, self._blocks[key])
+        return self._costs[whole]
+
+
+def _least(plan: RunPlan, ranks: Sequence[RankKind]) -> int:
+    """Bytes below which no sharding brings the fullest rank's state."""
+    parallel = plan.job.parallel.model_copy(
+        update={"sharding": SHARDINGS[-1], "sharding_group": "all"}
+    )
+    job = plan.job.model_copy(update={"parallel": parallel})
+    states = (state_of(job, rank.elements, plan.grid) for rank in ranks)
+    # Without what is gathered for a use, which lower levels have not.
+    return RESERVED_BYTES + max(each.total_bytes - each.passing_bytes for each in states)
+
+
+def _as_yaml(value: object) -> str:
+    """On one line, without spaces."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_as_yaml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _nothing_fits(job: Job, device: Accelerator, num_devices: int, refused: Counter[str]) -> Fault:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in refused.most_common())
+    return Fault(
+        fact=f"{num_devices} x {device.name} for {job.run.name}: {reasons or 'no layout at all'}",
+        rule=f"a rank has {device.memory_bytes / 2**30:.0f} GiB, and every rank a sequence at least",
+        remedy="use more devices, a smaller model, or another data.global_batch_size",
+    )

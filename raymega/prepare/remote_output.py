@@ -1,0 +1,83 @@
+"""The output of a preparation that goes to an object store: the same steps as in a folder.
+
+Tasks write their shards to a passing folder of their own node and send them; dataset.json is put
+last. What a folder needs is prepare.output's.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from raymega.data.format import META_FILE, SPLITS, TOKENIZER_FILE, DatasetMeta, encode_meta
+from raymega.data.remote_dataset import meta_at, missing_shards
+from raymega.errors import ConfigError, DataError, StorageError, raise_faults
+from raymega.prepare.output import CLAIM_FILE, occupied, other_recipe
+from raymega.storage.registry import open_store, store_faults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreOutput:
+    """A dataset in the making below ``uri``; travels to the tasks."""
+
+    uri: str
+
+    def find_finished(self, recipe: dict[str, str]) -> DatasetMeta | None:
+        """The dataset that is there when it is whole and of this recipe, None when none is.
+
+        Raises:
+            ConfigError: There is a dataset of another recipe.
+            DataError: Its shards are not all there.
+            StorageError: The store cannot be used.
+        """
+        raise_faults(StorageError, store_faults(self.uri, field="--out"))
+        if META_FILE not in open_store(self.uri).list(META_FILE):
+            return None
+        meta = meta_at(self.uri)
+        if meta.recipe != recipe:
+            raise ConfigError(other_recipe(self.uri, meta.recipe, recipe))
+        raise_faults(DataError, missing_shards(self.uri, meta))
+        return meta
+
+    def claim(self, recipe: dict[str, str]) -> None:
+        """Make the place ours; of an unfinished preparation, remove what it wrote.
+
+        Raises:
+            ConfigError: It holds something else.
+        """
+        store = open_store(self.uri)
+        keys = list(store.list(""))
+        if keys and CLAIM_FILE not in keys:
+            raise ConfigError(occupied(self.uri))
+        self.put(CLAIM_FILE, json.dumps(recipe, indent=1).encode())
+        for key in keys:
+            if key.startswith(tuple(f"{split}/" for split in SPLITS)):
+                store.delete(key)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write one of the dataset's small files."""
+        open_store(self.uri).put(name, [content], overwrite=True)
+
+    @contextmanager
+    def task_folder(self) -> Iterator[Path]:
+        """A passing folder with the tokenizer; the shards that are in it at the end are sent."""
+        store = open_store(self.uri)
+        with tempfile.TemporaryDirectory(prefix="raymega-prepare-") as name:
+            folder = Path(name)
+            (folder / TOKENIZER_FILE).write_bytes(store.get(TOKENIZER_FILE))
+            yield folder
+            for path in sorted(folder.glob("*/*.arrow")):
+                with path.open("rb") as file:
+                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    key = path.relative_to(folder).as_posix()
+                    store.put(key, [memoryview(content)], overwrite=True)
+
+    def commit(self, meta: DatasetMeta) -> None:
+        """Make the dataset readable and drop the claim."""
+        self.put(META_FILE, encode_meta(meta))
+        open_store(self.uri).delete(CLAIM_FILE)

@@ -1,0 +1,46 @@
+"""1F1B: one forward, one backward, with a flush between optimizer steps; one stage a rank.
+
+It owns the order of work; that the ranks agree is checker's to prove. The schedule is
+PipeDream-Flush (Narayanan et al., ICML 2021, https://arxiv.org/abs/2006.09503), in the form of
+Megatron-LM (Narayanan et al., SC 2021, https://arxiv.org/abs/2104.04473, figure 4). Four ranks
+and eight micro-batches, a forward taking one unit of time and a backward two:
+
+    rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 F4 B1 B1 F5 B2 B2 F6 ...
+    rank 1  .  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3 ...
+    rank 2  .  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 ...
+    rank 3  .  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 ...
+
+It is as fast as GPipe: (pp - 1) / num_micro_batches of the ideal time is bubble. But a rank keeps
+the activations of at most pp - rank micro-batches, not of all, because each backward frees what
+the next forward needs.
+
+When passes are paired the only rank, of pp=1, is one forward ahead, F0 F1+B0 F2+B1 ..., and keeps the
+activations of two.
+"""
+
+from __future__ import annotations
+
+from raymega.schedule.instructions import Schedule
+from raymega.schedule.order import Order, Sizes
+from raymega.schedule.schedules.interleaved import interleaved
+
+
+def one_f_one_b(sizes: Sizes) -> tuple[Schedule, ...]:
+    """The work of every rank; with several chunks it is the interleaved schedule."""
+    if sizes.chunks > 1:
+        return interleaved(sizes)
+    return tuple(_rank(sizes, rank) for rank in range(sizes.pp))
+
+
+def _rank(sizes: Sizes, rank: int) -> Schedule:
+    order = Order(sizes.num_micro_batches)
+
+    # Warm-up: forwards alone, one for each rank between this one and the last.
+    order.forward(times=sizes.pp - rank - 1 + sizes.is_paired)
+
+    # Steady: each new forward is followed by the backward of the oldest micro-batch in flight.
+    # When forwards run out, the backwards that are left are the cool-down.
+    for _ in range(sizes.num_micro_batches):
+        order.forward()
+        order.backward()
+    return order.work

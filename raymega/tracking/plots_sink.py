@@ -1,0 +1,100 @@
+"""PicturesSink: the run's pictures, drawn once at its end: loss curve, experts, time line, trace.
+
+It owns when and where; how they look is tracking.plots' and schedule.draw's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from raymega.schedule.timeline_svg import draw_svg
+from raymega.schedule.trace import merge_trace
+from raymega.tracking.expert_heatmap import draw_heat, load_expert_loads
+from raymega.tracking.loss_plot import draw_curve, load_curve
+from raymega.tracking.sink import (
+    ArtefactWritten,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    Sink,
+    TimelineReady,
+)
+
+
+class PicturesSink:
+    """Keeps the newest recorded time line, and draws when the run is finished.
+
+    It must come before ``watcher``'s sinks, so that they hear of the files before the end.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        metrics: Path,
+        references: Mapping[str, float],
+        watcher: Sink,
+        files: Mapping[Path, str] | None = None,
+    ) -> None:
+        """Draw into ``folder``.
+
+        Args:
+            folder: Where the files go.
+            metrics: The run's metrics.jsonl, which the curve is read from.
+            references: Level lines of the loss curve by label, in nats.
+            watcher: Told of each file.
+            files: Others of the run that were there before it, with their titles: told of too.
+        """
+        self._folder, self._metrics = folder, metrics
+        self._references, self._watcher = references, watcher
+        self._files = files or {}
+        self._name = ""
+        self._timeline: TimelineReady | None = None
+
+    def emit(self, event: RunEvent) -> None:
+        """Remember what the pictures need; draws at RunFinished, which takes about 2 s."""
+        match event:
+            case RunStarted():
+                self._name = event.name
+            case TimelineReady():
+                self._timeline = event
+            case RunFinished():
+                self._draw()
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing is open."""
+
+    def _draw(self) -> None:
+        for path, title in self._files.items():
+            self._tell(path, title)
+        if self._timeline is not None:
+            self._draw_timeline(self._timeline)
+        curve = load_curve(self._metrics) if self._metrics.exists() else None
+        if curve is not None and curve.train:
+            path = self._folder / "loss.png"
+            draw_curve(curve, path, title=f"run {self._name}", references=self._references)
+            self._tell(path, "Loss curve")
+        loads = load_expert_loads(self._metrics) if self._metrics.exists() else {}
+        if loads:
+            path = self._folder / "experts.svg"
+            draw_heat(loads, path, title=f"run {self._name}, load of experts")
+            self._tell(path, "Load of experts")
+
+    def _draw_timeline(self, event: TimelineReady) -> None:
+        rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
+        title = (
+            f"run {self._name}, step {event.step}, as recorded; the schedule alone has a bubble of "
+            f"{event.simulated_bubble:.3f}"
+        )
+        path = self._folder / "timeline.svg"
+        picture = draw_svg(rows, title=title, time_unit="ms", scale=1000.0)
+        path.write_text(picture, encoding="utf-8")
+        self._tell(path, "Pipeline time line")
+        trace = self._folder / "trace.json"
+        trace.write_text(json.dumps(merge_trace(event.events, event.transfers)), encoding="utf-8")
+        self._tell(trace, "Trace for Perfetto")
+
+    def _tell(self, path: Path, title: str) -> None:
+        self._watcher.emit(ArtefactWritten(path=str(path), title=title))

@@ -1,0 +1,112 @@
+"""What a worker runs for `raymega doctor`: times an all-reduce on each of its groups.
+
+An entry like train.entry, with the same meeting place and the same groups; it trains nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import cast
+
+import torch
+
+from raymega.messages import Channel, Entered, StartWorker, WorkerFinished
+from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm.collectives import all_reduce, barrier
+from raymega.parallel.comm.process_groups import Group, Groups, Store
+from raymega.plan.run_plan import RunPlan, read_plan
+from raymega.train.entry import abort, host_rendezvous, warm_up
+from raymega.train.environment import listen_towards, prepare_process
+
+__all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
+
+NUM_BYTES = {"cpu": 2**22, "cuda": 2**28}
+NUM_ROUNDS = 5
+UNMEASURED = (
+    "cp_inner",
+    "cp_outer",
+    "replicas",
+    "pp_backward",
+    "embedding",
+    "micro",
+    "edp",
+    "sharers",
+    "copies",
+    "expert_sharers",
+    "expert_copies",
+)
+"""Groups whose ranks are another group's, or a mixture of axes."""
+
+
+def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
+    """Meet, measure, report: one Entered an axis, ``seconds`` for one all-reduce.
+
+    ``detail`` is the bytes of the message and the ranks of the group, as ``BYTES:0,1,2``.
+    """
+    with meeting(start, rendezvous) as (_, groups, device):
+        for group in _measured(groups):
+            # One axis at a time, so that none is slowed by another one's traffic.
+            barrier(groups.world)
+            seconds, num_bytes = _time_all_reduce(group, device)
+            detail = f"{num_bytes}:{','.join(map(str, group.ranks))}"
+            channel.report(
+                Entered(rank=start.rank, phase=group.name, seconds=seconds, detail=detail)
+            )
+        if groups.world.size > 1:
+            barrier(groups.world)
+        channel.report(WorkerFinished(rank=start.rank, step=0, stopped=False))
+
+
+@contextmanager
+def meeting(
+    start: StartWorker, rendezvous: object
+) -> Iterator[tuple[RunPlan, Groups, torch.device]]:
+    """The plan, its groups and the device of a worker that measures; the world is closed after it."""
+    plan = read_plan(start.plan_json)
+    device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
+    timeout_s = plan.job.elastic.collective_timeout_s
+    listen_towards(start.rendezvous)
+    world.open_world(
+        rank=start.rank,
+        world_size=plan.grid.world_size,
+        rendezvous=start.rendezvous,
+        store=cast(Store | None, rendezvous),
+        timeout_s=timeout_s,
+        device=device,
+    )
+    try:
+        yield plan, world.build_groups(plan.grid, start.rank, timeout_s=timeout_s), device
+    finally:
+        world.close_world()
+
+
+def _measured(groups: Groups) -> Iterator[Group]:
+    for field in fields(groups):
+        group = getattr(groups, field.name)
+        is_single = not isinstance(group, Group) or group.size == 1
+        if not is_single and field.name not in UNMEASURED:
+            yield group
+
+
+def _time_all_reduce(group: Group, device: torch.device) -> tuple[float, int]:
+    """Median seconds of some rounds, the first of which (it connects) does not count."""
+    num_bytes = NUM_BYTES[device.type]
+    tensor = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(NUM_ROUNDS + 1):
+        tensor.fill_(1.0)
+        synchronize(device)
+        begun_s = time.monotonic()
+        all_reduce(tensor, group)
+        synchronize(device)
+        seconds.append(time.monotonic() - begun_s)
+    return sorted(seconds[1:])[NUM_ROUNDS // 2], num_bytes
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU's work; a CPU's is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

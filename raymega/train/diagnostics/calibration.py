@@ -1,0 +1,184 @@
+"""What a worker runs for `raymega doctor --calibrate`: times kernels, and all-reduces of many sizes.
+
+An entry like train.bandwidth, with the same meeting place and groups; it trains nothing. What the
+figures say of the machine is plan.calibration's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from raymega.messages import Channel, Entered, StartWorker, WorkerFinished
+from raymega.parallel.comm.collectives import all_reduce, barrier
+from raymega.parallel.comm.process_groups import Group, Groups
+from raymega.planner.calibration.fit import Measurement
+from raymega.train.build_model import DTYPES
+from raymega.train.diagnostics.bandwidth import (
+    abort,
+    host_rendezvous,
+    meeting,
+    synchronize,
+    warm_up,
+)
+
+__all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
+
+NUM_ROUNDS = 5
+LEAST_S = 0.02
+"""A round repeats what takes less than this, so that clocks and threads of others matter less."""
+PRODUCTS = {
+    "cpu": ((1024, 1024, 1024), (512, 64, 512), (256, 256, 1024), (128, 128, 128), (64, 32, 64)),
+    "cuda": ((8192, 8192, 8192), (8192, 1024, 8192), (4096, 128, 4096), (2048, 2048, 2048)),
+}
+ATTENTION = {"cpu": (8, 256, 64), "cuda": (32, 4096, 128)}
+"""Heads, positions, width of a head."""
+MEMORY_BYTES = {"cpu": 2**25, "cuda": 2**30}
+REDUCED_BYTES = {
+    "cpu": (2**10, 2**14, 2**17, 2**20, 2**22),
+    "cuda": (2**12, 2**16, 2**20, 2**24, 2**28),
+}
+LAUNCHES = 64
+
+
+def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
+    """Meet, measure, report: one Entered a measurement, ``detail`` its JSON and the group's ranks."""
+    with meeting(start, rendezvous) as (plan, groups, device):
+        for measured, ranks in measure(groups, device, DTYPES[plan.job.precision.dtype]):
+            detail = json.dumps({"measured": asdict(measured), "ranks": ranks})
+            channel.report(
+                Entered(
+                    rank=start.rank, phase=measured.kind, seconds=measured.seconds, detail=detail
+                )
+            )
+    channel.report(WorkerFinished(rank=start.rank, step=0, stopped=False))
+
+
+def measure(
+    groups: Groups,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[Measurement, tuple[int, ...]]]:
+    """Everything; kernels on the first rank while the others wait, then on all together.
+
+    Args:
+        groups: Whose transfers are measured.
+        device: This rank's.
+        dtype: Of the products.
+        clock: For kernels: on a CPU that others use, the core's own seconds.
+    """
+    world = groups.world
+    first = world.index == 0
+    element = dtype.itemsize
+    if first:
+        for kind, sizes, call in kernels(device, dtype):
+            seconds = timed(call, device, clock=clock)
+            yield Measurement(kind=kind, sizes=sizes, element=element, seconds=seconds), (0,)
+    if world.size == 1:
+        return
+    barrier(world)
+    yield from _shares(world, device, dtype, is_first=first)
+    reduced = {group.ranks: group for group in (groups.world, groups.tp, groups.dp)}
+    for group in (group for group in reduced.values() if group.size > 1):
+        for num_bytes in REDUCED_BYTES[device.type]:
+            barrier(world)
+            seconds = _time_reduction(group, num_bytes, device)
+            sizes = (float(num_bytes), float(group.size), 0.0, 0.0)
+            measured = Measurement(kind="all_reduce", sizes=sizes, element=4, seconds=seconds)
+            yield measured, group.ranks
+
+
+def kernels(
+    device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, tuple[float, ...], Callable[[], object]]]:
+    """Kind, sizes, and a call that does it."""
+    for rows, inner, columns in PRODUCTS[device.type]:
+        a, b = (
+            torch.ones(rows, inner, device=device, dtype=dtype),
+            torch.ones(inner, columns, device=device, dtype=dtype),
+        )
+        out = torch.empty(rows, columns, device=device, dtype=dtype)
+        yield (
+            "matmul",
+            (rows, inner, columns),
+            lambda a=a, b=b, out=out: torch.mm(a, b, out=out),  # type: ignore[misc]
+        )
+    heads, positions, width = ATTENTION[device.type]
+    q = torch.ones(1, heads, positions, width, device=device, dtype=dtype)
+    yield (
+        "attention",
+        (heads * positions, positions, width),
+        lambda: scaled_dot_product_attention(q, q, q, is_causal=True),
+    )
+    x = torch.zeros(MEMORY_BYTES[device.type] // dtype.itemsize, device=device, dtype=dtype)
+    y = torch.ones_like(x)
+    yield "memory", (3.0 * x.numel() * dtype.itemsize,), lambda: x.add_(y)
+    small = torch.zeros(16, device=device, dtype=dtype, requires_grad=True)
+
+    def launches() -> None:
+        value = small
+        for _ in range(LAUNCHES):
+            value = value * 1.0
+        value.sum().backward()
+
+    yield "launch", (2.0 * LAUNCHES,), launches
+
+
+def timed(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
+    """Median seconds of a call, after one that warms up."""
+    call()
+    synchronize(device)
+    begun_s = clock()
+    call()
+    synchronize(device)
+    once = clock() - begun_s
+    repeats = max(1, int(LEAST_S / max(once, 1e-9)))
+    seconds = []
+    for _ in range(NUM_ROUNDS):
+        begun_s = clock()
+        for _ in range(repeats):
+            call()
+        synchronize(device)
+        seconds.append((clock() - begun_s) / repeats)
+    return sorted(seconds)[NUM_ROUNDS // 2]
+
+
+def _shares(
+    world: Group, device: torch.device, dtype: torch.dtype, *, is_first: bool
+) -> Iterator[tuple[Measurement, tuple[int, ...]]]:
+    """How much longer a product takes when all workers multiply than when the first one does."""
+    _, _, call = next(iter(kernels(device, dtype)))
+    alone = timed(call, device) if is_first else 0.0
+    barrier(world)
+    together = timed(call, device)
+    barrier(world)
+    if is_first:
+        measured = Measurement(
+            kind="share", sizes=(float(world.size), float(os.cpu_count() or 1)), element=dtype.itemsize,
+            seconds=together / alone,
+        )  # fmt: skip
+        yield measured, world.ranks
+
+
+def _time_reduction(group: Group, num_bytes: int, device: torch.device) -> float:
+    tensor = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(NUM_ROUNDS + 1):
+        begun_s = time.monotonic()
+        all_reduce(tensor, group)
+        synchronize(device)
+        seconds.append(time.monotonic() - begun_s)
+    return sorted(seconds[1:])[NUM_ROUNDS // 2]

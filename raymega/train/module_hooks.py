@@ -1,0 +1,142 @@
+"""Taps: shows what flows through the modules of a stage during a pass, and takes itself off again.
+
+It looks at nothing itself and changes nothing: what is seen is whoever asked's to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from raymega.model.pipeline_stage import StageModule
+from raymega.parallel.core.sharded_parameter import ShardedParameter
+
+Kind = Literal["input", "output", "gradient", "weight gradient"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One tensor that passed.
+
+    Attributes:
+        kind: What it is; ``gradient`` is by the module's output.
+        name: The module's or the parameter's, such as ``layers.3.attention.qkv``; empty for the
+            stage as a whole.
+        chunk: Which of the rank's modules it is.
+        micro_batch: Number within the pass.
+        samples: The micro-batch's, [B], -1 for a slot without a sample; or one a token.
+        tensor: The values.
+    """
+
+    kind: Kind
+    name: str
+    chunk: int
+    micro_batch: int
+    samples: Tensor
+    tensor: Tensor
+
+
+See = Callable[[Seen], None]
+
+
+@contextmanager
+def tapped(
+    modules: Sequence[StageModule], see: See, *, only: type[nn.Module] | None = None
+) -> Iterator[None]:
+    """While it lasts, ``see`` gets what flows through ``modules``.
+
+    Of modules of the type ``only``: outputs and the gradients by them. Without it, of every module
+    and of the stage itself, their inputs and the gradients of parameters too. What recomputation
+    does again is not shown again.
+    """
+    with ExitStack() as stack:
+        for chunk, module in enumerate(modules):
+            for handle in _Tap(module, chunk, see).attach(only):
+                stack.callback(handle.remove)
+        yield
+
+
+class _Tap:
+    """The hooks of one stage module; a chunk's forwards come in the order of micro-batches."""
+
+    def __init__(self, module: StageModule, chunk: int, see: See) -> None:
+        self._module, self._chunk, self._see = module, chunk, see
+        self._micro_batch = -1
+        self._samples = torch.empty(0)
+        self._in_backward = (self._micro_batch, self._samples)
+
+    def attach(self, only: type[nn.Module] | None) -> Iterator[RemovableHandle]:
+        yield self._module.register_forward_pre_hook(self._begin)
+        for name, module in self._module.named_modules():
+            if only is None or isinstance(module, only):
+                yield module.register_forward_hook(self._on_output(name))
+            if only is None:
+                yield module.register_forward_pre_hook(self._on_input(name))
+        if only is None:
+            for param in self._module.parameters():
+                if isinstance(param, ShardedParameter) and param.requires_grad:
+                    yield param.register_hook(self._on_weight_gradient(param.spec.name))
+
+    def _begin(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A micro-batch enters the stage: forward(tokens, labels, mask, hidden, samples, rows)."""
+        self._micro_batch += 1
+        self._samples = args[4]
+
+    def _on_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            for tensor in args:
+                if not _is_recomputing() and isinstance(tensor, Tensor):
+                    self._show("input", name, tensor)
+
+        return look
+
+    def _on_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_module: nn.Module, _args: Any, output: Any) -> None:
+            if _is_recomputing() or not isinstance(output, Tensor):
+                return
+            self._show("output", name, output)
+            if output.requires_grad:
+                output.register_hook(self._on_gradient(name))
+
+        return look
+
+    def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
+        micro_batch, samples = self._micro_batch, self._samples
+
+        def look(gradient: Tensor) -> None:
+            self._in_backward = (micro_batch, samples)
+            self._show_gradient("gradient", name, gradient)
+
+        return look
+
+    def _on_weight_gradient(self, name: str) -> Callable[[Tensor], None]:
+        # The stage's own output has a gradient first, so the micro-batch is known by now.
+        return lambda gradient: self._show_gradient("weight gradient", name, gradient)
+
+    def _show_gradient(self, kind: Kind, name: str, gradient: Tensor) -> None:
+        micro_batch, samples = self._in_backward
+        self._see(
+            Seen(
+                kind=kind, name=name, chunk=self._chunk, micro_batch=micro_batch, samples=samples,
+                tensor=gradient,
+            )
+        )  # fmt: skip
+
+    def _show(self, kind: Kind, name: str, tensor: Tensor) -> None:
+        self._see(
+            Seen(
+                kind=kind, name=name, chunk=self._chunk, micro_batch=self._micro_batch,
+                samples=self._samples, tensor=tensor.detach(),
+            )
+        )  # fmt: skip
+
+
+def _is_recomputing() -> bool:
+    """A forward inside a backward makes again what was shown before; torch's own test for that."""
+    return torch._C._current_graph_task_id() != -1

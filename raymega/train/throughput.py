@@ -1,0 +1,97 @@
+"""What a worker measures of itself beside the loss: speed, and memory in use."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from raymega.parallel.comm.process_groups import Waited
+from raymega.plan.flops import flops_per_token
+from raymega.plan.hardware.lookup import peak_flops
+from raymega.plan.run_plan import RunPlan
+
+STATM = Path("/proc/self/statm")
+
+
+class Speedometer:
+    """Turns tokens and seconds of a step into speeds of the run and of one worker."""
+
+    def __init__(self, plan: RunPlan, device: torch.device, *, context: float) -> None:
+        """Look the device up; one that is not in the table has no MFU.
+
+        ``context`` is the length of what a token stands in, S where nothing is packed.
+        """
+        self._world_size = plan.grid.world_size
+        self._flops = flops_per_token(plan.job.model, seq_len=context)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops(name, dtype=plan.job.precision.dtype)
+
+    def metrics(self, *, tokens: int, seconds: float) -> dict[str, float]:
+        """By the names of tracking.names; ``train/mfu`` only where the peak is known."""
+        per_worker = tokens / seconds / self._world_size
+        flops = per_worker * self._flops
+        speeds = {
+            "train/step_time_s": seconds,
+            "train/tokens_per_s": tokens / seconds,
+            "train/tokens_per_s_per_worker": per_worker,
+            "train/tflops_per_worker": flops / 1e12,
+        }
+        return speeds | ({"train/mfu": flops / self._peak} if self._peak else {})
+
+
+class WorkMeter:
+    """How long a rank works in a step itself: wall time less its waits for other ranks.
+
+    It reads the host's time, so on a GPU, whose work the host only queues, there is nothing to say.
+    """
+
+    def __init__(self, device: torch.device, waited: Waited) -> None:
+        self._is_host, self._waited = device.type == "cpu", waited
+        self._began_s = self._waited_s = self._work_s = 0.0
+        self._num_steps = 0
+
+    def __enter__(self) -> None:
+        """A step begins."""
+        self._began_s, self._waited_s = time.monotonic(), self._waited.seconds
+
+    def __exit__(self, *_: object) -> None:
+        """It is over."""
+        wall_s = time.monotonic() - self._began_s
+        self._work_s += wall_s - (self._waited.seconds - self._waited_s)
+        self._num_steps += 1
+
+    def take(self) -> dict[str, float]:
+        """Mean of the steps since the last call."""
+        mean_s = self._work_s / max(1, self._num_steps)
+        self._work_s, self._num_steps = 0.0, 0
+        return {"worker/work_s": mean_s} if self._is_host else {}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Count the peak from here; a process on CPUs cannot forget its own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Of this rank: on a GPU what torch's allocator holds, on a CPU what the process occupies."""
+    if device.type == "cuda":
+        return {
+            "memory/peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+            "memory/allocated_bytes": float(torch.cuda.memory_allocated(device)),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory/peak_bytes": float(peak)} | _resident()
+
+
+def _resident() -> dict[str, float]:
+    """What the process occupies now, where the system says so."""
+    if not STATM.exists():
+        return {}
+    pages = int(STATM.read_text().split()[1])
+    return {"memory/allocated_bytes": float(pages * resource.getpagesize())}

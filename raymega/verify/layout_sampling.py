@@ -1,0 +1,102 @@
+"""Draws layouts by seed, so that few of them meet every axis and option that exists.
+
+It is pure: the same job, number, bound and seed give the same layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from raymega.config.schema import Job
+from raymega.plan.layer_split import CUT, LAYER
+from raymega.verify.layout import DEGREES, OPTIONS, Layout, Option
+from raymega.verify.legal_layouts import fixed_size, legal_shapes, legality
+
+MICRO_BATCH_SIZES = (1, 2, 3, 4)
+SHAPES = 10
+"""Choices of degrees that each pick looks at: so many that add most, and as many by chance;"""
+DRESSES = 3
+"""choices of options that are tried on each."""
+WEIGHTS = {
+    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12,
+    "ep": 20, "etp": 20, "group_size": 4, "max_activations": 4, "owed_share": 4,
+}  # fmt: skip
+"""An axis that was not met yet outweighs any number of options that were not; two axes together,
+a schedule and what only it goes by, a size of micro-batches, a cut of experts and compiled kernels,
+which few layouts may have, some of them. All else weighs 1."""
+
+
+def draw_layouts(
+    job: Job, *, own: Layout, count: int, max_ranks: int, seed: int
+) -> tuple[Layout, ...]:
+    """At most ``count`` distinct legal layouts of 2 to ``max_ranks`` ranks.
+
+    ``own``, which is the unshrunk job's, comes first when it is among them, with stages of its own if
+    the layers are still as many. Then each pick is the one that adds most that was not met yet: first
+    axes, then two axes together, schedules, sizes, orders, degrees that are no power of two.
+    """
+    random, shapes, can_run = Random(seed), list(legal_shapes(job, max_ranks)), legality(job)
+    own = own if can_run(own) else own.without_stages_by_hand()
+    is_own_possible = 1 < own.world_size <= max_ranks and can_run(own)
+    chosen = [own] if is_own_possible else []
+    while shapes and len(chosen) < count:
+        met = set().union(*map(features, chosen)) if chosen else set()
+        random.shuffle(shapes)
+        best = sorted(shapes, key=lambda shape: _gain(features(shape) - met), reverse=True)
+        some = best[:SHAPES] + shapes[:SHAPES]
+        candidates = [_dress(job, shape, random, can_run) for shape in some for _ in range(DRESSES)]
+        candidates = [candidate for candidate in candidates if candidate not in chosen]
+        if not candidates:
+            break
+        random.shuffle(candidates)
+        chosen.append(max(candidates, key=lambda layout: _gain(features(layout) - met)))
+    return tuple(chosen[:count])
+
+
+def features(layout: Layout) -> frozenset[tuple[object, ...]]:
+    """What a layout exercises; the unit in which draws are spread."""
+    axes = [axis for axis in DEGREES if layout.degree(axis) > 1]
+    found: set[tuple[object, ...]] = {("axis", axis) for axis in axes}
+    found |= {("pair", a, b) for a in axes for b in axes if a < b}
+    found |= {("uneven", axis) for axis in axes if not is_power_of_two(layout.degree(axis))}
+    found.add(("micro", layout.micro_batch_size))
+    found |= {_met(option, layout) for option in OPTIONS if option.matters(layout)}
+    return frozenset(found)
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether ``number``, at least 1, is one."""
+    return number & (number - 1) == 0
+
+
+def _met(option: Option, layout: Layout) -> tuple[object, ...]:
+    """An option's value; of the many rank orders only which axis is the fastest, of the many texts
+    that place layers only whether a stage has none; of numbers that ``pp`` stands for only whether
+    they are below it."""
+    value = layout.value(option)
+    if option.name == "order":
+        value = value.split("-")[0]
+    if option.name == "stages" and value not in option.values:
+        value = "uneven" if all(LAYER in stage for stage in value.split(CUT)) else "empty"
+    if isinstance(value, int) and "pp" in option.values:
+        value = "less" if value < layout.pp else "more"
+    return (option.name, value)
+
+
+def _dress(job: Job, shape: Layout, random: Random, can_run: Callable[[Layout], bool]) -> Layout:
+    """The shape with random options; those that are not legal together are left out."""
+    sizes = [size for size in MICRO_BATCH_SIZES if size <= job.data.global_batch_size]
+    size = fixed_size(job) or random.choice([*sizes, job.schedule.micro_batch_size])
+    dressed = replace(shape, micro_batch_size=size)
+    for option in OPTIONS:
+        value = random.choice([*option.values, *option.others(job, dressed)])
+        if option.matters(dressed) and value != dressed.value(option):
+            candidate = dressed.with_value(option.name, value)
+            dressed = candidate if can_run(candidate) else dressed
+    return dressed if can_run(dressed) else shape
+
+
+def _gain(new: frozenset[tuple[object, ...]]) -> int:
+    return sum(WEIGHTS.get(str(feature[0]), 1) for feature in new)

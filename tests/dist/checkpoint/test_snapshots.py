@@ -1,0 +1,131 @@
+"""Real ranks train with a snapshot every step, and real ranks of another grid go on from memory."""
+
+import numpy as np
+import pytest
+
+from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.save.writer import CheckpointWriter
+from raymega.checkpoint.snapshots.snapshot import find_snapshot
+from raymega.checkpoint.snapshots.writer import SnapshotWriter
+from raymega.messages import Replicas, Requests, StepDone
+from raymega.plan.run_plan import read_plan
+from raymega.plan.snapshot_replicas import copy_nodes, snapshot_cost
+from raymega.storage.memory import MemoryStore
+from raymega.storage.memory_server import Keeper
+from raymega.storage.remote_memory_store import KeeperStore
+from raymega.storage.replicated_store import Copies
+from raymega.train.build import build_parts
+from raymega.train.loop import run_loop
+from raymega.train.save_schedule import Saving
+from raymega.train.state import TrainState, state_from
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.ranks import run_grid
+
+pytestmark = pytest.mark.dist
+
+TOKEN = "token"
+STEPS = 6
+LIMIT = 1e-9
+
+
+class Reports:
+    """A channel that keeps what is reported, and asks for nothing."""
+
+    def __init__(self):
+        self.reports = []
+
+    def report(self, report):
+        self.reports.append(report)
+
+    def requests(self):
+        return Requests()
+
+
+def plan_of(layout, *overrides):
+    return make_test_plan(
+        *layout_overrides(layout), f"run.steps={STEPS}", "run.eval_samples=0", "checkpoint.every=0",
+        "elastic.snapshot_every=1", *overrides,
+    )  # fmt: skip
+
+
+def _train(env, plan_json, replicas, source):
+    """The whole loop; by step its loss and its metrics."""
+    plan, channel = read_plan(plan_json), Reports()
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    state = TrainState()
+    if source:
+        holders, manifest, addresses = source
+        keepers = {address: KeeperStore(address, TOKEN) for address in addresses}
+        load(Copies(keepers, holders=holders), manifest, list(parts.optimizer.blocks()))
+        parts.optimizer.sync_weights()
+        state = state_from(manifest.state, plan.job.precision)
+    writer = CheckpointWriter(MemoryStore(), rank=env.rank, attempt=1, report=channel.report)
+    snapshots = SnapshotWriter(plan, rank=env.rank, attempt=1, replicas=replicas[env.rank])
+    saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank)
+    run_loop(parts, state, channel=channel, saving=saving, rank=env.rank)
+    steps = [report for report in channel.reports if isinstance(report, StepDone)]
+    return {step.step: step.metrics for step in steps}, snapshots._newest.num_bytes
+
+
+@pytest.fixture
+def keepers():
+    keepers = [Keeper("127.0.0.1", TOKEN) for _ in range(3)]
+    yield keepers
+    for keeper in keepers:
+        keeper.shutdown()
+
+
+def replicas_for(plan, keepers):
+    """Ranks on three nodes, in turn."""
+    nodes = [keepers[rank % len(keepers)].uri for rank in range(plan.grid.world_size)]
+    return [
+        Replicas(
+            token=TOKEN, write_to=homes, num_copies=len(homes), home=homes[0],
+            tidies=homes[:1] if nodes.index(homes[0]) == rank else (),
+        )
+        for rank, homes in enumerate(copy_nodes(nodes))
+    ]  # fmt: skip
+
+
+EXPERTS = (
+    "model.moe.num_experts=4",
+    "model.moe.balance=global",
+    "model.moe.balance_coefficient=0.1",
+)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("saved", "loaded", "sharding", "model"),
+    [
+        ("tp2-pp1-dp2", "tp2-pp1-dp2", "none", ()),
+        ("tp1-pp2-dp2", "tp2-pp1-dp1", "optimizer", ()),
+        ("tp2-dp2-ep2", "tp2-ep1", "optimizer", EXPERTS),
+    ],
+    ids=["same-grid", "other-grid", "experts"],
+)
+def test_run_goes_on_from_memory_after_a_node_is_lost(keepers, saved, loaded, sharding, model):
+    plan = plan_of(saved, f"parallel.sharding={sharding}", *model)
+    replicas = replicas_for(plan, keepers)
+    results = run_grid(_train, plan.grid, plan.to_json(), replicas, None)
+    curve, _ = results[0]
+    assert [curve[step]["checkpoint/snapshot_step"] for step in curve] == list(range(STEPS))
+
+    for rank, (_, num_bytes) in enumerate(results):
+        share = snapshot_cost(plan, rank).share_bytes
+        assert 0.95 * share < num_bytes < 1.05 * share, "as planned, but for rows"
+
+    lost, *left = keepers
+    lost.shutdown()
+    stores = {keeper.uri: KeeperStore(keeper.uri, TOKEN) for keeper in left}
+    snapshot = find_snapshot(stores, job={}, now="")
+    assert snapshot.manifest.step == STEPS - 1, "the last step saves to the store instead"
+
+    plan = plan_of(loaded, f"parallel.sharding={sharding}", f"run.steps={STEPS}", *model)
+    source = (snapshot.holders, snapshot.manifest, list(stores))
+    after, _ = run_grid(_train, plan.grid, plan.to_json(), replicas_for(plan, left), source)[0]
+    assert list(after) == [STEPS]
+    wanted, got = curve[STEPS]["train/loss"], after[STEPS]["train/loss"]
+    if saved == loaded:
+        assert got == wanted
+    np.testing.assert_allclose(got, wanted, rtol=LIMIT)

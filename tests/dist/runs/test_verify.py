@@ -1,0 +1,135 @@
+"""`raymega verify` in real processes: shipped features pass, a planted mistake is found and named."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raymega.verify.launch import LayoutFailedError, open_nursery
+from raymega.verify.layout import Layout
+from tests.unit.verify.jobs import JOBS, make_job
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["--set", "model.num_layers=2", "--set", "data.global_batch_size=6"]
+COLUMN_SUM = "        return y, start_all_reduce(y, self.tp)\n"
+
+
+def _verify(*words: str, package: Path = ROOT) -> subprocess.CompletedProcess:
+    code = "from raymega.cli.main import run; run()"
+    command = [sys.executable, "-P", "-c", code, "verify", *words]
+    env = os.environ | {"PYTHONPATH": str(package)}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env=env
+    )
+
+
+def _lines(done: subprocess.CompletedProcess) -> list[dict]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory) -> Path:
+    """A copy of the package whose column-parallel linear forgets to sum its input's gradient."""
+    folder = tmp_path_factory.mktemp("broken")
+    shutil.copytree(
+        ROOT / "raymega", folder / "raymega", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    stream = folder / "raymega" / "parallel" / "tensor_parallel" / "sequence_parallel.py"
+    text = stream.read_text()
+    assert text.count(COLUMN_SUM) == 1
+    stream.write_text(text.replace(COLUMN_SUM, COLUMN_SUM.replace("(y,", "(y.clone(),")))
+    return folder
+
+
+def test_tiny_job_passes_and_says_so_in_json():
+    done = _verify(
+        str(JOBS / "verify.yaml"), *SMALL, "--layouts", "3", "--max-ranks", "4", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    *layouts, verdict = _lines(done)
+    assert [line["event"] for line in layouts] == ["layout"] * 3 and verdict["event"] == "verdict"
+    assert layouts[0]["layout"] == "pp2, 1f1b, micro-batch 2"  # the job's own
+    assert verdict["passed"] and all(line["passed"] for line in layouts)
+    assert verdict["largest"]["deviation"] < 1e-9 and verdict["smallest_failing"] is None
+
+
+@pytest.mark.wide
+def test_gpt2_with_biases_and_no_rope_passes():
+    gpt2 = ["--set", "model.family=gpt2", "--set", "model.num_kv_heads=num_heads"]
+    done = _verify(str(JOBS / "verify.yaml"), *SMALL, *gpt2, "--layouts", "2", "--max-ranks", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same run on all 2 layouts" in done.stdout
+
+
+def test_what_a_rank_raised_within_a_schedule_is_told_with_its_place(tmp_path):
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
+    with (package / "raymega" / "model" / "layers" / "lm_head.py").open("a") as file:
+        file.write(
+            "\n\ndef _fail(*_):\n    raise ValueError('planted')\n\n\nHead.loss_sum = _fail\n"
+        )
+    own = ["--set", "parallel.pp=2", "--layouts", "1", "--max-ranks", "2"]
+    job = str(JOBS / "verify.yaml")
+    done = _verify(job, *SMALL, *own, package=package)
+    assert done.returncode == 4, done.stdout + done.stderr
+    told = " ".join((done.stdout + done.stderr).split())
+    assert "ValueError: planted; on pipeline stage 0, at forward 0" in told
+
+
+@pytest.mark.wide
+def test_planted_mistake_is_found_and_its_smallest_layout_named(broken):
+    own = ["--set", "parallel.tp=2", "--set", "parallel.dp=2", "--set", "parallel.pp=1"]
+    words = [*SMALL, *own, "--layouts", "2", "--max-ranks", "8", "--seed", "1"]
+    done = _verify(str(JOBS / "verify.yaml"), *words, "--json", package=broken)
+    assert done.returncode == 1, done.stdout + done.stderr
+    verdict = _lines(done)[-1]
+    smallest = verdict["smallest_failing"]
+    assert not verdict["passed"] and smallest["grid"] == {"tp": 2, "cp": 1, "pp": 1, "dp": 1}
+    assert smallest["schedule"] == "gpipe" and smallest["micro_batch_size"] == 6
+    first = smallest["first_above_limit"]
+    assert first["step"] == 1 and first["deviation"] > 1e-3
+
+
+@pytest.mark.wide
+def test_planted_mistake_is_told_to_people_too(broken):
+    words = [*SMALL, "--set", "parallel.tp=2", "--set", "parallel.pp=1", "--layouts", "1"]
+    done = _verify(str(JOBS / "verify.yaml"), *words, package=broken)
+    assert done.returncode == 1
+    for part in ("NOT the same run on 1 of 1", "shows it: tp2, gpipe", "first at step 1:", "1e-09"):
+        assert part in done.stdout
+
+
+def test_mistake_of_the_user_is_exit_2():
+    done = _verify(str(JOBS / "verify.yaml"), "--max-params", "100")
+    assert done.returncode == 2 and "--max-params 100" in done.stderr and done.stdout == ""
+
+
+def test_rank_that_raises_is_named_and_the_next_layout_runs():
+    job, absent = make_job(*SMALL[1::2]), make_job("data.path=/nowhere", *SMALL[1::2])
+    with open_nursery(timeout_s=200) as nursery:
+        with (
+            pytest.raises(LayoutFailedError, match=r"rank [01]: .*ConfigError.*/nowhere"),
+            nursery.run(absent, Layout(tp=2), steps=1),
+        ):
+            pass
+        with nursery.run(job, Layout(tp=2), steps=1) as results:
+            assert len(results) == 2 and len(results[0].curve) == 1
+
+
+def test_layout_that_takes_too_long_is_stopped_and_leaves_no_process():
+    with open_nursery(timeout_s=0.05) as nursery:
+        with (
+            pytest.raises(LayoutFailedError, match=r"no rank ended within 0\.05 s"),
+            nursery.run(make_job(), Layout(dp=2), steps=50),
+        ):
+            pass
+        pid = nursery.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        assert not children.exists() or children.read_text() == ""
+    assert not Path(f"/proc/{pid}").exists()

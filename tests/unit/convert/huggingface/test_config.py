@@ -1,0 +1,152 @@
+"""config.json: both spellings of RoPE, published configs, and what is refused."""
+
+import pytest
+
+from raymega.config.schema import MoeSection
+from raymega.convert.huggingface.config import config_from, model_from
+from raymega.errors import ConfigError
+from raymega.plan.memory.state_bytes import count_parameters
+from tests.unit.convert.folders import make_model
+
+LLAMA31_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}  # fmt: skip
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 50, "kv_lora_rank": 8, "q_lora_rank": 6,
+    "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_published_configs_give_models_of_the_published_size():
+    llama, qwen = model_from(LLAMA31_8B), model_from(QWEN3_06B)
+    assert (count_parameters(llama), count_parameters(qwen)) == (8_030_261_248, 596_049_920)
+    assert (llama.rope_scaling, llama.rope_base, llama.rope_factor) == ("llama3", 500000.0, 8.0)
+    assert (llama.max_positions, llama.rope_original_positions) == (131072, 8192)
+    assert (qwen.head_width, qwen.rope_scaling, qwen.norm_eps) == (128, "none", 1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("rope", ["none", "llama3"])
+def test_config_gives_back_the_model(family, rope):
+    changes = {} if family == "gpt2" else {"rope_scaling": rope, "rope_base": 12345.0}
+    model = make_model(family, **changes, init_std=0.03, norm_eps=2e-6, is_embedding_tied=False)
+    config = config_from(model, dtype="float32", carried={"bos_token_id": 7, "torch_dtype": "x"})
+    assert config["bos_token_id"] == 7 and "torch_dtype" not in config
+    assert model_from(config).model_copy(update={"vocab_multiple": 8}) == model
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    assert model_from(old) == model_from(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (
+            {"model_type": "bert"},
+            "model_type='bert'; the architectures that can be converted",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is built"),
+        ({"attention_bias": True}, "attention_bias=True; only nothing or False is built"),
+        ({"quantization_config": {}}, "quantization_config={}"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn with no factor"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_hidden_layers": 0}, "gives model.num_layers=0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_networks_are_refused(change, fact):
+    with pytest.raises(ConfigError) as caught:
+        model_from(LLAMA31_8B | change)
+    assert fact in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"hidden_size": "48"}, "has hidden_size='48'; it is a whole number;"),
+        ({"num_hidden_layers": True}, "has num_hidden_layers=True; it is a whole number;"),
+        ({"num_attention_heads": 0}, "has num_attention_heads=0; it is a whole number from 1;"),
+        ({"rms_norm_eps": "x"}, "has rms_norm_eps='x'; it is a finite number;"),
+        ({"rms_norm_eps": 10**400}, "it is a finite number;"),
+        ({"rope_parameters": [1]}, "has rope_parameters=[1]; it is an object;"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "has rope_scaling.factor='8';"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": None}}, "has no factor;"),
+        ({"layer_types": 5}, "has layer_types=5; it is a list of strings;"),
+        ({"layer_types": [[], "x"]}, "it is a list of strings;"),
+        ({"model_type": []}, "has model_type=[];"),
+        ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "has mlp_only_layers=3;"),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_named(change, fact):
+    with pytest.raises(ConfigError) as caught:
+        model_from(LLAMA31_8B | change)
+    assert fact in str(caught.value)
+
+
+def test_all_values_of_another_kind_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        model_from(LLAMA31_8B | {"hidden_size": "48", "vocab_size": 1.5})
+    assert len(caught.value.faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        (
+            QWEN3_MOE | {"num_experts_per_tok": 1},
+            "gives model.moe.top_k=1 with is_normalised=true;",
+        ),
+        (QWEN3_MOE | {"num_experts_per_tok": 5}, "gives model.moe.top_k=5;"),
+        (DEEPSEEK_V3 | {"topk_group": 5}, "gives model.moe.top_groups=5 with num_groups=4;"),
+        (DEEPSEEK_V3 | {"n_group": 3}, "gives model.moe.num_groups=3;"),
+        (LLAMA31_8B | {"num_key_value_heads": 5}, "gives model.num_kv_heads=5;"),
+    ],
+    ids=["one-normalised", "too-many", "groups", "uneven-groups", "kv-heads"],
+)
+def test_what_a_job_file_would_be_refused_for_is_not_imported(config, fact):
+    with pytest.raises(ConfigError) as caught:
+        model_from(config)
+    assert fact in str(caught.value)
+
+
+def test_choice_among_all_groups_is_none():
+    moe = model_from(DEEPSEEK_V3 | {"topk_group": 4}).moe
+    assert (moe.num_groups, moe.top_groups, moe.group_score) == (1, 1, "max")
+
+
+@pytest.mark.parametrize(
+    "change", [{"mlp_only_layers": [0, 1]}, {"decoder_sparse_step": 3}, {"num_experts": 0}], ids=str
+)
+def test_experts_in_no_block_are_a_dense_model(change):
+    model = model_from(QWEN3_MOE | change)
+    assert (model.family, model.moe, model.ffn_width) == ("qwen3", MoeSection(), 24)

@@ -1,0 +1,67 @@
+"""What is made ahead is what would be made when asked for, and an error comes with its own step."""
+
+import threading
+
+import pytest
+
+from raymega.data.prefetch import Ahead
+from raymega.errors import DataError
+
+
+class Maker:
+    """Notes what is made, and by which thread."""
+
+    def __init__(self):
+        self.made, self.asked = [], threading.Semaphore(0)
+
+    def __call__(self, first, size):
+        self.made.append((first, size))
+        self.asked.release()
+        if first < 0:
+            raise DataError("below the first sample")
+        return first, size
+
+    def wait(self, times):
+        for _ in range(times):
+            assert self.asked.acquire(timeout=100)
+
+
+def test_next_step_is_made_while_this_one_runs():
+    maker = Maker()
+    ahead = Ahead(maker, is_guessing=True, timeout_s=100)
+    assert ahead.of(0, 4) == (0, 4)
+    maker.wait(2)
+    assert maker.made == [(0, 4), (4, 4)]
+    assert ahead.of(4, 4) == (4, 4)
+    maker.wait(1)
+    assert maker.made == [(0, 4), (4, 4), (8, 4)]
+
+
+def test_step_that_was_not_guessed_is_right_too():
+    ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
+    assert [ahead.of(*step) for step in ((0, 4), (4, 8), (96, 8), (0, 4))] == [
+        (0, 4), (4, 8), (96, 8), (0, 4),
+    ]  # fmt: skip
+
+
+def test_without_guessing_the_same_step_is_made_once():
+    maker = Maker()
+    ahead = Ahead(maker, is_guessing=False, timeout_s=100)
+    assert [ahead.of(0, 4) for _ in range(3)] == [(0, 4)] * 3
+    assert maker.made == [(0, 4)]
+
+
+def test_error_is_raised_by_its_own_step():
+    ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
+    assert ahead.of(0, 4) == (0, 4)
+    with pytest.raises(DataError, match="below the first"):
+        ahead.of(-4, 4)
+    assert ahead.of(0, 4) == (0, 4)
+
+
+def test_wait_has_an_end():
+    gate = threading.Event()
+    ahead = Ahead(lambda *_: gate.wait(100), is_guessing=False, timeout_s=0.05)
+    with pytest.raises(DataError, match=r"sample 8 .* 0\.05 s"):
+        ahead.of(8, 4)
+    gate.set()

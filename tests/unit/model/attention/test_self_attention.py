@@ -1,0 +1,47 @@
+"""Attention on one rank: the written-out softmax, causality, grouped queries."""
+
+import pytest
+import torch
+
+from raymega.model.attention.self_attention import Attention
+from raymega.model.families import make_positions
+from tests.support.references import plain_models
+from tests.support.tolerances import FLOAT64_LAYER
+from tests.unit.model.parts import CPU, make_model_factory
+
+AT = "layers.0.attention"
+
+
+def _attention(model):
+    factory = make_model_factory(model)
+    positions = make_positions(model, dtype=torch.float64, device=CPU)
+    attention = Attention(factory, AT, model, positions)
+    weights = plain_models.draw_weights(factory.table.values())
+    plain_models.fill(attention.parameters(), weights)
+    return attention, weights
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 1], ids=["as-many", "grouped", "one"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_attention_is_the_written_out_softmax(family, kv_heads):
+    model = plain_models.make_model(family, num_kv_heads=kv_heads)
+    attention, weights = _attention(model)
+    x = torch.randn(7, 3, model.width).double().requires_grad_()
+    y, grad_y = attention(x), torch.randn(7, 3, model.width).double()
+    wanted = plain_models.attention(model, weights, AT, x.transpose(0, 1)).transpose(0, 1)
+    assert plain_models.difference(y, wanted) < FLOAT64_LAYER
+    (grad,) = torch.autograd.grad(y, x, grad_y)
+    (grad_wanted,) = torch.autograd.grad(wanted, x, grad_y)
+    assert plain_models.difference(grad, grad_wanted) < FLOAT64_LAYER
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_earlier_positions_do_not_see_later_ones(family):
+    model = plain_models.make_model(family)
+    attention, _ = _attention(model)
+    x = torch.randn(7, 1, model.width).double()
+    changed = x.clone()
+    changed[4] += 1.0
+    before, after = attention(x), attention(changed)
+    assert torch.equal(before[:4], after[:4])
+    assert not torch.isclose(before[4:], after[4:]).all(-1).any()

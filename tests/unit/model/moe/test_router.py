@@ -1,0 +1,232 @@
+"""Choices of experts: ties, groups, sinkhorn, capacity, and what masked tokens may not touch."""
+
+import pytest
+import torch
+
+from raymega.config.moe import MoeSection
+from raymega.model.moe import router
+from raymega.model.moe.capacity import keep_within_capacity
+from raymega.model.moe.layer import MoeLayer
+from raymega.model.moe.load_balancing import add_load, nudge_bias
+from raymega.model.moe.router import Router, choose, jitter, sinkhorn
+from raymega.parallel.comm.process_groups import Group, alone
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.parallel.expert_parallel.token_ids import TokenMarks
+from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.plan.memory.activation_bytes import activation_shape, own_choices
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.references import moe as plain
+
+NOBODY = alone(0)
+
+
+def _marks(num_tokens, *, uncounted=()):
+    is_counted = torch.ones(num_tokens, dtype=torch.bool)
+    is_counted[list(uncounted)] = False
+    return TokenMarks(
+        numbers=torch.arange(num_tokens), is_counted=is_counted, row_length=num_tokens
+    )
+
+
+def _layer(moe, dtype=torch.float64, *, rounded_to=torch.float64):
+    weights = plain.draw_weights(moe, width=12, ffn_width=8)
+    weights = {name: values.to(rounded_to).double() for name, values in weights.items()}
+    stream = Stream(tp=NOBODY)
+    groups = ExpertGroups(ep=NOBODY, etp=NOBODY, micro=NOBODY, stream=stream)
+    return MoeLayer(plain.Factory(weights, stream, dtype=dtype), "moe", moe, groups)
+
+
+def test_of_equal_scores_the_lower_expert_is_chosen():
+    scores = torch.tensor([[0.2, 0.5, 0.5, 0.2, 0.5], [0.1, 0.1, 0.1, 0.1, 0.1]])
+    chosen, gaps = choose(scores, MoeSection(num_experts=5, top_k=2))
+    assert chosen.tolist() == [[1, 2], [0, 1]]
+    assert gaps.tolist() == [0.0, 0.0]
+
+
+def test_margin_is_the_gap_to_the_first_that_was_not_chosen():
+    _, gaps = choose(torch.tensor([[0.9, 0.1, 0.6, 0.5]]), MoeSection(num_experts=4, top_k=2))
+    assert gaps.item() == pytest.approx(0.1)
+    _, gaps = choose(torch.tensor([[0.9, 0.1]]), MoeSection(num_experts=2, top_k=2))
+    assert gaps.item() == float("inf")
+
+
+@pytest.mark.parametrize(("score", "wanted"), [("max", [0, 2]), ("top2", [2, 3])])
+def test_experts_come_from_the_best_groups(score, wanted):
+    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.1, 0.2]])
+    moe = MoeSection(num_experts=6, top_k=2, num_groups=3, top_groups=1, group_score=score)
+    chosen, gaps = choose(scores, moe)
+    assert sorted(chosen[0].tolist()) == (wanted if score == "top2" else [0, 1])
+    assert gaps.item() == pytest.approx(0.3 if score == "max" else 0.2)
+
+
+def test_of_equal_groups_the_lower_is_chosen_though_scores_are_negative():
+    moe = MoeSection(num_experts=4, top_k=2, num_groups=2, top_groups=1)
+    assert choose(torch.full((1, 4), -1.0), moe)[0].tolist() == [[0, 1]]
+
+
+def test_sinkhorn_evens_out_the_load_that_logits_would_pile_up():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(512, 8, generator=generator).double()
+    logits[:, 0] += 3
+    is_counted = torch.ones(512, dtype=torch.bool)
+    offset = sinkhorn(logits, is_counted, NOBODY, rounds=30)
+    columns = (logits + offset).softmax(1).sum(0)
+    assert torch.allclose(columns, torch.full_like(columns, 64.0), rtol=1e-6)
+    load = (logits + offset).argmax(1).bincount(minlength=8)
+    assert load.max() < 100 < logits.argmax(1).bincount().max()
+
+
+def test_sinkhorn_reads_counted_tokens_only():
+    logits = torch.randn(16, 4).double()
+    marks = _marks(16, uncounted=range(10, 16))
+    others = logits.clone()
+    others[10:] = 50 * torch.randn(6, 4)
+    first, second = (sinkhorn(x, marks.is_counted, NOBODY, rounds=8) for x in (logits, others))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("drop_by", "kept"), [("probability", [1, 3]), ("position", [0, 1])])
+def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
+    chosen = torch.zeros(5, 1, dtype=torch.int64)
+    weights = torch.tensor([[0.1], [0.9], [0.2], [0.9], [0.99]])
+    moe = MoeSection(num_experts=2, top_k=1, capacity_factor=1.0, drop_by=drop_by)
+    marks = _marks(5, uncounted=[4])
+    experts, gap = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    assert [t for t in range(5) if experts[t] == 0] == kept
+    assert gap.item() == pytest.approx(0.7 if drop_by == "probability" else torch.inf)
+    assert set(experts.flatten().tolist()) == {0, 2}
+
+
+def test_of_equal_weights_the_earlier_token_stays_wherever_it_lies():
+    chosen, weights = torch.zeros(4, 1, dtype=torch.int64), torch.full((4, 1), 0.5)
+    marks = TokenMarks(
+        numbers=torch.tensor([7, 1, 5, 0]), is_counted=torch.ones(4, dtype=torch.bool), row_length=8
+    )
+    moe = MoeSection(num_experts=1, top_k=1, capacity_factor=1.0)
+    experts, gap = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    assert experts.flatten().tolist() == [1, 0, 1, 0] and gap == 0
+
+
+@pytest.mark.parametrize(("drop_by", "is_close"), [("probability", True), ("position", False)])
+def test_a_choice_that_is_barely_kept_is_in_the_margin(drop_by, is_close):
+    moe = MoeSection(
+        num_experts=2, top_k=1, capacity_factor=1, is_normalised=False, drop_by=drop_by
+    )
+    layer, token = _layer(moe), torch.randn(12).double()
+    scales = torch.tensor(
+        [1, 2, 2 + 1e-9, 3], dtype=torch.float64
+    )  # one expert, which takes two of them
+    layer((scales[:, None, None] * token).requires_grad_()).sum().backward()
+    _, margin = layer.router.record.take(token.device)
+    assert margin > 0 and (margin < 1e-8) == is_close
+
+
+def test_uncounted_tokens_are_in_no_load_and_no_margin():
+    chosen = torch.tensor([[0, 1], [0, 2], [0, 3]])
+    marks = _marks(3, uncounted=[1])
+    counts = add_load(chosen, marks, torch.zeros(4, dtype=torch.float64))
+    assert counts.tolist() == [2, 1, 0, 1] and marks.num_counted == 2
+    moe = MoeSection(num_experts=4)
+    layer = _layer(moe)
+    x = torch.randn(3, 12).double().requires_grad_()
+    with torch.no_grad():
+        x[1] = 0.0  # all experts are equal to it
+    for uncounted, is_zero in (((), True), ((1,), False)):
+        _, routing = layer.router(x, _marks(3, uncounted=uncounted))
+        routing.weights.sum().backward()
+        _, margin = layer.router.record.take(x.device)
+        assert (margin.item() == 0) == is_zero
+
+
+def test_a_tally_counts_once_though_forward_runs_again():
+    layer = _layer(MoeSection(num_experts=4))
+    x = torch.randn(6, 2, 12).double().requires_grad_()
+    with torch.no_grad():
+        layer(x)
+    layer(x)
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    y.sum().backward()
+    sums, _ = layer.router.record.take(x.device)
+    assert sums[:4].sum() == 2 * 12 and sums[4] == 12
+    assert layer.router.record.take(x.device)[0].sum() == 0
+
+
+@pytest.mark.parametrize("frozen", ["router.weight", "experts.up", "all"])
+@pytest.mark.parametrize("is_remade", [False, True])
+def test_a_tally_counts_once_whatever_is_frozen(frozen, is_remade):
+    moe = MoeSection(
+        num_experts=4, balance="micro_batch", balance_coefficient=0.1, z_coefficient=0.1
+    )
+    layer = _layer(moe)
+    layer.is_remade = is_remade
+    for name, param in layer.named_parameters():
+        param.requires_grad_(frozen not in (name, "all"))
+    x = torch.randn(6, 2, 12).double().requires_grad_()
+    for _ in range(2):
+        layer(x).sum().backward()
+    sums, margin = layer.router.record.take(x.device)
+    assert sums[:4].sum() == 2 * 2 * 12 and sums[4] == 2 * 12 and sums[5] == 2 * 2 * 12
+    assert sums[7:].min() > 0 and margin < torch.inf
+
+
+def test_bias_moves_by_the_sign_of_the_error_alone():
+    bias = torch.zeros(4)
+    nudge_bias(bias, torch.tensor([10.0, 0.0, 5.0, 5.0]), 0.25)
+    assert bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
+    even = torch.zeros(49)
+    nudge_bias(even, torch.full((49,), 3.0), 0.25)
+    assert not even.any()
+
+
+def test_jitter_is_a_function_of_the_token_and_spread_evenly():
+    keys = torch.randint(-(1 << 62), 1 << 62, (400,))
+    noise = jitter(keys, 50, 0.2, torch.float64)
+    assert noise.min() >= 0.8 and noise.max() <= 1.2
+    assert noise.mean().item() == pytest.approx(1.0, abs=3e-3)
+    assert noise.std().item() == pytest.approx(0.2 / 3**0.5, rel=0.02)
+    assert torch.equal(jitter(keys[7:9], 50, 0.2, torch.float64), noise[7:9])
+
+
+def test_evaluation_neither_jitters_nor_evens_out():
+    moe = MoeSection(num_experts=4, balance="sinkhorn")
+    layer = _layer(moe).eval()
+    x, marks = torch.randn(6, 12).double(), _marks(6)
+    _, routing = layer.router(x, marks)
+    logits = x @ layer.router.weight.T
+    assert torch.equal(routing.experts, logits.topk(2).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_formats_come_close_and_route_in_wide_ones(dtype):
+    moe = MoeSection(num_experts=4, balance="micro_batch", balance_coefficient=0.1)
+    x = torch.randn(32, 1, 12)
+    wide, narrow = _layer(moe, rounded_to=dtype), _layer(moe, dtype)
+    leaf = x.to(dtype).requires_grad_()
+    y, wanted = narrow(leaf), wide(x.to(dtype).double())
+    y.sum().backward()
+    assert y.dtype == dtype and leaf.grad.dtype == dtype
+    same = (y.double() - wanted).abs().mean() / wanted.abs().mean()
+    assert same < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.25, 8.0, 1e300])
+@pytest.mark.parametrize("layout", ["tp1", "tp4", "tp2-cp2", "dp8"])
+def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
+    layout, factor, monkeypatch
+):
+    moe = {"num_experts": 8, "capacity_factor": factor, "is_padded_to_capacity": "true"}
+    fields = (f"model.moe.{name}={value}" for name, value in moe.items())
+    plan = make_test_plan(*layout_overrides(layout), *fields)
+    shape, parallel = activation_shape(plan.job), plan.job.parallel
+    ranks = tuple(range(parallel.tp * parallel.cp))
+    micro = Group(name="micro", ranks=ranks, index=0, timeout_s=1.0, handle=None)
+    monkeypatch.setattr(router, "all_reduce", lambda counts, group: counts * group.size)
+    monkeypatch.setattr(
+        router, "keep_within_capacity", lambda chosen, *_: (chosen, torch.tensor(torch.inf))
+    )
+    section = shape.model.moe
+    weights = plain.draw_weights(section, width=12, ffn_width=8)
+    one = Router(plain.Factory(weights, Stream(tp=NOBODY)), "moe.router", section, micro)
+    num_tokens = shape.tokens // parallel.tp
+    _, routing = one(torch.randn(num_tokens, 12).double(), _marks(num_tokens))
+    assert 8 * routing.capacity == own_choices(shape)

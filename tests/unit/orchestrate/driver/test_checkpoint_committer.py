@@ -1,0 +1,103 @@
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from raymega.checkpoint.format.manifest import list_manifests, read_manifest
+from raymega.errors import StorageError
+from raymega.orchestrate.driver.checkpoint_committer import Committed, Refused, Saves
+from raymega.storage.memory import MemoryStore
+from tests.support.fakes import FakeClock, FakeWorkerGroup, FakeWorkers, InlineExecutor
+from tests.support.jobs import make_test_plan
+
+
+def make_saves(store, executor=None, keep_last=3):
+    plan = make_test_plan("parallel.dp=2", "parallel.pp=1", f"checkpoint.keep_last={keep_last}")
+    return Saves(
+        plan=plan,
+        attempt=1,
+        store=store,
+        executor=executor or InlineExecutor(),
+        clock=FakeClock(),
+    )
+
+
+def save(saves, store, step, **kwargs):
+    group = FakeWorkerGroup(FakeClock(), store, world_size=2, script=[])
+    for reports in FakeWorkers(2, step=step).save(**kwargs):
+        group.write_files(reports)
+        for report in reports:
+            saves.take(report)
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+def test_add_commits_when_every_rank_has_written(store):
+    saves, workers = make_saves(store), FakeWorkers(2, step=10)
+    saves.take(workers.shard(1))
+    assert saves.take_outcomes() == [] and list_manifests(store) == []
+    saves.take(workers.shard(0))
+    (outcome,) = saves.take_outcomes()
+    assert outcome == Committed(
+        step=10,
+        key="checkpoints/step-00000010/manifest-a0001.json",
+        uri="memory:/checkpoints/step-00000010/manifest-a0001.json",
+        stall_s=0.5,
+        save_s=1.5,
+        num_bytes=16,
+    )
+    manifest = read_manifest(store, outcome.key)
+    assert (manifest.step, manifest.grid["dp"], manifest.job["run"]["name"]) == (10, 2, "verify")
+    assert saves.take_outcomes() == []
+
+
+def test_add_refuses_a_save_that_one_rank_could_not_write(store):
+    saves = make_saves(store)
+    save(saves, store, 10, errors=[1])
+    (outcome,) = saves.take_outcomes()
+    assert isinstance(outcome, Refused) and outcome.step == 10
+    assert "rank 1 failed: disk full" in outcome.reason
+    assert list(store.list("")) == [], "what rank 0 wrote gives its room back"
+
+
+def test_add_reports_a_store_that_fails(store, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(store, "put", refuse)
+    saves, workers = make_saves(store), FakeWorkers(2, step=10)
+    for rank in (0, 1):
+        saves.take(workers.shard(rank))
+    assert saves.take_outcomes() == [Refused(step=10, reason="no space left")]
+
+
+def test_old_checkpoints_are_deleted_after_a_commit(store):
+    saves = make_saves(store, keep_last=2)
+    for step in (10, 20, 30):
+        save(saves, store, step)
+    assert [key.split("/")[1] for key in list_manifests(store)] == [
+        "step-00000030",
+        "step-00000020",
+    ]
+
+
+def test_commit_does_not_block_the_caller():
+    gate = Event()
+
+    class SlowStore(MemoryStore):
+        def put(self, key, chunks, *, overwrite):
+            gate.wait(100)
+            super().put(key, chunks, overwrite=overwrite)
+
+    with ThreadPoolExecutor(1) as executor:
+        saves, workers = make_saves(SlowStore(), executor), FakeWorkers(2, step=10)
+        for rank in (0, 1):
+            saves.take(workers.shard(rank))
+        assert not saves.is_idle and saves.take_outcomes() == []
+        gate.set()
+        saves.wait(100)
+        assert [outcome.step for outcome in saves.take_outcomes()] == [10]
+        assert saves.is_idle

@@ -1,0 +1,177 @@
+"""Who hangs: a stopped process, a thread that stands still; and who does not, however slow it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from raymega.config.elastic import ElasticSection
+from raymega.orchestrate.core.worker_status import Answered, ProcessSeen, Standing
+from raymega.orchestrate.driver.hang_detector import Watch
+
+WAITING = Standing(
+    rank=0, step=7, doing="forward 1/0", waits_for="all_reduce on group tp of ranks 0, 1",
+    is_patient=False, state="S", cpu_s=3.0, stack=("comm.py:88 wait",),
+)  # fmt: skip
+STUCK = replace(WAITING, rank=1, waits_for="", stack=("hooks.py:3 spoil",))
+
+
+def make_watch(steps=3, step_s=1.1 / 3, **fields):  # of which the deadline is 2.6 s
+    watch = Watch(ElasticSection(**fields))
+    for _ in range(steps):
+        watch.add_step(step_s)
+    return watch
+
+
+def look(watch, at_s, *stands):
+    for stand in stands:
+        watch.observe(stand, at_s)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "fields", "deadline_s"),
+    [
+        (0.2, {}, 2.1),
+        (10.0, {}, 31.5),
+        (0.2, {"hang_min_s": 20.0}, 20.0),
+        (300.0, {"hang_max_s": 60.0}, 60.0),
+    ],
+)
+def test_deadline_is_learned_from_steps_within_the_jobs_bounds(step_s, fields, deadline_s):
+    assert make_watch(step_s=step_s, **fields).deadline_s == pytest.approx(deadline_s)
+
+
+def test_deadline_follows_the_newest_steps():
+    watch = make_watch(steps=30)
+    for _ in range(15):
+        watch.add_step(1.0)
+    assert watch.deadline_s == pytest.approx(4.5)
+
+
+def answer(watch, ranks, at_s):
+    for rank in ranks:
+        watch.observe(Answered(rank=rank), at_s)
+
+
+def test_stopped_process_is_found_at_the_deadline_and_looked_at_before():
+    watch = make_watch()
+    answer(watch, (0, 1), 10.0)
+    answer(watch, (0,), 12.0)
+    assert watch.look_due(12.0, last_sign_s=12.0, is_training=True) is None
+    answer(watch, (0,), 12.2)
+    assert watch.look_due(12.2, last_sign_s=12.2, is_training=True) == {1}
+    assert watch.look_due(12.3, last_sign_s=12.2, is_training=True) is None, "a look takes its time"
+    watch.observe(ProcessSeen(rank=1, state="T"), 12.3)
+    assert watch.hang(12.5, last_sign_s=12.0, is_training=True) is None
+    answer(watch, (0,), 12.7)
+    hang = watch.hang(12.7, last_sign_s=12.0, is_training=True)
+    assert hang.rank == 1 and "state T" in hang.message
+
+
+def test_stopped_process_is_found_while_the_others_have_nothing_to_say():
+    watch = make_watch()
+    answer(watch, (0, 1), 10.0)
+    answer(watch, (0,), 12.0)
+    watch.observe(ProcessSeen(rank=1, state="T"), 12.3)
+    assert watch.hang(12.7, last_sign_s=12.0, is_training=True).rank == 1
+
+
+def test_silent_process_that_is_not_stopped_has_until_the_upper_bound():
+    watch = make_watch(hang_max_s=30.0)
+    answer(watch, (0, 1), 0.0)
+    answer(watch, (0,), 29.0)
+    watch.observe(ProcessSeen(rank=1, state="R"), 29.0)
+    assert watch.hang(29.0, last_sign_s=29.0, is_training=True) is None
+    answer(watch, (0,), 30.0)
+    assert "elastic.hang_max_s=30" in watch.hang(30.0, last_sign_s=30.0, is_training=True).message
+
+
+def test_driver_that_was_held_up_accuses_nobody():
+    watch = make_watch()
+    answer(watch, (0, 1), 0.0)
+    answer(watch, (0, 1), 9.0)
+    assert watch.look_due(9.1, last_sign_s=9.1, is_training=True) is None
+
+
+def test_process_that_goes_on_is_forgiven():
+    watch = make_watch()
+    answer(watch, (0, 1), 0.0)
+    watch.observe(ProcessSeen(rank=1, state="T"), 2.5)
+    answer(watch, (0, 1), 3.0)
+    assert watch.hang(3.1, last_sign_s=3.0, is_training=True) is None
+
+
+def test_thread_that_stands_still_outside_of_collectives_is_named():
+    watch = make_watch()
+    assert watch.look_due(12.0, last_sign_s=10.0, is_training=True) is None
+    assert watch.look_due(12.2, last_sign_s=10.0, is_training=True) == frozenset()
+    look(watch, 12.2, WAITING, STUCK)
+    assert watch.hang(12.7, last_sign_s=10.0, is_training=True) is None, "one look is none"
+    look(watch, 12.7, WAITING, STUCK)
+    assert watch.hang(12.5, last_sign_s=10.0, is_training=True) is None, "the deadline is not over"
+    hang = watch.hang(12.7, last_sign_s=10.0, is_training=True)
+    assert hang.rank == 1 and "forward 1/0" in hang.message and "hooks.py:3 spoil" in hang.message
+
+
+def test_ranks_that_all_wait_for_each_other_hang_and_none_is_named():
+    watch = make_watch()
+    for at_s in (12.2, 12.7):
+        look(watch, at_s, WAITING, replace(WAITING, rank=1, waits_for="receive from rank 0"))
+    hang = watch.hang(12.7, last_sign_s=10.0, is_training=True)
+    assert hang.rank == -1 and "receive from rank 0" in hang.message
+
+
+def test_rank_that_has_not_said_where_it_stands_keeps_the_others_from_being_judged():
+    """It may be the one that is stopped: its silence began later than that of the steps."""
+    watch = make_watch()
+    answer(watch, (0, 1), 11.0)
+    answer(watch, (0,), 12.7)
+    for at_s in (12.2, 12.7):
+        look(watch, at_s, WAITING)
+    assert watch.hang(12.7, last_sign_s=10.0, is_training=True) is None
+    answer(watch, (0,), 13.7)
+    watch.observe(ProcessSeen(rank=1, state="T"), 13.7)
+    assert watch.hang(13.7, last_sign_s=10.0, is_training=True).rank == 1
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        replace(STUCK, state="R"),
+        replace(STUCK, state="D"),
+        replace(STUCK, state=""),
+        replace(STUCK, cpu_s=3.2),
+        replace(STUCK, is_patient=True),
+        replace(STUCK, stack=("other.py:1 go",)),
+    ],
+    ids=["running", "disk", "unknown", "busy", "patient", "moved"],
+)
+def test_rank_that_is_only_slow_is_no_hang(second):
+    watch = make_watch()
+    look(watch, 12.2, WAITING, STUCK)
+    look(watch, 12.7, WAITING, second)
+    assert watch.hang(60.0, last_sign_s=10.0, is_training=True) is None
+
+
+def test_nothing_is_known_of_threads_before_some_steps_are():
+    watch = make_watch(steps=2)
+    assert watch.look_due(99.0, last_sign_s=0.0, is_training=True) is None
+    for at_s in (12.2, 12.7):
+        look(watch, at_s, WAITING, STUCK)
+    assert watch.hang(99.0, last_sign_s=0.0, is_training=True) is None
+
+
+def test_threads_are_left_alone_until_all_ranks_have_their_state():
+    watch = Watch(ElasticSection(), steps_s=(0.2,) * 3)
+    assert watch.look_due(12.2, last_sign_s=10.0, is_training=False) is None
+    assert watch.look_due(12.2, last_sign_s=10.0, is_training=True) == frozenset(), "known before"
+    for at_s in (12.2, 12.7):
+        look(watch, at_s, STUCK)
+    assert watch.hang(12.7, last_sign_s=10.0, is_training=False) is None
+    assert watch.hang(12.7, last_sign_s=10.0, is_training=True).rank == 1
+
+
+def test_looks_of_before_the_last_sign_do_not_count():
+    watch = make_watch()
+    for at_s in (12.2, 12.7):
+        look(watch, at_s, WAITING, STUCK)
+    assert watch.hang(16.0, last_sign_s=12.3, is_training=True) is None

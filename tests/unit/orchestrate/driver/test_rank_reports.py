@@ -1,0 +1,52 @@
+import pytest
+
+from raymega.messages import ExpertsLoaded, TimelineRecorded
+from raymega.orchestrate.driver.rank_reports import Gather, RankReports
+from tests.support.jobs import layout_overrides, make_test_plan
+
+
+def test_add_hands_over_when_the_last_rank_has_come():
+    gather = Gather(2)
+    assert gather.add(rank=1, step=5, value="b") == {}
+    assert gather.add(rank=1, step=6, value="d") == {}
+    assert gather.add(rank=0, step=5, value="a") == {0: "a", 1: "b"}
+    assert gather.add(rank=0, step=6, value="c") == {0: "c", 1: "d"}
+    assert gather.add(rank=0, step=5, value="e") == {}
+
+
+def test_timelines_come_on_one_clock_with_the_schedules_own_bubble():
+    """Rank 1 says that it had the activation before rank 0 sent it."""
+    plan = make_test_plan(*layout_overrides("pp2"))
+    rows = [
+        (
+            ("forward", 0, 0, 0.0, 1.0),
+            ("send_forward", 0, 0, 1.0, 1.1),
+            ("recv_backward", 0, 0, 1.1, 5.0),
+            ("backward", 0, 0, 5.0, 7.0),
+        ),
+        (
+            ("recv_forward", 0, 0, 0.0, 0.5),
+            ("forward", 0, 0, 0.5, 1.5),
+            ("backward", 0, 0, 1.5, 3.5),
+            ("send_backward", 0, 0, 3.5, 3.6),
+        ),
+    ]
+    reports = RankReports(plan)
+    recorded = [TimelineRecorded(rank=rank, step=3, events=row) for rank, row in enumerate(rows)]
+    assert reports.take(recorded[1], attempt=1) == []
+    (event,) = reports.take(recorded[0], attempt=1)
+    assert event.events[0] == rows[0]
+    assert event.events[1][0] == pytest.approx((*rows[1][0][:3], 0.5, 1.0))
+    assert event.simulated_bubble == pytest.approx(1.0)
+    assert {(t.sender, t.receiver) for t in event.transfers} == {(0, 1), (1, 0)}
+
+
+def test_a_layer_whose_routing_collapses_is_told_once_until_it_has_recovered():
+    reports = RankReports(make_test_plan(*layout_overrides("pp2")))
+    even, piled = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
+    told = []
+    for step, tokens in enumerate((even, piled, piled, even, piled)):
+        report = ExpertsLoaded(rank=0, step=step, tokens={0: even, 5: tokens})
+        _, *collapsed = reports.take(report, attempt=1)
+        told += [(event.step, event.layer, event.experts) for event in collapsed]
+    assert told == [(1, 5, (1, 2, 3)), (4, 5, (1, 2, 3))]

@@ -1,0 +1,162 @@
+import json
+
+import pytest
+
+from raymega.errors import ConfigError, StorageError
+from raymega.orchestrate.core.failure_policy import Failure, FailureKind
+from raymega.orchestrate.run_store.journal import (
+    RECORD_KEY,
+    Entry,
+    Past,
+    Turn,
+    open_record,
+    read_past,
+    read_record,
+    write_record,
+)
+from raymega.orchestrate.run_store.run_identity import precision_faults
+from raymega.storage.memory import MemoryStore
+from tests.support.jobs import make_test_plan
+
+NOW = "2026-01-01T00:00:00"
+
+
+def make_job(*overrides):
+    return make_test_plan(*overrides).job
+
+
+@pytest.fixture
+def store():
+    store = MemoryStore()
+    write_record(store, open_record(store, make_job(), now=NOW))
+    return store
+
+
+def test_open_record_begins_a_run_without_writing():
+    store = MemoryStore()
+    record = open_record(store, make_job(), now=NOW)
+    assert (record.name, record.num_attempts, record.total_steps) == ("verify", 0, 20)
+    assert record.identity["run"] == {"seed": 1234}
+    assert read_record(store) is None
+
+
+def test_open_record_goes_on_with_the_stored_run(store):
+    again = open_record(store, make_job("run.steps=50", "parallel.tp=2"), now="later")
+    assert again.run_id == read_record(store).run_id
+    assert (again.total_steps, again.updated) == (50, "later")
+
+
+@pytest.mark.parametrize(
+    "override", ["model.width=64", "run.seed=1", "data.seq_len=16", "data.global_batch_size=8"]
+)
+def test_open_record_refuses_another_run_of_the_same_name(store, override):
+    path, _, value = override.partition("=")
+    with pytest.raises(ConfigError) as caught:
+        open_record(store, make_job(override), now=NOW)
+    (fault,) = caught.value.faults
+    assert fault.fact == f"{path}={value}"
+    assert f"was begun with {path}=" in fault.rule
+
+
+def test_record_without_a_field_is_of_a_run_with_its_default(store):
+    """As a build leaves it that does not know the field yet."""
+    stored = json.loads(store.get(RECORD_KEY))
+    for field in ("packing", "packing_window", "batch_ramp"):
+        del stored["identity"]["data"][field]
+    store.put(RECORD_KEY, [json.dumps(stored).encode()], overwrite=True)
+    assert open_record(store, make_job(), now=NOW).run_id == stored["run_id"]
+    with pytest.raises(ConfigError) as caught:
+        open_record(store, make_job("data.packing=best_fit"), now=NOW)
+    (fault,) = caught.value.faults
+    assert (
+        fault.fact == "data.packing='best_fit'" and "begun with data.packing='none'" in fault.rule
+    )
+
+
+def test_open_record_reports_every_change_at_once(store):
+    with pytest.raises(ConfigError) as caught:
+        open_record(store, make_job("run.seed=1", "model.width=64"), now=NOW)
+    assert [fault.fact for fault in caught.value.faults] == ["model.width=64", "run.seed=1"]
+
+
+def test_open_record_welcomes_what_does_not_change_the_run(store):
+    changes = ("parallel.dp=2", "optimizer.lr=1e-4", "checkpoint.every=5", "elastic.max_failures=9")
+    assert open_record(store, make_job(*changes), now=NOW).num_attempts == 0
+
+
+def test_read_record_is_the_inverse_of_write_record(store):
+    record = read_record(store)
+    write_record(store, record)
+    assert read_record(store) == record
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}'])
+def test_read_record_refuses_what_is_no_record(text):
+    store = MemoryStore()
+    store.put(RECORD_KEY, [text.encode()], overwrite=True)
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_record(store)
+
+
+def test_read_record_refuses_another_version(store):
+    values = json.loads(store.get(RECORD_KEY)) | {"version": 2}
+    store.put(RECORD_KEY, [json.dumps(values).encode()], overwrite=True)
+    with pytest.raises(StorageError, match="version 2"):
+        read_record(store)
+
+
+def entry(attempt, *, state="running", num_failures=0):
+    died = Failure(kind=FailureKind.DIED, rank=1, step=3, message="gone")
+    return Entry(
+        attempt=attempt,
+        grid={"tp": attempt},
+        world_size=attempt,
+        num_micro_batches=1,
+        spares=0,
+        restored="",
+        state=state,
+        failures=(died,) * num_failures,
+        turns=(Turn(at=NOW, state=state, step=3, reason="so"),),
+    )
+
+
+def put(store, *entries):
+    for each in entries:
+        store.put(each.key, [each.to_json()], overwrite=True)
+
+
+def test_past_is_what_drivers_left_that_were_torn_away(store):
+    assert read_past(store) == Past()
+    put(store, entry(1, num_failures=2), entry(2, num_failures=1))
+    past = read_past(store)
+    assert len(past.failures) == 3 and past.num_workers == 2
+    assert past.failures[0] == entry(1, num_failures=1).failures[0]
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "preempted"])
+def test_past_begins_behind_the_last_good_end(store, state):
+    put(store, entry(1, num_failures=2), entry(2, state=state, num_failures=1))
+    assert read_past(store) == Past()
+    put(store, entry(3, num_failures=1))
+    assert len(read_past(store).failures) == 1
+
+
+def test_entry_that_cannot_be_read_is_passed_over(store):
+    put(store, entry(1, num_failures=1), entry(2))
+    store.put("journal/000003.json", [b"{"], overwrite=True)
+    assert len(read_past(store).failures) == 1
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "is_refused"),
+    [
+        ("float64", "float32", True),
+        ("float64", "bfloat16", True),
+        ("float32", "bfloat16", False),
+        ("float32", "float64", False),
+        ("bfloat16", "float32", False),
+    ],
+)
+def test_run_does_not_drop_digits_of_its_masters(saved, now, is_refused):
+    job = make_test_plan(f"precision.dtype={now}").job
+    assert bool(precision_faults({"precision": {"dtype": saved}}, job)) is is_refused

@@ -1,0 +1,71 @@
+"""Slots without Ray: who is ready, who hangs, who must leave, and that no two processes have one name."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from raymega.orchestrate.core.rank_placement import Place, Seat
+from raymega.orchestrate.workers.placement_slots import Slot, Slots, name_of
+from tests.support.jobs import make_test_plan
+
+PLAN = make_test_plan("parallel.tp=2")
+NOW_S = 1000.0
+
+
+def slot(index, *, node="stays", is_warm=True, rank=-1, age_s=0.0, home=-1):
+    return Slot(
+        index=index, group=None, home=home, actor=object(), is_warm=is_warm,
+        place=Place(node_id=node, address="", pid=index),
+        seat=Seat(rank=rank, local_rank=0) if rank >= 0 else None,
+        ordered_s=NOW_S - age_s,
+    )  # fmt: skip
+
+
+class Drains:
+    """As Departures: one node leaves."""
+
+    def look(self):
+        return {"leaves": 50.0}
+
+    def is_leaving(self, node_id):
+        return node_id == "leaves"
+
+
+@pytest.fixture
+def slots():
+    slots = Slots(PLAN.job.cluster, can_grow=True)
+    slots._departures, slots.asked = Drains(), []
+    slots._reserve = lambda number, block, *, is_spare: slots.asked.append(number)
+    return slots
+
+
+def test_ready_are_those_that_have_loaded_on_nodes_that_stay(slots):
+    slots.slots = [slot(0), slot(1, is_warm=False), slot(2, node="leaves")]
+    assert [each.index for each in slots.ready] == [0]
+
+
+def test_ranks_on_a_node_that_leaves_are_named_and_their_slots_asked_for_once_in_whole_blocks(
+    slots,
+):
+    slots.slots = [slot(0, rank=0), slot(1, rank=3, node="leaves"), slot(2, node="leaves")]
+    found = [slots.departure(2) for _ in range(2)]
+    assert found[0] == found[1] and (found[0].ranks, found[0].seconds) == ((3,), 50.0)
+    assert slots.asked == [2]
+    slots.slots = [slot(0, rank=0)]
+    assert slots.departure(2) is None
+
+
+def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots, monkeypatch):
+    now = SimpleNamespace(monotonic=lambda: NOW_S)
+    monkeypatch.setattr("raymega.orchestrate.workers.placement_slots.time", now)
+    slots.slots = [
+        slot(0, age_s=100.0),
+        slot(1, age_s=100.0, is_warm=False),
+        slot(2, age_s=50.0, is_warm=False),
+    ]
+    assert [each.index for each in slots.stuck(100.0)] == [1]
+
+
+def test_processes_that_are_ordered_between_attempts_have_names_of_their_own():
+    names = {name_of(slot(index, home=0), PLAN, attempt=0) for index in (0, 1)}
+    assert len(names) == 2

@@ -1,0 +1,186 @@
+"""The worker as a plain object; this module is its entry. Ray is not started."""
+
+from threading import Event
+
+import pytest
+
+from raymega.errors import CommunicationError, LeaseError, NumericsError
+from raymega.messages import Progress, Requests, StartWorker, StepDone, WorkerFailed
+from raymega.orchestrate.workers import worker_actor as worker_module
+from raymega.orchestrate.workers.worker_actor import Worker
+
+STUCK, LET_GO = Event(), Event()
+GUARD_S, ENDLESS_S = 100, 100_000
+"""For what comes, and for what must end a wait that would outlive the test."""
+SCRIPT = {}
+
+
+def warm_up(plan_json, device):
+    SCRIPT["warmed up"] = (plan_json, device)
+
+
+def host_rendezvous(host):
+    return f"{host}:1", "handle"
+
+
+def abort():
+    LET_GO.set()
+
+
+def run_worker(start, channel, rendezvous):
+    SCRIPT["run"](start, channel, rendezvous)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    monkeypatch.setattr(worker_module, "_write_output_to", lambda *_: None)
+    LET_GO.clear()
+    STUCK.clear()
+    return Worker(__name__)
+
+
+def start(worker, run, rank=1, attempt=2):
+    SCRIPT["run"] = run
+    message = StartWorker(
+        plan_json="{}",
+        run_uri="memory:",
+        attempt=attempt,
+        rank=rank,
+        local_rank=0,
+        rendezvous="h:1",
+        restore="",
+        device="cpu",
+    )
+    worker.start(message, "unused.log")
+
+
+def test_reports_of_the_thread_come_out_of_the_long_poll(worker):
+    report = StepDone(rank=1, step=1, metrics={})
+    start(worker, lambda *args: args[1].report(report))
+    assert worker.next_reports(GUARD_S) == [report]
+
+
+def test_rank_0_gets_the_handle_that_it_hosts(worker):
+    seen = []
+    assert worker.host_rendezvous("10.0.0.1") == "10.0.0.1:1"
+    start(worker, lambda *args: seen.append(args[2]), rank=0)
+    assert worker.abort(GUARD_S, 2)
+    start(worker, lambda *args: seen.append(args[2]))
+    assert worker.abort(GUARD_S, 2)
+    assert seen == ["handle", None]
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "is_secondary", "exit_code"),
+    [
+        (ValueError("bad"), "ValueError", False, 1),
+        (NumericsError("loss=nan"), "NumericsError", False, 5),
+        (CommunicationError("peer is gone"), "CommunicationError", True, 1),
+    ],
+    ids=lambda value: str(value),
+)
+def test_an_exception_becomes_one_report(worker, error, name, is_secondary, exit_code):
+    def run(_start, channel, _rendezvous):
+        channel.report(Progress(rank=1, step=7))
+        raise error
+
+    start(worker, run)
+    reports = []
+    while not any(isinstance(each, WorkerFailed) for each in reports):
+        new = worker.next_reports(GUARD_S)
+        assert new, "the thread says no more"
+        reports += new
+    *_, failed = reports
+    assert (failed.rank, failed.step, failed.error) == (1, 7, name)
+    assert (failed.is_secondary, failed.exit_code) == (is_secondary, exit_code)
+    assert failed.message == str(error) and "in run" in failed.traceback
+
+
+def test_requests_reach_the_loop(worker):
+    seen = []
+
+    def run(_start, channel, _rendezvous):
+        STUCK.wait(ENDLESS_S)
+        seen.append(channel.requests())
+
+    start(worker, run)
+    worker.set_requests(Requests(stop=True), 2)
+    STUCK.set()
+    assert worker.abort(GUARD_S, 2)
+    assert seen == [Requests(stop=True)]
+
+
+def test_abort_frees_a_thread_that_waits_for_others(worker):
+    def run(_start, channel, _rendezvous):
+        LET_GO.wait(ENDLESS_S)
+        channel.report(StepDone(rank=1, step=1, metrics={}))
+
+    start(worker, run)
+    assert worker.abort(GUARD_S, 2)
+    assert worker.next_reports(0.0) == []
+
+
+def test_abort_says_no_when_the_thread_does_not_let_go(worker):
+    start(worker, lambda *_: STUCK.wait(ENDLESS_S))
+    assert not worker.abort(0.0, 2)
+    STUCK.set()
+
+
+def test_reports_of_an_aborted_attempt_do_not_reach_the_next(worker):
+    channels = []
+    start(worker, lambda *args: channels.append(args[1]))
+    assert worker.abort(GUARD_S, 2)
+    start(worker, lambda *_: None)
+    channels[0].report(StepDone(rank=1, step=1, metrics={}))
+    assert worker.next_reports(0.0) == []
+
+
+def test_training_waits_for_a_preload_that_is_under_way(worker):
+    loading, events = worker._loading, []
+
+    class Preloading:
+        """Ends when training comes to it."""
+
+        def __init__(self):
+            self.is_met = Event()
+
+        def __enter__(self):
+            self.is_met.set()
+            loading.acquire()
+
+        def __exit__(self, *_error):
+            loading.release()
+
+    worker._loading = Preloading()
+    with loading:
+        start(worker, lambda *_: events.append("training"))
+        assert worker._loading.is_met.wait(GUARD_S)
+        events.append("loaded")
+    worker._thread.join(GUARD_S)
+    assert events == ["loaded", "training"]
+
+
+def test_preload_loads_what_the_entry_says(worker):
+    worker.preload("{}", "cpu")
+    assert SCRIPT["warmed up"] == ("{}", "cpu")
+
+
+def test_what_an_older_attempt_says_is_refused(worker):
+    """Calls into an actor with several threads may come late."""
+    seen = []
+
+    def run(_start, channel, _rendezvous):
+        STUCK.wait(ENDLESS_S)
+        seen.append(channel.requests())
+
+    start(worker, run, attempt=3)
+    worker.set_requests(Requests(stop=True), 2)
+    assert worker.abort(GUARD_S, 2), "that attempt is gone"
+    with pytest.raises(
+        LeaseError, match="attempt 2 was to start in a process that serves attempt 3"
+    ):
+        start(worker, run, attempt=2)
+    assert not LET_GO.is_set()
+    STUCK.set()
+    assert worker.abort(GUARD_S, 3)
+    assert seen == [Requests()]

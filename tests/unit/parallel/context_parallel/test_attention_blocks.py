@@ -1,0 +1,88 @@
+"""Blocks of attention: fused and written-out kernels agree, merged blocks are whole attention."""
+
+import pytest
+import torch
+
+from raymega.parallel.context_parallel.attention_blocks import (
+    Block,
+    Cpu,
+    WrittenOut,
+    masked_forward,
+    merge,
+)
+from tests.support.references import plain_models
+from tests.support.tolerances import BFLOAT16_ROUNDING, FLOAT64_LAYER
+
+B, H, S, K = 2, 4, 6, 8
+
+
+def _draw(seed, heads, tokens=S, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, heads, tokens, K, generator=generator).to(dtype)
+
+
+def _inputs(groups, dtype=torch.float64, keys=S):
+    return _draw(0, H, dtype=dtype), *(_draw(i, groups, keys, dtype) for i in (1, 2))
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_kernel_for_cpus_is_the_written_out_softmax(groups, is_causal):
+    q, k, v = _inputs(groups)
+    fused, plain = (kernel.forward(q, k, v, is_causal=is_causal) for kernel in (Cpu, WrittenOut))
+    grad = _draw(3, H)
+    by_fused, by_plain = (
+        kernel.backward(grad, q, k, v, plain, is_causal=is_causal) for kernel in (Cpu, WrittenOut)
+    )
+    for found, wanted in zip((*fused, *by_fused), (*plain, *by_plain), strict=True):
+        assert plain_models.difference(found, wanted) < FLOAT64_LAYER
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    WrittenOut.forward(*leaves, is_causal=is_causal).out.backward(grad)
+    for found, leaf in zip(by_plain, leaves, strict=True):
+        assert plain_models.difference(found, leaf.grad) < FLOAT64_LAYER
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_merged_blocks_are_attention_over_all_keys(dtype):
+    q, k, v = _inputs(H, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    total = Block(
+        torch.zeros(B, H, S, K, dtype=wide), torch.full((B, H, S), -torch.inf, dtype=wide)
+    )
+    for keys in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        merge(total, Cpu.forward(q, k[:, :, keys], v[:, :, keys], is_causal=False))
+    wanted = WrittenOut.forward(*(t.double() for t in (q, k, v)), is_causal=False)
+    limit = FLOAT64_LAYER if dtype == torch.float64 else BFLOAT16_ROUNDING
+    assert total.out.dtype == wide
+    assert all(plain_models.difference(a, b) < limit for a, b in zip(total, wanted, strict=True))
+
+
+def test_row_without_keys_is_zero_and_adds_nothing():
+    q, k, v = _inputs(H)
+    mask = torch.ones(S, S, dtype=torch.bool)
+    mask[2] = False
+    blind = masked_forward(q, k, v, mask)
+    assert not blind.out[:, :, 2].any() and (blind.log_sum_exp[:, :, 2] == -torch.inf).all()
+    seeing = [row for row in range(S) if row != 2]
+    wanted = WrittenOut.forward(q, k, v, is_causal=False)
+    assert (
+        plain_models.difference(blind.out[:, :, seeing], wanted.out[:, :, seeing]) < FLOAT64_LAYER
+    )
+    plain = WrittenOut.forward(q, k, v, is_causal=False, mask=mask)
+    assert plain_models.difference(plain.out, blind.out) < FLOAT64_LAYER
+    total = Block(wanted.out.clone(), wanted.log_sum_exp.clone())
+    merge(total, blind)
+    assert torch.equal(total.out[:, :, 2], wanted.out[:, :, 2])
+    nothing = Block(blind.out.clone(), blind.log_sum_exp.clone())
+    merge(nothing, blind)
+    assert not nothing.out[:, :, 2].any() and (nothing.log_sum_exp[:, :, 2] == -torch.inf).all()
+    assert nothing.out.isfinite().all()
+
+
+def test_torchs_own_kernel_tells_a_row_without_keys_from_none():
+    """Why masked_forward is there: its log-sum-exp of such a row is 0, as of one key with score 0."""
+    q, k, v = _inputs(H)
+    bias = torch.zeros(S, S).double()
+    bias[2] = -torch.inf
+    out, log_sum_exp = Cpu.kernel(q, k, v, 0.0, False, attn_mask=bias)
+    assert not out[:, :, 2].any() and not log_sum_exp[:, :, 2].any()

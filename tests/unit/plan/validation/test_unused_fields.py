@@ -1,0 +1,96 @@
+"""Fields that do nothing without another one are refused when a job sets them."""
+
+import pytest
+
+from raymega.config.load import parse_job
+from raymega.errors import PlanError
+from raymega.plan.run_plan import job_values, make_plan
+from raymega.plan.validation.unused_fields import PARTNERS, default_of, settled, unread_values
+from tests.support.jobs import VERIFY
+
+UNREAD = {
+    "data.packing_window": (64, ["data.packing=best_fit"]),
+    "elastic.snapshot_timeout_s": (5.0, ["elastic.snapshot_every=1"]),
+    "elastic.snapshot_during_save": ("pause", ["elastic.snapshot_every=1"]),
+    "elastic.snapshot_when_late": ("skip", ["elastic.snapshot_every=1"]),
+    "memory.recompute_every": (2, ["memory.recompute=full"]),
+    "memory.recompute_parts": ("[norm]", ["memory.recompute=selective"]),
+    "model.mtp_weight": (0.1, ["model.mtp_depth=1"]),
+    "model.rope_base": (5e5, ["model.family=llama"]),
+    "model.rope_factor": (4.0, ["model.rope_scaling=llama3"]),
+    "model.rope_high_freq_factor": (5.0, ["model.rope_scaling=llama3"]),
+    "model.rope_low_freq_factor": (2.0, ["model.rope_scaling=llama3"]),
+    "model.rope_mscale": (0.5, ["model.rope_scaling=yarn"]),
+    "model.rope_original_positions": (64, ["model.rope_scaling=llama3"]),
+    "optimizer.beta1": (0.8, ["optimizer.name=adamw"]),
+    "optimizer.beta2": (0.8, ["optimizer.name=adamw"]),
+    "optimizer.eps": (1e-6, ["optimizer.name=adamw"]),
+    "optimizer.head_lr": (1e-3, ["model.is_embedding_tied=false"]),
+    "optimizer.momentum": (0.5, ["optimizer.name=sgd"]),
+    "optimizer.newton_schulz_steps": (4, ["optimizer.name=muon"]),
+    "parallel.cp_inner": (4, ["parallel.cp=8", "parallel.cp_method=hybrid"]),
+    "parallel.cp_method": ("all_gather", ["parallel.cp=2"]),
+    "parallel.dispatch": (
+        "all_gather",
+        ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
+    ),
+    "parallel.overlap_experts": (
+        "true",
+        ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
+    ),
+    "precision.fp8_end_blocks": (0, ["precision.fp8=rowwise"]),
+    "precision.loss_scale": (1024.0, ["precision.dtype=float16"]),
+    "precision.loss_scale_hysteresis": (3, ["precision.dtype=float16"]),
+    "precision.loss_scale_window": (10, ["precision.dtype=float16"]),
+    "precision.min_loss_scale": (2.0, ["precision.dtype=float16"]),
+}
+ALONE = {
+    "model.rope_base": ["model.family=gpt2"],
+    **{
+        key: ["optimizer.name=sgd"]
+        for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.eps")
+    },
+}
+PLAIN = (
+    "parallel.pp=1",
+    "model.family=llama",
+    "data.seq_len=32",
+    "model.num_heads=8",
+    "model.width=64",
+)
+
+
+@pytest.mark.parametrize("path", PARTNERS)
+def test_field_is_refused_alone_and_taken_with_its_partner(path):
+    value, partner = UNREAD[path]
+    alone = ALONE.get(path, [])
+    with pytest.raises(PlanError, match="nothing goes by it without") as refused:
+        make_plan(_job(*PLAIN, *alone, f"{path}={value}"))
+    (fault,) = refused.value.faults
+    assert fault.fact.startswith(f"{path}=") and "remove it" in fault.remedy
+    assert make_plan(_job(*PLAIN, *partner, f"{path}={value}"))
+    assert make_plan(_job(*PLAIN, *alone, f"{path}={_text(default_of(path))}"))
+
+
+def test_every_row_names_fields_that_exist():
+    paths = {path for path, partner in PARTNERS.items() for path in (path, *partner.reads)}
+    assert paths <= job_values(_job()).keys() and set(UNREAD) == set(PARTNERS)
+
+
+def test_defaults_of_what_is_not_read_make_the_job_legal_at_once():
+    job = _job("parallel.pp=1", "parallel.cp=1")
+    asked = {"cp_method": "hybrid", "cp_inner": 4}
+    broken = job.model_copy(update={"parallel": job.parallel.model_copy(update=asked)})
+    assert unread_values(job_values(broken)) == {
+        "parallel.cp_method": "ring",
+        "parallel.cp_inner": 2,
+    }
+    assert settled(broken) == job and settled(job) is job and make_plan(settled(broken))
+
+
+def _text(value):
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else value
+
+
+def _job(*overrides):
+    return parse_job(VERIFY, [str(each) for each in overrides]).job()

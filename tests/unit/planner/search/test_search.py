@@ -1,0 +1,127 @@
+"""The search for layouts: what it finds is legal, fits, and is no worse than what a user would set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raymega.api import load_job
+from raymega.errors import PlanError
+from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.run_plan import job_values, make_plan
+from raymega.plan.validation.registry import job_faults
+from raymega.planner.cost.peak_memory import memory_use
+from raymega.planner.cost.simulated_step import played_step
+from raymega.planner.cost.step_time import step_time
+from raymega.planner.search.candidates import Space, candidates
+from raymega.planner.search.search import search
+
+JOBS = Path(__file__).parents[4] / "jobs"
+H100 = CATALOGUE["h100"]
+
+
+@pytest.fixture(scope="module")
+def seven_b():
+    return load_job(JOBS / "llama-7b-16gpu.yaml")
+
+
+def test_what_is_found_is_legal_and_fits(seven_b):
+    result = search(seven_b, H100, num_devices=16, top=5)
+    assert len(result.best) == 5
+    for found in result.best:
+        assert not job_faults(job_values(found.plan.job))
+        assert found.plan.grid.world_size == 16
+        assert found.memory.total_bytes <= H100.memory_bytes
+    times = [found.time.total_s for found in result.best]
+    assert times == sorted(times)
+    assert len({found.plan.grid.describe() for found in result.best}) == 5
+
+
+@pytest.mark.parametrize("file", ["llama-7b-16gpu.yaml", "verify.yaml"])
+def test_overrides_turn_the_job_into_the_layout(file):
+    job = load_job(JOBS / file)
+    for found in search(job, H100, num_devices=16, top=5).best:
+        changes = found.overrides(job)
+        assert load_job(JOBS / file, changes) == found.plan.job
+        assert not any(" " in text for text in changes), "one word each in a shell"
+        assert found.overrides(found.plan.job) == ()
+
+
+def test_the_best_is_no_slower_than_the_shipped_layout(seven_b):
+    best = search(seven_b, H100, num_devices=16, top=1).best[0]
+    assert best.time.total_s <= step_time(make_plan(seven_b), H100).total_s
+
+
+def test_what_memory_alone_ruled_out_is_what_more_memory_would_bring(seven_b):
+    result = search(seven_b, H100, num_devices=16, top=1)
+    assert result.missed is not None
+    needed = result.missed.memory.total_bytes
+    assert needed > H100.memory_bytes
+    for num_bytes, time in ((needed, result.missed.time), (needed - 1, result.best[0].time)):
+        roomier = replace(H100, memory_bytes=num_bytes)
+        assert search(seven_b, roomier, num_devices=16, top=1).best[0].time == time
+    endless = replace(H100, memory_bytes=2**50)
+    assert search(seven_b, endless, num_devices=16, top=1).missed is None
+
+
+def test_every_other_candidate_is_accounted_for(seven_b):
+    result = search(seven_b, H100, num_devices=16, top=2)
+    tried = sum(1 for _ in candidates(Space(job=seven_b, device=H100, num_devices=16)))
+    assert len(result.best) + sum(result.refused.values()) == tried
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_numbers():
+    job = load_job(JOBS / "llama-70b-512gpu.yaml")
+    with pytest.raises(PlanError, match="does not fit into memory"):
+        search(job, H100, num_devices=8, top=1)
+
+
+def test_a_full_node_of_a_large_model_needs_model_parallelism():
+    job = load_job(JOBS / "llama-70b-512gpu.yaml")
+    best = search(job, H100, num_devices=512, top=1).best[0]
+    assert best.plan.grid.tp * best.plan.grid.pp > 1
+    assert memory_use(best.plan).total_bytes <= H100.memory_bytes
+
+
+def test_a_shared_count_is_what_a_plan_alone_is_given(seven_b):
+    """All that the search counts once for many layouts, counted for each by itself."""
+    long = load_job(
+        JOBS / "llama-7b-16gpu.yaml",
+        ["data.seq_len=8192", "model.max_positions=8192", "data.global_batch_size=64"],
+    )
+    result = search(long, H100, num_devices=16, top=100)
+    assert {found.plan.grid.cp for found in result.best} == {1, 2}
+    for found in result.best:
+        alone = make_plan(found.plan.job)
+        assert found.plan == alone
+        assert found.time == played_step(alone, H100)
+        assert found.memory == memory_use(alone)
+
+
+@pytest.mark.wide
+def test_context_parallelism_is_tried_where_sequences_are_long():
+    long = ("data.seq_len=131072", "model.max_positions=131072", "data.global_batch_size=32")
+    job = load_job(JOBS / "llama-7b-16gpu.yaml", long)
+    tried = list(candidates(Space(job=job, device=H100, num_devices=128)))
+    assert {each.parallel.cp for each in tried} == {1, 2, 4, 8, 16, 32}
+    assert {each.parallel.cp_method for each in tried} == {"ring", "all_to_all"}
+    best = search(job, H100, num_devices=128, top=1).best[0]
+    assert best.plan.grid.cp > 1
+    alone = search(load_job(JOBS / "llama-7b-16gpu.yaml"), H100, num_devices=16, top=1).best[0]
+    assert alone.plan.grid.cp == 1
+
+
+def test_keys_that_pass_by_take_memory():
+    long = ("data.seq_len=65536", "model.max_positions=65536", "parallel.cp=2", "parallel.dp=1")
+    exchanged, gathered = (
+        memory_use(
+            make_plan(load_job(JOBS / "llama-7b-16gpu.yaml", [*long, f"parallel.cp_method={m}"]))
+        )
+        for m in ("all_to_all", "all_gather")
+    )
+    kv = 2 * 32768 * 8 * 128  # of a rank, heads cut by tp=4
+    passing = 2 * 2 * kv * (2 + 4)
+    outputs = 16 * 2 * 2 * 32768 * 8 * 128  # exchanged: kept twice, by 16 layers, 2 micro-batches
+    assert gathered.activation_bytes - exchanged.activation_bytes == passing - outputs

@@ -1,0 +1,125 @@
+"""The picture: blocks where the events are, waits visible, numbers, axis and legend."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from raymega.schedule.order import Sizes
+from raymega.schedule.simulate import Durations, simulate
+from raymega.schedule.table import make_schedule
+from raymega.schedule.text import timetable
+from raymega.schedule.timeline_svg import draw_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _simulated():
+    program = make_schedule("1f1b", Sizes(pp=2, num_micro_batches=3))
+    events = simulate(program, Durations()).events
+    return {f"rank {i}": row for i, row in enumerate(events)}
+
+
+def _draw(rows, **kwargs):
+    root = ET.fromstring(draw_svg(rows, title="a <b> & c", **kwargs))
+    return root, [text.text for text in root.iter(f"{SVG}text")]
+
+
+def _rects(root, kind):
+    return [rect.attrib for rect in root.iter(f"{SVG}rect") if rect.get("class") == kind]
+
+
+def test_every_forward_and_backward_is_a_block_in_proportion():
+    root, texts = _draw(_simulated())
+    blocks = _rects(root, "block")
+    assert len(blocks) == 2 * 3 * 2
+    widths = sorted({round(float(block["width"])) for block in blocks})
+    assert widths[1] == pytest.approx(2 * widths[0], abs=1)
+    assert [text for text in texts if text in ("0", "1", "2")].count("1") >= 4
+
+
+def test_waits_are_drawn_and_sends_are_not():
+    root, _ = _draw(_simulated())
+    waits = _rects(root, "wait")
+    # Stage 1 waits for micro-batch 0; stage 0 for the gradients of 0 and of the last.
+    assert len(waits) == 3
+    assert len({wait["y"] for wait in waits}) == 2
+
+
+def test_rows_lie_inside_the_paper_and_do_not_overlap():
+    root, _ = _draw(_simulated())
+    rows = _rects(root, "row")
+    tops = [float(row["y"]) for row in rows]
+    assert tops[1] >= tops[0] + float(rows[0]["height"])
+    right = max(float(row["x"]) + float(row["width"]) for row in rows)
+    assert right <= float(root.get("width"))
+    blocks = _rects(root, "block")
+    ends = [float(block["x"]) + float(block["width"]) for block in blocks]
+    assert max(ends) == pytest.approx(right, abs=0.1)
+
+
+def test_title_is_escaped_and_legend_gives_the_bubble():
+    _, texts = _draw(_simulated())
+    assert texts[0] == "a <b> & c"
+    assert "bubble: 0.333 of ideal time, 25.0% of all time" in texts
+    assert {"forward", "backward", "waiting", "rank 0", "rank 1", "time (units)"} <= set(texts)
+
+
+def test_recorded_seconds_look_the_same_in_milliseconds_from_any_start():
+    shifted = {
+        label: [(name, mb, chunk, 5 + start / 1e3, 5 + end / 1e3) for name, mb, chunk, start, end in r]
+        for label, r in _simulated().items()
+    }  # fmt: skip
+    root, texts = _draw(shifted, time_unit="ms", scale=1e3)
+    simulated, _ = _draw(_simulated())
+    assert "time (ms)" in texts
+
+    def geometry(picture):
+        return [[float(block[k]) for k in ("x", "width")] for block in _rects(picture, "block")]
+
+    for mine, wanted in zip(geometry(root), geometry(simulated), strict=True):
+        assert mine == pytest.approx(wanted, abs=0.05)
+
+
+def test_nothing_recorded_is_an_empty_picture():
+    root, _ = _draw({"rank 0": []})
+    assert _rects(root, "block") == []
+
+
+def test_timetable_is_cut_and_aligned_when_it_is_long():
+    program = make_schedule("gpipe", Sizes(pp=11, num_micro_batches=12))
+    lines = timetable(program, max_units=5).splitlines()
+    assert lines[0] == "rank  0  F0  F1  F2  F3  F4  ..."
+    assert lines[1] == "rank  1  .   F0  F1  F2  F3  ..."
+    assert lines[10].startswith("rank 10  .")
+
+
+def test_chunks_and_parts_of_a_backward_have_colours_of_their_own():
+    program = make_schedule("zb_v", Sizes(pp=2, num_micro_batches=4, chunks=2))
+    events = simulate(program, Durations()).events
+    root, texts = _draw({f"rank {i}": row for i, row in enumerate(events)})
+    assert len({block["fill"] for block in _rects(root, "block")}) == 3 * 2
+    assert {"backward, input part", "weight part"} <= set(texts) and "backward" not in texts
+
+
+def test_collectives_are_strips_and_their_waits_are_hatched():
+    rows = {"rank 0": [
+        ("forward", 0, 0, 0.0, 1.0), ("backward", 0, 0, 1.0, 3.0),
+        ("reduce", 0, 0, 2.0, 4.0), ("wait_reduce", 0, 0, 3.0, 4.0),
+    ]}  # fmt: skip
+    root, texts = _draw(rows)
+    (strip,), (wait,) = _rects(root, "strip"), _rects(root, "wait")
+    assert float(strip["width"]) == pytest.approx(2 * float(wait["width"]), abs=0.1)
+    assert any("50% hidden" in text for text in texts)
+
+
+def test_rows_are_as_wide_as_what_is_said_above_them():
+    rows = {"rank 0": [
+        ("forward", 0, 0, 0.0, 1.0), ("backward", 0, 1, 1.0, 3.0),
+        *((name, 0, 0, 2.0, 4.0) for name in ("reduce", "ep_exchange", "cp_pass")),
+    ]}  # fmt: skip
+    root, _ = _draw(rows)
+    said = next(text for text in root.iter(f"{SVG}text") if "hidden" in text.text)
+    (row,) = _rects(root, "row")
+    right = float(row["x"]) + float(row["width"])
+    assert right >= float(said.get("x")) + 6 * len(said.text)
+    assert 0 < float(root.get("width")) - right < 20

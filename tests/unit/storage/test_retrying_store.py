@@ -1,0 +1,56 @@
+import pytest
+
+from raymega.errors import Fault, StorageError
+from raymega.storage.memory import MemoryStore
+from raymega.storage.retrying_store import PatientStore
+
+AWAY = StorageError(Fault(fact="no answer", rule="a store answers", remedy="wait"))
+
+
+class Failing(MemoryStore):
+    """Fails ``times`` times, after or before it has written."""
+
+    def __init__(self, times, *, writes_first=False):
+        super().__init__()
+        self.times, self.writes_first = times, writes_first
+
+    def put(self, key, chunks, *, overwrite):
+        if self.times and self.writes_first:
+            super().put(key, chunks, overwrite=overwrite)
+        if self.times:
+            self.times -= 1
+            raise AWAY
+        super().put(key, chunks, overwrite=overwrite)
+
+
+def patient(store):
+    slept = []
+    return PatientStore(store, pauses_s=(1.0, 2.0), sleep=slept.append), slept
+
+
+def test_write_is_tried_again_with_pauses():
+    store, slept = patient(Failing(2))
+    store.put("a", iter([b"1", b"2"]), overwrite=False)
+    assert store.get("a") == b"12" and slept == [1.0, 2.0]
+
+
+def test_write_fails_when_patience_is_over():
+    store, slept = patient(Failing(3))
+    with pytest.raises(StorageError):
+        store.put("a", [b"1"], overwrite=False)
+    assert slept == [1.0, 2.0]
+
+
+def test_create_only_write_whose_answer_was_lost_is_done():
+    store, _ = patient(Failing(1, writes_first=True))
+    store.put("a", [b"1"], overwrite=False)
+    assert store.get("a") == b"1"
+
+
+def test_create_only_write_of_another_is_refused():
+    inner = Failing(0)
+    inner.put("a", [b"theirs"], overwrite=False)
+    inner.times = 1
+    store, _ = patient(inner)
+    with pytest.raises(FileExistsError):
+        store.put("a", [b"mine"], overwrite=False)

@@ -1,0 +1,25 @@
+"""Signs of life: not more than one in a while, and none from whoever is silent."""
+
+from raymega.messages import Working
+from raymega.train.heartbeat import INTERVAL_S, Pulse
+from tests.support.fakes import FakeClock
+
+
+class _Channel:
+    def __init__(self):
+        self.reports = []
+
+    def report(self, report):
+        self.reports.append(report)
+
+
+def test_portions_are_told_at_most_once_in_an_interval():
+    clock, channel = FakeClock(), _Channel()
+    pulse = Pulse(channel, 3, clock=clock.monotonic)
+    for _ in range(10):
+        pulse()
+    assert channel.reports == []
+    for _ in range(40):
+        clock.advance(INTERVAL_S / 4)
+        pulse()
+    assert channel.reports == [Working(rank=3)] * 10

@@ -1,0 +1,208 @@
+"""Draws are legal, distinct, repeatable, and meet every axis and option that exists."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymega.verify.layout import DEGREES, OPTIONS, Layout
+from raymega.verify.layout_sampling import draw_layouts, features
+from raymega.verify.legal_layouts import (
+    is_legal,
+    layout_of,
+    legal_shapes,
+    reference_layout,
+    with_layout,
+)
+from raymega.verify.shrink import shrink_job
+from tests.unit.verify.jobs import make_job
+
+JOB = make_job()
+OWN = layout_of(JOB)
+SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedule").values
+AXES = {("axis", axis) for axis in DEGREES}
+
+
+ELSEWHERE = ("dynamic_cp", "cp_inner", "ep", "etp", "dispatch", "overlap_experts")
+"""Options that a few layouts of a small dense job cannot meet."""
+
+
+def _met(layouts):
+    return set().union(*map(features, layouts))
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 12), max_ranks=st.integers(2, 8))
+def test_layouts_are_legal_distinct_and_within_bounds(seed, count, max_ranks):
+    layouts = draw_layouts(JOB, own=OWN, count=count, max_ranks=max_ranks, seed=seed)
+    assert len(set(layouts)) == len(layouts) == count
+    assert all(is_legal(JOB, layout) and 2 <= layout.world_size <= max_ranks for layout in layouts)
+
+
+@pytest.mark.wide
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_three_layouts_meet_every_axis_eight_every_pair_and_sixteen_every_schedule(seed):
+    assert _met(draw_layouts(JOB, own=OWN, count=3, max_ranks=8, seed=seed)) >= AXES
+    met = _met(draw_layouts(JOB, own=OWN, count=8, max_ranks=8, seed=seed))
+    assert ("uneven", "dp") in met
+    assert {("pair", *pair) for pair in combinations(sorted(DEGREES), 2)} <= met
+    assert len({feature for feature in met if feature[0] == "micro"}) >= 3
+    met = _met(draw_layouts(JOB, own=OWN, count=16, max_ranks=8, seed=seed))
+    assert met >= {("schedule", name) for name in SCHEDULES_OF_JOBS}
+
+
+def test_same_seed_draws_the_same_and_another_seed_others():
+    first, again, other = (
+        draw_layouts(JOB, own=OWN, count=6, max_ranks=8, seed=s) for s in (1, 1, 2)
+    )
+    assert first == again and first != other
+
+
+def test_jobs_own_layout_comes_first_when_it_fits():
+    job = make_job("parallel.tp=4", "parallel.pp=1", "schedule.name=gpipe")
+    assert draw_layouts(job, own=layout_of(job), count=1, max_ranks=8, seed=0) == (layout_of(job),)
+    assert draw_layouts(job, own=layout_of(job), count=4, max_ranks=2, seed=0)[0].world_size == 2
+
+
+def test_illegal_degrees_are_not_drawn():
+    shapes = list(legal_shapes(JOB, 8))
+    assert {shape.tp for shape in shapes} == {1, 2, 4, 8}, "there are 8 heads"
+    assert {shape.pp for shape in shapes} == {1, 2, 3, 4}, "there are 4 layers"
+    assert {shape.dp for shape in shapes} == set(range(1, 9))
+    assert {shape.cp for shape in shapes} == {1, 2, 4, 8}, "2 * cp divides 32 tokens"
+
+
+def test_no_more_data_parallel_ranks_than_samples():
+    job = make_job("data.global_batch_size=3")
+    assert max(shape.dp for shape in legal_shapes(job, 8)) == 3
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp"])
+def test_job_with_layout_has_that_layout(order):
+    layout = Layout(
+        tp=2, pp=2, schedule="1f1b", micro_batch_size=3, order=order, sequence_parallel=True,
+        recompute="selective", recompute_parts=("norm",),
+    )  # fmt: skip
+    assert layout_of(with_layout(JOB, layout)) == layout
+    assert layout_of(make_job(*layout.overrides())) == layout
+
+
+def test_reference_is_one_rank_with_one_micro_batch():
+    reference = reference_layout(JOB)
+    assert reference.world_size == 1 and reference.micro_batch_size == JOB.data.global_batch_size
+
+
+def test_fourteen_layouts_meet_every_option_at_its_simplest_and_otherwise():
+    met = _met(draw_layouts(JOB, own=OWN, count=14, max_ranks=8, seed=0))
+    for option in OPTIONS:
+        values = {feature for feature in met if feature[0] == option.name}
+        # Documents must be packed for the one, and 8 ranks be on cp alone for the other.
+        assert len(values) >= 2 or option.name in ELSEWHERE, option.name
+
+
+def test_dynamic_cp_is_drawn_where_documents_are_packed():
+    job = make_job("data.packing=best_fit", "data.document_multiple=8")
+    met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=2))
+    assert {value for name, value in _pairs(met) if name == "dynamic_cp"} == {False, True}
+
+
+def test_placements_are_drawn_even_by_cost_uneven_and_with_empty_stages():
+    drawn = draw_layouts(JOB, own=OWN, count=24, max_ranks=8, seed=1)
+    kinds = {value for name, value in _pairs(_met(drawn)) if name == "stages"}
+    assert kinds == {"even", "auto", "uneven", "empty"}
+    for layout in drawn:
+        stages = with_layout(JOB, layout).parallel.stages
+        assert stages == layout.stages
+        if stages not in ("even", "auto"):
+            assert stages.count("|") == layout.num_stages - 1 and layout.num_stages > 1
+
+
+def _pairs(met):
+    return {feature for feature in met if len(feature) == 2}
+
+
+def test_stages_of_the_jobs_own_are_tried_where_the_depth_is_kept():
+    job = make_job("parallel.stages=Ettt|tL")
+    own = layout_of(job)
+    free = make_job()
+    assert draw_layouts(free, own=own, count=1, max_ranks=8, seed=0) == (own,)
+    deeper = make_job("model.num_layers=6")
+    assert draw_layouts(deeper, own=own, count=1, max_ranks=8, seed=0)[0].stages == "even"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("schedule.name=interleaved", "schedule.chunks=2", "schedule.group_size=3"),
+        ("schedule.name=zb_auto", "schedule.max_activations=3", "schedule.owed_share=0.25"),
+    ],
+)
+def test_settings_of_the_jobs_own_schedule_are_tried_on_its_own_grid(words):
+    job = make_job(*words)
+    small = shrink_job(job, steps=3, max_params=10**6, max_ranks=8, is_data_there=True)
+    assert not [change for change in small.changes if change.field.startswith("schedule")]
+    own = layout_of(job)
+    assert own.group_size == 3 or (own.max_activations, own.owed_share) == (3, 0.25)
+    assert draw_layouts(small.job, own=own, count=1, max_ranks=8, seed=0) == (own,)
+
+
+def test_settings_go_with_the_schedule_and_the_stages_that_read_them():
+    grouped = Layout(pp=2, schedule="interleaved", chunks=2, group_size=4)
+    assert is_legal(JOB, grouped) and grouped.with_value("schedule", "gpipe").group_size == "pp"
+    assert grouped.with_value("pp", 1).group_size == "pp"
+    by_hand = Layout(pp=2, first_stage_layers=1, is_loss_a_layer=True)
+    assert is_legal(JOB, by_hand)
+    assert by_hand.with_value("stages", "auto") == Layout(pp=2, stages="auto")
+    assert by_hand.with_value("chunks", 2) == Layout(pp=2, chunks=2, is_loss_a_layer=True)
+
+
+def test_text_goes_with_the_stages_that_it_was_written_for():
+    layout = Layout(pp=2, stages="Ettt|tL")
+    assert layout.with_value("dp", 2).stages == "Ettt|tL"
+    assert layout.with_value("pp", 1).stages == layout.with_value("chunks", 2).stages == "even"
+
+
+def test_placement_by_hand_does_not_keep_other_placements_away():
+    job = make_job("parallel.is_loss_a_layer=true")
+    assert is_legal(job, Layout(pp=2, stages="auto")) and is_legal(job, Layout(pp=2))
+
+
+def test_option_that_changes_nothing_is_left_at_its_simplest():
+    for layout in draw_layouts(JOB, own=OWN, count=30, max_ranks=8, seed=3):
+        assert layout.tp > 1 or not layout.sequence_parallel
+        assert layout.dp * layout.cp > 1 or layout.sharding == "none"
+        assert layout.cp > 1 or layout.cp_method == "ring"
+
+
+@pytest.mark.wide
+def test_hybrid_is_drawn_with_every_number_of_neighbours_that_fits():
+    few = ("data.global_batch_size=1", "model.num_layers=1", "parallel.pp=1", "parallel.tp=1")
+    job = make_job("model.num_heads=8", "model.num_kv_heads=8", *few)
+    drawn = {
+        (layout.cp, layout.cp_inner)
+        for seed in range(30)
+        for layout in draw_layouts(job, own=layout_of(job), count=8, max_ranks=8, seed=seed)
+        if layout.cp_method == "hybrid"
+    }
+    assert drawn == {(4, 2), (8, 2), (8, 4)}
+
+
+def test_what_has_nothing_to_say_on_a_simpler_layout_goes():
+    hybrid = Layout(cp=8, cp_method="hybrid", cp_inner=4, recompute="full", recompute_every=2)
+    assert hybrid.with_value("cp", 1) == replace(
+        hybrid, cp=1, cp_method="ring", cp_inner=2
+    ) and is_legal(JOB, hybrid.with_value("recompute", "none"))
+
+
+def test_experts_are_folded_in_every_way_and_micro_batches_stay_where_routing_goes_by_them():
+    job = make_job("model.moe.num_experts=4", "model.moe.capacity_factor=1.0")
+    layouts = draw_layouts(job, own=layout_of(job), count=8, max_ranks=8, seed=0)
+    met = _met(layouts)
+    assert {name for name, value, *_ in met if name in ("ep", "etp") and value > 1} == {"ep", "etp"}
+    assert {layout.micro_batch_size for layout in layouts} == {job.schedule.micro_batch_size}
+    assert reference_layout(job).micro_batch_size == job.schedule.micro_batch_size
+    free = make_job("model.moe.num_experts=4")
+    assert reference_layout(free).micro_batch_size == free.data.global_batch_size
