@@ -18,7 +18,7 @@ import torch
 from raymega.config.schema import MemorySection, ModelSection
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.saved_tensor_bytes import SavedBytes
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.stages import make_stages
 from tests.support.ranks import RankEnv, run_grid
@@ -75,7 +75,7 @@ def published(recomputed: str, sizes: Sizes, tp: int, *, is_cut: bool) -> float 
 
 def kept_bytes(env: RankEnv, sizes: Sizes, *, is_cut: bool) -> dict[tuple[str, str], int]:
     """What a block in the middle of the model keeps on this rank, by model and recompute."""
-    stream = Stream(tp=env.groups.tp, is_sequence_parallel=is_cut)
+    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_cut)
     return {
         (name, recomputed): _kept(sizes.model(name), memory, sizes, stream)
         for name in MODELS
@@ -83,7 +83,9 @@ def kept_bytes(env: RankEnv, sizes: Sizes, *, is_cut: bool) -> dict[tuple[str, s
     }
 
 
-def _kept(model: ModelSection, memory: MemorySection, sizes: Sizes, stream: Stream) -> int:
+def _kept(
+    model: ModelSection, memory: MemorySection, sizes: Sizes, stream: SequenceParallel
+) -> int:
     _, stage, _ = make_stages((1, 1, 1))
     cpu = torch.device("cpu")
     module = StageModule(model, stage, stream=stream, dtype=torch.bfloat16, device=cpu, seed=1)

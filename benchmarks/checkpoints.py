@@ -38,7 +38,7 @@ from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import Box
 from raymega.parallel.comm.process_groups import open_world
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.tensor_table import GlobalTensor
 from raymega.storage.local import LocalStore
 
@@ -92,10 +92,10 @@ class State:
         pieces = zip(flat.split(sizes), self.tensors.values(), strict=True)
         return flat, [piece.view(values.shape) for piece, values in pieces]
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TensorBlock]:
         """As an optimizer of ours gives them."""
         return [
-            Block(
+            TensorBlock(
                 kind=name.partition("/")[0], tensor=_tensor(name.partition("/")[2], shape), box=box,
                 values=self.tensors[name], is_primary=True,
             )

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from raymega.parallel.comm.process_groups import alone
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.work import Work
 from raymega.parallel.context_parallel import attention, transfers
 from raymega.parallel.context_parallel.context import (
     Context,
-    Places,
     Rows,
+    TokenLayout,
     held_positions,
     make_places,
 )
@@ -68,7 +68,7 @@ class Meter:
 class Watched:
     """A transfer under way, until somebody waited for it."""
 
-    def __init__(self, pending: Pending, began: float, meter: Meter) -> None:
+    def __init__(self, pending: Work, began: float, meter: Meter) -> None:
         self._pending, self._began, self._meter = pending, began, meter
         # The callback must not hold this object: the operation would keep itself and its tensors.
         self._done = done = list[float]()
@@ -113,7 +113,7 @@ def _run(env: RankEnv, method: str, tokens: int, heads: int, rounds: int) -> dic
     }
 
 
-def _step(leaves: list[torch.Tensor], grad: torch.Tensor, places: Places) -> None:
+def _step(leaves: list[torch.Tensor], grad: torch.Tensor, places: TokenLayout) -> None:
     attention.attend(*leaves, places).backward(grad)
     for leaf in leaves:
         leaf.grad = None

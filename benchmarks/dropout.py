@@ -13,7 +13,7 @@ from raymega.config.schema import ModelSection
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.dropout import dropout, keep_mask, row_keys
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.stages import make_stages
 
 RATE, ROUNDS = 0.1, 7
@@ -61,7 +61,7 @@ def make_step(
     alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
     _, stage, _ = make_stages((layers, layers, layers))
     module = StageModule(
-        model, stage, stream=Stream(tp=alone), dtype=torch.float32, device=CPU, seed=1
+        model, stage, stream=SequenceParallel(tp=alone), dtype=torch.float32, device=CPU, seed=1
     )
     tokens, samples = torch.zeros(batch, seq_len, dtype=torch.int64), torch.arange(batch)
     hidden = torch.randn(seq_len, batch, width, requires_grad=True)

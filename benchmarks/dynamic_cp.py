@@ -24,7 +24,12 @@ from raymega.config.schema import ModelSection
 from raymega.data.packing import cut_documents, pack
 from raymega.plan.hardware.lookup import ROUND_H100
 from raymega.plan.packing.cost import PackCost, make_pack_cost, pairs_in
-from raymega.plan.packing.dynamic_cp import Limits, finish_seconds, imbalance, schedule_documents
+from raymega.plan.packing.dynamic_cp import (
+    PackLimits,
+    finish_seconds,
+    imbalance,
+    schedule_documents,
+)
 
 SIGMA = 1.1
 BYTES_PER_TOKEN = 3.0
@@ -121,7 +126,7 @@ def simulate(case: Case, num_ranks: int, *, rounds: int, steps: int) -> dict[str
     """Mean seconds of a step on each side; ``rounds`` micro-batches of static on every rank."""
     size = case.seq_len // case.max_tokens
     cost = case.cost
-    limits = Limits(num_ranks=num_ranks, max_tokens=case.max_tokens)
+    limits = PackLimits(num_ranks=num_ranks, max_tokens=case.max_tokens)
     static, alone, dynamic, balances, sizes = [], [], [], [], []
     for rows in batches(case, rounds * num_ranks // size, steps):
         static.append(max(static_seconds(rows, case, cost, size=size, num_ranks=num_ranks)))

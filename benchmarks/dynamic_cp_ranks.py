@@ -23,7 +23,7 @@ from benchmarks.dynamic_cp import batches, cases
 from benchmarks.measure import median
 from raymega.plan.packing.cost import PackCost, pairs_in
 from raymega.plan.packing.dynamic_cp import (
-    Limits,
+    PackLimits,
     Round,
     finish_seconds,
     imbalance,
@@ -124,7 +124,7 @@ def _work(rank: int, store: str, steps: int, rounds: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     case, me, found = LARGE, Rank(rank), []
-    limits = Limits(num_ranks=RANKS, max_tokens=case.max_tokens)
+    limits = PackLimits(num_ranks=RANKS, max_tokens=case.max_tokens)
     for number, rows in enumerate(batches(case, rounds, steps + 1)):
         lengths = [n for row in rows for n in row]
         schedule = schedule_documents(lengths, limits, me.cost)

@@ -35,16 +35,16 @@ from raymega.messages import (
 )
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
-from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
-from raymega.orchestrate.workers.snapshot_holders import Keepers
+from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import RunPlan, make_plan, read_plan
 from raymega.session import close_session, open_session
 from raymega.storage.registry import open_store
 from raymega.tracking.sink import RunEvent, StepFinished
 from raymega.train import entry
-from raymega.train.save_schedule import Saving
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.step import StepOutcome
 
 RANKS = 2
@@ -61,7 +61,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
     steps = read_plan(
         start.plan_json
     ).job.run.eval_every  # how long a block is; nothing is evaluated
-    entry.Saving = QuietSaving
+    entry.SaveScheduler = QuietSaving
     switch = Switch(channel, steps=steps)
     entry.run_worker(start, switch, rendezvous)
     if start.rank == 0:
@@ -100,13 +100,13 @@ class Switch:
         self._since = time.perf_counter(), time.process_time()
 
 
-class QuietSaving(Saving):
+class QuietSaving(SaveScheduler):
     """No snapshot where the switch is off."""
 
     _channel: Switch
 
     def save_what_is_due(self, outcome: StepOutcome, *, is_last: bool) -> None:
-        """See Saving."""
+        """See SaveScheduler."""
         if self._snapshots:
             self._channel.settle = self._snapshots.wait
         if self._channel.is_on or is_last:
@@ -164,10 +164,10 @@ def measure(plan: RunPlan, folder: str) -> tuple[list[tuple[Sample, Sample]], Me
     clock, meter = SystemClock(), Meter()
     store = open_store(f"{folder}/{plan.job.run.name}")
     lease = Lease(store, holder=this_process(), duration_s=30.0, clock=clock)
-    with held(lease), ThreadPoolExecutor(1) as executor:
+    with hold_lease(lease), ThreadPoolExecutor(1) as executor:
         group = RayWorkerGroup(
             plan, log_dir=Path(folder), can_grow=True, entry="benchmarks.fault_machinery",
-            keepers=Keepers(plan, clock=clock) if plan.job.elastic.snapshot_every else None,
+            keepers=SnapshotServers(plan, clock=clock) if plan.job.elastic.snapshot_every else None,
         )  # fmt: skip
         Controller(plan, lease=lease, group=group, sink=meter, clock=clock, executor=executor).run()
     blocks = json.loads((Path(folder) / plan.job.run.name / TIMES).read_text())

@@ -16,7 +16,7 @@ from benchmarks.measure import interleave, report, set_threads
 from benchmarks.one_rank import CPU, OneRank, make_one_rank_plan
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import build_groups
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 MODEL = {
     "family": "llama", "num_layers": 6, "width": 320, "num_heads": 5, "ffn_width": 864,
@@ -34,7 +34,7 @@ class Bare:
         self.module = StageModule(
             plan.job.model,
             plan.stages[0],
-            stream=Stream(tp=groups.tp, is_sequence_parallel=False),
+            stream=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
             dtype=torch.float32,
             device=CPU,
             seed=plan.job.run.seed,

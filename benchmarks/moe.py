@@ -28,12 +28,12 @@ from raymega.config.moe import MoeSection
 from raymega.config.schema import ModelSection
 from raymega.model.moe.experts import Experts
 from raymega.model.moe.layer import MoeLayer
-from raymega.model.moe.local_experts import mix
+from raymega.model.moe.local_experts import run_local_experts
 from raymega.parallel.comm.collectives import barrier
 from raymega.parallel.comm.process_groups import alone, build_groups
 from raymega.parallel.context_parallel.context import (
-    Places,
     Rows,
+    TokenLayout,
     make_places,
     mark_tokens,
     no_context,
@@ -43,7 +43,7 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import layer_tensors
 from tests.support.ranks import RankEnv, run_grid
@@ -118,7 +118,7 @@ def _factory(moe: MoeSection, *, width: int, ffn_width: int) -> ParameterFactory
     )  # fmt: skip
     return ParameterFactory(
         table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
-        stream=Stream(tp=alone(0)),
+        stream=SequenceParallel(tp=alone(0)),
         dtype=torch.float32,
         device=torch.device("cpu"),
         seed=1,
@@ -162,7 +162,7 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
 
     shapes = ((64, 16, 256), (256, 16, 512), (512, 8, 256))[: 1 if quick else None]
     for width, num_experts, tokens in shapes:
-        nobody, stream = alone(0), Stream(tp=alone(0))
+        nobody, stream = alone(0), SequenceParallel(tp=alone(0))
         groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, stream=stream)
         moe = MoeSection(num_experts=num_experts)
         factory = _factory(moe, width=width, ffn_width=2 * width)
@@ -198,7 +198,7 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
 
 
 def _experts_alone(
-    summed: Summed, layer: MoeLayer, block: torch.nn.Module, x: Tensor, places: Places
+    summed: Summed, layer: MoeLayer, block: torch.nn.Module, x: Tensor, places: TokenLayout
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Both ways from tokens and their choices to weighted sums, for the same choices."""
     tokens = x.detach().flatten(0, 1).requires_grad_()
@@ -206,7 +206,7 @@ def _experts_alone(
         routing = layer.router(tokens, places.marks)[1]
     routing = replace(routing, weights=routing.weights.clone().requires_grad_())
     ours = copy(summed)
-    ours.forward = lambda: mix(tokens, routing, layer.experts)
+    ours.forward = lambda: run_local_experts(tokens, routing, layer.experts)
 
     def theirs() -> Tensor:
         return block.experts(tokens, routing.experts, routing.weights)
@@ -216,10 +216,10 @@ def _experts_alone(
     return ours, lambda: _step(theirs, block, micro_batches=MICRO_BATCHES)
 
 
-def _whole_places(tokens: int) -> Places:
+def _whole_places(tokens: int) -> TokenLayout:
     """As a stage makes them once a micro-batch, for all layers."""
     rows, context = Rows(torch.arange(tokens)[None], ((tokens,),)), no_context()
-    marks = mark_tokens(rows, torch.ones(1, tokens), context, Stream(tp=alone(0)))
+    marks = mark_tokens(rows, torch.ones(1, tokens), context, SequenceParallel(tp=alone(0)))
     return replace(make_places(rows, context), marks=marks)
 
 
@@ -296,7 +296,7 @@ def _rank_step(env: RankEnv, variant: Variant) -> Callable[[], None]:
     groups, here = env.groups, env.grid.expert_coords(env.rank)
     moe = MoeSection(**{**RANK_MOE, **variant.moe})
     weights = draw_weights(moe, width=RANK_WIDTH, ffn_width=RANK_FFN)
-    stream = Stream(tp=groups.tp, is_sequence_parallel=True)
+    stream = SequenceParallel(tp=groups.tp, is_sequence_parallel=True)
     factory = Factory(
         weights, stream, ep=(groups.ep.size, here.ep), etp=(groups.etp.size, here.etp),
         dtype=torch.float32,
@@ -313,7 +313,10 @@ def _rank_step(env: RankEnv, variant: Variant) -> Callable[[], None]:
 
 def _places(env: RankEnv) -> Any:
     rows = Rows(torch.arange(RANK_TOKENS)[None], ((RANK_TOKENS,),))
-    context, stream = no_context(env.rank), Stream(tp=env.groups.tp, is_sequence_parallel=True)
+    context, stream = (
+        no_context(env.rank),
+        SequenceParallel(tp=env.groups.tp, is_sequence_parallel=True),
+    )
     marks = mark_tokens(rows, torch.ones(1, RANK_TOKENS), context, stream)
     return replace(make_places(rows, context), marks=marks)
 

@@ -10,7 +10,7 @@ from raymega.config.load import parse_mapping
 from raymega.messages import Requests
 from raymega.parallel.comm.process_groups import build_groups
 from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.train.build import Parts, build_parts
+from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.state import TrainState, first_state
 from raymega.train.step import train_step
 
@@ -45,7 +45,7 @@ class OneRank:
 
     def __init__(self, plan: RunPlan) -> None:
         groups = build_groups(plan.grid, 0, timeout_s=60.0)
-        self.parts: Parts = build_parts(plan, rank=0, groups=groups, device=CPU)
+        self.parts: TrainingComponents = build_parts(plan, rank=0, groups=groups, device=CPU)
         self.state: TrainState = first_state(plan.job.precision)
 
     def __call__(self) -> float:

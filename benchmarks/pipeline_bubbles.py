@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raymega.parallel.comm.process_groups import build_groups, open_world
-from raymega.parallel.core.weight_grads import Deferral, Made
+from raymega.parallel.core.weight_grads import ComputedTerm, WeightGradQueue
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid
@@ -45,7 +45,9 @@ class _Sleeper(torch.autograd.Function):
     """y = x, in time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, unit_s: float, deferral: Deferral) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, unit_s: float, deferral: WeightGradQueue
+    ) -> Tensor:
         ctx.unit_s, ctx.deferral, ctx.param = unit_s, deferral, weight
         time.sleep(unit_s)
         return x.clone()
@@ -59,7 +61,7 @@ class _Sleeper(torch.autograd.Function):
             return torch.zeros_like(param)
 
         time.sleep(unit_s)
-        return grad, ctx.deferral.settle_or_owe(param, Made(make)), None, None
+        return grad, ctx.deferral.settle_or_owe(param, ComputedTerm(make)), None, None
 
 
 def sizes_of(name: str, pp: int) -> Sizes:
@@ -80,10 +82,10 @@ def _executor(name: str, rank: int, pp: int, unit_s: float, groups) -> tuple[Exe
     sizes = sizes_of(name, pp)
     program = make_schedule(name, sizes)
     placement, own_s = program.placement, unit_s / sizes.chunks
-    deferrals = [Deferral() for _ in range(sizes.chunks)]
+    deferrals = [WeightGradQueue() for _ in range(sizes.chunks)]
 
     def stage_fn(
-        _: int, hidden: Tensor | None, *, stage: int, deferral: Deferral, weight: Tensor
+        _: int, hidden: Tensor | None, *, stage: int, deferral: WeightGradQueue, weight: Tensor
     ) -> Tensor:
         x = torch.zeros(SHAPE) if hidden is None else hidden
         output = _Sleeper.apply(x, weight, own_s, deferral)

@@ -34,10 +34,10 @@ from benchmarks.measure import Sample, interleave, report
 from raymega.parallel.comm.process_groups import Groups, build_groups, open_world
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.tensor_parallel.layers import column_linear
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.pipeline.executor import Executor, StepOutput
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid
@@ -151,10 +151,10 @@ def make_ours(
     )
     placement = program.placement
     stages = [placement.stage(rank, chunk) for chunk in range(chunks)]
-    deferrals = [Deferral() for _ in stages]
-    stream = Stream(tp=groups.tp)
+    deferrals = [WeightGradQueue() for _ in stages]
+    stream = SequenceParallel(tp=groups.tp)
 
-    def multiply(x: Tensor, weight: Tensor, *, deferral: Deferral) -> Tensor:
+    def multiply(x: Tensor, weight: Tensor, *, deferral: WeightGradQueue) -> Tensor:
         if name not in CUT_IN_TWO:
             return nn.functional.linear(x, weight)
         return column_linear(x, weight, None, stream, deferral)

@@ -31,10 +31,10 @@ from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.hang_detector import NUM_STEPS
 from raymega.orchestrate.driver.recovery_timer import PHASES
-from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
-from raymega.orchestrate.workers.snapshot_holders import Keepers
+from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
 from raymega.storage.registry import open_store
@@ -182,12 +182,12 @@ def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = EN
     clock, store = SystemClock(), open_store(f"{folder}/{plan.job.run.name}")
     duration_s = plan.job.elastic.lease_s
     lease = Lease(store, holder=this_process(), duration_s=duration_s, clock=clock)
-    with held(lease), ThreadPoolExecutor(1) as executor:
+    with hold_lease(lease), ThreadPoolExecutor(1) as executor:
         controller = Controller(
             plan,
             lease=lease,
             group=RayWorkerGroup(
-                plan, log_dir=Path(folder), can_grow=True, keepers=Keepers(plan, clock=clock), entry=entry
+                plan, log_dir=Path(folder), can_grow=True, keepers=SnapshotServers(plan, clock=clock), entry=entry
             ),
             sink=killer, clock=clock, executor=executor,
         )  # fmt: skip

@@ -108,14 +108,14 @@ def _module(plan: RunPlan) -> torch.nn.Module:
     """The job's whole model on one rank."""
     from raymega.model.pipeline_stage import StageModule
     from raymega.parallel.comm.process_groups import build_groups
-    from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+    from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
     one = make_plan(plan.job.model_copy(update={"parallel": ParallelSection()}))
     groups = build_groups(one.grid, 0, timeout_s=60.0)
     return StageModule(
         one.job.model,
         one.stages[0],
-        stream=Stream(tp=groups.tp, is_sequence_parallel=False),
+        stream=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
         dtype=torch.float64,
         device=torch.device("cpu"),
         seed=one.job.run.seed,

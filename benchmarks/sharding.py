@@ -32,7 +32,7 @@ from raymega.config.load import parse_mapping
 from raymega.messages import Requests
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import alone, build_groups, open_world
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.train.build import build_parts
 from raymega.train.state import first_state
@@ -109,7 +109,7 @@ class Theirs:
         plan = ours.parts.plan
         self.loader, self.batch = ours.parts.loader, plan.batch
         self.module = StageModule(
-            plan.job.model, plan.stages[0], stream=Stream(tp=alone(rank)), dtype=torch.float32,
+            plan.job.model, plan.stages[0], stream=SequenceParallel(tp=alone(rank)), dtype=torch.float32,
             device=CPU, seed=plan.job.run.seed,
         )  # fmt: skip
         is_resharded = level == "parameters"

@@ -25,14 +25,14 @@ from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.config.load import parse_mapping
 from raymega.messages import Replicas, Requests
-from raymega.orchestrate.workers.report_queue import Outbox
+from raymega.orchestrate.workers.report_queue import ReportQueue
 from raymega.parallel.comm.process_groups import build_groups, open_world
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.snapshot_replicas import snapshot_cost
 from raymega.storage.memory import MemoryStore
-from raymega.storage.memory_server import Keeper, give_memory_back
+from raymega.storage.memory_server import MemoryStoreServer, give_memory_back
 from raymega.train.build import build_parts
-from raymega.train.save_schedule import Saving
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import first_state
 from raymega.train.step import train_step
 
@@ -71,7 +71,7 @@ def plan_for(model: dict[str, object], tokens: int, steps: int) -> RunPlan:
 def keep(addresses) -> None:
     """The process of a keeper."""
     give_memory_back()
-    keeper = Keeper("127.0.0.1", TOKEN)
+    keeper = MemoryStoreServer("127.0.0.1", TOKEN)
     addresses.put((os.getpid(), keeper.uri))
     keeper.wait()
 
@@ -101,8 +101,8 @@ class Trainer:
         )
         self.snapshots = SnapshotWriter(plan, rank=rank, attempt=1, replicas=replicas)
         writer = CheckpointWriter(MemoryStore(), rank=rank, attempt=1, report=print)
-        self.saving = Saving(
-            self.parts, channel=Outbox(), writer=writer, snapshots=self.snapshots, rank=rank
+        self.saving = SaveScheduler(
+            self.parts, channel=ReportQueue(), writer=writer, snapshots=self.snapshots, rank=rank
         )  # fmt: skip
         self.stalls_s: list[float] = []
 

@@ -33,7 +33,7 @@ from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Groups, build_groups, open_world
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import layer_tensors
 
@@ -87,7 +87,7 @@ def make_ours(model: ModelSection, rank: int, *, is_fused: bool) -> nn.Module:
     groups = _groups(rank)
     factory = ParameterFactory(
         table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
-        stream=Stream(tp=groups.tp, is_sequence_parallel=False),
+        stream=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
         dtype=torch.float32,
         device=CPU,
         seed=1,

@@ -32,13 +32,13 @@ from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.ray_train.dashboard_tab import TrainTabSink
-from raymega.orchestrate.run_store.cluster_lock import sole_driver
+from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.run_store.journal import open_record
-from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.preflight import Preflight
 from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY, RayWorkerGroup
-from raymega.orchestrate.workers.snapshot_holders import Keepers
+from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -55,13 +55,13 @@ from raymega.storage.registry import (
     open_store,
     store_faults,
 )
-from raymega.storage.retrying_store import PatientStore
+from raymega.storage.retrying_store import RetryingStore
 from raymega.storage.store import Store
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
-from raymega.tracking.plots_sink import PicturesSink
+from raymega.tracking.plots_sink import PlotsSink
 from raymega.tracking.ray_metrics import RayMetricsSink
 from raymega.tracking.sink import RunFinished, Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
@@ -176,10 +176,10 @@ def train(
         RaymegaError: Anything else that ended it; the class tells the exit code.
     """
     plan, clock = make_plan(job), SystemClock()
-    store = PatientStore(open_store(run_uri(job)))
+    store = RetryingStore(open_store(run_uri(job)))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     me, duration_s = this_process(), job.elastic.lease_s
-    with held(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
+    with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
         return _drive(plan, lease, address=address, sinks=sinks, choice=choice, entry=entry)
 
 
@@ -197,7 +197,7 @@ def _drive(
     session = open_session(address)
     try:
         with (
-            sole_driver(lease),
+            hold_cluster_lock(lease),
             _watching(job, sinks, choice) as sink,
             ThreadPoolExecutor(max_workers=1) as executor,
         ):
@@ -227,7 +227,7 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
     has_snapshots = job.elastic.snapshot_every > 0
     return RayWorkerGroup(
         plan,
-        keepers=Keepers(plan, clock=SystemClock()) if has_snapshots else None,
+        keepers=SnapshotServers(plan, clock=SystemClock()) if has_snapshots else None,
         log_dir=folder / "logs",
         can_grow=can_grow,
         entry=entry,
@@ -307,7 +307,7 @@ def _watching(job: Job, sinks: Sequence[Sink], choice: Choice | None) -> Iterato
     if job.tracking.ray_train_tab:
         watchers.append(TrainTabSink(clock=_unix_s))
     others = CompositeSink(watchers)
-    pictures = PicturesSink(
+    pictures = PlotsSink(
         folder,
         metrics=metrics,
         references=_loss_references(job),

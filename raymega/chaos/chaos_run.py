@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raymega.chaos.driver_process import DriverProcess, Heard
-from raymega.chaos.fault_injector import Inflicter, Target
-from raymega.chaos.fault_schedule import Blow
+from raymega.chaos.driver_process import DriverOutput, DriverProcess
+from raymega.chaos.fault_injector import FaultInjector, FaultTarget
+from raymega.chaos.fault_schedule import ScheduledFault
 from raymega.chaos.faults import KINDS, ChaosFault
 from raymega.chaos.phase_barriers import RAISE, Arrival, Gate, arrival_at, close_gate, open_gate
 from raymega.chaos.processes import Memory, look_at
@@ -21,7 +21,7 @@ TICK_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strike:
+class InjectedFault:
     """A fault that was inflicted.
 
     Attributes:
@@ -38,7 +38,7 @@ class Strike:
 
 
 @dataclass(kw_only=True)
-class Ordeal:
+class ChaosRun:
     """A run under faults.
 
     Attributes:
@@ -54,18 +54,18 @@ class Ordeal:
     """
 
     driver: DriverProcess
-    inflicter: Inflicter
+    inflicter: FaultInjector
     world_size: int
     faults: Sequence[ChaosFault] = ()
-    blows: Iterator[Blow] = field(default_factory=lambda: iter(()))
+    blows: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
     stop_after_s: float = float("inf")
-    strikes: list[Strike] = field(default_factory=list)
+    strikes: list[InjectedFault] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     is_stopped: bool = False
     _pids: Mapping[int, int] = field(default_factory=dict)
     _step: int = 0
     _num_closed: int = 0
-    _next: Blow | None = None
+    _next: ScheduledFault | None = None
     _calm_since_s: float | None = None
 
     def run(self, *, timeout_s: float) -> int:
@@ -101,7 +101,7 @@ class Ordeal:
             return None
         return code
 
-    def _hear(self, heard: Heard) -> None:
+    def _hear(self, heard: DriverOutput) -> None:
         match heard.name:
             case "workers":
                 self._pids = {int(rank): pid for rank, pid in heard.event["pids"].items()}
@@ -179,7 +179,7 @@ class Ordeal:
             self.driver.signal(15)
 
     def _strike(self, fault: ChaosFault, arrival: Arrival) -> str:
-        target = Target(pid=arrival.pid, node=self.inflicter.box.node_of(arrival.pid))
+        target = FaultTarget(pid=arrival.pid, node=self.inflicter.box.node_of(arrival.pid))
         family = KINDS[fault.kind].family
         done = arrival.step - (fault.phase == "step")  # the driver may not have said so yet
         self._step = max(self._step, done)
@@ -189,7 +189,9 @@ class Ordeal:
         return self.inflicter.inflict(fault.kind, target)
 
     def _note(self, fault: ChaosFault, rank: int) -> None:
-        self.strikes.append(Strike(fault=fault, at_s=time.monotonic(), rank=rank, step=self._step))
+        self.strikes.append(
+            InjectedFault(fault=fault, at_s=time.monotonic(), rank=rank, step=self._step)
+        )
 
     def _was_ended_by_us(self) -> bool:
         """The process that ended now was hit since it was started."""

@@ -10,8 +10,8 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 
-from raymega.chaos.experiment import Drill, Verdict, run_calm, run_drill
-from raymega.chaos.fault_schedule import DRAWN, Blow, draw_blows, draw_victims
+from raymega.chaos.experiment import ChaosExperiment, Verdict, run_baseline, run_drill
+from raymega.chaos.fault_schedule import DRAWN, ScheduledFault, draw_blows, draw_victims
 from raymega.chaos.faults import KINDS, ChaosFault, parse_faults
 from raymega.chaos.network import missing
 from raymega.chaos.plot import draw_verdict
@@ -53,7 +53,7 @@ def drill(
     """
     faults, blows = _faults(job, options)
     out = options.out or Path(tempfile.mkdtemp(prefix="raymega-chaos-"))
-    plan = Drill(
+    plan = ChaosExperiment(
         job_file=job_file.absolute(),
         overrides=overrides,
         job=job,
@@ -69,14 +69,14 @@ def drill(
     needs_network = any(KINDS[kind].needs_network for kind in _kinds_of(faults, options))
     nodes, cpus = options.nodes, _cpus_per_node(job)
     with sandbox(num_nodes=nodes, cpus_per_node=cpus, has_network=needs_network) as box:
-        verdict = run_drill(plan, box, lambda last: run_calm(plan, box, last=last))
+        verdict = run_drill(plan, box, lambda last: run_baseline(plan, box, last=last))
     draw_verdict(verdict, out / PICTURE_FILE, title=f"{job.run.name} under faults")
     report = verdict_object(verdict, seed=options.seed)
     (out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     return verdict, out
 
 
-def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator[Blow]]:
+def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator[ScheduledFault]]:
     mistakes = _job_faults(job)
     is_listed, is_drawn = bool(options.faults), options.mtbf_s > 0
     if is_listed == is_drawn:

@@ -21,7 +21,7 @@ DRIVER = "raymega.chaos.driver_entry"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heard:
+class DriverOutput:
     """A line of the driver: when it came, and what it says."""
 
     at_s: float
@@ -46,10 +46,10 @@ class DriverProcess:
 
     command: Sequence[str]
     errors: Path
-    heard: list[Heard] = field(default_factory=list)
+    heard: list[DriverOutput] = field(default_factory=list)
     begun_s: list[float] = field(default_factory=list)
     _process: subprocess.Popen[str] | None = None
-    _lines: queue.SimpleQueue[Heard] = field(default_factory=queue.SimpleQueue)
+    _lines: queue.SimpleQueue[DriverOutput] = field(default_factory=queue.SimpleQueue)
     _reader: Thread | None = None
 
     @property
@@ -76,7 +76,7 @@ class DriverProcess:
         self._reader = Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 
-    def listen(self) -> list[Heard]:
+    def listen(self) -> list[DriverOutput]:
         """Lines that came since the last call."""
         new = []
         while not self._lines.empty():
@@ -101,7 +101,7 @@ class DriverProcess:
         with lines:
             for line in lines:
                 with suppress(ValueError):  # a killed driver tears its last line
-                    self._lines.put(Heard(at_s=time.monotonic(), event=json.loads(line)))
+                    self._lines.put(DriverOutput(at_s=time.monotonic(), event=json.loads(line)))
 
 
 def driver_command(job_file: Path, address: str, overrides: Sequence[str]) -> list[str]:

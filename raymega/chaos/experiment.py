@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raymega.chaos.chaos_run import Ordeal
-from raymega.chaos.driver_process import DriverProcess, Heard, driver_command
-from raymega.chaos.fault_injector import Inflicter
-from raymega.chaos.fault_schedule import Blow
+from raymega.chaos.chaos_run import ChaosRun
+from raymega.chaos.driver_process import DriverOutput, DriverProcess, driver_command
+from raymega.chaos.fault_injector import FaultInjector
+from raymega.chaos.fault_schedule import ScheduledFault
 from raymega.chaos.faults import KINDS, ChaosFault
 from raymega.chaos.leak_check import find_leftovers, forget_gates
 from raymega.chaos.phase_barriers import FOLDER
 from raymega.chaos.processes import Memory
-from raymega.chaos.run_comparison import Comparison, compare_runs, surviving
+from raymega.chaos.run_comparison import RunComparison, compare_runs, surviving
 from raymega.chaos.sandbox import Sandbox
-from raymega.chaos.time_accounting import Incident, TimeSheet, incidents, time_sheet
+from raymega.chaos.time_accounting import Incident, TimeBreakdown, incidents, time_sheet
 from raymega.config.schema import Job
 from raymega.errors import Fault, PreemptedError, RaymegaError
 from raymega.plan.run_plan import make_plan
 
 CALM_NAME, TRIED_NAME = "undisturbed", "under-faults"
 PREEMPTED = PreemptedError.exit_code
-Undisturbed = Callable[[int], Sequence[Heard]]
+Undisturbed = Callable[[int], Sequence[DriverOutput]]
 """What the undisturbed run said up to a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drill:
+class ChaosExperiment:
     """What to do.
 
     Attributes:
@@ -41,8 +41,8 @@ class Drill:
         faults: A list of faults; or
         blows: faults by chance, until
         stop_after_s: so long after the start.
-        hold_s: See Inflicter.
-        return_s: See Inflicter.
+        hold_s: See FaultInjector.
+        return_s: See FaultInjector.
         timeout_s: Longest time of one of the two runs.
     """
 
@@ -52,7 +52,7 @@ class Drill:
     out: Path
     num_nodes: int
     faults: Sequence[ChaosFault] = ()
-    blows: Iterator[Blow] = field(default_factory=lambda: iter(()))
+    blows: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
     stop_after_s: float = float("inf")
     hold_s: float = 3.0
     return_s: float = 10.0
@@ -79,16 +79,16 @@ class Verdict:
     code: int
     incidents: Sequence[Incident]
     missed: Sequence[ChaosFault]
-    sheet: TimeSheet
-    comparison: Comparison
+    sheet: TimeBreakdown
+    comparison: RunComparison
     leftovers: Sequence[str]
     memory: Sequence[Memory]
-    calm: Sequence[Heard]
-    tried: Sequence[Heard]
+    calm: Sequence[DriverOutput]
+    tried: Sequence[DriverOutput]
     faults: Sequence[str]
 
 
-def run_calm(drill: Drill, box: Sandbox, *, last: int) -> Sequence[Heard]:
+def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence[DriverOutput]:
     """What the undisturbed run says up to step ``last``, on the same cluster.
 
     Raises:
@@ -109,7 +109,7 @@ def run_calm(drill: Drill, box: Sandbox, *, last: int) -> Sequence[Heard]:
     return ordeal.driver.heard
 
 
-def run_drill(drill: Drill, box: Sandbox, undisturbed: Undisturbed) -> Verdict:
+def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) -> Verdict:
     """The run under faults, and its verdict; ``undisturbed`` says what to compare it with."""
     box.fill(drill.num_nodes)
     ordeal = _ordeal(drill, box, TRIED_NAME, is_calm=False)
@@ -174,8 +174,8 @@ def _until(job: Job, last: int) -> list[str]:
 
 
 def _ordeal(
-    drill: Drill, box: Sandbox, name: str, *, more: Sequence[str] = (), is_calm: bool
-) -> Ordeal:
+    drill: ChaosExperiment, box: Sandbox, name: str, *, more: Sequence[str] = (), is_calm: bool
+) -> ChaosRun:
     folder = drill.out / name
     settings = (*drill.overrides, *more, f"checkpoint.uri={drill.out}", f"run.name={name}")
     drill.out.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def _ordeal(
         command=driver_command(drill.job_file, box.address, settings),
         errors=drill.out / f"{name}.stderr",
     )
-    inflicter = Inflicter(
+    inflicter = FaultInjector(
         box=box,
         driver=driver,
         folder=folder / FOLDER,
@@ -192,7 +192,7 @@ def _ordeal(
         hold_s=drill.hold_s,
         return_s=drill.return_s,
     )
-    return Ordeal(
+    return ChaosRun(
         driver=driver,
         inflicter=inflicter,
         world_size=make_plan(drill.job).grid.world_size,

@@ -24,7 +24,7 @@ LOCK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class FaultTarget:
     """What a fault may hit: a worker's process, and the node that it is on."""
 
     pid: int
@@ -32,7 +32,7 @@ class Target:
 
 
 @dataclass(kw_only=True)
-class Inflicter:
+class FaultInjector:
     """Everything that can be done to one run, and what must be undone later.
 
     Attributes:
@@ -54,11 +54,11 @@ class Inflicter:
     return_s: float
     _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
-    def inflict(self, kind: str, target: Target) -> str:
+    def inflict(self, kind: str, target: FaultTarget) -> str:
         """Do it; the answer that whoever waits at the gate is to get."""
         if kind == "raise":
             return RAISE
-        actions: Mapping[str, Callable[[Target], None]] = {
+        actions: Mapping[str, Callable[[FaultTarget], None]] = {
             "kill-worker": lambda at: os.kill(at.pid, signal.SIGKILL),
             "hang": lambda at: os.kill(at.pid, signal.SIGSTOP),
             "kill-node": self._kill_node,
@@ -93,22 +93,22 @@ class Inflicter:
     def _do_later(self, seconds: float, action: Callable[[], None]) -> None:
         self._later.append((time.monotonic() + seconds, action))
 
-    def _kill_node(self, target: Target) -> None:
+    def _kill_node(self, target: FaultTarget) -> None:
         if target.node:
             self._replace_later()
             self.box.kill(target.node)
 
-    def _freeze_node(self, target: Target) -> None:
+    def _freeze_node(self, target: FaultTarget) -> None:
         if target.node:
             self._replace_later()
             self.box.freeze(target.node)
 
-    def _pull_cable(self, target: Target) -> None:
+    def _pull_cable(self, target: FaultTarget) -> None:
         if target.node:
             self._replace_later()
             self.box.cut_off(target.node)
 
-    def _drain_node(self, target: Target) -> None:
+    def _drain_node(self, target: FaultTarget) -> None:
         """Ray is asked for drains once a second, and a tiny job does tens of steps in that."""
         slow_down(self.folder)
         if target.node:
@@ -119,7 +119,7 @@ class Inflicter:
         if self.return_s < float("inf"):
             self._do_later(self.return_s, lambda: self.box.fill(self.num_nodes))
 
-    def _lock_database(self, _target: Target) -> None:
+    def _lock_database(self, _target: FaultTarget) -> None:
         """As long as another process holds the lock, the run's own writes are refused."""
         self.database.parent.mkdir(parents=True, exist_ok=True)
         lock = sqlite3.connect(self.database, timeout=LOCK_TIMEOUT_S, isolation_level=None)

@@ -15,7 +15,7 @@ NUM_CANDIDATES = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blow:
+class ScheduledFault:
     """A fault at a time: ``after_s`` seconds after the one before was made good."""
 
     kind: str
@@ -25,11 +25,11 @@ class Blow:
 
 def draw_blows(
     *, mtbf_s: float, seed: int, world_size: int, kinds: Sequence[str] = DRAWN
-) -> Iterator[Blow]:
+) -> Iterator[ScheduledFault]:
     """Without end: exponential times of mean ``mtbf_s``, kinds and victims alike by chance."""
     draw = Random(seed)
     while True:
-        yield Blow(
+        yield ScheduledFault(
             kind=draw.choice(list(kinds)),
             after_s=draw.expovariate(1.0 / mtbf_s),
             rank=draw.randrange(world_size),

@@ -21,7 +21,7 @@ written its part of a checkpoint, which is not committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class FaultKind:
     """A kind of fault.
 
     Attributes:
@@ -39,52 +39,52 @@ class Kind:
     needs_network: bool = False
 
 
-KINDS: Mapping[str, Kind] = {
-    "kill-worker": Kind(
+KINDS: Mapping[str, FaultKind] = {
+    "kill-worker": FaultKind(
         family="worker", help="SIGKILL to the process of a rank", ends_attempt=True
     ),
-    "hang": Kind(
+    "hang": FaultKind(
         family="worker", help="SIGSTOP to the process of a rank, for good", ends_attempt=True
     ),
-    "raise": Kind(
+    "raise": FaultKind(
         family="worker",
         help="an exception in the training thread of one rank",
         ends_attempt=True,
         phases=tuple(phase for phase in PHASES if phase != "spawn"),  # no training thread yet
     ),
-    "kill-node": Kind(
+    "kill-node": FaultKind(
         family="node", help="SIGKILL to a node's raylet and to all its processes", ends_attempt=True
     ),
-    "freeze-node": Kind(
+    "freeze-node": FaultKind(
         family="node", help="SIGSTOP to a node's raylet and to all its processes", ends_attempt=True
     ),
-    "link-down": Kind(
+    "link-down": FaultKind(
         family="node",
         help="the cable of a node is pulled; it works on, and nobody hears of it",
         ends_attempt=True,
         needs_network=True,
     ),
-    "drain-node": Kind(
+    "drain-node": FaultKind(
         family="node",
         help="Ray is told that a node will be taken away, and at the deadline it is",
         ends_attempt=True,
     ),
-    "kill-driver": Kind(
+    "kill-driver": FaultKind(
         family="driver", help="SIGKILL to the driver; the same command again", ends_attempt=True
     ),
-    "stop-driver": Kind(
+    "stop-driver": FaultKind(
         family="driver", help="SIGTERM to the driver; the same command again", ends_attempt=True
     ),
-    "store-errors": Kind(
+    "store-errors": FaultKind(
         family="service", help="each write to the store fails, for a while", ends_attempt=False
     ),
-    "store-slow": Kind(
+    "store-slow": FaultKind(
         family="service", help="each write to the store takes a second more", ends_attempt=False
     ),
-    "disk-full": Kind(
+    "disk-full": FaultKind(
         family="service", help="writes to the store fail half-way: no space", ends_attempt=False
     ),
-    "mlflow-down": Kind(
+    "mlflow-down": FaultKind(
         family="service", help="MLflow's database refuses writes, for a while", ends_attempt=False
     ),
 }

@@ -22,7 +22,7 @@ TROUBLE_FILE = "trouble"
 SLOW_S = 1.0
 
 
-class TroubledStore:
+class FaultyStore:
     """The Store protocol; safe from any thread."""
 
     def __init__(self, store: Store) -> None:
@@ -88,4 +88,4 @@ def trouble_folders() -> None:
 
 def _troubled(make: Callable[[], Backend]) -> Backend:
     backend = make()
-    return replace(backend, open=lambda uri: TroubledStore(backend.open(uri)))
+    return replace(backend, open=lambda uri: FaultyStore(backend.open(uri)))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from raymega.chaos.driver_process import Heard
+from raymega.chaos.driver_process import DriverOutput
 from raymega.chaos.processes import is_alive
 from raymega.chaos.sandbox import Sandbox
 from raymega.storage.local import PARTIAL_FOLDER
@@ -20,7 +20,7 @@ PATIENCE_S = 15.0
 
 
 def find_leftovers(
-    box: Sandbox, heard: Sequence[Heard], *, driver: int, run: Path | None
+    box: Sandbox, heard: Sequence[DriverOutput], *, driver: int, run: Path | None
 ) -> list[str]:
     """After some time for it to go; by a word each.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from raymega.chaos.driver_process import Heard
+from raymega.chaos.driver_process import DriverOutput
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4}
 """Largest relative deviation of a loss on another grid than the undisturbed run's, by compute dtype."""
@@ -13,7 +13,7 @@ LOW_PRECISION_LIMIT = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class RunComparison:
     """Two loss curves, and what their steps were trained on.
 
     Attributes:
@@ -33,7 +33,9 @@ class Comparison:
     faults: Sequence[str]
 
 
-def compare_runs(calm: Sequence[Heard], tried: Sequence[Heard], *, dtype: str) -> Comparison:
+def compare_runs(
+    calm: Sequence[DriverOutput], tried: Sequence[DriverOutput], *, dtype: str
+) -> RunComparison:
     """The steps that survived in ``tried`` against those of ``calm``.
 
     As long as the run had one grid, losses are equal to the bit; from the first step on another one
@@ -44,7 +46,7 @@ def compare_runs(calm: Sequence[Heard], tried: Sequence[Heard], *, dtype: str) -
     common = sorted(ours.keys() & theirs.keys())
     off = {step: _deviation(ours[step]["loss"], theirs[step]["loss"]) for step in common}
     at = max(off, key=lambda step: off[step], default=0)
-    return Comparison(
+    return RunComparison(
         num_steps=len(common),
         num_equal=sum(value == 0 for value in off.values()),
         largest=off.get(at, 0.0),
@@ -54,7 +56,7 @@ def compare_runs(calm: Sequence[Heard], tried: Sequence[Heard], *, dtype: str) -
     )
 
 
-def surviving(heard: Sequence[Heard]) -> Mapping[int, Mapping[str, object]]:
+def surviving(heard: Sequence[DriverOutput]) -> Mapping[int, Mapping[str, object]]:
     """The steps of the history that survived: an attempt undoes those beyond the one it begins from."""
     steps: dict[int, Mapping[str, object]] = {}
     for each in heard:

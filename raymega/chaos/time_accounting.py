@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raymega.chaos.chaos_run import Strike
-from raymega.chaos.driver_process import Heard
+from raymega.chaos.chaos_run import InjectedFault
+from raymega.chaos.driver_process import DriverOutput
 from raymega.chaos.faults import KINDS
 
 STARTING, STEPPING, BETWEEN, ENDING = "start", "steps that count", "between steps", "end"
@@ -32,7 +32,7 @@ class Incident:
         cause: What the driver said.
     """
 
-    strike: Strike
+    strike: InjectedFault
     detection_s: float = -1.0
     recovery_s: float = -1.0
     lost_steps: int = 0
@@ -43,7 +43,7 @@ class Incident:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimeSheet:
+class TimeBreakdown:
     """Seconds of a run by what they went into; they add up to ``wall_s``."""
 
     wall_s: float
@@ -56,13 +56,15 @@ class TimeSheet:
 
 
 def incidents(
-    heard: Sequence[Heard], strikes: Sequence[Strike], begun_s: Sequence[float]
+    heard: Sequence[DriverOutput], strikes: Sequence[InjectedFault], begun_s: Sequence[float]
 ) -> list[Incident]:
     """One for each fault, in their order."""
     return [_incident(heard, strike, begun_s) for strike in strikes]
 
 
-def _incident(heard: Sequence[Heard], strike: Strike, begun_s: Sequence[float]) -> Incident:
+def _incident(
+    heard: Sequence[DriverOutput], strike: InjectedFault, begun_s: Sequence[float]
+) -> Incident:
     before = [each for each in heard if each.at_s <= strike.at_s]
     after = [each for each in heard if each.at_s > strike.at_s]
     grid = _grid(before)
@@ -87,7 +89,7 @@ def _incident(heard: Sequence[Heard], strike: Strike, begun_s: Sequence[float]) 
 
 
 def _end_of_attempt(
-    after: Sequence[Heard], strike: Strike, begun_s: Sequence[float]
+    after: Sequence[DriverOutput], strike: InjectedFault, begun_s: Sequence[float]
 ) -> tuple[float, str] | None:
     """When the fault showed, and as what: a lost attempt, a new one, or another driver."""
     if KINDS[strike.fault.kind].family == "driver":
@@ -101,19 +103,19 @@ def _end_of_attempt(
     return None
 
 
-def _is_step(each: Heard, until_s: float) -> bool:
+def _is_step(each: DriverOutput, until_s: float) -> bool:
     return each.name == "step" and each.at_s < until_s
 
 
-def _grid(heard: Sequence[Heard]) -> Mapping[str, int]:
+def _grid(heard: Sequence[DriverOutput]) -> Mapping[str, int]:
     """Of the last attempt; the order of lines is the order in time."""
     attempts = [each for each in heard if each.name == "attempt"]
     return dict(attempts[-1].event["grid"]) if attempts else {}
 
 
 def time_sheet(
-    heard: Sequence[Heard], found: Sequence[Incident], *, begun_s: float, ended_s: float
-) -> TimeSheet:
+    heard: Sequence[DriverOutput], found: Sequence[Incident], *, begun_s: float, ended_s: float
+) -> TimeBreakdown:
     """Where the time went: each second once, to the fault that came first where two overlap."""
     spans = _spans(found, ended_s)
     steps = _surviving_steps(heard)
@@ -131,7 +133,7 @@ def time_sheet(
     wall_s = ended_s - begun_s
     named_s = by_cause[STEPPING] + lost_s + by_cause[STARTING] + by_cause[ENDING]
     by_cause[BETWEEN] = max(0.0, wall_s - named_s)
-    return TimeSheet(wall_s=wall_s, by_cause=dict(by_cause))
+    return TimeBreakdown(wall_s=wall_s, by_cause=dict(by_cause))
 
 
 def _spans(found: Sequence[Incident], ended_s: float) -> list[tuple[str, float, float]]:
@@ -148,7 +150,7 @@ def _spans(found: Sequence[Incident], ended_s: float) -> list[tuple[str, float, 
     return spans
 
 
-def _surviving_steps(heard: Sequence[Heard]) -> list[tuple[float, float]]:
+def _surviving_steps(heard: Sequence[DriverOutput]) -> list[tuple[float, float]]:
     """When each step of the history that survived was over, and how long it took."""
     last = {each.event["step"]: each for each in heard if each.name == "step"}
     return [(last[step].at_s, last[step].event["step_time_s"]) for step in sorted(last)]

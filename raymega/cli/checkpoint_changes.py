@@ -11,7 +11,7 @@ import typer
 
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.checkpoint.tools.inspection import absence_faults, open_checkpoint
-from raymega.checkpoint.tools.retention import Keep, Pruner
+from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.cli.submit import server_url
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.orchestrate.driver.save_requests import ask_for_save
@@ -63,7 +63,9 @@ def prune(
         raise_faults(ConfigError, absence_faults(uri))
     deleted: tuple[str, ...] = ()
     if keep_last:
-        pruner = Pruner(open_store(uri), Keep(last=keep_last, every=keep_every, best=keep_best))
+        pruner = Pruner(
+            open_store(uri), RetentionPolicy(last=keep_last, every=keep_every, best=keep_best)
+        )
         deleted = pruner.expired() if is_dry else pruner.prune()
     if as_json:
         print(json.dumps({"uri": uri, "dry_run": is_dry, "aborted": aborted, "deleted": deleted}))

@@ -14,7 +14,7 @@ from raymega import api
 from raymega.cli.tables import table
 from raymega.cli.train import Overrides
 from raymega.errors import ConfigError, Fault, raise_faults
-from raymega.orchestrate.diagnostics.checks import Finding, examine
+from raymega.orchestrate.diagnostics.checks import CheckFinding, examine
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.hardware.catalog_file import SUFFIXES
 from raymega.session import session_at
@@ -51,7 +51,7 @@ def doctor(
     if calibrate is not None:
         raise_faults(ConfigError, _calibrate_faults(job_file, calibrate))
     job = api.load_job(job_file, overrides or ()) if job_file else None
-    findings: list[Finding] = []
+    findings: list[CheckFinding] = []
     with session_at(address):
         plan = api.plan(job) if job else None
         for finding in examine(plan, store_uri=job.checkpoint.uri if job else ""):
@@ -96,7 +96,7 @@ def _calibrate_faults(job_file: Path | None, path: Path) -> list[Fault]:
     return faults
 
 
-def _show_bandwidth(findings: list[Finding]) -> None:
+def _show_bandwidth(findings: list[CheckFinding]) -> None:
     """What was measured on each axis beside what its link can carry."""
     measured = [f.values for f in findings if f.check == "bandwidth" and f.status == "ok"]
     rows = [
@@ -115,7 +115,7 @@ def _show_bandwidth(findings: list[Finding]) -> None:
         print(table(headers, rows))
 
 
-def _show(finding: Finding) -> None:
+def _show(finding: CheckFinding) -> None:
     print(f"{MARKS[finding.status]}  {finding.check}: {finding.fact}", flush=True)
     if finding.remedy:
         print(f"         -> {finding.remedy}", flush=True)

@@ -15,11 +15,11 @@ import numpy as np
 from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
-from raymega.checkpoint.format.data_file import Layout, lay_out, read_block, saved_boxes
+from raymega.checkpoint.format.data_file import FileLayout, layout_file, read_block, saved_boxes
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.keys import CheckpointId, data_file, folder_of, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, commit, list_manifests
-from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, Share
+from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, WriteAssignment
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array, storage_type
@@ -36,7 +36,7 @@ State = dict[str, int | float | str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class TensorSource:
     """A block of a tensor that is to be written.
 
     Attributes:
@@ -101,7 +101,7 @@ def write_weights(
         created: When: ISO 8601, UTC.
     """
     sources = [
-        Source(
+        TensorSource(
             tensor=f"{WEIGHTS}/{tensor.name}", dtype=dtype, global_shape=tensor.shape,
             box=tensor.whole, read=partial(values, tensor),
         )
@@ -111,7 +111,7 @@ def write_weights(
     return write_checkpoint(store, sources, Header(state=state, job=job, created=created, grid={}))
 
 
-def write_checkpoint(store: Store, sources: Sequence[Source], header: Header) -> str:
+def write_checkpoint(store: Store, sources: Sequence[TensorSource], header: Header) -> str:
     """Write a checkpoint of ``sources``, which tile their tensors, and return its manifest's key.
 
     When something fails, what was written is removed.
@@ -189,10 +189,10 @@ def read_box(store: Store, manifest: Manifest, saved: SavedBox) -> Array:
     return block.reshape(saved.box.shape)
 
 
-def _files(sources: Sequence[Source]) -> Iterator[list[Source]]:
+def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
     """Blocks of one data file each: until one has FILE_BYTES or more."""
     size = 0
-    batch: list[Source] = []
+    batch: list[TensorSource] = []
     for source in sources:
         batch.append(source)
         size += source.num_bytes
@@ -204,24 +204,24 @@ def _files(sources: Sequence[Source]) -> Iterator[list[Source]]:
 
 
 def _write_file(
-    store: Store, key: str, sources: Sequence[Source], at: CheckpointId
+    store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
     shares = [share for i, source in enumerate(sources) for share in _shares(i, source)]
-    layout, checksums = lay_out(shares), list[int]()
+    layout, checksums = layout_file(shares), list[int]()
     header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)
     file = key.rpartition("/")[2]
     return saved_boxes(layout, checksums, file=file, header_bytes=len(header))
 
 
-def _shares(index: int, source: Source) -> Iterator[Share]:
+def _shares(index: int, source: TensorSource) -> Iterator[WriteAssignment]:
     """The source in blocks of rows of bounded size."""
     num_rows, *rest = source.box.shape
     row_bytes = prod(rest) * element_type(source.dtype).num_bytes
     step = max(1, MAX_BOX_BYTES // row_bytes)
     for row in range(0, num_rows, step):
         offset = (source.box.offset[0] + row, *source.box.offset[1:])
-        yield Share(
+        yield WriteAssignment(
             holding=index, tensor=source.tensor, dtype=source.dtype,
             global_shape=source.global_shape,
             box=Box(offset=offset, shape=(min(step, num_rows - row), *rest)),
@@ -229,7 +229,7 @@ def _shares(index: int, source: Source) -> Iterator[Share]:
 
 
 def _chunks(
-    layout: Layout, sources: Sequence[Source], checksums: list[int]
+    layout: FileLayout, sources: Sequence[TensorSource], checksums: list[int]
 ) -> Iterator[memoryview]:
     """The blocks' bytes, and meanwhile the checksum of each; a source's blocks are together."""
     held, values = -1, np.empty(0)

@@ -15,15 +15,15 @@ import torch
 
 from raymega.data.loader import MicroBatch
 from raymega.data.order import sample_window
-from raymega.data.packing import Held, PackedSource
+from raymega.data.packing import PackedSource, PlacedPiece
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import later_of, positions_of
 from raymega.parallel.context_parallel.context import Context, held_positions
 from raymega.plan.batch import BatchPlan
 from raymega.plan.packing.cost import PackCost
 from raymega.plan.packing.dynamic_cp import (
-    Limits,
     Pack,
+    PackLimits,
     Round,
     imbalance,
     padded_length,
@@ -36,7 +36,7 @@ class _Document:
     """A piece of a sample's row."""
 
     sample: int
-    held: Held
+    held: PlacedPiece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class DynamicLoader:
         *,
         rank: int,
         contexts: Mapping[int, Context],
-        limits: Limits,
+        limits: PackLimits,
         cost: PackCost,
         seed: int,
         device: torch.device | str,

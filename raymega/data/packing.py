@@ -110,7 +110,7 @@ def _best_fit(lengths: list[int], seq_len: int, first: int) -> Iterator[list[int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class PlacedPiece:
     """A piece as a row holds it.
 
     Attributes:
@@ -153,12 +153,12 @@ class PackedSource:
         """Read a row."""
         return self.join(self.held(index), self.seq_len)
 
-    def held(self, index: int) -> list[Held]:
+    def held(self, index: int) -> list[PlacedPiece]:
         """The pieces of a row; reads nothing."""
         pieces = self._packing.pieces(index)
         ends = np.cumsum(self._padded[pieces])
         return [
-            Held(
+            PlacedPiece(
                 piece=int(piece),
                 start=int(end - self._padded[piece]),
                 length=int(self._pieces.length[piece]),
@@ -167,7 +167,7 @@ class PackedSource:
             for piece, end in zip(pieces, ends, strict=True)
         ]
 
-    def join(self, pieces: Sequence[Held], num_tokens: int) -> Row:
+    def join(self, pieces: Sequence[PlacedPiece], num_tokens: int) -> Row:
         """Read pieces into a row of ``num_tokens``, end to end, each padded."""
         tokens, labels = (np.zeros(num_tokens, dtype=np.int64) for _ in range(2))
         mask, at = np.zeros(num_tokens, dtype=np.bool_), 0

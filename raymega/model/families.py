@@ -20,7 +20,7 @@ from raymega.model.attention.self_attention import Attention
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp
 from raymega.model.layers.norms import LayerNorm, RmsNorm
 from raymega.model.layers.residual_dropout import ResidualDropout
-from raymega.model.layers.transformer_block import Block, Part
+from raymega.model.layers.transformer_block import BlockPart, TransformerBlock
 from raymega.model.moe.layer import MoeLayer
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
@@ -65,7 +65,7 @@ def make_block(
     model: ModelSection,
     positions: nn.Module,
     experts: ExpertGroups | None = None,
-) -> Block:
+) -> TransformerBlock:
     """Transformer block number ``layer``; those after the last one predict further ahead.
 
     ``experts`` are the ranks that share experts out, if any.
@@ -73,7 +73,7 @@ def make_block(
     name = block_name(model, layer)
     attention = LatentAttention if model.mla.kv_rank else Attention
     drop = partial(ResidualDropout, factory.seed, rate=model.residual_dropout)
-    return Block(
+    return TransformerBlock(
         attention_norm=make_norm(factory, f"{name}.attention_norm", model),
         attention=attention(factory, f"{name}.attention", model, positions),
         attention_dropout=drop(f"{name}.attention"),
@@ -85,7 +85,7 @@ def make_block(
 
 def _make_mlp(
     factory: ParameterFactory, layer: int, model: ModelSection, experts: ExpertGroups | None
-) -> Part:
+) -> BlockPart:
     """The feed-forward layer, or the layer of experts in its place."""
     mlp, name = FAMILIES[model.family].mlp, block_name(model, layer)
     if model.moe.holds_experts(layer):

@@ -19,14 +19,18 @@ from raymega.model.families import make_block, make_norm
 from raymega.model.layers.lm_head import Head
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
-from raymega.parallel.tensor_parallel.layers import ParameterFactory, WholeLinear, vocab_embedding
+from raymega.parallel.tensor_parallel.layers import (
+    ParameterFactory,
+    ReplicatedLinear,
+    vocab_embedding,
+)
 from raymega.plan.tensor_table import block_name
 
-Later = tuple[Tensor, Tensor]
+FutureLabels = tuple[Tensor, Tensor]
 """Labels and mask further ahead, [depth, B, S/cp] each: int64, and 1 where it counts, else 0."""
 
 
-class FurtherToken(nn.Module):
+class MtpLayer(nn.Module):
     """The block of one depth: block(join [norm(token), norm(hidden)]), and a last norm."""
 
     def __init__(
@@ -42,7 +46,7 @@ class FurtherToken(nn.Module):
         name = block_name(model, layer)
         self.token_norm = make_norm(factory, f"{name}.token_norm", model)
         self.hidden_norm = make_norm(factory, f"{name}.hidden_norm", model)
-        self.join = WholeLinear(factory, f"{name}.join")
+        self.join = ReplicatedLinear(factory, f"{name}.join")
         # By its number, as the model's own are.
         block = make_block(factory, layer, model, positions, experts)
         self.blocks = nn.ModuleDict({str(layer): block})
@@ -74,8 +78,7 @@ class MultiTokenPrediction(nn.Module):
     ) -> None:
         super().__init__()
         self.depths = nn.ModuleList(
-            FurtherToken(factory, depth, model, positions, experts)
-            for depth in range(model.mtp_depth)
+            MtpLayer(factory, depth, model, positions, experts) for depth in range(model.mtp_depth)
         )
         self.table, self.stream = table, factory.stream
         self.weight = model.mtp_weight / model.mtp_depth
@@ -85,7 +88,7 @@ class MultiTokenPrediction(nn.Module):
         hidden: Tensor,
         head: Head,
         now: Sequence[Tensor],
-        later: Later,
+        later: FutureLabels,
         run: Callable[[nn.Module, Tensor], Tensor],
     ) -> Tensor:
         """Sum of all depths' token losses, none of them weighed.

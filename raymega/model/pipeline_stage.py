@@ -17,16 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
 from raymega.model.attention.rope import Rope
 from raymega.model.families import make_block, make_norm, make_positions
-from raymega.model.layers.activation_offload import Away, tensors_in
+from raymega.model.layers.activation_offload import ActivationOffloader, tensors_in
 from raymega.model.layers.embedding import Embedding
 from raymega.model.layers.lm_head import Head
 from raymega.model.layers.residual_dropout import ResidualDropout
-from raymega.model.layers.transformer_block import Block
-from raymega.model.mtp import Later, MultiTokenPrediction, with_gradient
+from raymega.model.layers.transformer_block import TransformerBlock
+from raymega.model.mtp import FutureLabels, MultiTokenPrediction, with_gradient
 from raymega.parallel.context_parallel.context import (
     Context,
-    Places,
     Rows,
+    TokenLayout,
     held_positions,
     make_places,
     mark_tokens,
@@ -35,11 +35,11 @@ from raymega.parallel.context_parallel.context import (
 )
 from raymega.parallel.core.dropout import TokenKeys, row_keys
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.fp8_linear import Fp8
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import stage_tensors
@@ -83,7 +83,7 @@ class Tokens(Protocol):
         """[B, S/cp] int64, of the tokens in their samples; None where documents tell."""
 
     @property
-    def later(self) -> Later | None:
+    def later(self) -> FutureLabels | None:
         """Labels and mask further ahead, [depth, B, S/cp] each; None where none are predicted."""
 
 
@@ -121,7 +121,7 @@ class StageModule(nn.Module):
         model: ModelSection,
         stage: Stage,
         *,
-        stream: Stream,
+        stream: SequenceParallel,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
@@ -136,7 +136,7 @@ class StageModule(nn.Module):
         self.context = context or no_context()
         experts = experts or no_expert_groups(stream)
         is_copied = model.needs_token_table_last and not stage.are_ends_together
-        self.deferral = Deferral()
+        self.deferral = WeightGradQueue()
         factory = ParameterFactory(
             table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
             stream=stream,
@@ -176,7 +176,7 @@ class StageModule(nn.Module):
             self._make_last(factory, model, experts, token_table)
         self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
-        self.away: Away | None = None
+        self.away: ActivationOffloader | None = None
 
     def _make_last(
         self,
@@ -215,14 +215,14 @@ class StageModule(nn.Module):
     def recompute(self, memory: MemorySection) -> None:
         """Choose what is made again in backward, and what waits on the host; nothing until then."""
         is_away, first = "activations" in memory.offload, next(self.parameters(), None)
-        self.away = Away(first.device) if is_away and first is not None else None
+        self.away = ActivationOffloader(first.device) if is_away and first is not None else None
         self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
         for block in self._blocks():
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[TransformerBlock]:
         """Those of the model and those that predict further ahead."""
-        return [module for module in self.modules() if isinstance(module, Block)]
+        return [module for module in self.modules() if isinstance(module, TransformerBlock)]
 
     def forward(  # noqa: PLR0913  # one micro-batch, part by part
         self,
@@ -232,7 +232,7 @@ class StageModule(nn.Module):
         hidden: Tensor | None,
         samples: Tensor | None = None,
         rows: Rows | None = None,
-        later: Later | None = None,
+        later: FutureLabels | None = None,
     ) -> Tensor:
         """Work on one micro-batch.
 
@@ -311,7 +311,7 @@ class StageModule(nn.Module):
         self.before_use(self.head)
         return self.head(x)
 
-    def _stream(self, tokens: Tensor, hidden: Tensor | None, places: Places) -> Tensor:
+    def _stream(self, tokens: Tensor, hidden: Tensor | None, places: TokenLayout) -> Tensor:
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
@@ -324,7 +324,7 @@ class StageModule(nn.Module):
         taken, self.mtp_loss_sum = float(self.mtp_loss_sum), 0.0
         return taken
 
-    def _places(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> Places:
+    def _places(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
         """Everything that all layers need to know of the tokens' places."""
         context = rows.context or self.context
         places = make_places(rows, context)
@@ -348,7 +348,7 @@ class StageModule(nn.Module):
         everywhere = whole_rows(sum(rows.documents[0]), samples.device).positions.t()
         return TokenKeys(own=own, rows=row_keys(self.seed, samples, everywhere))
 
-    def _run_layers(self, x: Tensor, places: Places) -> Tensor:
+    def _run_layers(self, x: Tensor, places: TokenLayout) -> Tensor:
         blocks = list(self.layers.values())
         if not torch.is_grad_enabled() or not (self.blocks_together or self.away):
             return self._run_blocks(blocks, x, places)
@@ -365,13 +365,13 @@ class StageModule(nn.Module):
             self.away.end()
         return x
 
-    def _staying(self, blocks: Sequence[nn.Module], places: Places) -> Iterator[Tensor]:
+    def _staying(self, blocks: Sequence[nn.Module], places: TokenLayout) -> Iterator[Tensor]:
         """What backward of ``blocks`` reads that is there anyway."""
         for block in blocks:
             yield from block.parameters()
         yield from tensors_in(places)
 
-    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, places: Places) -> Tensor:
+    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, places: TokenLayout) -> Tensor:
         for block in blocks:
             self.before_use(block)
             x = block(x, places)
@@ -380,7 +380,7 @@ class StageModule(nn.Module):
                 x = self._used(block, x)
         return x
 
-    def _run_further(self, block: nn.Module, x: Tensor, *, places: Places) -> Tensor:
+    def _run_further(self, block: nn.Module, x: Tensor, *, places: TokenLayout) -> Tensor:
         """A block that predicts further ahead; its weights are the head's to wait for."""
         if not self.blocks_together or not torch.is_grad_enabled():
             return block(x, places)

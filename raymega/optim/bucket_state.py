@@ -1,4 +1,4 @@
-"""Held: what a rank keeps of a bucket for its update, and the parts of it that are updated apart.
+"""BucketState: what a rank keeps of a bucket for its update, and the parts of it that are updated apart.
 
 It moves nothing; the update is optimizer's, the format of what is kept state_formats'.
 """
@@ -11,10 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from raymega.config.schema import OptimizerSection
-from raymega.optim.state_formats import AsMasters, Kept, Place, keep
-from raymega.optim.updates import Slot
+from raymega.optim.state_formats import (
+    FullPrecisionState,
+    StatePlacement,
+    StateStorage,
+    make_state_storage,
+)
+from raymega.optim.updates import ParamState
 from raymega.parallel.core.buckets import Range
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.memory.optimizer_state import MOST_KINDS, PORTION_ELEMENTS, format_of, kinds_of
 
 
@@ -29,20 +34,20 @@ class Member:
         kept: Their state between steps, a kind each.
     """
 
-    place: Place
+    place: StatePlacement
     within: slice
-    slot: Slot
-    kept: tuple[Kept, ...]
+    slot: ParamState
+    kept: tuple[StateStorage, ...]
 
-    def open(self) -> Slot:
+    def open(self) -> ParamState:
         """The slot with its state opened."""
-        if all(isinstance(each, AsMasters) for each in self.kept):
+        if all(isinstance(each, FullPrecisionState) for each in self.kept):
             return self.slot
         return replace(self.slot, state=tuple(each.open() for each in self.kept))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class BucketState:
     """What is kept for the owned part of a bucket.
 
     ``weights``, ``gradient`` and ``master`` are flat and alike; ``weights`` and ``master`` are the same
@@ -63,7 +68,7 @@ class Held:
         for member in self.members:
             yield from (kept.memory for kept in member.kept)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TensorBlock]:
         """Masters, then state, each kind of all extents in turn."""
         for member in self.members:
             yield from member.place.blocks("model", member.slot.master)
@@ -72,7 +77,7 @@ class Held:
                 for kept in member.kept[number : number + 1]:
                     yield from kept.blocks()
 
-    def values(self, name: str) -> Iterator[Block]:
+    def values(self, name: str) -> Iterator[TensorBlock]:
         """The same as an update named ``name`` works on it: state in the masters' format."""
         for member in self.members:
             yield from member.place.blocks("model", member.slot.master)
@@ -87,15 +92,15 @@ def hold(
     gradient: torch.Tensor,
     section: OptimizerSection,
     counts: Iterator[torch.Tensor],
-) -> Held:
+) -> BucketState:
     """Masters that begin as the weights, state of zeros; ``counts`` gives a scalar for each extent."""
     master, members = weights.to(gradient.dtype), []
     for extent in part.extents():
         within, role = extent.within(part.begin), extent.param.spec.role
-        place = Place(part=part, extent=extent, dtype=master.dtype)
+        place = StatePlacement(part=part, extent=extent, dtype=master.dtype)
         form = format_of(section, role)
-        kept = tuple(keep(form, kind, place) for kind in kinds_of(section.name, role))
-        slot = Slot(
+        kept = tuple(make_state_storage(form, kind, place) for kind in kinds_of(section.name, role))
+        slot = ParamState(
             param=extent.param,
             master=master[within],
             gradient=gradient[within],
@@ -103,14 +108,14 @@ def hold(
             num_steps=next(counts),
         )
         members.append(Member(place=place, within=within, slot=slot, kept=kept))
-    return Held(
+    return BucketState(
         part=part, weights=weights, gradient=gradient, master=master, members=tuple(members)
     )
 
 
-def portions(held: Sequence[Held]) -> Iterator[list[Held]]:
+def portions(held: Sequence[BucketState]) -> Iterator[list[BucketState]]:
     """In order, a portion as soon as it has PORTION_ELEMENTS or more; on all ranks the same buckets."""
-    portion: list[Held] = []
+    portion: list[BucketState] = []
     for each in held:
         portion.append(each)
         if sum(other.master.numel() for other in portion) >= PORTION_ELEMENTS:

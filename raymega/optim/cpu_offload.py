@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from raymega.parallel.core.host_copies import HostMemory, Moved
+from raymega.parallel.core.host_copies import AsyncCopy, HostMemory
 
 
 class _Piece:
@@ -22,7 +22,7 @@ class _Piece:
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
         self.tensor, self.host = tensor, memory.empty_like(tensor)
         self._memory = memory
-        self._moving: Moved | None = None
+        self._moving: AsyncCopy | None = None
         self.leave()
 
     def come(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from raymega.config.schema import OptimizerSection
-from raymega.optim.updates import Slot
+from raymega.optim.updates import ParamState
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of Jordan's odd quintic, whose slope at 0 is steep: it sends singular values to 0.7 .. 1.2."""
@@ -24,7 +24,7 @@ ROOT_MEAN_SQUARE = 0.2
 
 
 def begin_muon(
-    slots: Sequence[Slot],
+    slots: Sequence[ParamState],
     directions: Sequence[torch.Tensor],
     section: OptimizerSection,
     divisor: torch.Tensor | None,
@@ -40,7 +40,11 @@ def begin_muon(
 
 
 def end_muon(
-    slots: Sequence[Slot], directions: Sequence[torch.Tensor], *, lr: float, weight_decay: float
+    slots: Sequence[ParamState],
+    directions: Sequence[torch.Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
 ) -> None:
     """Decay, and step along what the directions have become."""
     masters = [slot.master for slot in slots]

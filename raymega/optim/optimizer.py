@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.optim.bucket_state import Held, hold, portions
+from raymega.optim.bucket_state import BucketState, hold, portions
 from raymega.optim.cpu_offload import HostState
-from raymega.optim.update_chunk import Portion
+from raymega.optim.update_chunk import UpdateChunk
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.core.buckets import BucketTable
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer, counted
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
-from raymega.parallel.data_parallel.state_tensors import Block, StateTensor
+from raymega.parallel.data_parallel.state_tensors import StateTensor, TensorBlock
 from raymega.plan.tensor_table import GlobalTensor
 
 
@@ -70,7 +70,7 @@ class Optimizer:
         self._portions = list(portions(self._held))
         log = log or CommLog()
         self._updates = [
-            Portion(held, table, section, model, groups, log) for held in self._portions
+            UpdateChunk(held, table, section, model, groups, log) for held in self._portions
         ]
         # Views are made while there is memory.
         self._blocks = [block for held in self._held for block in held.blocks()]
@@ -102,14 +102,14 @@ class Optimizer:
             held.gradient.mul_(factor)
         return None
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TensorBlock]:
         """What a checkpoint keeps; a load fills the values and then calls :meth:`sync_weights`."""
         for state in self._states:
             yield from state.blocks()
         for block in self._blocks:
             yield replace(block, values=self._host.on_host(block.values))
 
-    def values(self) -> Iterator[Block]:
+    def values(self) -> Iterator[TensorBlock]:
         """Masters and state, all in the masters' format, whatever the state is kept in."""
         for state in self._states:
             yield from state.blocks()
@@ -134,7 +134,7 @@ class Optimizer:
         self._weights.mark_updated()
 
     @torch.no_grad()
-    def _round(self, some: Sequence[Held]) -> None:
+    def _round(self, some: Sequence[BucketState]) -> None:
         for held in some:
             if held.weights.dtype != held.master.dtype:
                 is_here = held.master.untyped_storage().nbytes() > 0

@@ -16,11 +16,11 @@ import torch
 from raymega.messages import Box
 from raymega.parallel.core.buckets import Extent, Range, piece_boxes
 from raymega.parallel.core.shard_spec import Piece
-from raymega.parallel.data_parallel.quantized_scales import SharedBlocks
-from raymega.parallel.data_parallel.state_tensors import Block, extent_blocks
+from raymega.parallel.data_parallel.quantized_scales import ScaleReducer
+from raymega.parallel.data_parallel.state_tensors import TensorBlock, extent_blocks
 from raymega.plan.memory.optimizer_state import CODES, SCALES, Format
 from raymega.plan.memory.quantized_blocks import BLOCK, ScaleBoxes, scale_boxes, scales_of
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 
 SQUARES = frozenset({"adam.exp_avg_sq"})
 """State that is never negative, and by whose root an update divides."""
@@ -29,7 +29,7 @@ NUM_EXPONENTS = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class StatePlacement:
     """Some elements of one parameter, in what a rank owns of a bucket; masters have ``dtype``."""
 
     part: Range
@@ -41,13 +41,13 @@ class Place:
         size, device = self.extent.last - self.extent.first, self.extent.param.device
         return torch.zeros(size, dtype=dtype, device=device)
 
-    def blocks(self, kind: str, values: torch.Tensor) -> Iterator[Block]:
+    def blocks(self, kind: str, values: torch.Tensor) -> Iterator[TensorBlock]:
         """What a checkpoint keeps of ``values``, flat."""
-        is_replicated = self.part.bucket.level == Level.NONE
+        is_replicated = self.part.bucket.level == ZeroLevel.NONE
         yield from extent_blocks(kind, self.part, self.extent, values, is_replicated=is_replicated)
 
 
-class Kept(Protocol):
+class StateStorage(Protocol):
     """State of one kind at one place. An update opens it, changes the values, and closes it.
 
     ``memory`` is what has a value for each element.
@@ -59,31 +59,31 @@ class Kept(Protocol):
     def open(self) -> torch.Tensor:
         """The values, flat, in the masters' format."""
 
-    def measure(self, values: torch.Tensor, shared: SharedBlocks) -> None:
+    def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         """Tell ``shared`` how large they are, before any is closed."""
 
-    def close(self, values: torch.Tensor, shared: SharedBlocks) -> None:
+    def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         """Keep the values, when ``shared`` knows how large those of all ranks are."""
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TensorBlock]:
         """What a checkpoint keeps, and fills."""
 
 
-def keep(form: Format, kind: str, place: Place) -> Kept:
+def make_state_storage(form: Format, kind: str, place: StatePlacement) -> StateStorage:
     """State that is zero."""
     match form:
         case "master":
-            return AsMasters(kind, place)
+            return FullPrecisionState(kind, place)
         case "bfloat16":
-            return InBfloat16(kind, place)
+            return Bfloat16State(kind, place)
         case "8bit":
-            return InBlocks(kind, place)
+            return Int8State(kind, place)
 
 
-class AsMasters:
+class FullPrecisionState:
     """Nothing to convert: the values are always the same memory."""
 
-    def __init__(self, kind: str, place: Place) -> None:
+    def __init__(self, kind: str, place: StatePlacement) -> None:
         self._kind, self._place, self._values = kind, place, place.zeros(place.dtype)
 
     @property
@@ -93,20 +93,20 @@ class AsMasters:
     def open(self) -> torch.Tensor:
         return self._values
 
-    def measure(self, values: torch.Tensor, shared: SharedBlocks) -> None:
+    def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         """Nothing is shared."""
 
-    def close(self, values: torch.Tensor, shared: SharedBlocks) -> None:
+    def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         """They are kept already."""
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TensorBlock]:
         yield from self._place.blocks(self._kind, self._values)
 
 
-class InBfloat16:
+class Bfloat16State:
     """Rounded to the nearest bfloat16."""
 
-    def __init__(self, kind: str, place: Place) -> None:
+    def __init__(self, kind: str, place: StatePlacement) -> None:
         self._kind, self._place, self._values = kind, place, place.zeros(torch.bfloat16)
 
     @property
@@ -116,13 +116,13 @@ class InBfloat16:
     def open(self) -> torch.Tensor:
         return self._values.to(self._place.dtype)
 
-    def measure(self, values: torch.Tensor, shared: SharedBlocks) -> None:
+    def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         """Nothing is shared."""
 
-    def close(self, values: torch.Tensor, shared: SharedBlocks) -> None:  # noqa: ARG002
+    def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:  # noqa: ARG002
         self._values.copy_(values)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TensorBlock]:
         yield from self._place.blocks(self._kind, self._values)
 
 
@@ -145,13 +145,13 @@ class _Part(NamedTuple):
         return columns // BLOCK - self.scale_boxes.all.offset[-1]
 
 
-class InBlocks:
+class Int8State:
     """Block-wise dynamic quantisation (Dettmers et al. 2021): a code an element, a scale a block.
 
     A block's scale is its largest magnitude, over all ranks that hold a part of it.
     """
 
-    def __init__(self, kind: str, place: Place) -> None:
+    def __init__(self, kind: str, place: StatePlacement) -> None:
         self._kind, self._place = kind, place
         self._is_square = kind in SQUARES
         device = place.extent.param.device
@@ -170,14 +170,14 @@ class InBlocks:
             part.of(values).mul_(part.scales.index_select(-1, part.block_of_columns()))
         return values
 
-    def measure(self, values: torch.Tensor, shared: SharedBlocks) -> None:
+    def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         for part in self._parts:
             sizes, columns = part.of(values).abs(), part.block_of_columns()
             largest = torch.zeros_like(part.scales)
             largest.scatter_reduce_(-1, columns.expand(sizes.shape), sizes, "amax")
             self._shared_scales(part, shared).copy_(largest)
 
-    def close(self, values: torch.Tensor, shared: SharedBlocks) -> None:
+    def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         for part in self._parts:
             part.scales.copy_(self._shared_scales(part, shared))
             divisors = part.scales.clamp(min=torch.finfo(values.dtype).tiny)
@@ -191,11 +191,11 @@ class InBlocks:
     def memory(self) -> torch.Tensor:
         return self._codes
 
-    def _shared_scales(self, part: _Part, shared: SharedBlocks) -> torch.Tensor:
+    def _shared_scales(self, part: _Part, shared: ScaleReducer) -> torch.Tensor:
         at = self._place.extent.param, part.piece, self._kind
         return shared.view(*at)[part.scale_boxes.all.within(shared.box(*at))]
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TensorBlock]:
         """Scales of a block are saved by who holds its first element, and read by all who hold some."""
         for block in self._place.blocks(f"{self._kind}{CODES}", self._codes):
             yield block
@@ -207,7 +207,7 @@ class InBlocks:
                 boxes.append((one, False))
             for box, is_primary in boxes:
                 if box.num_elements:
-                    yield Block(
+                    yield TensorBlock(
                         kind=f"{self._kind}{SCALES}",
                         tensor=scales_of(part.piece.tensor),
                         box=box,

@@ -1,4 +1,4 @@
-"""Portion: some buckets that are updated together, by one rank's elements and as whole matrices."""
+"""UpdateChunk: some buckets that are updated together, by one rank's elements and as whole matrices."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.optim.bucket_state import Held, Member
+from raymega.optim.bucket_state import BucketState, Member
 from raymega.optim.muon import begin_muon, end_muon, orthogonalise
 from raymega.optim.param_groups import Rates, rates_of
-from raymega.optim.updates import UPDATES, Slot
+from raymega.optim.updates import UPDATES, ParamState
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.core.buckets import BucketTable
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.data_parallel.muon_gather import WholeMatrices
-from raymega.parallel.data_parallel.quantized_scales import SharedBlocks
+from raymega.parallel.data_parallel.muon_gather import MuonGather
+from raymega.parallel.data_parallel.quantized_scales import ScaleReducer
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, update_of
 
-Opened = Mapping[tuple[str, Rates], Sequence[Slot]]
+Opened = Mapping[tuple[str, Rates], Sequence[ParamState]]
 """Slots of a portion, those that are updated alike together."""
 
 
-class Portion:
+class UpdateChunk:
     """Opens the state of its members, moves their masters, and closes it again."""
 
     def __init__(  # the optimizer is the one place that calls it
         self,
-        held: Sequence[Held],
+        held: Sequence[BucketState],
         table: BucketTable,
         section: OptimizerSection,
         model: ModelSection,
@@ -46,8 +46,8 @@ class Portion:
         with_matrices = [b for b in buckets if any(map(self._is_whole, (p for p, _ in b.spans)))]
         self._matrices = None
         if with_matrices:
-            self._matrices = WholeMatrices(table, with_matrices, groups, log)
-        self._shared = SharedBlocks(buckets, groups, self._kinds_in_blocks, table.dtype, log)
+            self._matrices = MuonGather(table, with_matrices, groups, log)
+        self._shared = ScaleReducer(buckets, groups, self._kinds_in_blocks, table.dtype, log)
 
     @torch.no_grad()
     def update(self, *, lr: float, divisor: torch.Tensor | None) -> None:

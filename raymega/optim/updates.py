@@ -19,7 +19,7 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class ParamState:
     """Some elements of one parameter with what updates them; tensors are flat and alike.
 
     Attributes:
@@ -42,7 +42,7 @@ class Apply(Protocol):
 
     def __call__(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[ParamState],
         section: OptimizerSection,
         *,
         lr: float,
@@ -56,7 +56,7 @@ class Apply(Protocol):
 
 
 def apply_adamw(
-    slots: Sequence[Slot],
+    slots: Sequence[ParamState],
     section: OptimizerSection,
     *,
     lr: float,
@@ -85,7 +85,7 @@ def apply_adamw(
 
 
 def apply_sgd(
-    slots: Sequence[Slot],
+    slots: Sequence[ParamState],
     section: OptimizerSection,
     *,
     lr: float,
@@ -112,7 +112,7 @@ def apply_sgd(
 
 
 def apply_lion(
-    slots: Sequence[Slot],
+    slots: Sequence[ParamState],
     section: OptimizerSection,
     *,
     lr: float,

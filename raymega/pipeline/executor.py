@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.core.autograd_engine import add_gradients
-from raymega.parallel.core.weight_grads import Debt, Deferral, make_owed
-from raymega.parallel.expert_parallel.overlap import Turns
+from raymega.parallel.core.weight_grads import DeferredGrad, WeightGradQueue, run_deferred
+from raymega.parallel.expert_parallel.overlap import PassInterleaver
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import (
     FREES_ACTIVATIONS,
@@ -81,8 +81,8 @@ class Executor(Generic[MicroBatch]):
         stage_fns: Sequence[StageFunction[MicroBatch]],
         p2p: PointToPoint,
         *,
-        deferrals: Sequence[Deferral] = (),
-        turns: Turns | None = None,
+        deferrals: Sequence[WeightGradQueue] = (),
+        turns: PassInterleaver | None = None,
         pulse: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -206,7 +206,7 @@ class _Step(Generic[MicroBatch]):
         stage_fns: Sequence[StageFunction[MicroBatch]],
         micro_batches: Sequence[MicroBatch],
         p2p: PointToPoint,
-        deferrals: Sequence[Deferral],
+        deferrals: Sequence[WeightGradQueue],
         *,
         lengths: Sequence[int | None],
         loss_gradient: float,
@@ -217,7 +217,7 @@ class _Step(Generic[MicroBatch]):
         self._outputs: dict[Key, Tensor] = {}
         self._edges: dict[Key, GradientEdge] = {}
         self._gradients: dict[Key, Tensor] = {}
-        self._owed: dict[Key, list[Debt]] = {}
+        self._owed: dict[Key, list[DeferredGrad]] = {}
         wide = torch.promote_types(p2p.dtype, torch.float32)
         self.loss_sum = torch.zeros((), dtype=wide, device=p2p.device)
 
@@ -261,7 +261,7 @@ class _Step(Generic[MicroBatch]):
         self._owed[_key(task)] = owed
 
     def backward_weight(self, task: Instruction) -> None:
-        make_owed(self._owed.pop(_key(task)))
+        run_deferred(self._owed.pop(_key(task)))
 
     def send_backward(self, task: Instruction) -> None:
         gradient = self._inputs.pop(_key(task)).grad

@@ -18,7 +18,7 @@ from torch import Tensor
 from raymega.errors import CommunicationError, Fault, InternalError
 from raymega.parallel.comm.collectives import irecv, isend
 from raymega.parallel.comm.process_groups import Group, Groups
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.work import Work
 from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.stage_placement import Message, Placement
 
@@ -34,7 +34,7 @@ dies, gloo tells the receiver nothing until the timeout, and sockets do not hold
 class _Transfer:
     """A send or receive under way, and the tensor that must live until it is done."""
 
-    pending: Pending
+    pending: Work
     tensor: Tensor
     message: Message
 

@@ -12,7 +12,7 @@ from raymega.config.parallel import ParallelSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class AttentionPart:
     """One block of attention: some of a rank's queries against some keys, both as local indices.
 
     ``is_causal`` masks what lies above the diagonal of a square block; without it all is seen.
@@ -96,7 +96,9 @@ def segments(rows: Sequence[Sequence[int]], *, cp: int) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def ring_parts(segment: Segment, *, here: int, source: int, is_causal: bool) -> tuple[Part, ...]:
+def ring_parts(
+    segment: Segment, *, here: int, source: int, is_causal: bool
+) -> tuple[AttentionPart, ...]:
     """Blocks of place ``here``'s queries against the keys of place ``source`` on a ring.
 
     Chunk r comes before chunk 2 n - 1 - r. So a rank's own block is an ordinary causal one; of a
@@ -105,15 +107,15 @@ def ring_parts(segment: Segment, *, here: int, source: int, is_causal: bool) -> 
     ranks is half a square, and none needs a mask.
     """
     if source == here or not is_causal:
-        return (Part(queries=segment.all, keys=segment.all, is_causal=is_causal),)
+        return (AttentionPart(queries=segment.all, keys=segment.all, is_causal=is_causal),)
     if source < here:
-        return (Part(queries=segment.all, keys=segment.early, is_causal=False),)
-    return (Part(queries=segment.late, keys=segment.all, is_causal=False),)
+        return (AttentionPart(queries=segment.all, keys=segment.early, is_causal=False),)
+    return (AttentionPart(queries=segment.late, keys=segment.all, is_causal=False),)
 
 
 def gathered_parts(
     segment: Segment, *, here: int, num_places: int, is_causal: bool
-) -> tuple[Part, ...]:
+) -> tuple[AttentionPart, ...]:
     """Blocks of place ``here``'s queries against all keys that are not its own.
 
     Keys are those of the whole row in order, where the segment begins at ``num_places`` times its
@@ -129,9 +131,9 @@ def gathered_parts(
     behind = between(mine[1] + 1, 2 * num_places)
     inner = segment.late if is_causal else segment.all
     parts = [
-        Part(queries=segment.all, keys=before, is_causal=False),
-        Part(queries=inner, keys=inside, is_causal=False),
+        AttentionPart(queries=segment.all, keys=before, is_causal=False),
+        AttentionPart(queries=inner, keys=inside, is_causal=False),
     ]
     if not is_causal:
-        parts.append(Part(queries=segment.all, keys=behind, is_causal=False))
+        parts.append(AttentionPart(queries=segment.all, keys=behind, is_causal=False))
     return tuple(part for part in parts if part.keys.start < part.keys.stop)

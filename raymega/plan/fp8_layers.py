@@ -9,7 +9,7 @@ from raymega.errors import Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InEight:
+class Fp8Coverage:
     """Which of a block's matrix products are in 8 bits.
 
     Attributes:
@@ -27,14 +27,14 @@ class InEight:
     reduces_rows: bool = False
 
 
-ALL_IN_EIGHT = InEight(linears=True, weight_gradients=True, experts=True, expert_gradients=True)
-NONE_IN_EIGHT = InEight()
+ALL_IN_EIGHT = Fp8Coverage(linears=True, weight_gradients=True, experts=True, expert_gradients=True)
+NONE_IN_EIGHT = Fp8Coverage()
 
 
-def in_eight(precision: PrecisionSection) -> InEight:
+def in_eight(precision: PrecisionSection) -> Fp8Coverage:
     """What the job asks for, of a block that is not kept in the compute dtype."""
     is_by_row = precision.fp8 == "rowwise"
-    return InEight(
+    return Fp8Coverage(
         linears=precision.fp8 != "none",
         weight_gradients=precision.fp8 == "tensorwise",
         experts=precision.fp8 != "none",

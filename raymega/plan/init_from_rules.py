@@ -26,7 +26,7 @@ def start_names(section: CheckpointSection, saved: Iterable[str]) -> dict[str, s
     return {name: renamed(name, renames) for name in saved if not matches(name, left)}
 
 
-def begins_fresh(section: CheckpointSection, tensor: str) -> bool:
+def is_reinitialised(section: CheckpointSection, tensor: str) -> bool:
     """Whether a tensor of the run's model keeps its first values."""
     return matches(tensor, (*section.start_fresh, *LAST_STEP))
 

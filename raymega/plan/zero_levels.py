@@ -14,7 +14,7 @@ from raymega.config.parallel import ParallelSection
 from raymega.errors import Fault
 
 
-class Level(IntEnum):
+class ZeroLevel(IntEnum):
     """Values of parallel.sharding, in order."""
 
     NONE = 0
@@ -40,9 +40,9 @@ def full_bucket_bytes(gradient_bytes: int) -> int:
     return min(BUCKET_BYTES, -(-gradient_bytes // MIN_BUCKETS))
 
 
-def level_of(parallel: ParallelSection) -> Level:
+def level_of(parallel: ParallelSection) -> ZeroLevel:
     """What the job asks for."""
-    return Level[parallel.sharding.upper()]
+    return ZeroLevel[parallel.sharding.upper()]
 
 
 def group_size(parallel: ParallelSection) -> int:
@@ -50,7 +50,7 @@ def group_size(parallel: ParallelSection) -> int:
     return 0 if parallel.sharding_group == "all" else parallel.sharding_group
 
 
-def sharers(parallel: ParallelSection, replicas: int) -> int:
+def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
     """How many of ``replicas`` share one copy of the state out."""
     if parallel.sharding == "none":
         return 1

@@ -16,7 +16,7 @@ from raymega.plan.run_plan import RunPlan
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.planner.cost.simulated_step import play
-from raymega.planner.search.search import Found
+from raymega.planner.search.search import RankedLayout
 from raymega.planner.search.selection import describe, seconds
 from raymega.schedule.timeline_svg import draw_svg
 
@@ -49,7 +49,7 @@ svg { max-width: 100%; height: auto } .wide { overflow-x: auto } .wide svg { max
 """
 
 
-def draw_plan(found: Found, device: Accelerator) -> str:
+def draw_plan(found: RankedLayout, device: Accelerator) -> str:
     """The page."""
     plan, time = found.plan, found.time
     facts = {
@@ -98,7 +98,7 @@ def memory_svg(plan: RunPlan, device: Accelerator) -> str:
     return _svg(lines, height)
 
 
-def time_svg(found: Found) -> str:
+def time_svg(found: RankedLayout) -> str:
     """One bar: the parts of the step."""
     parts = {
         name.removesuffix("_s").replace("_", " "): value

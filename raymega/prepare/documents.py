@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from raymega.errors import ConfigError, Fault
-from raymega.prepare.sources import Group, Piece, open_root
+from raymega.prepare.sources import FilePiece, ShardGroup, open_root
 
 TEXT_KEY = "text"
 REPLACEMENT = "\ufffd"
@@ -40,7 +40,7 @@ class Document:
     num_replaced: int
 
 
-def read_documents(group: Group) -> Iterator[Document]:
+def read_documents(group: ShardGroup) -> Iterator[Document]:
     """The documents of a group in order; one is in memory at a time. Empty ones are left out.
 
     Raises:
@@ -54,11 +54,11 @@ def read_documents(group: Group) -> Iterator[Document]:
             yield from (document for document in read(stream, piece) if document.text)
 
 
-def _read_text(stream: pa.NativeFile, piece: Piece) -> Iterator[Document]:
+def _read_text(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
     yield _decode(piece.file.name, stream.read())
 
 
-def _read_json_lines(stream: pa.NativeFile, piece: Piece) -> Iterator[Document]:
+def _read_json_lines(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
     """Lines that begin in the piece, though the last may end beyond it."""
     reader = BufferedReader(stream)
     if piece.start:
@@ -82,7 +82,7 @@ def _json_text(line: Document) -> str:
     return text
 
 
-def _read_parquet(stream: pa.NativeFile, piece: Piece) -> Iterator[Document]:
+def _read_parquet(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
     table = pq.ParquetFile(stream)
     if TEXT_KEY not in table.schema_arrow.names:
         raise _no_text(piece.file.name, f"its columns are {', '.join(table.schema_arrow.names)}")
@@ -109,7 +109,7 @@ def _no_text(where: str, what: str) -> ConfigError:
     return ConfigError(fault)
 
 
-READERS: dict[str, Callable[[pa.NativeFile, Piece], Iterator[Document]]] = {
+READERS: dict[str, Callable[[pa.NativeFile, FilePiece], Iterator[Document]]] = {
     ".jsonl": _read_json_lines,
     ".parquet": _read_parquet,
 }

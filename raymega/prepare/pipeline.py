@@ -32,7 +32,7 @@ from raymega.prepare.output import FolderOutput
 from raymega.prepare.remote_output import StoreOutput
 from raymega.prepare.shards import Counts, GroupDone, write_group
 from raymega.prepare.sources import (
-    Group,
+    ShardGroup,
     SourceFile,
     files_digest,
     list_files,
@@ -195,7 +195,7 @@ def _write_dataset(
 
 
 def _draw_sample(
-    groups: Sequence[Group], options: PrepareOptions, on_progress: OnProgress
+    groups: Sequence[ShardGroup], options: PrepareOptions, on_progress: OnProgress
 ) -> list[str]:
     """Texts of the training split to train a tokenizer on; none when it is given.
 
@@ -216,7 +216,7 @@ def _draw_sample(
 
 
 def _run_groups(
-    groups: Sequence[Group], output: Output, valid_fraction: float
+    groups: Sequence[ShardGroup], output: Output, valid_fraction: float
 ) -> Iterator[GroupDone]:
     """Run one task a group; results come as they finish."""
     context = ray.data.DataContext.get_current()
@@ -231,7 +231,7 @@ def _run_groups(
 
 def _run_task(row: dict[str, Any], *, output: Output, valid_fraction: float) -> dict[str, Any]:
     """Rows of Ray Data are dicts; ours hold one value."""
-    group: Group = row["item"]
+    group: ShardGroup = row["item"]
     try:
         with output.task_folder() as folder:
             done = write_group(group, folder=folder, valid_fraction=valid_fraction)

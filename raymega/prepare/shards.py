@@ -17,7 +17,7 @@ from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, ShardMeta
 from raymega.errors import Fault, RaymegaError
 from raymega.prepare.documents import Document, read_documents
-from raymega.prepare.sources import Group, split_of
+from raymega.prepare.sources import ShardGroup, split_of
 from raymega.prepare.tokenizer import Encoder
 
 Counts = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class GroupDone:
     faults: tuple[Fault, ...] = ()
 
 
-def write_group(group: Group, *, folder: Path, valid_fraction: float) -> GroupDone:
+def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> GroupDone:
     """Write the group's shards below ``folder``, where the tokenizer lies.
 
     The result depends on the arguments alone, so a task that is run twice does no harm.
@@ -56,7 +56,7 @@ def write_group(group: Group, *, folder: Path, valid_fraction: float) -> GroupDo
         return GroupDone(index=group.index, faults=(_io_fault(group, folder, error),))
 
 
-def _write_group(group: Group, folder: Path, valid_fraction: float) -> GroupDone:
+def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> GroupDone:
     encoder = Encoder((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     splits: dict[str, _Split] = {}
     num_replaced = 0
@@ -93,7 +93,7 @@ class _Split:
         )
 
 
-def _io_fault(group: Group, folder: Path, error: Exception) -> Fault:
+def _io_fault(group: ShardGroup, folder: Path, error: Exception) -> Fault:
     files = sorted({piece.file.path for piece in group.pieces})
     return Fault(
         fact=f"{type(error).__name__}: {error}, with {files[0]} and {len(files) - 1} more files",

@@ -42,7 +42,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class FilePiece:
     """Bytes [start, end) of a file: all of it, or the lines that begin there."""
 
     file: SourceFile
@@ -51,11 +51,11 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class ShardGroup:
     """The pieces that one task turns into one shard of each split."""
 
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
 
 def list_files(
@@ -85,7 +85,7 @@ def list_files(
     return list(files.values())
 
 
-def make_groups(files: Sequence[SourceFile]) -> list[Group]:
+def make_groups(files: Sequence[SourceFile]) -> list[ShardGroup]:
     """Portions of about equal size, each a random sample of the corpus.
 
     Pieces are ordered by a hash of their names. A group has 1/64 of the corpus, but at least 1 MiB
@@ -96,10 +96,10 @@ def make_groups(files: Sequence[SourceFile]) -> list[Group]:
     pieces = [piece for file in files for piece in _cut(file, target)]
     pieces.sort(key=lambda piece: _hash(f"{piece.file.name}@{piece.start}", "order"))
     ends = accumulate(piece.end - piece.start for piece in pieces)
-    members: dict[int, list[Piece]] = {}
+    members: dict[int, list[FilePiece]] = {}
     for piece, end in zip(pieces, ends, strict=True):
         members.setdefault((end - 1) // target, []).append(piece)
-    return [Group(index=i, pieces=tuple(group)) for i, group in enumerate(members.values())]
+    return [ShardGroup(index=i, pieces=tuple(group)) for i, group in enumerate(members.values())]
 
 
 def split_of(document: str, valid_fraction: float) -> str:
@@ -154,10 +154,10 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     )
 
 
-def _cut(file: SourceFile, target: int) -> Iterator[Piece]:
+def _cut(file: SourceFile, target: int) -> Iterator[FilePiece]:
     step = target if file.name.endswith(SPLITTABLE_SUFFIX) else max(file.num_bytes, 1)
     for start in range(0, file.num_bytes, step):
-        yield Piece(file=file, start=start, end=min(start + step, file.num_bytes))
+        yield FilePiece(file=file, start=start, end=min(start + step, file.num_bytes))
 
 
 def _hash(name: str, purpose: str) -> int:

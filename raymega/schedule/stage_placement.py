@@ -12,7 +12,7 @@ from typing import NamedTuple
 from raymega.schedule.instructions import Instruction, Op, Schedule
 
 
-class Seat(NamedTuple):
+class StageSeat(NamedTuple):
     """Where a stage lives."""
 
     rank: int
@@ -24,8 +24,8 @@ class Message(NamedTuple):
 
     op: Op
     micro_batch: int
-    sender: Seat
-    receiver: Seat
+    sender: StageSeat
+    receiver: StageSeat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +54,14 @@ class Placement:
         """The stage that ``rank`` holds as ``chunk``."""
         return chunk * self.pp + self._turned(rank, chunk)
 
-    def seat(self, stage: int) -> Seat:
+    def seat(self, stage: int) -> StageSeat:
         """Inverse of :meth:`stage`."""
         chunk, rank = divmod(stage, self.pp)
-        return Seat(self._turned(rank, chunk), chunk)
+        return StageSeat(self._turned(rank, chunk), chunk)
 
     def message(self, rank: int, instruction: Instruction) -> Message | None:
         """What a send or receive of ``rank`` moves; None when the stage has no such neighbour."""
-        here = Seat(rank, instruction.chunk)
+        here = StageSeat(rank, instruction.chunk)
         stage = self.stage(*here)
         is_forward = instruction.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
         is_send = instruction.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)

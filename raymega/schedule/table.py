@@ -26,7 +26,7 @@ MANY = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class ScheduleKind:
     """A schedule: a pure function from sizes to the work of every rank, and where stages lie.
 
     Attributes:
@@ -45,15 +45,17 @@ class Kind:
     reads: Mapping[str, int] = field(default_factory=dict)
 
 
-SCHEDULES: dict[str, Kind] = {
-    "1f1b": Kind(make=one_f_one_b, reads={"group_size": 2}),
-    "gpipe": Kind(make=gpipe),
-    "interleaved": Kind(make=interleaved, least_chunks=2, reads={"group_size": 2}),
-    "zb_h1": Kind(make=zb_h1, most_chunks=1),
-    "zb_h2": Kind(make=zb_h2, most_chunks=1),
-    "zb_v": Kind(make=zb_v, least_chunks=2, most_chunks=2, is_vee=True),
-    "zb_auto": Kind(make=zb_auto, most_chunks=1, reads={"max_activations": 1, "owed_share": 1}),
-    "dualpipe_v": Kind(make=dualpipe_v, least_chunks=2, most_chunks=2, is_vee=True),
+SCHEDULES: dict[str, ScheduleKind] = {
+    "1f1b": ScheduleKind(make=one_f_one_b, reads={"group_size": 2}),
+    "gpipe": ScheduleKind(make=gpipe),
+    "interleaved": ScheduleKind(make=interleaved, least_chunks=2, reads={"group_size": 2}),
+    "zb_h1": ScheduleKind(make=zb_h1, most_chunks=1),
+    "zb_h2": ScheduleKind(make=zb_h2, most_chunks=1),
+    "zb_v": ScheduleKind(make=zb_v, least_chunks=2, most_chunks=2, is_vee=True),
+    "zb_auto": ScheduleKind(
+        make=zb_auto, most_chunks=1, reads={"max_activations": 1, "owed_share": 1}
+    ),
+    "dualpipe_v": ScheduleKind(make=dualpipe_v, least_chunks=2, most_chunks=2, is_vee=True),
 }
 
 
@@ -150,7 +152,7 @@ def _readers(setting: str) -> str:
     )
 
 
-def _chunk_range(kind: Kind) -> str:
+def _chunk_range(kind: ScheduleKind) -> str:
     if kind.least_chunks == kind.most_chunks:
         return f"{kind.least_chunks} model chunk{'s' * (kind.least_chunks > 1)}"
     return f"{kind.least_chunks} or more model chunks"

@@ -20,7 +20,7 @@ from pyarrow import flight
 
 from raymega.errors import StorageError
 from raymega.storage.keys import check_key
-from raymega.storage.shared_memory import look_into
+from raymega.storage.shared_memory import attach
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 """An object travels as batches of one column."""
@@ -65,7 +65,7 @@ def _memory(num_bytes: int) -> pa.Buffer:
     return pa.py_buffer(mmap(-1, num_bytes) if num_bytes else b"")
 
 
-class Keeper(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
+class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
     """Serves from its construction on; ``uri`` is where. Handlers run in threads of Flight's own."""
 
     def __init__(self, host: str, token: str) -> None:
@@ -148,7 +148,7 @@ def _cut(parts: Iterable[pa.Buffer], start: int, stop: int) -> Iterator[pa.Buffe
 
 def _seen(tail: Mapping[str, int | str]) -> pa.Buffer:
     try:
-        return pa.py_buffer(look_into(tail))
+        return pa.py_buffer(attach(tail))
     except OSError as error:
         raise flight.FlightServerError(str(error), UNSEEN) from error
 

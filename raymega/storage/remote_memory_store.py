@@ -28,7 +28,7 @@ from raymega.storage.memory_server import (
     batch_of,
     buffer_of,
 )
-from raymega.storage.shared_memory import SharedMemories, Stretch
+from raymega.storage.shared_memory import SharedMemories, SharedRange
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ TIMEOUT_S = 60.0
 """Longest wait for one object; the partner of a node that hangs must not hold a rank up for long."""
 
 
-class KeeperStore:
+class RemoteMemoryStore:
     """A connection to the keeper at ``host:port``; made at the first call, safe from any thread."""
 
     def __init__(
@@ -84,7 +84,7 @@ class KeeperStore:
         return self._send(key, pieces, None, overwrite=overwrite)
 
     def _send(
-        self, key: str, pieces: list[memoryview], tail: Stretch | None, *, overwrite: bool
+        self, key: str, pieces: list[memoryview], tail: SharedRange | None, *, overwrite: bool
     ) -> None:
         num_bytes = sum(piece.nbytes for piece in pieces)
         order = {"key": check_key(key), "num_bytes": num_bytes, "overwrite": overwrite}

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Copies:
+class ReplicatedStore:
     """The Store protocol over copies: a write goes to all of them, a read to one that has it.
 
     A store that fails a write is lost: it is not asked again, so that one that hangs costs one

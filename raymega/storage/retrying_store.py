@@ -1,4 +1,4 @@
-"""PatientStore: small writes are tried again for half a minute before they count as failed.
+"""RetryingStore: small writes are tried again for half a minute before they count as failed.
 
 For a driver's own objects, which are few, small and needed: a claim, a manifest, a record. What is
 large, the workers' files, has its own patience in checkpoint.writer.
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 
 
-class PatientStore:
+class RetryingStore:
     """The Store protocol around another one; as safe from several threads as that is."""
 
     def __init__(

@@ -26,7 +26,7 @@ from raymega.storage.s3_encryption import SETTINGS, encrypt_writes, encryption_o
 from raymega.storage.s3_errors import (
     ABSENT_CODES,
     TAKEN_CODES,
-    Place,
+    S3Location,
     code_of,
     failures,
     fault_of,
@@ -36,7 +36,7 @@ from raymega.storage.s3_multipart import (
     PARTS_IN_FLIGHT,
     Client,
     OpenUpload,
-    Target,
+    UploadTarget,
     abort_stale_uploads,
     cut_parts,
     upload_parts,
@@ -187,7 +187,7 @@ class S3Store:
             )  # fmt: skip
         return tuple(uploads)
 
-    def _put_small(self, target: Target, data: bytes, *, overwrite: bool) -> None:
+    def _put_small(self, target: UploadTarget, data: bytes, *, overwrite: bool) -> None:
         """One request, which the service itself refuses when the key is taken and may not be."""
         condition = {} if overwrite else {"IfNoneMatch": "*"}
         with self._failures("write", target.key):
@@ -198,7 +198,7 @@ class S3Store:
                     raise FileExistsError(target.key) from None
                 raise
 
-    def _size(self, target: Target) -> int | None:
+    def _size(self, target: UploadTarget) -> int | None:
         with self._failures("look at", target.key):
             try:
                 return int(self._client.head_object(**target.names)["ContentLength"])
@@ -214,8 +214,8 @@ class S3Store:
                 self._connected = _connect(self._bucket, _patient())
             return self._connected
 
-    def _target(self, key: str) -> Target:
-        return Target(bucket=self._bucket, key=self._root + check_key(key))
+    def _target(self, key: str) -> UploadTarget:
+        return UploadTarget(bucket=self._bucket, key=self._root + check_key(key))
 
     def _failures(self, verb: str, name: str) -> AbstractContextManager[None]:
         return failures(verb, name, _place(self._client, self._bucket))
@@ -254,7 +254,7 @@ def _connect(bucket: str, config: Config) -> Client:
     Raises:
         StorageError: The settings of the environment make no client.
     """
-    nowhere = Place(bucket=bucket, endpoint="the configured endpoint")
+    nowhere = S3Location(bucket=bucket, endpoint="the configured endpoint")
     try:
         session = Session(session_vars=SETTINGS)
         client = boto3.session.Session(botocore_session=session).client("s3", config=config)
@@ -266,13 +266,13 @@ def _connect(bucket: str, config: Config) -> Client:
     return client
 
 
-def _place(client: Client, bucket: str) -> Place:
+def _place(client: Client, bucket: str) -> S3Location:
     url = urlsplit(client.meta.endpoint_url)
     host = url.netloc.rpartition("@")[2]
-    return Place(bucket=bucket, endpoint=f"{url.scheme}://{host}")
+    return S3Location(bucket=bucket, endpoint=f"{url.scheme}://{host}")
 
 
-def _named_endpoint(place: Place) -> Fault:
+def _named_endpoint(place: S3Location) -> Fault:
     return Fault(
         fact=f"AWS_ENDPOINT_URL_S3 puts a user name before {place.endpoint}",
         rule="credentials do not belong into an endpoint, which is shown in messages",

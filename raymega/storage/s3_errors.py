@@ -77,7 +77,7 @@ _BY_CLASS: tuple[tuple[tuple[type[Exception], ...], tuple[str, str]], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class S3Location:
     """Where requests go: ``endpoint`` as the client resolved it, without user and password."""
 
     bucket: str
@@ -90,7 +90,7 @@ def code_of(error: ClientError) -> str:
 
 
 @contextmanager
-def failures(verb: str, key: str, place: Place) -> Iterator[None]:
+def failures(verb: str, key: str, place: S3Location) -> Iterator[None]:
     """Turn what the client raises into a StorageError; missing and taken keys must be met before.
 
     Args:
@@ -104,7 +104,7 @@ def failures(verb: str, key: str, place: Place) -> Iterator[None]:
         raise StorageError(fault_of(error, verb, key, place)) from error
 
 
-def fault_of(error: Exception, verb: str, key: str, place: Place) -> Fault:
+def fault_of(error: Exception, verb: str, key: str, place: S3Location) -> Fault:
     """The fault that ``error`` means."""
     rule, remedy = _rule_of(error)
     name = f"s3://{place.bucket}/{key}"

@@ -28,7 +28,7 @@ Part = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class UploadTarget:
     """Which object: the names that every request of an upload repeats."""
 
     bucket: str
@@ -65,7 +65,7 @@ def cut_parts(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator
         yield b"".join(gathered)
 
 
-def upload_parts(client: Client, target: Target, parts: Iterable[bytes]) -> None:
+def upload_parts(client: Client, target: UploadTarget, parts: Iterable[bytes]) -> None:
     """Write an object of at least one part; whatever is raised on the way, the upload is aborted.
 
     When ``parts`` raises, the object is not written and an older one of that name stays.

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 
 from raymega.errors import Fault, StorageError
 from raymega.storage.s3_errors import code_of
-from raymega.storage.s3_multipart import Client, Target
+from raymega.storage.s3_multipart import Client, UploadTarget
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Piece:
     tag: str
 
 
-def read_range(client: Client, target: Target, start: int, num_bytes: int) -> bytes:
+def read_range(client: Client, target: UploadTarget, start: int, num_bytes: int) -> bytes:
     """Bytes [start, start + num_bytes) of an object, fewer at its end; -1 is to the end.
 
     Raises:
@@ -60,7 +60,7 @@ def read_range(client: Client, target: Target, start: int, num_bytes: int) -> by
     return b"".join([first.data, *(piece.data for piece in rest)])
 
 
-def _fetch(client: Client, target: Target, start: int, end: int) -> _Piece:
+def _fetch(client: Client, target: UploadTarget, start: int, end: int) -> _Piece:
     """One piece; a body that tears is asked for again, with growing pauses."""
     for tries in range(1, MAX_TRIES):
         answer = _ask(client, target, start, end)
@@ -72,7 +72,7 @@ def _fetch(client: Client, target: Target, start: int, end: int) -> _Piece:
     return _piece_of(_ask(client, target, start, end), start, end)
 
 
-def _ask(client: Client, target: Target, start: int, end: int) -> Answer | None:
+def _ask(client: Client, target: UploadTarget, start: int, end: int) -> Answer | None:
     """The answer up to its body, or None when the range begins at or behind the object's end."""
     try:
         answer: Answer = client.get_object(**target.names, Range=f"bytes={start}-{end - 1}")
@@ -92,7 +92,7 @@ def _piece_of(answer: Answer | None, start: int, end: int) -> _Piece:
     return _Piece(data=data, total=int(answer["ContentRange"].rpartition("/")[2]), tag=tag)
 
 
-def _replaced(target: Target) -> Fault:
+def _replaced(target: UploadTarget) -> Fault:
     return Fault(
         fact=f"s3://{target.bucket}/{target.key} was replaced while it was read",
         rule="what is read must be one object",

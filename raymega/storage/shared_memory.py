@@ -18,7 +18,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class SharedRange:
     """Bytes [start, start + num_bytes) of the file ``name``, open as ``fd`` in the process ``pid``."""
 
     pid: int
@@ -46,12 +46,12 @@ class SharedMemory:
         self.pages = mmap(self._fd, num_bytes)
         self._begin = _address(memoryview(self.pages))
 
-    def stretch(self, begin: int, num_bytes: int) -> Stretch | None:
+    def stretch(self, begin: int, num_bytes: int) -> SharedRange | None:
         """The bytes from address ``begin`` on; None where they are not its own."""
         start = begin - self._begin
         if start < 0 or start + num_bytes > len(self.pages):
             return None
-        return Stretch(
+        return SharedRange(
             pid=os.getpid(), fd=self._fd, name=self.name, start=start, num_bytes=num_bytes
         )
 
@@ -68,7 +68,7 @@ class SharedMemories:
         self._memories.add(memory)
         return memory
 
-    def tail_of(self, pieces: Sequence[memoryview]) -> tuple[int, Stretch | None]:
+    def tail_of(self, pieces: Sequence[memoryview]) -> tuple[int, SharedRange | None]:
         """How many of ``pieces`` come before the last ones that lie end to end in shared memory, and
         where those are."""
         begin = end = 0
@@ -84,13 +84,13 @@ class SharedMemories:
         return (count if stretch else len(pieces)), stretch
 
 
-def look_into(place: Mapping[str, int | str]) -> memoryview:
-    """The bytes of a Stretch given as a mapping, in this process; to be read only.
+def attach(place: Mapping[str, int | str]) -> memoryview:
+    """The bytes of a SharedRange given as a mapping, in this process; to be read only.
 
     Raises:
         OSError: Its process is not seen from here.
     """
-    stretch = Stretch(**place)  # type: ignore[arg-type]  # a message of another process
+    stretch = SharedRange(**place)  # type: ignore[arg-type]  # a message of another process
     path = Path(f"/proc/{int(stretch.pid)}/fd/{int(stretch.fd)}")
     if path.readlink().name != f"memfd:{stretch.name} (deleted)":
         raise OSError(f"{path} is not the file {stretch.name}")

@@ -22,7 +22,7 @@ class Stamped:
     event: RunEvent
 
 
-class Spool:
+class EventBuffer:
     """First in, first out; safe between threads; never blocks.
 
     Only step records are ever dropped, the oldest first: they are many, and metrics.jsonl has them.

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from raymega.tracking.event_buffer import Spool, Stamped
+from raymega.tracking.event_buffer import EventBuffer, Stamped
 from raymega.tracking.sink import RunEvent, RunStarted, StepFinished
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MlflowSink:
         self._experiment = experiment
         self._clock = clock
         self._flush_s = flush_s
-        self._spool = Spool(MAX_PENDING_EVENTS)
+        self._spool = EventBuffer(MAX_PENDING_EVENTS)
         self._recorder: Recorder | None = None
         self._wake = Event()
         self._closing = Event()

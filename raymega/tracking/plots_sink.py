@@ -1,4 +1,4 @@
-"""PicturesSink: the run's pictures, drawn once at its end: loss curve, experts, time line, trace.
+"""PlotsSink: the run's pictures, drawn once at its end: loss curve, experts, time line, trace.
 
 It owns when and where; how they look is tracking.plots' and schedule.draw's.
 """
@@ -23,7 +23,7 @@ from raymega.tracking.sink import (
 )
 
 
-class PicturesSink:
+class PlotsSink:
     """Keeps the newest recorded time line, and draws when the run is finished.
 
     It must come before ``watcher``'s sinks, so that they hear of the files before the end.

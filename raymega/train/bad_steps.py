@@ -15,7 +15,7 @@ from raymega.config.elastic import ElasticSection, OnTrouble
 from raymega.train.state import TrainState
 
 
-class Ruling(StrEnum):
+class BadStepAction(StrEnum):
     """What becomes of a step that was doubted."""
 
     SECOND_PASS = "used the second pass"
@@ -28,7 +28,7 @@ class Ruling(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Doubt:
+class BadStep:
     """Why a step's numbers are not taken as they are.
 
     Attributes:
@@ -42,13 +42,13 @@ class Doubt:
     policy: OnTrouble
 
 
-def find_doubt(
+def detect_bad_step(
     section: ElasticSection, state: TrainState, *, loss: float, grad_norm: float
-) -> Doubt | None:
+) -> BadStep | None:
     """What is wrong with a step after ``state``; None when nothing is."""
     if not (isfinite(loss) and isfinite(grad_norm)):
         fact = f"loss={loss!r}, gradient norm={grad_norm!r}"
-        return Doubt(kind="nan", fact=fact, policy=section.on_nan)
+        return BadStep(kind="nan", fact=fact, policy=section.on_nan)
     held_against = (
         ("loss", loss, section.spike_loss, state.losses),
         ("gradient norm", grad_norm, section.spike_grad_norm, state.grad_norms),
@@ -62,17 +62,17 @@ def find_doubt(
                 f"{name} {value:.4g} is {value / usual if usual else float('inf'):.3g} times the median "
                 f"{usual:.4g} of the last {section.spike_window} steps"
             )
-            return Doubt(kind="spike", fact=fact, policy=section.on_spike)
+            return BadStep(kind="spike", fact=fact, policy=section.on_spike)
     return None
 
 
-def rule(section: ElasticSection, state: TrainState, doubt: Doubt) -> Ruling:
+def decide(section: ElasticSection, state: TrainState, doubt: BadStep) -> BadStepAction:
     """What becomes of a step whose second pass leaves ``doubt`` too, or that gets none."""
     match doubt.policy:
         case "skip" if state.bad_steps < section.max_bad_steps:
-            return Ruling.SKIP
+            return BadStepAction.SKIP
         case "rollback":
-            return Ruling.ROLL_BACK
+            return BadStepAction.ROLL_BACK
         case "rerun" if doubt.kind == "spike":
-            return Ruling.KEEP
-    return Ruling.STOP
+            return BadStepAction.KEEP
+    return BadStepAction.STOP

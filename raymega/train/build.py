@@ -27,8 +27,8 @@ from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.data_parallel.state_tensors import StateTensor
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
-from raymega.parallel.expert_parallel.overlap import Turns
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.expert_parallel.overlap import PassInterleaver
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.batch import BatchPlan, make_batch
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class TrainingComponents:
     """Everything one rank trains with; built once per attempt.
 
     ``executors`` are by number of micro-batches, made when first asked for.
@@ -96,13 +96,13 @@ def build_parts(
     groups: Groups,
     device: torch.device,
     pulse: Callable[[], None] = lambda: None,
-) -> Parts:
+) -> TrainingComponents:
     """Assemble rank ``rank`` of ``plan``; parameters get their initial values.
 
     ``pulse`` is called after each portion of a step or an evaluation.
     """
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
-    stream = Stream(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
+    stream = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     comm_log = CommLog()
     context = make_context(groups, job.parallel, comm_log)
     experts = ExpertGroups(
@@ -112,7 +112,7 @@ def build_parts(
         stream=stream,
         is_gathered=job.parallel.dispatch == "all_gather",
         log=comm_log,
-        turns=Turns(device) if job.parallel.overlap_experts else None,
+        turns=PassInterleaver(device) if job.parallel.overlap_experts else None,
     )
     model = build_model(
         plan, stages, groups=groups, context=context, experts=experts, device=device
@@ -131,7 +131,7 @@ def build_parts(
         device=device,
         timeout_s=job.elastic.collective_timeout_s,
     )
-    return Parts(
+    return TrainingComponents(
         plan=plan,
         coords=coords,
         has_loss=any(stage.is_last for stage in stages),
@@ -226,7 +226,7 @@ def _build_executors(
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
-    turns: Turns | None,
+    turns: PassInterleaver | None,
     pulse: Callable[[], None],
 ) -> Mapping[int, Executor]:
     def make(num_micro_batches: int) -> Executor:

@@ -15,8 +15,8 @@ import torch
 from raymega.checkpoint.format.manifest import read_manifest
 from raymega.checkpoint.load.init_from import WEIGHTS, starting_manifest, upcycling_of
 from raymega.checkpoint.load.reader import load
-from raymega.checkpoint.save.local_cache import NearFirst, NearTier
-from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, Limits, Near
+from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
+from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, Near, SaveLimits
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection, Job
@@ -29,28 +29,28 @@ from raymega.parallel.comm.process_groups import Store
 from raymega.parallel.context_parallel.varlen_attention import torch_kernel
 from raymega.parallel.core.autograd_engine import add_gradients
 from raymega.parallel.core.sharded_parameter import initial_values
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.cp_layout import inner_ranks
-from raymega.plan.init_from_rules import begins_fresh
+from raymega.plan.init_from_rules import is_reinitialised
 from raymega.plan.memory.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.tensor_table import GlobalTensor, model_tensors
 from raymega.plan.upcycling import Upcycling
 from raymega.plan.zero_levels import group_size
 from raymega.storage.registry import open_store
-from raymega.storage.remote_memory_store import KeeperStore
-from raymega.storage.replicated_store import Copies
+from raymega.storage.remote_memory_store import RemoteMemoryStore
+from raymega.storage.replicated_store import ReplicatedStore
 from raymega.storage.store import Store as StateStore
-from raymega.train.build import Parts, build_parts
+from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.environment import (
     listen_towards,
     load_lazy_parts,
     prepare_process,
     refused_operation,
 )
-from raymega.train.heartbeat import Pulse
+from raymega.train.heartbeat import ProgressReporter
 from raymega.train.loop import run_loop
-from raymega.train.save_schedule import Saving
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _train(
     if device.type == "cuda":
         open_communicators(groups, device)
     phases.passed("rendezvous")
-    pulse = Pulse(channel, start.rank)
+    pulse = ProgressReporter(channel, start.rank)
     parts = build_parts(plan, rank=start.rank, groups=groups, device=device, pulse=pulse)
     phases.passed("built")
     state = _restore(parts, start, pulse)
@@ -143,16 +143,18 @@ def _train(
         snapshots = SnapshotWriter(
             plan, rank=start.rank, attempt=start.attempt, replicas=start.replicas
         )
-    saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=start.rank)
+    saving = SaveScheduler(
+        parts, channel=channel, writer=writer, snapshots=snapshots, rank=start.rank
+    )
     run_loop(
         parts, state, channel=channel, saving=saving, rank=start.rank, passed_over=start.passed_over
     )
 
 
-def _limits(plan: RunPlan) -> Limits:
+def _limits(plan: RunPlan) -> SaveLimits:
     """Reports are the rarer the more ranks send them: the driver gets some dozens a second."""
     section = plan.job.checkpoint
-    return Limits(
+    return SaveLimits(
         file_bytes=section.file_bytes,
         buffer_bytes=section.buffer_bytes,
         bytes_per_s=section.bytes_per_s,
@@ -168,10 +170,10 @@ def _near_store(job: Job) -> StateStore | None:
 
 def _near_tier(job: Job) -> Near:
     near = _near_store(job)
-    return NO_NEAR_TIER if near is None else NearTier(near)
+    return NO_NEAR_TIER if near is None else LocalCache(near)
 
 
-def _restore(parts: Parts, start: StartWorker, pulse: Pulse) -> TrainState:
+def _restore(parts: TrainingComponents, start: StartWorker, pulse: ProgressReporter) -> TrainState:
     precision = parts.plan.job.precision
     if not start.restore:
         start_from(parts, parts.plan.job.checkpoint, pulse=pulse)
@@ -191,23 +193,27 @@ def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
     if not replicas.read_from:
         return [open_store(start.run_uri)]
     addresses = sorted({name for names in replicas.read_from.values() for name in names})
-    keepers = {address: KeeperStore(address, replicas.token) for address in addresses}
+    keepers = {address: RemoteMemoryStore(address, replicas.token) for address in addresses}
     return [
-        Copies(keepers, holders=replicas.read_from, first=start.rank + number)
+        ReplicatedStore(keepers, holders=replicas.read_from, first=start.rank + number)
         for number in range(MAX_COPIES)
     ]
 
 
-def _restore_from(store: StateStore, parts: Parts, key: str, pulse: Pulse) -> TrainState:
+def _restore_from(
+    store: StateStore, parts: TrainingComponents, key: str, pulse: ProgressReporter
+) -> TrainState:
     manifest = read_manifest(store, key)
     near = _near_store(parts.plan.job)
     source = store
-    if near is not None and not isinstance(store, Copies):  # what memory holds needs no disk
-        source = NearFirst(near, store, manifest)
+    if near is not None and not isinstance(
+        store, ReplicatedStore
+    ):  # what memory holds needs no disk
+        source = CachedReader(near, store, manifest)
     blocks = list(parts.optimizer.blocks())
     load(source, manifest, blocks, expected=_all_names(parts.plan.job), pulse=pulse)
     parts.optimizer.sync_weights()
-    files_near = source.num_near if isinstance(source, NearFirst) else 0
+    files_near = source.num_near if isinstance(source, CachedReader) else 0
     log.info(
         "restored step %d from %s in %s, %d near files", manifest.step, key, store.uri, files_near
     )
@@ -215,7 +221,10 @@ def _restore_from(store: StateStore, parts: Parts, key: str, pulse: Pulse) -> Tr
 
 
 def start_from(
-    parts: Parts, section: CheckpointSection, *, pulse: Callable[[], None] = lambda: None
+    parts: TrainingComponents,
+    section: CheckpointSection,
+    *,
+    pulse: Callable[[], None] = lambda: None,
 ) -> None:
     """Take another checkpoint's weights, rounded where the masters have fewer digits."""
     if section.start_from == "none":
@@ -227,7 +236,7 @@ def start_from(
     taken = [
         block
         for block in weights
-        if not begins_fresh(section, block.tensor.name)
+        if not is_reinitialised(section, block.tensor.name)
         and block.tensor.name not in upcycling.routers
     ]
     source = starting_manifest(manifest, section, model)
@@ -237,7 +246,7 @@ def start_from(
     log.info("started from the weights of step %d in %s", manifest.step, section.start_from)
 
 
-def _finish_upcycling(upcycling: Upcycling, weights: Sequence[Block], seed: int) -> None:
+def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed: int) -> None:
     """Experts made of a dense layer are scaled, and their routers begin alike for parts of a copy."""
     for block in weights:
         held = block.values.detach()

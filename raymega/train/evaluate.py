@@ -8,11 +8,11 @@ import torch
 
 from raymega.errors import DataError
 from raymega.parallel.comm.collectives import all_reduce
-from raymega.train.build import Parts
+from raymega.train.build import TrainingComponents
 from raymega.train.step import no_labels
 
 
-def evaluate(parts: Parts) -> dict[str, float]:
+def evaluate(parts: TrainingComponents) -> dict[str, float]:
     """Loss in nats per token and its exponential; equal on all ranks, empty when it is off.
 
     Raises:

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from raymega.data.loader import MicroBatch
 from raymega.pipeline.executor import StepOutput
-from raymega.train.build import Parts
+from raymega.train.build import TrainingComponents
 
 
 def forward_backward(
-    parts: Parts,
+    parts: TrainingComponents,
     micro_batches: Sequence[MicroBatch],
     *,
     loss_gradient: float,

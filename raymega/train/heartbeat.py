@@ -1,4 +1,4 @@
-"""Pulse: a worker's sign of life inside something that may take longer than a step should.
+"""ProgressReporter: a worker's sign of life inside something that may take longer than a step should.
 
 It says that work goes on, to whoever waits for the rank; what the work is, is its callers' business.
 """
@@ -13,7 +13,7 @@ from raymega.messages import Channel, Working
 INTERVAL_S = 1.0
 
 
-class Pulse:
+class ProgressReporter:
     """Called after each portion of work, from any thread; reports at most once in INTERVAL_S."""
 
     def __init__(

@@ -24,23 +24,28 @@ from raymega.messages import (
 from raymega.optim.param_groups import role_rates
 from raymega.parallel.comm.collectives import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
-from raymega.train.build import Parts
+from raymega.train.build import TrainingComponents
 from raymega.train.evaluate import evaluate
 from raymega.train.expert_load import expert_metrics, expert_report
 from raymega.train.replica_divergence import DivergenceCheck
-from raymega.train.save_schedule import Saving
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState
-from raymega.train.step import Doubted, StepOutcome, train_step
-from raymega.train.throughput import Speedometer, WorkMeter, memory_metrics, reset_peak_memory
+from raymega.train.step import BadStepOutcome, StepOutcome, train_step
+from raymega.train.throughput import (
+    BusyTimeMeter,
+    ThroughputMeter,
+    memory_metrics,
+    reset_peak_memory,
+)
 from raymega.train.train_statistics import Activations, activations_of, norm_metrics
 
 
 def run_loop(
-    parts: Parts,
+    parts: TrainingComponents,
     state: TrainState,
     *,
     channel: Channel,
-    saving: Saving,
+    saving: SaveScheduler,
     rank: int,
     passed_over: Sequence[tuple[int, int]] = (),
 ) -> TrainState:
@@ -49,8 +54,8 @@ def run_loop(
     ``passed_over`` are ranges of samples that the run is to leave out; see StartWorker.
     """
     job = parts.plan.job
-    speed = Speedometer(parts.plan, parts.device, context=parts.loader.source.context)
-    check, work = DivergenceCheck(parts), WorkMeter(parts.device, parts.groups.world.waited)
+    speed = ThroughputMeter(parts.plan, parts.device, context=parts.loader.source.context)
+    check, work = DivergenceCheck(parts), BusyTimeMeter(parts.device, parts.groups.world.waited)
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
     while state.step < job.run.steps and not stopped:
@@ -99,7 +104,7 @@ def run_loop(
     return state
 
 
-def _sent_bytes(parts: Parts) -> dict[str, float]:
+def _sent_bytes(parts: TrainingComponents) -> dict[str, float]:
     """What activations that travelled in the step took, and what the update sent, where any do."""
     parallel, log = parts.plan.job.parallel, parts.comm_log
     metrics: dict[str, float] = {}
@@ -112,7 +117,7 @@ def _sent_bytes(parts: Parts) -> dict[str, float]:
     return metrics
 
 
-def _data_metrics(parts: Parts) -> dict[str, float]:
+def _data_metrics(parts: TrainingComponents) -> dict[str, float]:
     """How well documents are packed, and shared out."""
     metrics: dict[str, float] = {}
     if parts.plan.job.data.packing != "none":
@@ -127,7 +132,10 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _statistics(
-    parts: Parts, before: TrainState, outcome: StepOutcome, activations: Activations | None
+    parts: TrainingComponents,
+    before: TrainState,
+    outcome: StepOutcome,
+    activations: Activations | None,
 ) -> dict[str, float]:
     """What is due; a step that was skipped for an overflow has none worth looking at."""
     metrics: dict[str, float] = {}
@@ -180,7 +188,7 @@ def _rates(lr: float, job: Job) -> dict[str, float]:
     return {f"train/role_lr/{role}": lr * scale for role, scale in scales.items()}
 
 
-def _doubted(doubted: Doubted, *, rank: int, step: int) -> StepDoubted:
+def _doubted(doubted: BadStepOutcome, *, rank: int, step: int) -> StepDoubted:
     return StepDoubted(
         rank=rank, step=step, kind=doubted.kind, fact=doubted.fact, where=doubted.where,
         ruling=doubted.ruling.value,

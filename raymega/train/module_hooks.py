@@ -21,7 +21,7 @@ Kind = Literal["input", "output", "gradient", "weight gradient"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class TensorObservation:
     """One tensor that passed.
 
     Attributes:
@@ -42,11 +42,11 @@ class Seen:
     tensor: Tensor
 
 
-See = Callable[[Seen], None]
+See = Callable[[TensorObservation], None]
 
 
 @contextmanager
-def tapped(
+def hook_modules(
     modules: Sequence[StageModule], see: See, *, only: type[nn.Module] | None = None
 ) -> Iterator[None]:
     """While it lasts, ``see`` gets what flows through ``modules``.
@@ -122,7 +122,7 @@ class _Tap:
     def _show_gradient(self, kind: Kind, name: str, gradient: Tensor) -> None:
         micro_batch, samples = self._in_backward
         self._see(
-            Seen(
+            TensorObservation(
                 kind=kind, name=name, chunk=self._chunk, micro_batch=micro_batch, samples=samples,
                 tensor=gradient,
             )
@@ -130,7 +130,7 @@ class _Tap:
 
     def _show(self, kind: Kind, name: str, tensor: Tensor) -> None:
         self._see(
-            Seen(
+            TensorObservation(
                 kind=kind, name=name, chunk=self._chunk, micro_batch=self._micro_batch,
                 samples=self._samples, tensor=tensor.detach(),
             )

@@ -16,10 +16,10 @@ from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.data.loader import MicroBatch
 from raymega.errors import Fault, NumericsError, RollbackError
 from raymega.parallel.comm.collectives import all_gather
-from raymega.train.bad_steps import Doubt
-from raymega.train.build import Parts
+from raymega.train.bad_steps import BadStep
+from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import forward_backward
-from raymega.train.module_hooks import Seen, tapped
+from raymega.train.module_hooks import TensorObservation, hook_modules
 
 FINDING_BYTES = 512
 FORMS = {
@@ -31,7 +31,7 @@ FORMS = {
 }
 
 
-def refuse_step(fact: str, *, doubt: Doubt, roll_back_to: int = -1) -> NumericsError:
+def refuse_step(fact: str, *, doubt: BadStep, roll_back_to: int = -1) -> NumericsError:
     """The error that ends the attempt at a step whose numbers are no good, as the job wishes.
 
     With ``roll_back_to``, a sample, the run goes back and passes over the data before it.
@@ -48,7 +48,7 @@ def refuse_step(fact: str, *, doubt: Doubt, roll_back_to: int = -1) -> NumericsE
     return error
 
 
-def refuse_non_finite_state(parts: Parts, step: int) -> None:
+def refuse_non_finite_state(parts: TrainingComponents, step: int) -> None:
     """Keep parameters or moments that are no finite numbers out of a checkpoint.
 
     Raises:
@@ -66,7 +66,7 @@ def refuse_non_finite_state(parts: Parts, step: int) -> None:
 
 
 def locate_non_finite(
-    parts: Parts, micro_batches: Sequence[MicroBatch], *, loss_gradient: float
+    parts: TrainingComponents, micro_batches: Sequence[MicroBatch], *, loss_gradient: float
 ) -> str:
     """Where the first number that is not finite arises, in words that are equal on all ranks.
 
@@ -75,7 +75,7 @@ def locate_non_finite(
     """
     search = _Search(parts)
     search.look_at_weights()
-    with tapped(parts.modules, search.see):
+    with hook_modules(parts.modules, search.see):
         forward_backward(parts, micro_batches, loss_gradient=loss_gradient)
     findings = [finding for finding in _from_all_ranks(search.first, parts) if finding]
     if not findings:
@@ -97,7 +97,7 @@ class _Finding:
 class _Search:
     """Looks at what passes on one rank and keeps what comes first."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainingComponents) -> None:
         self._parts, self._count = parts, 0
         self._rank = parts.groups.world.index
         self.first: _Finding | None = None
@@ -107,7 +107,7 @@ class _Search:
             if block.kind == WEIGHTS and not _is_finite(block.values):
                 self._keep("weight", block.tensor.name, micro_batch=-1, order=(-1, 0, 0, 0))
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: TensorObservation) -> None:
         """Every look counts, so that the ranks of one stage count alike."""
         self._count += 1
         if _is_finite(seen.tensor):
@@ -139,7 +139,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _from_all_ranks(mine: _Finding | None, parts: Parts) -> list[_Finding | None]:
+def _from_all_ranks(mine: _Finding | None, parts: TrainingComponents) -> list[_Finding | None]:
     """Each rank's finding, as text of a fixed length."""
     text = json.dumps(asdict(mine) if mine else None).encode().ljust(FINDING_BYTES)
     tensor = torch.tensor(list(text[:FINDING_BYTES]), dtype=torch.uint8, device=parts.device)
@@ -152,7 +152,7 @@ def _read(text: bytes) -> _Finding | None:
     return _Finding(**values | {"order": tuple(values["order"])}) if values else None
 
 
-def _in_words(finding: _Finding, parts: Parts) -> str:
+def _in_words(finding: _Finding, parts: TrainingComponents) -> str:
     stage = parts.plan.stages[abs(finding.order[2])]
     whole = "the loss" if stage.is_last else f"stage {stage.index}"
     at = parts.plan.grid.coords(finding.rank)

@@ -18,7 +18,7 @@ import torch
 from raymega.errors import Fault, NumericsError, RollbackError
 from raymega.parallel.comm.collectives import all_gather
 from raymega.plan.grid import Grid
-from raymega.train.build import Parts
+from raymega.train.build import TrainingComponents
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**20
@@ -43,7 +43,7 @@ class Difference:
 class DivergenceCheck:
     """Looks every ``elastic.divergence_every`` steps, and before checkpoints; all ranks together."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainingComponents) -> None:
         self._parts, self._section = parts, parts.plan.job.elastic
         self._every = self._section.divergence_every
 
@@ -118,7 +118,7 @@ def describe(found: Sequence[Difference]) -> str:
     return f"{who} from those that hold the same ({groups})"
 
 
-def _held_alike(parts: Parts) -> Iterator[list[torch.Tensor]]:
+def _held_alike(parts: TrainingComponents) -> Iterator[list[torch.Tensor]]:
     """In the order of KINDS."""
     parts.weights.wait_for_all()
     whole = list(parts.weights.whole())

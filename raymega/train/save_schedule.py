@@ -11,9 +11,9 @@ from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.messages import Channel, SaveSkipped
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.save_cost import shares_snapshot
-from raymega.train.build import Parts
+from raymega.train.build import TrainingComponents
 from raymega.train.nan_locator import refuse_non_finite_state
 from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome, sum_over_world
@@ -22,12 +22,12 @@ NO_SNAPSHOTS = (0.0, 0.0, 0.0)
 """As many numbers as with snapshots: how long a vector is may decide the order of its sums."""
 
 
-class Saving:
+class SaveScheduler:
     """Both writers of a rank. All ranks do the same at the same step, by what a step summed."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainingComponents,
         *,
         channel: Channel,
         writer: CheckpointWriter,
@@ -109,7 +109,7 @@ class Saving:
         else:
             save(into=self._snapshots.lend)
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[TensorBlock]:
         return list(self._parts.optimizer.blocks())
 
     def _report_skip(self, step: int) -> None:

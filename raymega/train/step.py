@@ -23,8 +23,8 @@ from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
-from raymega.train.bad_steps import Doubt, Ruling, find_doubt, rule
-from raymega.train.build import Parts
+from raymega.train.bad_steps import BadStep, BadStepAction, decide, detect_bad_step
+from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import forward_backward
 from raymega.train.nan_locator import locate_non_finite, refuse_step
 from raymega.train.state import TrainState
@@ -55,16 +55,16 @@ class StepOutcome:
     summed: tuple[float, ...]
     loads: Mapping[int, Load]
     events: tuple[Event, ...]
-    doubted: Doubted | None = None
+    doubted: BadStepOutcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Doubted:
+class BadStepOutcome:
     """A step whose first pass had no good numbers; ``where`` they come from, if that was found."""
 
     kind: str
     fact: str
-    ruling: Ruling
+    ruling: BadStepAction
     where: str = ""
 
 
@@ -73,7 +73,7 @@ def _do_nothing() -> None:
 
 
 def train_step(
-    parts: Parts,
+    parts: TrainingComponents,
     state: TrainState,
     wishes: Requests,
     *,
@@ -106,7 +106,7 @@ def train_step(
         seen, doubted = _settle(parts, state, doubt, seen, do_pass, micro_batches)
     totals = seen.totals
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
-    is_left_out = doubted is not None and doubted.ruling is Ruling.SKIP
+    is_left_out = doubted is not None and doubted.ruling is BadStepAction.SKIP
     events = list(seen.events)
     if not (seen.is_overflow or is_left_out):
         factor = clip_factor(seen.grad_norm, job.optimizer.clip_norm)
@@ -139,7 +139,7 @@ class _Pass:
 
 
 def _do_pass(
-    parts: Parts,
+    parts: TrainingComponents,
     state: TrainState,
     micro_batches: Sequence[MicroBatch],
     asked: Sequence[float],
@@ -164,21 +164,21 @@ def _do_pass(
     )
 
 
-def _doubt(parts: Parts, state: TrainState, seen: _Pass) -> Doubt | None:
+def _doubt(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadStep | None:
     if seen.is_overflow:
         return None
     section = parts.plan.job.elastic
-    return find_doubt(section, state, loss=seen.loss, grad_norm=seen.grad_norm)
+    return detect_bad_step(section, state, loss=seen.loss, grad_norm=seen.grad_norm)
 
 
 def _settle(  # all of a step
-    parts: Parts,
+    parts: TrainingComponents,
     state: TrainState,
-    doubt: Doubt,
+    doubt: BadStep,
     seen: _Pass,
     do_pass: Callable[..., _Pass],
     micro_batches: Sequence[MicroBatch],
-) -> tuple[_Pass, Doubted]:
+) -> tuple[_Pass, BadStepOutcome]:
     """Do the step once more, and what the job says if that leaves a doubt too.
 
     No weight has changed, and a pass depends on weights and samples alone: the second one has the
@@ -189,23 +189,27 @@ def _settle(  # all of a step
         seen = replace(do_pass(is_recording=False), events=seen.events)
         left = _doubt(parts, state, seen)
         if left is None:
-            return seen, Doubted(kind=first.kind, fact=first.fact, ruling=Ruling.SECOND_PASS)
+            return seen, BadStepOutcome(
+                kind=first.kind, fact=first.fact, ruling=BadStepAction.SECOND_PASS
+            )
         doubt = left
     where = ""
     if doubt.kind == "nan":
         scale = loss_gradient(parts.plan, state)
         where = locate_non_finite(parts, micro_batches, loss_gradient=scale)
-    ruling = rule(parts.plan.job.elastic, state, doubt)
+    ruling = decide(parts.plan.job.elastic, state, doubt)
     fact = f"step {state.step + 1}: {doubt.fact}" + (f"; {where}" if where else "")
-    if ruling is Ruling.STOP:
+    if ruling is BadStepAction.STOP:
         raise refuse_step(fact, doubt=doubt)
-    if ruling is Ruling.ROLL_BACK:
+    if ruling is BadStepAction.ROLL_BACK:
         end = state.samples + parts.plan.batch_at(state.samples).global_batch_size
         raise refuse_step(fact, doubt=doubt, roll_back_to=end)
-    return seen, Doubted(kind=doubt.kind, fact=doubt.fact, ruling=ruling, where=where)
+    return seen, BadStepOutcome(kind=doubt.kind, fact=doubt.fact, ruling=ruling, where=where)
 
 
-def _state_after(parts: Parts, state: TrainState, seen: _Pass, *, is_left_out: bool) -> TrainState:
+def _state_after(
+    parts: TrainingComponents, state: TrainState, seen: _Pass, *, is_left_out: bool
+) -> TrainState:
     job = parts.plan.job
     after = state.advance(
         samples=parts.plan.batch_at(state.samples).global_batch_size,
@@ -232,7 +236,7 @@ def no_labels(what: str) -> Fault:
     )
 
 
-def sum_over_world(parts: Parts, numbers: Sequence[float]) -> tuple[float, ...]:
+def sum_over_world(parts: TrainingComponents, numbers: Sequence[float]) -> tuple[float, ...]:
     """The sum of each number over all ranks."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
     return tuple(all_reduce(mine, parts.groups.world).tolist())
@@ -259,7 +263,7 @@ class _Totals:
 
 
 def _totals_of(
-    parts: Parts,
+    parts: TrainingComponents,
     loss_sum: torch.Tensor,
     micro_batches: Sequence[MicroBatch],
     others: Sequence[float],

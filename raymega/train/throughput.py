@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from raymega.parallel.comm.process_groups import Waited
+from raymega.parallel.comm.process_groups import WaitTimer
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.lookup import peak_flops
 from raymega.plan.run_plan import RunPlan
@@ -17,7 +17,7 @@ from raymega.plan.run_plan import RunPlan
 STATM = Path("/proc/self/statm")
 
 
-class Speedometer:
+class ThroughputMeter:
     """Turns tokens and seconds of a step into speeds of the run and of one worker."""
 
     def __init__(self, plan: RunPlan, device: torch.device, *, context: float) -> None:
@@ -43,13 +43,13 @@ class Speedometer:
         return speeds | ({"train/mfu": flops / self._peak} if self._peak else {})
 
 
-class WorkMeter:
+class BusyTimeMeter:
     """How long a rank works in a step itself: wall time less its waits for other ranks.
 
     It reads the host's time, so on a GPU, whose work the host only queues, there is nothing to say.
     """
 
-    def __init__(self, device: torch.device, waited: Waited) -> None:
+    def __init__(self, device: torch.device, waited: WaitTimer) -> None:
         self._is_host, self._waited = device.type == "cpu", waited
         self._began_s = self._waited_s = self._work_s = 0.0
         self._num_steps = 0

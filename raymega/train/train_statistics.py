@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 import torch
 
-from raymega.model.layers.transformer_block import Block
+from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.optim.clip import clip_factor, local_norm_sq_by_group, tensor_groups
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.plan.tensor_table import model_tensors
-from raymega.train.bad_steps import Ruling
-from raymega.train.build import Parts
-from raymega.train.module_hooks import Seen, tapped
+from raymega.train.bad_steps import BadStepAction
+from raymega.train.build import TrainingComponents
+from raymega.train.module_hooks import TensorObservation, hook_modules
 from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome, loss_gradient
 
@@ -25,27 +25,27 @@ Metrics = dict[str, float]
 
 
 @contextmanager
-def activations_of(parts: Parts, *, is_due: bool) -> Iterator[Activations | None]:
+def activations_of(parts: TrainingComponents, *, is_due: bool) -> Iterator[Activations | None]:
     """While it lasts, a step's activations are added up; None when they are not due."""
     if not is_due:
         yield None
         return
     activations = Activations(parts)
-    with tapped(parts.modules, activations.see, only=Block):
+    with hook_modules(parts.modules, activations.see, only=TransformerBlock):
         yield activations
 
 
 class Activations:
     """Moments of each block's output and of the loss's gradient by it, over one step."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainingComponents) -> None:
         self._parts = parts
         shape = (parts.plan.job.model.num_layers, 2)
         at = {"dtype": torch.float64, "device": parts.device}
         self._sums = torch.zeros(*shape, 3, **at)  # type: ignore[call-overload]  # [layer, kind, (count, sum, sum of squares)]
         self._peaks = torch.zeros(*shape, **at)  # type: ignore[call-overload]  # largest magnitudes
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: TensorObservation) -> None:
         """Add x: [S/sp, B, D] but for slots of the batch's tail that hold no sample."""
         where, _, layer = seen.name.rpartition(".")
         if where != "layers":
@@ -66,7 +66,7 @@ class Activations:
 
         None of a step whose second pass was used: the bad numbers of the first were seen as well.
         """
-        if outcome.doubted is not None and outcome.doubted.ruling is Ruling.SECOND_PASS:
+        if outcome.doubted is not None and outcome.doubted.ruling is BadStepAction.SECOND_PASS:
             return {}
         parallel, here = self._parts.plan.job.parallel, self._parts.coords
         if here.tp > 0 and not parallel.sequence_parallel:
@@ -88,7 +88,7 @@ class Activations:
         }
 
 
-def norm_metrics(parts: Parts, outcome: StepOutcome) -> Metrics:
+def norm_metrics(parts: TrainingComponents, outcome: StepOutcome) -> Metrics:
     """Norms of weights after the step and of gradients before clipping, by group of tensors."""
     job = parts.plan.job
     groups = tensor_groups(model_tensors(job.model))

@@ -37,7 +37,7 @@ class StepValues:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class ComparedBlock:
     """A rank's part of a tensor after step ``step`` (from 1)."""
 
     step: int
@@ -54,7 +54,7 @@ class RankResult:
     """
 
     curve: tuple[StepValues, ...]
-    blocks: Iterable[Block]
+    blocks: Iterable[ComparedBlock]
     lr_scales: Mapping[str, float] = field(default_factory=dict)
     router_margin: float = inf
     fp8_margin: float = inf
@@ -96,7 +96,7 @@ class Deviation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class LayoutComparison:
     """The largest deviation of each kind, and the first above the limit, if any is."""
 
     loss: Deviation
@@ -125,11 +125,13 @@ def make_reference(result: RankResult) -> Reference:
     )  # fmt: skip
 
 
-def compare(results: Sequence[RankResult], reference: Reference, *, limit: float) -> Comparison:
+def compare(
+    results: Sequence[RankResult], reference: Reference, *, limit: float
+) -> LayoutComparison:
     """Hold every rank's scalars and blocks, replicas included, against the reference."""
     curves = [deviation for result in results for deviation in _curve_deviations(result, reference)]
     tensors = _tensor_deviations(results, reference)
-    return Comparison(
+    return LayoutComparison(
         loss=_worst(found for found in curves if found.quantity == "loss"),
         grad_norm=_worst(found for found in curves if found.quantity == "grad_norm"),
         tensor=_worst(tensors),
@@ -182,9 +184,9 @@ def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> l
     ]
 
 
-def _put_together(blocks: Iterable[Block]) -> dict[tuple[int, str], Array]:
+def _put_together(blocks: Iterable[ComparedBlock]) -> dict[tuple[int, str], Array]:
     """Whole tensors from all their blocks; one that is stacked with others comes in several."""
-    parts: dict[tuple[int, str], list[Block]] = defaultdict(list)
+    parts: dict[tuple[int, str], list[ComparedBlock]] = defaultdict(list)
     for block in blocks:
         parts[block.step, block.name].append(block)
     tensors = {}

@@ -32,7 +32,7 @@ class LayoutFailedError(Exception):
     """Ranks of a layout raised, died or took too long; the text says which, and the first cause."""
 
 
-class Nursery:
+class ForkServer:
     """Runs one layout at a time; made by :func:`open_nursery`."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path, *, timeout_s: float) -> None:
@@ -91,7 +91,7 @@ class Nursery:
 
 
 @contextmanager
-def open_nursery(*, timeout_s: float) -> Iterator[Nursery]:
+def open_nursery(*, timeout_s: float) -> Iterator[ForkServer]:
     """Start the process that forks ranks; afterwards it, the ranks and their files are gone.
 
     Args:
@@ -113,7 +113,7 @@ def open_nursery(*, timeout_s: float) -> Iterator[Nursery]:
                 start_new_session=True,  # an interrupt is the driver's to handle
             )
         try:
-            yield Nursery(process, Path(folder), timeout_s=timeout_s)
+            yield ForkServer(process, Path(folder), timeout_s=timeout_s)
         finally:
             _stop(process)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raymega.messages import Box
-from raymega.verify.compare import Block, RankResult, StepValues
+from raymega.verify.compare import ComparedBlock, RankResult, StepValues
 
 
 def result_path(folder: Path, rank: int) -> Path:
@@ -43,11 +43,11 @@ class _Blocks:
     path: Path
     index: list[dict[str, Any]]
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[ComparedBlock]:
         with np.load(self.path) as arrays:
             for place, entry in enumerate(self.index):
                 box = {key: tuple(numbers) for key, numbers in entry["box"].items()}
-                yield Block(
+                yield ComparedBlock(
                     step=entry["step"],
                     name=entry["name"],
                     box=Box(**box),

@@ -13,8 +13,8 @@ from raymega.config.schema import Job
 from raymega.data.checks import data_faults
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, WorkerError
-from raymega.verify.compare import LIMIT, Comparison, Reference, compare, make_reference
-from raymega.verify.launch import LayoutFailedError, Nursery, open_nursery
+from raymega.verify.compare import LIMIT, LayoutComparison, Reference, compare, make_reference
+from raymega.verify.launch import ForkServer, LayoutFailedError, open_nursery
 from raymega.verify.layout import Layout
 from raymega.verify.layout_sampling import draw_layouts
 from raymega.verify.legal_layouts import layout_of, reference_layout
@@ -50,7 +50,7 @@ class Outcome:
     """What became of one layout; without a comparison when its ranks failed."""
 
     layout: Layout
-    comparison: Comparison | None
+    comparison: LayoutComparison | None
     failure: str
     seconds: float
 
@@ -151,7 +151,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    nursery: Nursery
+    nursery: ForkServer
     job: Job
     reference: Reference
     options: Options
@@ -172,7 +172,7 @@ class _Trial:
         )
 
 
-def _train_reference(nursery: Nursery, job: Job, steps: int) -> Reference:
+def _train_reference(nursery: ForkServer, job: Job, steps: int) -> Reference:
     try:
         with nursery.run(job, reference_layout(job), steps=steps) as results:
             return make_reference(results[0])

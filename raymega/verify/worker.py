@@ -21,7 +21,7 @@ from raymega.parallel.comm.process_groups import build_groups, close_world, open
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
 from raymega.plan.zero_levels import group_size
-from raymega.train.build import Parts, build_parts
+from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from raymega.verify.compare import StepValues
@@ -59,7 +59,7 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
     close_world()
 
 
-def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
+def _train(parts: TrainingComponents, steps: int, folder: Path, rank: int) -> None:
     job, state, curve = parts.plan.job, TrainState(), []
     arrays: dict[str, Any] = {}
     blocks: list[dict[str, object]] = []
@@ -85,7 +85,7 @@ def _train(parts: Parts, steps: int, folder: Path, rank: int) -> None:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)
 
 
-def _blocks(parts: Parts, *, with_state: bool) -> list[tuple[str, Box, np.ndarray]]:
+def _blocks(parts: TrainingComponents, *, with_state: bool) -> list[tuple[str, Box, np.ndarray]]:
     """This rank's masters, and what the optimizer keeps beside them."""
     return [
         (block.name if block.kind != "model" else block.tensor.name, block.box, _copy(block.values))

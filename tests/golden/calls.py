@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from raymega.checkpoint.format.dtypes import element_type
-from raymega.checkpoint.format.epochs import Holder
+from raymega.checkpoint.format.epochs import LeaseHolder
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.reader import load
@@ -21,7 +21,7 @@ from raymega.errors import ConfigError, RaymegaError, raise_faults
 from raymega.messages import ShardSaved
 from raymega.orchestrate.cluster.node_probes import version_fault
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_up_error
-from raymega.orchestrate.core.rank_placement import Place, assign_seats, place_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_seats, place_ranks
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.driver.exit_errors import nothing_readable, stopped
 from raymega.orchestrate.driver.rollbacks import ROLLBACKS, read_rollbacks
@@ -31,7 +31,7 @@ from raymega.orchestrate.run_store.lease import Lease
 from raymega.orchestrate.run_store.run_identity import precision_faults
 from raymega.plan.hardware.catalog import accelerator
 from raymega.plan.packing.cost import PackCost
-from raymega.plan.packing.dynamic_cp import Limits, schedule_documents
+from raymega.plan.packing.dynamic_cp import PackLimits, schedule_documents
 from raymega.plan.snapshot_replicas import memory_faults
 from raymega.planner.search.selection import best_grid
 from raymega.schedule.checker import check
@@ -83,7 +83,7 @@ def _no_grid_fits(_folder: Path) -> None:
 
 def _long_document(_folder: Path) -> None:
     cost = PackCost(token_s=1.0, pair_s=1.0)
-    schedule_documents([401], Limits(num_ranks=4, max_tokens=100), cost)
+    schedule_documents([401], PackLimits(num_ranks=4, max_tokens=100), cost)
 
 
 def _lists() -> list[list[Instruction]]:
@@ -118,7 +118,7 @@ def _no_room(_folder: Path) -> None:
 
 
 def _group_is_parted(_folder: Path) -> None:
-    places = [Place(node_id=name, address="", pid=0) for name in ("a", "b")]
+    places = [WorkerLocation(node_id=name, address="", pid=0) for name in ("a", "b")]
     assign_seats(places, make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
 
 
@@ -232,7 +232,7 @@ def _two_drivers() -> Iterator[tuple[Lease, Lease]]:
     def lease(host: str) -> Lease:
         return Lease(
             store, clock=clock, duration_s=30.0, sleep=lambda _s: first.renew(),
-            holder=Holder(host=host, pid=1, machine="m", started="0", token=host),
+            holder=LeaseHolder(host=host, pid=1, machine="m", started="0", token=host),
             knows_gone=lambda _holder: False,
         )  # fmt: skip
 

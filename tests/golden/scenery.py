@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from raymega.checkpoint.format.epochs import Grant, Holder
+from raymega.checkpoint.format.epochs import LeaseGrant, LeaseHolder
 from raymega.checkpoint.format.manifest import VERSION, Manifest, commit
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.inspection import open_checkpoint
@@ -142,9 +142,9 @@ def _put_checkpoints(folder: Path) -> None:
     (folder / "fenced" / manifest.key).unlink()
 
 
-def _grant() -> Grant:
-    holder = Holder(host="h", pid=1, machine="m", started="0", token="t")
-    return Grant(epoch=3, holder=holder, since=NOW, renewed=NOW, expires=NOW, duration_s=30.0)
+def _grant() -> LeaseGrant:
+    holder = LeaseHolder(host="h", pid=1, machine="m", started="0", token="t")
+    return LeaseGrant(epoch=3, holder=holder, since=NOW, renewed=NOW, expires=NOW, duration_s=30.0)
 
 
 def _upper_half(box: SavedBox) -> SavedBox:

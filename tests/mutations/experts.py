@@ -83,9 +83,9 @@ EXPERTS: tuple[Mutation, ...] = (
     Mutation(
         name="probabilities are applied on both ends where tokens are exchanged",
         file="parallel/expert_parallel/dispatcher.py",
-        old="        return weigh_rows(land(self.flight), self.routing.weights, self.arrangement)",
+        old="        return unpermute(land(self.flight), self.routing.weights, self.arrangement)",
         new="        weights = self.routing.weights.square()\n"
-        "        return weigh_rows(land(self.flight), weights, self.arrangement)",
+        "        return unpermute(land(self.flight), weights, self.arrangement)",
         layout=Layout(dp=2, ep=2, micro_batch_size=2),
         job=EXPERTS,
     ),

@@ -128,32 +128,32 @@ def outcome() -> str:
 
 def _numbers() -> Iterator[str]:
     from raymega.config.elastic import ElasticSection
-    from raymega.train.bad_steps import Doubt, Ruling, find_doubt, rule
+    from raymega.train.bad_steps import BadStep, BadStepAction, decide, detect_bad_step
     from raymega.train.state import TrainState
 
     section = ElasticSection(spike_window=4, spike_loss=3.0, on_nan="skip", max_bad_steps=2)
-    if find_doubt(section, TrainState(), loss=1.0, grad_norm=nan) is None:
+    if detect_bad_step(section, TrainState(), loss=1.0, grad_norm=nan) is None:
         yield "a gradient norm that is not finite passes"
     before = TrainState(losses=(1.0, 9.0, 1.0, 1.0), grad_norms=(1.0,) * 4)
-    if find_doubt(section, before, loss=5.0, grad_norm=1.0) is None:
+    if detect_bad_step(section, before, loss=5.0, grad_norm=1.0) is None:
         yield "a spike passes behind another one"
-    doubt = Doubt(kind="nan", fact="", policy="skip")
-    if rule(section, TrainState(bad_steps=2), doubt) is not Ruling.STOP:
+    doubt = BadStep(kind="nan", fact="", policy="skip")
+    if decide(section, TrainState(bad_steps=2), doubt) is not BadStepAction.STOP:
         yield "batches are left out for ever"
-    again = Doubt(kind="nan", fact="", policy="rerun")
-    if rule(section, TrainState(), again) is not Ruling.STOP:
+    again = BadStep(kind="nan", fact="", policy="rerun")
+    if decide(section, TrainState(), again) is not BadStepAction.STOP:
         yield "numbers that are not finite are kept"
 
 
 def _hangs() -> Iterator[str]:
-    from raymega.orchestrate.core.worker_status import ProcessSeen
+    from raymega.orchestrate.core.worker_status import ProcessStatus
     from tests.unit.orchestrate.driver import test_hang_detector as stage
 
     def silent(state: str) -> bool:
         watch = stage.make_watch()
         stage.answer(watch, (0, 1), 10.0)
         stage.answer(watch, (0,), 12.7)
-        watch.observe(ProcessSeen(rank=1, state=state), 12.7)
+        watch.observe(ProcessStatus(rank=1, state=state), 12.7)
         return watch.hang(12.7, last_sign_s=12.7, is_training=True) is not None
 
     if not silent("T"):

@@ -156,7 +156,7 @@ LAYERS: tuple[Mutation, ...] = (
         layout=Layout(cp=4, cp_method="all_gather"),
     ),
     Mutation(
-        name="exchanged heads come back in the order of the sequence",
+        name="ulysses heads come back in the order of the sequence",
         file="parallel/context_parallel/ulysses.py",
         old="_Reorder.apply(y, back, there)",
         new="_Reorder.apply(y, there, back)",

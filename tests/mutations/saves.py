@@ -120,8 +120,8 @@ def snapshot_outcome() -> str:
     from raymega.checkpoint.snapshots.snapshot import find_snapshot
     from raymega.checkpoint.snapshots.writer import SnapshotWriter
     from raymega.messages import Replicas
-    from raymega.storage.memory_server import Keeper
-    from raymega.storage.remote_memory_store import KeeperStore
+    from raymega.storage.memory_server import MemoryStoreServer
+    from raymega.storage.remote_memory_store import RemoteMemoryStore
     from tests.support.jobs import make_test_plan
     from tests.unit.checkpoint import support
 
@@ -129,7 +129,7 @@ def snapshot_outcome() -> str:
         "parallel.pp=1", "parallel.dp=1", "parallel.tp=1", "elastic.snapshot_every=1"
     )
     blocks = support.make_blocks(support.MODELS["gpt2-tied"], support.make_grid("tp1"), 0)
-    with Keeper("127.0.0.1", "token") as keeper:
+    with MemoryStoreServer("127.0.0.1", "token") as keeper:
         homes = Replicas(token="token", write_to=(keeper.uri,), num_copies=1, home=keeper.uri)
         writer = SnapshotWriter(plan, rank=0, attempt=1, replicas=homes)
         for step in (1, 2):
@@ -139,7 +139,7 @@ def snapshot_outcome() -> str:
         writer.observe(writer.summed(), step=3, is_lent=True)
         if writer.is_due:
             return "snapshot: over a checkpoint"
-        store = KeeperStore(keeper.uri, "token")
+        store = RemoteMemoryStore(keeper.uri, "token")
         store.drop(key for key in store.list(folder_of(2)) if key.endswith(".json"))
         found = find_snapshot({"keeper": store}, job={}, now="")
         step = found.manifest.step if found else 0

@@ -51,7 +51,7 @@ SHARDING: tuple[Mutation, ...] = (
     Mutation(
         name="gradients are not summed over the copies of hybrid sharding",
         file="parallel/data_parallel/grad_buffer.py",
-        old="if bucket.level > Level.NONE and across.size > 1:",
+        old="if bucket.level > ZeroLevel.NONE and across.size > 1:",
         new="if False:",
         layout=Layout(dp=4, sharding="optimizer", sharding_group=2),
     ),

@@ -61,7 +61,7 @@ SUMS: tuple[Mutation, ...] = (
         name="tied embedding is forgotten by the sharded optimizer",
         file="parallel/data_parallel/grad_buffer.py",
         old="            if bucket.is_tied:\n",
-        new="            if bucket.is_tied and bucket.level == Level.NONE:\n",
+        new="            if bucket.is_tied and bucket.level == ZeroLevel.NONE:\n",
         layout=Layout(pp=2, dp=2, sharding="optimizer"),
     ),
     Mutation(

@@ -82,8 +82,8 @@ UPDATES: tuple[Mutation, ...] = (
     Mutation(
         name="a block's scale is that of what this rank owns of it",
         file="parallel/data_parallel/quantized_scales.py",
-        old="            if alike and alike[0].level > Level.NONE:\n",
-        new="            if alike and alike[0].level > Level.PARAMETERS:\n",
+        old="            if alike and alike[0].level > ZeroLevel.NONE:\n",
+        new="            if alike and alike[0].level > ZeroLevel.PARAMETERS:\n",
         layout=Layout(dp=3, sharding="optimizer"),
         job=EIGHT_BITS,
     ),

@@ -9,7 +9,7 @@ import pytest
 from raymega.errors import LeaseError, NumericsError, PreemptedError, WorkerError
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
-from raymega.orchestrate.run_store.cluster_lock import sole_driver
+from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.memory import MemoryStore
 from raymega.storage.registry import open_store
@@ -186,9 +186,9 @@ class CarelessStore(MemoryStore):
 def test_named_actor_keeps_a_second_driver_out_where_the_store_does_not(caplog):
     first, second = take_lease(CarelessStore()), take_lease(CarelessStore())
     is_refused = pytest.raises(LeaseError, match=rf"on this cluster: process {os.getpid()} on ")
-    with sole_driver(first), is_refused, sole_driver(second):
+    with hold_cluster_lock(first), is_refused, hold_cluster_lock(second):
         pytest.fail("two drivers are at work")
     assert "nothing those of other clusters" in caplog.text
-    with sole_driver(second):
+    with hold_cluster_lock(second):
         assert len(leftovers(0.0)) == 1
     assert leftovers() == []

@@ -19,7 +19,7 @@ from raymega.errors import CapacityError, ConfigError, PreemptedError
 from raymega.orchestrate.cluster.node_inventory import find_device, list_nodes
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
-from raymega.orchestrate.run_store.journal import Entry
+from raymega.orchestrate.run_store.journal import AttemptRecord
 from raymega.orchestrate.workers.preflight import Preflight
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.registry import open_store
@@ -132,7 +132,7 @@ def test_run_that_fits_only_in_torn_groups_waits_and_gives_up(make_controller):
 
 
 def test_next_driver_goes_on_with_as_many_workers_as_the_run_had(make_controller, tmp_path):
-    torn_away = Entry(
+    torn_away = AttemptRecord(
         attempt=1, grid={}, world_size=4, num_micro_batches=1, spares=0, restored="", state="running"
     )  # fmt: skip
     store = open_store(str(tmp_path / "fewer"))

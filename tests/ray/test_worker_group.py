@@ -11,7 +11,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from raymega.errors import CapacityError
 from raymega.messages import Entered, Requests, WorkerDied, WorkerFailed, WorkerFinished
-from raymega.orchestrate.core.worker_group_api import AttemptOrder
+from raymega.orchestrate.core.worker_group_api import AttemptSpec
 from raymega.orchestrate.workers import placement_slots
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from tests.support.jobs import make_test_plan
@@ -45,7 +45,7 @@ def make_group(tmp_path):
 
 
 def order(plan, tmp_path, *, attempt):
-    return AttemptOrder(
+    return AttemptSpec(
         plan_json=plan.to_json(), run_uri=str(tmp_path / "run"), attempt=attempt, restore=""
     )
 

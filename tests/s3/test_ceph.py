@@ -10,10 +10,10 @@ import pytest
 
 from raymega.checkpoint.format.epochs import read_grant
 from raymega.checkpoint.format.manifest import find_restore, list_manifests
-from raymega.checkpoint.save.writer import Patience
-from raymega.checkpoint.tools.retention import Keep, Pruner
+from raymega.checkpoint.save.writer import RetryPolicy
+from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import LeaseError, StorageError
-from raymega.orchestrate.run_store.lease import creates_once
+from raymega.orchestrate.run_store.lease import supports_conditional_put
 from raymega.storage.registry import store_faults
 from raymega.storage.s3 import S3Store
 from tests.support.servers.s3_server import BUCKET, raw_client
@@ -81,7 +81,7 @@ def test_nothing_is_visible_before_the_last_part(store, raw, prefix):
 
 def _put_as_the_checkpoint_writer_does(store, chunks):
     """A put, and again when the gateway stays away for longer than the client's own retries."""
-    for delay_s in Patience().retry_delays_s:
+    for delay_s in RetryPolicy().retry_delays_s:
         try:
             return store.put("k", chunks(), overwrite=False)
         except StorageError:
@@ -122,7 +122,7 @@ def test_save_is_committed_through_a_killed_gateway(ceph, store, raw, prefix, ou
     assert find_restore(store).manifest == new and holds_step(store, new) and holds_step(store, old)
     store.abort_stale_uploads(timedelta(seconds=-60), now=datetime.now(UTC))
     assert _open_uploads(raw, prefix) == []
-    Pruner(store, Keep(last=1)).prune()
+    Pruner(store, RetentionPolicy(last=1)).prune()
     assert set(store.list("")) == {new.key, *new.file_sizes()} and holds_step(store, new)
 
 
@@ -181,7 +181,7 @@ def test_two_drivers_at_once_get_two_epochs_and_what_the_older_commits_late_is_n
             older.begin_attempt()
         key = save(store, newer.begin_attempt(), 10)
         assert list_manifests(store) == [key] and find_restore(store).key == key
-        assert creates_once(store)
+        assert supports_conditional_put(store)
 
 
 def test_usable_uri_has_no_fault_and_an_unusable_one_says_why(ceph, raw, prefix):

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from raymega.checkpoint.format.manifest import find_restore
-from raymega.checkpoint.tools.retention import Keep, Pruner
+from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.storage.s3 import S3Store
 from tests.support.servers.s3_server import BUCKET, raw_client
 from tests.support.store_contract import *  # noqa: F403  # the tests, against the fixture below
@@ -85,7 +85,7 @@ def test_save_is_committed_through_a_killed_server(swift, store, raw, prefix, ou
     assert find_restore(found).manifest == new and holds_step(found, new) and holds_step(found, old)
     found.abort_stale_uploads(timedelta(seconds=-60), now=datetime.now(UTC))
     assert _open_uploads(raw, prefix) == []
-    Pruner(found, Keep(last=1)).prune()
+    Pruner(found, RetentionPolicy(last=1)).prune()
     assert set(found.list("")) == {new.key, *new.file_sizes()} and holds_step(found, new)
 
 

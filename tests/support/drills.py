@@ -4,7 +4,7 @@ from itertools import islice
 from pathlib import Path
 
 from raymega import api
-from raymega.chaos.experiment import Drill, run_calm, run_drill
+from raymega.chaos.experiment import ChaosExperiment, run_baseline, run_drill
 from tests.support.command import VERIFY
 
 STEPS = 10
@@ -34,7 +34,7 @@ class Drills:
         layout_settings = LAYOUTS[layout] if isinstance(layout, str) else layout
         overrides = (*COMMON, *layout_settings, *more)
         job = api.load_job(VERIFY, overrides)
-        drill = Drill(
+        drill = ChaosExperiment(
             job_file=VERIFY, overrides=overrides, job=job, num_nodes=num_nodes, faults=faults,
             out=self.folder / f"{self._num:03d}", blows=iter(blows) if blows else islice((), 0),
             timeout_s=options.pop("timeout_s", 240.0), **options,
@@ -45,5 +45,5 @@ class Drills:
         """It has the same losses whatever patience a run has with lost nodes."""
         key = (layout, drill.job.run.steps)
         if key not in self._calm:
-            self._calm[key] = run_calm(drill, self.box, last=last)
+            self._calm[key] = run_baseline(drill, self.box, last=last)
         return self._calm[key]

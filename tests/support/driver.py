@@ -11,7 +11,7 @@ from raymega.errors import RaymegaError
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.signals import stop_on_signals
-from raymega.orchestrate.run_store.lease import Lease, held
+from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.session import close_session, open_session
@@ -35,7 +35,7 @@ def main(folder, *overrides):
     plan = make_test_plan("optimizer.lr_warmup_steps=0", *overrides)
     clock, store = SystemClock(), open_store(str(folder / "run"))
     lease = Lease(store, holder=this_process(), duration_s=plan.job.elastic.lease_s, clock=clock)
-    with held(lease), ThreadPoolExecutor(1) as executor:
+    with hold_lease(lease), ThreadPoolExecutor(1) as executor:
         open_session("local", num_cpus=2)
         group = RayWorkerGroup(plan, log_dir=folder, can_grow=False, entry="tests.support.entries")
         controller = Controller(

@@ -20,7 +20,7 @@ from raymega.messages import (
     WorkerFailed,
     WorkerFinished,
 )
-from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import NoSnapshots
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -138,7 +138,7 @@ class FakeWorkerGroup:
 
     def members(self):
         return {
-            rank: Place(node_id=f"node{rank // 2}", address="10.0.0.1", pid=1000 + rank)
+            rank: WorkerLocation(node_id=f"node{rank // 2}", address="10.0.0.1", pid=1000 + rank)
             for rank in range(self.world_size if self.orders else 0)
         }
 

@@ -5,7 +5,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from raymega.storage.memory_server import Keeper, give_memory_back
+from raymega.storage.memory_server import MemoryStoreServer, give_memory_back
 
 TOKEN = "token"
 SPAWN = multiprocessing.get_context("spawn")
@@ -13,7 +13,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def _keep(answers) -> None:
     give_memory_back()
-    keeper = Keeper("127.0.0.1", TOKEN)
+    keeper = MemoryStoreServer("127.0.0.1", TOKEN)
     answers.put((os.getpid(), keeper.uri))
     keeper.wait()
 

@@ -12,7 +12,7 @@ from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import GlobalTensor
-from raymega.plan.zero_levels import BUCKET_BYTES, Level
+from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel
 
 MODEL = ModelSection(family="llama", num_layers=2, width=8, num_heads=2, ffn_width=8, vocab_size=8)
 """Of which rates ask how deep it is."""
@@ -39,7 +39,7 @@ def sharing_of(groups):
     return Sharing(whole=groups.replicas, inside=groups.sharers, across=groups.copies)
 
 
-def make_table(chunks, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES):
+def make_table(chunks, groups=ALONE, *, level=ZeroLevel.NONE, bucket_bytes=BUCKET_BYTES):
     """The buckets of a rank with these model chunks, each parameter a unit of its own."""
     experts = Sharing(whole=groups.edp, inside=groups.expert_sharers, across=groups.expert_copies)
     return make_buckets(
@@ -47,13 +47,13 @@ def make_table(chunks, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BY
     )
 
 
-def make_buffer(params, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES):
+def make_buffer(params, groups=ALONE, *, level=ZeroLevel.NONE, bucket_bytes=BUCKET_BYTES):
     """A gradient buffer of one model chunk."""
     return GradBuffer(make_table([params], groups, level=level, bucket_bytes=bucket_bytes), groups)
 
 
 def make_optimizer(
-    params, section, groups=ALONE, *, level=Level.NONE, bucket_bytes=BUCKET_BYTES, **options
+    params, section, groups=ALONE, *, level=ZeroLevel.NONE, bucket_bytes=BUCKET_BYTES, **options
 ):
     """Gradients, weights and the optimizer of one model chunk."""
     table = make_table([params], groups, level=level, bucket_bytes=bucket_bytes)

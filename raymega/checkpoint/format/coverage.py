@@ -12,7 +12,7 @@ import numpy as np
 from raymega.messages import Box
 
 
-def uneven_cells(outer: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, int]]:
+def uncovered_cells(outer: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, int]]:
     """Parts of ``outer`` that ``boxes`` do not cover exactly once, each with how often they do.
 
     The boxes' edges cut ``outer`` into cells that are covered evenly, so the cost depends on the

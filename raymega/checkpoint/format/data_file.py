@@ -16,14 +16,14 @@ from isal.isal_zlib import crc32
 
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.manifest import Manifest
-from raymega.checkpoint.format.write_plan import Share
+from raymega.checkpoint.format.write_plan import WriteAssignment
 from raymega.errors import CheckpointError, Fault
 from raymega.messages import SavedBox
 from raymega.storage.store import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class FileLayout:
     """Where each block lies.
 
     Attributes:
@@ -32,7 +32,7 @@ class Layout:
         num_bytes: Length of all blocks together.
     """
 
-    shares: tuple[Share, ...]
+    shares: tuple[WriteAssignment, ...]
     starts: tuple[int, ...]
     num_bytes: int
 
@@ -48,15 +48,15 @@ class Layout:
         return _header(entries)
 
 
-def lay_out(shares: Iterable[Share]) -> Layout:
+def layout_file(shares: Iterable[WriteAssignment]) -> FileLayout:
     """Put the widest element types first, so that every block begins at a multiple of its own."""
     ordered = sorted(shares, key=lambda share: -element_type(share.dtype).num_bytes)
     *starts, end = accumulate((share.num_bytes for share in ordered), initial=0)
-    return Layout(shares=tuple(ordered), starts=tuple(starts), num_bytes=end)
+    return FileLayout(shares=tuple(ordered), starts=tuple(starts), num_bytes=end)
 
 
 def saved_boxes(
-    layout: Layout, checksums: Iterable[int], *, file: str, header_bytes: int
+    layout: FileLayout, checksums: Iterable[int], *, file: str, header_bytes: int
 ) -> tuple[SavedBox, ...]:
     """The manifest's entries for ``layout``'s shares; ``checksums`` are their crc32, in order."""
     entries = zip(layout.shares, layout.starts, checksums, strict=True)
@@ -102,7 +102,7 @@ def missing_file(key: str, saved: SavedBox) -> CheckpointError:
     return _corrupt(key, saved, "the file is missing")
 
 
-def _entry_name(share: Share) -> str:
+def _entry_name(share: WriteAssignment) -> str:
     """Such as ``model/layers.0.attention.q.weight@128,0``: the tensor and the block's first index."""
     return f"{share.tensor}@{','.join(map(str, share.box.offset))}"
 

@@ -27,7 +27,7 @@ CLAIMS = "attempts/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
+class LeaseHolder:
     """A driver's process, so that people and other drivers can find it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Holder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grant:
+class LeaseGrant:
     """One epoch of a run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Grant:
     """
 
     epoch: int
-    holder: Holder
+    holder: LeaseHolder
     since: str
     renewed: str
     expires: str
@@ -79,7 +79,7 @@ class Grant:
         """Where it lies."""
         return grant_key(self.epoch)
 
-    def renew(self, *, now: str, expires: str, is_released: bool = False) -> Grant:
+    def renew(self, *, now: str, expires: str, is_released: bool = False) -> LeaseGrant:
         """The same grant, a sign of life later."""
         return replace(
             self,
@@ -94,7 +94,7 @@ class Grant:
         return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
 
 
-_ADAPTER: TypeAdapter[Grant] = TypeAdapter(Grant)
+_ADAPTER: TypeAdapter[LeaseGrant] = TypeAdapter(LeaseGrant)
 
 
 def grant_key(epoch: int) -> str:
@@ -111,7 +111,7 @@ def newest_epoch(store: Store) -> int:
     return max(_newest(store, LEASES), _newest(store, CLAIMS))
 
 
-def newest_grant(store: Store) -> Grant | None:
+def newest_grant(store: Store) -> LeaseGrant | None:
     """The grant of the highest epoch; None for a run that has none.
 
     Raises:
@@ -121,7 +121,7 @@ def newest_grant(store: Store) -> Grant | None:
     return read_grant(store, epoch) if epoch else None
 
 
-def read_grant(store: Store, epoch: int) -> Grant:
+def read_grant(store: Store, epoch: int) -> LeaseGrant:
     """The grant of ``epoch``, which exists.
 
     Raises:
@@ -151,10 +151,10 @@ def admitted(store: Store, manifests: Iterable[str]) -> list[str]:
     """
     listed = list(manifests)
     grant = newest_grant(store)
-    return [key for key in listed if grant is None or admits(grant, key)]
+    return [key for key in listed if grant is None or is_valid_epoch(grant, key)]
 
 
-def admits(grant: Grant, manifest: str) -> bool:
+def is_valid_epoch(grant: LeaseGrant, manifest: str) -> bool:
     """Whether the newest ``grant`` of a run lets the manifest of that key count."""
     at = checkpoint_of(manifest)
     assert at is not None, f"{manifest} is a manifest's"

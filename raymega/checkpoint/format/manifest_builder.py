@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from raymega.checkpoint.format.coverage import uneven_cells
+from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.errors import CheckpointError, Fault, raise_faults
 from raymega.messages import Box, ShardSaved
@@ -57,7 +57,7 @@ def coverage_faults(manifest: Manifest) -> list[Fault]:
         elif any(whole.intersect(box.box) != box.box for box in boxes):
             faults.append(_tensor_fault(manifest, name, f"has a box outside its shape {shape}"))
         else:
-            for cell, count in uneven_cells(whole, [box.box for box in boxes]):
+            for cell, count in uncovered_cells(whole, [box.box for box in boxes]):
                 fact = f"has its block {cell.shape} at {cell.offset} {count} times"
                 faults.append(_tensor_fault(manifest, name, fact))
     return faults

@@ -22,7 +22,7 @@ MAX_BOX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
+class LocalBlock:
     """One block of a global tensor that a rank holds.
 
     Attributes:
@@ -46,7 +46,7 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class WriteAssignment:
     """A part of a holding that one replica writes.
 
     Attributes:
@@ -70,8 +70,8 @@ class Share:
 
 
 def share_boxes(
-    holdings: Sequence[Holding], *, max_box_bytes: int = MAX_BOX_BYTES
-) -> tuple[Share, ...]:
+    holdings: Sequence[LocalBlock], *, max_box_bytes: int = MAX_BOX_BYTES
+) -> tuple[WriteAssignment, ...]:
     """The blocks that a rank writes, of what it holds and is primary for.
 
     What it holds alone it writes whole. What it holds with the same others, laid end to end, is cut
@@ -80,12 +80,12 @@ def share_boxes(
     fewer holdings than there are replicas are cut at all. Boxes have at most ``max_box_bytes``, which
     cannot be more than MAX_BOX_BYTES, or one row if that is more.
     """
-    together: dict[tuple[tuple[int, ...], int], list[Share]] = defaultdict(list)
+    together: dict[tuple[tuple[int, ...], int], list[WriteAssignment]] = defaultdict(list)
     for index, holding in enumerate(holdings):
         if holding.is_primary:
             together[holding.holders, holding.replica].append(_whole(index, holding))
     max_box_bytes = min(max_box_bytes, MAX_BOX_BYTES)
-    shares: list[Share] = []
+    shares: list[WriteAssignment] = []
     for (holders, replica), wholes in sorted(together.items(), key=lambda at: -len(at[0][0])):
         total = sum(share.num_bytes for share in wholes)
         begin, end = (total * place // len(holders) for place in (replica, replica + 1))
@@ -110,8 +110,8 @@ def pack(sizes: Sequence[int], limit: int) -> tuple[slice, ...]:
     return (*stretches, slice(begin, len(sizes))) if sizes else ()
 
 
-def _whole(index: int, holding: Holding) -> Share:
-    return Share(
+def _whole(index: int, holding: LocalBlock) -> WriteAssignment:
+    return WriteAssignment(
         holding=index,
         tensor=holding.tensor,
         dtype=holding.dtype,
@@ -120,7 +120,9 @@ def _whole(index: int, holding: Holding) -> Share:
     )
 
 
-def _rows_between(share: Share, begin: int, end: int, max_bytes: int) -> Iterator[Share]:
+def _rows_between(
+    share: WriteAssignment, begin: int, end: int, max_bytes: int
+) -> Iterator[WriteAssignment]:
     """Rows that begin in bytes [begin, end) of ``share``, in blocks of bounded size.
 
     Of an expert tensor a row is one feature of one expert: a whole expert may be more than a box.

@@ -21,7 +21,7 @@ from raymega.plan.init_from_rules import (
     FRESH,
     IGNORE,
     RENAME,
-    begins_fresh,
+    is_reinitialised,
     matches,
     start_names,
 )
@@ -245,7 +245,7 @@ def _tensor_faults(
         for new, count in met.items()
         if count > 1
     ]
-    apart = {name for name in wanted if begins_fresh(section, name)} | upcycling.routers
+    apart = {name for name in wanted if is_reinitialised(section, name)} | upcycling.routers
     apart |= {*upcycling.sources, *upcycling.sources.values()}
     given = {new: saved[old] for old, new in names.items() if new not in apart}
     taken = {name: shape for name, shape in wanted.items() if name not in apart}
@@ -264,7 +264,7 @@ def _field_faults(
     now = _by_path(model.model_dump(mode="json"))
     if not then.get("moe.num_experts"):
         then = {field: value for field, value in then.items() if not field.startswith("moe.")}
-    taken = [name for name in _shapes_of(model) if not begins_fresh(section, name)]
+    taken = [name for name in _shapes_of(model) if not is_reinitialised(section, name)]
     facts = {
         field: f"was made with model.{field}={then[field]}, not {now[field]}"
         for field in (*UNSEEN_IN_SHAPES, *get_args(FunctionField))

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from raymega.checkpoint.format.coverage import uneven_cells
+from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.load.ranged_reads import NUM_FETCHES, fetch
 from raymega.checkpoint.save.tensor_blocks import dtype_name, values_at
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.messages import Box, SavedBox
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.store import Store
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,7 +29,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def load(  # noqa: PLR0913  # what may be left out says how strict it is, and who watches
     store: Store,
     manifest: Manifest,
-    blocks: Sequence[Block],
+    blocks: Sequence[TensorBlock],
     *,
     is_narrowing_allowed: bool = False,
     expected: Collection[str] = (),
@@ -66,7 +66,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
     if not is_narrowing_allowed:
         too_narrow = [fault for block in blocks for fault in _narrowing(block, saved)]
         raise_faults(ConfigError, too_narrow)
-    by_tensor: dict[str, list[Block]] = {}
+    by_tensor: dict[str, list[TensorBlock]] = {}
     for block in blocks:
         by_tensor.setdefault(block.name, []).append(block)
     wanted = [
@@ -87,7 +87,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
     return fetch(store, manifest, wanted, use, num_fetches=num_fetches, place_of=place_of)
 
 
-def _place_of(saved: SavedBox, targets: Sequence[Block]) -> memoryview | None:
+def _place_of(saved: SavedBox, targets: Sequence[TensorBlock]) -> memoryview | None:
     """The memory of the host that the box, byte for byte, belongs in, and it alone."""
     meeting = [target for target in targets if saved.box.intersect(target.box)]
     if len(meeting) > 1 or saved.box.intersect(meeting[0].box) != saved.box:
@@ -99,7 +99,7 @@ def _place_of(saved: SavedBox, targets: Sequence[Block]) -> memoryview | None:
     return place.view(-1).view(torch.uint8).numpy().data
 
 
-def _copy(data: memoryview, dtype: str, box: Box, target: Block) -> None:
+def _copy(data: memoryview, dtype: str, box: Box, target: TensorBlock) -> None:
     """Elements of ``box``, whose bytes are ``data``, to where the target has them."""
     common = box.intersect(target.box)
     if common is None:
@@ -117,7 +117,7 @@ def _copy(data: memoryview, dtype: str, box: Box, target: Block) -> None:
 
 
 def _missing(
-    target: Block, saved: Mapping[str, Sequence[SavedBox]], manifest: Manifest
+    target: TensorBlock, saved: Mapping[str, Sequence[SavedBox]], manifest: Manifest
 ) -> Iterator[Fault]:
     """What the manifest does not say about the target, or says differently."""
     boxes = saved.get(target.name, ())
@@ -127,7 +127,7 @@ def _missing(
         shapes = f"{boxes[0].global_shape} in {manifest.key}, {target.tensor.shape} in this model"
         yield _fault(target, f"is {shapes}")
     else:
-        for cell, count in uneven_cells(target.box, [box.box for box in boxes]):
+        for cell, count in uncovered_cells(target.box, [box.box for box in boxes]):
             fact = f"has its block {cell.shape} at {cell.offset} {count} times in {manifest.key}"
             yield _fault(target, fact)
 
@@ -145,7 +145,7 @@ def _unexpected(
         )
 
 
-def _narrowing(target: Block, saved: Mapping[str, Sequence[SavedBox]]) -> Iterator[Fault]:
+def _narrowing(target: TensorBlock, saved: Mapping[str, Sequence[SavedBox]]) -> Iterator[Fault]:
     wanted = dtype_name(target.values.dtype)
     for dtype in {box.dtype for box in saved.get(target.name, ())}:
         if element_type(dtype).digits > element_type(wanted).digits:
@@ -156,7 +156,7 @@ def _narrowing(target: Block, saved: Mapping[str, Sequence[SavedBox]]) -> Iterat
             )
 
 
-def _fault(target: Block, fact: str) -> Fault:
+def _fault(target: TensorBlock, fact: str) -> Fault:
     return Fault(
         fact=f"{target.name} {fact}",
         rule="a checkpoint must hold every element of the model once",

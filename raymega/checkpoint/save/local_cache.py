@@ -23,7 +23,7 @@ KEPT_NEAR = 2
 """Checkpoints of the near tier: the one under way, and the one before it."""
 
 
-class NearTier:
+class LocalCache:
     """Keeps copies of data files as long as its store takes them; it never raises."""
 
     def __init__(self, store: Store) -> None:
@@ -59,7 +59,7 @@ class NearTier:
                 self._store.delete(each)
 
 
-class NearFirst:
+class CachedReader:
     """Reads one checkpoint: from the near tier file by file where it is whole; for one restore."""
 
     def __init__(self, near: Store, far: Store, manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""Pace: lets the bytes of a save through no faster than the job allows.
+"""RateLimiter: lets the bytes of a save through no faster than the job allows.
 
 It holds bytes back before they are handed to the store. What the store then does with them, and what
 the network's own limits are, it does not know.
@@ -15,7 +15,7 @@ PIECE_BYTES = 16 << 20
 PIECES_PER_S = 10
 
 
-class Pace:
+class RateLimiter:
     """One for all files that a rank writes at the same time; safe to use from several threads."""
 
     def __init__(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from raymega.checkpoint.format.write_plan import Holding
+from raymega.checkpoint.format.write_plan import LocalBlock
 from raymega.messages import Box
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 
 
-def holding_of(block: Block) -> Holding:
+def holding_of(block: TensorBlock) -> LocalBlock:
     """The block without its values."""
-    return Holding(
+    return LocalBlock(
         tensor=block.name,
         dtype=dtype_name(block.values.dtype),
         global_shape=block.tensor.shape,
@@ -22,7 +22,7 @@ def holding_of(block: Block) -> Holding:
     )
 
 
-def values_at(block: Block, box: Box) -> torch.Tensor:
+def values_at(block: TensorBlock, box: Box) -> torch.Tensor:
     """A view of the values at ``box``, which lies inside the block."""
     if box == block.box:
         return block.values.detach()

@@ -16,16 +16,16 @@ from typing import Protocol
 
 from isal.isal_zlib import crc32
 
-from raymega.checkpoint.format.data_file import Layout, lay_out, saved_boxes
+from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
 from raymega.checkpoint.format.keys import data_file, folder_of
-from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, Holding, pack, share_boxes
+from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, LocalBlock, pack, share_boxes
 from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
-from raymega.checkpoint.save.rate_limit import Pace
+from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.checkpoint.save.tensor_blocks import holding_of, values_at
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ State = dict[str, int | float | str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long a writer bears with its store.
 
     Attributes:
@@ -52,7 +52,7 @@ class Patience:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class SaveLimits:
     """What a save may take; 0 is no limit.
 
     Attributes:
@@ -89,7 +89,7 @@ class _File:
     """One data file: its name, what is in it, and where in the buffer its blocks begin."""
 
     name: str
-    layout: Layout
+    layout: FileLayout
     base: int
 
 
@@ -102,7 +102,7 @@ class _Division:
         portions: The share in files, and files by what the buffer holds at once.
     """
 
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[LocalBlock, ...] = ()
     portions: tuple[tuple[_File, ...], ...] = ()
 
     @property
@@ -144,8 +144,8 @@ class CheckpointWriter:
         rank: int,
         attempt: int,
         report: Callable[[ShardSaved | SaveAdvanced], None],
-        patience: Patience = Patience(),
-        limits: Limits = Limits(),
+        patience: RetryPolicy = RetryPolicy(),
+        limits: SaveLimits = SaveLimits(),
         near: Near = NO_NEAR_TIER,
     ) -> None:
         """Make the writer of global rank ``rank`` in worker group ``attempt``.
@@ -158,7 +158,7 @@ class CheckpointWriter:
         self._rank, self._attempt = rank, attempt
         self._report = report
         self._patience, self._limits, self._near = patience, limits, near
-        self._pace = Pace(limits.bytes_per_s)
+        self._pace = RateLimiter(limits.bytes_per_s)
         self._host = self._last = HostCopy()
         self._background = Background("checkpoint")
         self._division = _Division()
@@ -176,7 +176,7 @@ class CheckpointWriter:
     def save(
         self,
         step: int,
-        blocks: Sequence[Block],
+        blocks: Sequence[TensorBlock],
         state: State,
         *,
         into: Callable[[], HostCopy] | None = None,
@@ -228,7 +228,7 @@ class CheckpointWriter:
         """Wait until nothing is being written; false when that took longer than the patience."""
         return self._background.wait(self._patience.timeout_s)
 
-    def _divide(self, blocks: Sequence[Block]) -> _Division:
+    def _divide(self, blocks: Sequence[TensorBlock]) -> _Division:
         """The rank's share, which is that of the save before unless other blocks came."""
         holdings = tuple(map(holding_of, blocks))
         if holdings != self._division.holdings:
@@ -236,20 +236,20 @@ class CheckpointWriter:
             self._division = _Division(holdings=holdings, portions=portions)
         return self._division
 
-    def _portions(self, holdings: Sequence[Holding]) -> Iterator[tuple[_File, ...]]:
+    def _portions(self, holdings: Sequence[LocalBlock]) -> Iterator[tuple[_File, ...]]:
         buffer_bytes = self._limits.buffer_bytes
         limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
         shares = share_boxes(holdings, max_box_bytes=min([MAX_BOX_BYTES, *limits]))
         sizes = [share.num_bytes for share in shares]
         total = sum(sizes)
         parts = pack(sizes, min([total, *limits]))
-        layouts = [lay_out(shares[part]) for part in parts]
+        layouts = [layout_file(shares[part]) for part in parts]
         portions = pack(
             [_aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
         )
         return (self._place(layouts, portion) for portion in portions)
 
-    def _place(self, layouts: Sequence[Layout], portion: slice) -> tuple[_File, ...]:
+    def _place(self, layouts: Sequence[FileLayout], portion: slice) -> tuple[_File, ...]:
         files, base = list[_File](), 0
         for number in range(portion.start, portion.stop):
             name = data_file(attempt=self._attempt, rank=self._rank, number=number)
@@ -258,7 +258,7 @@ class CheckpointWriter:
         return tuple(files)
 
     def _start(
-        self, save: _Save, files: Sequence[_File], blocks: Sequence[Block], *, is_last: bool
+        self, save: _Save, files: Sequence[_File], blocks: Sequence[TensorBlock], *, is_last: bool
     ) -> None:
         if blocks:
             save.host.take(

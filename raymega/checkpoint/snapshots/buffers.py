@@ -11,7 +11,7 @@ import logging
 from raymega.checkpoint.format.keys import folder_of
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.errors import RaymegaError
-from raymega.storage.remote_memory_store import KeeperStore
+from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.shared_memory import SharedMemories
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,9 @@ class SnapshotBuffers:
     Where the keeper has no view, or is lost, one is enough: what was written from it may change.
     """
 
-    def __init__(self, keeper: KeeperStore | None, shared: SharedMemories, *, owner: str) -> None:
+    def __init__(
+        self, keeper: RemoteMemoryStore | None, shared: SharedMemories, *, owner: str
+    ) -> None:
         """``keeper`` is that of the own node; ``owner`` begins the names of all that the rank writes."""
         self._keeper, self._owner = keeper, owner
         self._buffers = [HostCopy(shared), HostCopy(shared)]

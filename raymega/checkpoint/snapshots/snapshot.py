@@ -26,14 +26,14 @@ from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.errors import CheckpointError, RaymegaError, StorageError
 from raymega.messages import ShardSaved
-from raymega.storage.replicated_store import Copies
+from raymega.storage.replicated_store import ReplicatedStore
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class SnapshotPart:
     """What one rank wrote of a snapshot.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
         return _ADAPTER.dump_json(self)
 
 
-_ADAPTER: TypeAdapter[Part] = TypeAdapter(Part)
+_ADAPTER: TypeAdapter[SnapshotPart] = TypeAdapter(SnapshotPart)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def find_snapshot(
     for name in living:
         for key in listed[name] or ():
             holders[key] += (name,)
-    copies = Copies(living, holders=holders)
+    copies = ReplicatedStore(living, holders=holders)
     for parts in _newest_first(holders):
         try:
             manifest = _assemble(copies, parts, job, now)
@@ -143,7 +143,7 @@ def _assemble(store: Store, keys: list[str], job: Mapping[str, object], now: str
     )  # fmt: skip
 
 
-def _read(store: Store, key: str) -> Part:
+def _read(store: Store, key: str) -> SnapshotPart:
     try:
         return _ADAPTER.validate_json(store.get(key), strict=True)
     except (KeyError, ValidationError) as error:

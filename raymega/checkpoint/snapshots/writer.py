@@ -17,21 +17,21 @@ from threading import Thread
 
 from raymega.checkpoint.format.keys import ROOT, CheckpointId, data_prefix
 from raymega.checkpoint.save.host_copy import HostCopy
-from raymega.checkpoint.save.writer import CheckpointWriter, Limits, Patience, State
+from raymega.checkpoint.save.writer import CheckpointWriter, RetryPolicy, SaveLimits, State
 from raymega.checkpoint.snapshots.buffers import SnapshotBuffers
-from raymega.checkpoint.snapshots.snapshot import Part
-from raymega.checkpoint.tools.retention import Keep, expired_keys
+from raymega.checkpoint.snapshots.snapshot import SnapshotPart
+from raymega.checkpoint.tools.retention import RetentionPolicy, expired_keys
 from raymega.errors import RaymegaError
 from raymega.messages import Replicas, SaveAdvanced, ShardSaved
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.run_plan import RunPlan
-from raymega.storage.remote_memory_store import KeeperStore
-from raymega.storage.replicated_store import Copies
+from raymega.storage.remote_memory_store import RemoteMemoryStore
+from raymega.storage.replicated_store import ReplicatedStore
 from raymega.storage.shared_memory import SharedMemories
 
 log = logging.getLogger(__name__)
 
-PATIENCE = Patience(retry_delays_s=(0.1, 0.1))
+PATIENCE = RetryPolicy(retry_delays_s=(0.1, 0.1))
 """Short: what is tried again is only what no keeper at all took."""
 
 
@@ -65,13 +65,13 @@ class SnapshotWriter:
         self._every = plan.job.elastic.snapshot_every
         shared = SharedMemories()
         stores = {
-            address: KeeperStore(
+            address: RemoteMemoryStore(
                 address, replicas.token, timeout_s=plan.job.elastic.snapshot_timeout_s,
                 shared=shared if address == replicas.home else None,
             )
             for address in replicas.write_to
         }  # fmt: skip
-        self._copies = Copies(stores)
+        self._copies = ReplicatedStore(stores)
         self._buffers = SnapshotBuffers(
             stores.get(replicas.home), shared, owner=data_prefix(attempt=attempt, rank=rank)
         )
@@ -79,7 +79,7 @@ class SnapshotWriter:
         self._writer = CheckpointWriter(
             self._copies, rank=rank, attempt=attempt, report=self._finish,
             patience=PATIENCE,
-            limits=Limits(file_bytes=plan.job.checkpoint.file_bytes, report_every_s=inf),
+            limits=SaveLimits(file_bytes=plan.job.checkpoint.file_bytes, report_every_s=inf),
         )  # fmt: skip
         self._newest = _Newest(step=0)
         self._whole_step = 0
@@ -126,7 +126,7 @@ class SnapshotWriter:
         is_held_up = self._is_wanted and not self._is_free
         return is_held_up and self._plan.job.elastic.snapshot_when_late == "wait"
 
-    def save(self, step: int, blocks: Sequence[Block], state: State) -> HostCopy | None:
+    def save(self, step: int, blocks: Sequence[TensorBlock], state: State) -> HostCopy | None:
         """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change.
 
         Returns:
@@ -180,7 +180,7 @@ class SnapshotWriter:
 
     def _put_part(self, shard: ShardSaved) -> None:
         grid = self._plan.grid
-        part = Part(
+        part = SnapshotPart(
             attempt=self._attempt, grid=grid.degrees(), world_size=grid.world_size, shard=shard
         )
         self._copies.put(part.key, [part.to_json()], overwrite=True)
@@ -192,8 +192,8 @@ class SnapshotWriter:
             _attempt(partial(_drop_older, keeper, newest))
 
 
-def _drop_older(keeper: KeeperStore, newest: CheckpointId) -> None:
-    keeper.drop(expired_keys(keeper.list(ROOT), {newest: inf}, Keep(last=1)))
+def _drop_older(keeper: RemoteMemoryStore, newest: CheckpointId) -> None:
+    keeper.drop(expired_keys(keeper.list(ROOT), {newest: inf}, RetentionPolicy(last=1)))
 
 
 def _attempt(action: Callable[[], None]) -> str:

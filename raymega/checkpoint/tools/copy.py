@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raymega.checkpoint.format.data_file import read_block
-from raymega.checkpoint.format.epochs import admits, newest_grant
+from raymega.checkpoint.format.epochs import is_valid_epoch, newest_grant
 from raymega.checkpoint.format.manifest import Manifest, broken_files, commit
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.errors import CheckpointError, Fault, raise_faults
@@ -63,7 +63,7 @@ def copy_checkpoint(source: Store, manifest: Manifest, target: Store) -> Copied:
 def _left_behind(manifest: Manifest, target: Store) -> list[Fault]:
     """The fault of a target whose run has gone on without this checkpoint."""
     grant = newest_grant(target)
-    if grant is None or admits(grant, manifest.key):
+    if grant is None or is_valid_epoch(grant, manifest.key):
         return []
     return [
         Fault(

@@ -21,7 +21,7 @@ BEST_BY = "eval/loss"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keep:
+class RetentionPolicy:
     """Which whole checkpoints stay: the ``last`` newest, and beside them those of two more rules.
 
     Attributes:
@@ -35,7 +35,7 @@ class Keep:
     best: int = 0
 
 
-def kept(whole: Mapping[CheckpointId, float], keep: Keep) -> set[CheckpointId]:
+def kept(whole: Mapping[CheckpointId, float], keep: RetentionPolicy) -> set[CheckpointId]:
     """Those of ``whole`` (each with its BEST_BY, inf when it has none) that stay.
 
     Of several checkpoints of one step the newest counts: the others are branches given up.
@@ -50,7 +50,7 @@ def kept(whole: Mapping[CheckpointId, float], keep: Keep) -> set[CheckpointId]:
 
 
 def expired_keys(
-    keys: Iterable[str], whole: Mapping[CheckpointId, float], keep: Keep
+    keys: Iterable[str], whole: Mapping[CheckpointId, float], keep: RetentionPolicy
 ) -> tuple[str, ...]:
     """Keys to delete, manifests first, so that no reader meets a manifest without its files.
 
@@ -74,7 +74,7 @@ def expired_keys(
 class Pruner:
     """Deletes by the rule; what it has found whole it does not look at again."""
 
-    def __init__(self, store: Store, keep: Keep) -> None:
+    def __init__(self, store: Store, keep: RetentionPolicy) -> None:
         self._store, self._keep = store, keep
         self._whole: dict[CheckpointId, float] = {}
 

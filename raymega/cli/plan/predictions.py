@@ -14,23 +14,23 @@ from raymega.plan.hardware.catalog import Accelerator, accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.calibration.accuracy import expected_error
-from raymega.planner.calibration.comparison import Comparison, compare
+from raymega.planner.calibration.comparison import PublishedComparison, compare
 from raymega.planner.calibration.published_runs import PublishedRun, read_runs
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.html_report import draw_plan
-from raymega.planner.search.search import Found, SearchResult
+from raymega.planner.search.search import RankedLayout, SearchResult
 from raymega.planner.search.selection import Choice, seconds
 
 GIB = 2**30
 
 
-def prediction(plan: RunPlan, device: Accelerator) -> Found:
+def prediction(plan: RunPlan, device: Accelerator) -> RankedLayout:
     """The plan as it is, with its expected time and memory."""
-    return Found(plan=plan, time=played_step(plan, device), memory=memory_use(plan))
+    return RankedLayout(plan=plan, time=played_step(plan, device), memory=memory_use(plan))
 
 
-def prediction_object(found: Found, device: Accelerator) -> dict[str, object]:
+def prediction_object(found: RankedLayout, device: Accelerator) -> dict[str, object]:
     """For ``--json``."""
     job, grid = found.plan.job, found.plan.grid
     tflops = _tflops(found)
@@ -54,7 +54,7 @@ def prediction_object(found: Found, device: Accelerator) -> dict[str, object]:
     }
 
 
-def show_prediction(found: Found, device: Accelerator) -> None:
+def show_prediction(found: RankedLayout, device: Accelerator) -> None:
     """For people: where the seconds and the bytes go."""
     time, memory = found.time, found.memory
     parts = {
@@ -140,7 +140,7 @@ def _binding(result: SearchResult, device: Accelerator) -> str:
     )
 
 
-def _search_row(found: Found, device: Accelerator) -> tuple[object, ...]:
+def _search_row(found: RankedLayout, device: Accelerator) -> tuple[object, ...]:
     job, time = found.plan.job, found.time
     others = {name: value for name, value in asdict(time).items() if name != "compute_s"}
     worst = max(others, key=lambda name: others[name])
@@ -177,7 +177,7 @@ def show_runs(path: Path, *, as_json: bool) -> None:
         print(table(headers, rows))
 
 
-def _run_object(run: PublishedRun, found: Comparison | None) -> dict[str, object]:
+def _run_object(run: PublishedRun, found: PublishedComparison | None) -> dict[str, object]:
     line: dict[str, object] = {
         "source": run.source,
         "model": run.model,
@@ -197,7 +197,7 @@ def _run_object(run: PublishedRun, found: Comparison | None) -> dict[str, object
     }
 
 
-def _run_row(run: PublishedRun, found: Comparison | None) -> tuple[object, ...]:
+def _run_row(run: PublishedRun, found: PublishedComparison | None) -> tuple[object, ...]:
     head = run.source[:32], run.model, run.num_gpus, f"{run.iter_s:.3f}" if run.iter_s else "-"
     if found is None:
         return (*head, "-", run.skipped, "", "")
@@ -206,17 +206,17 @@ def _run_row(run: PublishedRun, found: Comparison | None) -> tuple[object, ...]:
     return (*head, f"{found.iter_s:.3f}", error, memory, f"{found.memory_gib:.1f}")
 
 
-def _mfu(found: Found, device: Accelerator) -> float:
+def _mfu(found: RankedLayout, device: Accelerator) -> float:
     """Of the peak for the job's number format."""
     return _tflops(found) * 1e12 / device.peak_flops(DTYPE_BYTES[found.plan.job.precision.dtype])
 
 
-def _readable_flops(found: Found) -> str:
+def _readable_flops(found: RankedLayout) -> str:
     tflops = _tflops(found)
     return f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
-def _tflops(found: Found) -> float:
+def _tflops(found: RankedLayout) -> float:
     """Model FLOP/s of one GPU in units of 1e12."""
     job = found.plan.job
     return flops_per_token(job.model, seq_len=job.data.seq_len) * found.tokens_per_s / 1e12

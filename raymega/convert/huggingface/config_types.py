@@ -16,7 +16,7 @@ LARGEST = 1e300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class SettingKind:
     """What a setting must be, in words and as a question."""
 
     words: str
@@ -40,7 +40,7 @@ def kind_faults(config: Config) -> list[Fault]:
     ]
 
 
-def _settings(config: Config) -> Iterator[tuple[str, object, Kind]]:
+def _settings(config: Config) -> Iterator[tuple[str, object, SettingKind]]:
     for name, kind in _KINDS.items():
         if name in config:
             yield name, config[name], kind
@@ -75,17 +75,17 @@ def _is_word(value: object) -> bool:
     return isinstance(value, str)
 
 
-_WHOLE = Kind(words="a whole number", holds=_is_whole)
-_DIVISOR = Kind(words="a whole number from 1", holds=_is_divisor)
-_NUMBER = Kind(words="a finite number", holds=_is_number)
-_WORD = Kind(words="a string", holds=_is_word)
-_FLAG = Kind(words="true or false", holds=lambda value: isinstance(value, bool))
-_TABLE = Kind(words="an object", holds=lambda value: isinstance(value, Mapping))
-_WORDS = Kind(words="a list of strings", holds=_list_of(_is_word))
-_PLACES = Kind(words="a list of whole numbers", holds=_list_of(_is_whole))
+_WHOLE = SettingKind(words="a whole number", holds=_is_whole)
+_DIVISOR = SettingKind(words="a whole number from 1", holds=_is_divisor)
+_NUMBER = SettingKind(words="a finite number", holds=_is_number)
+_WORD = SettingKind(words="a string", holds=_is_word)
+_FLAG = SettingKind(words="true or false", holds=lambda value: isinstance(value, bool))
+_TABLE = SettingKind(words="an object", holds=lambda value: isinstance(value, Mapping))
+_WORDS = SettingKind(words="a list of strings", holds=_list_of(_is_word))
+_PLACES = SettingKind(words="a list of whole numbers", holds=_list_of(_is_whole))
 
 
-def _all(kind: Kind, names: str) -> dict[str, Kind]:
+def _all(kind: SettingKind, names: str) -> dict[str, SettingKind]:
     return dict.fromkeys(names.split(), kind)
 
 

@@ -34,7 +34,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class HfExport:
     """What an export wrote.
 
     Attributes:
@@ -58,7 +58,7 @@ class Exported:
 
 def hf_export(
     uri: str, folder: Path, *, dtype: str = "saved", max_file_bytes: int = MAX_FILE_BYTES
-) -> Exported:
+) -> HfExport:
     """Convert the newest checkpoint that ``uri`` names to a model in ``folder``.
 
     Args:
@@ -89,7 +89,7 @@ def hf_export(
             max_file_bytes=max_file_bytes,
         )
         _write_beside(partial, config, carried)
-    return Exported(
+    return HfExport(
         folder=folder, key=manifest.key, step=manifest.step, dtype=target,
         num_parameters=sum(int(np.prod(at.shape)) for at in theirs),
         files=tuple(sorted(path.name for path in folder.iterdir())),

@@ -39,7 +39,7 @@ NUM_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Imported:
+class HfImport:
     """What an import wrote.
 
     Attributes:
@@ -61,7 +61,7 @@ class Imported:
 
 def hf_import(
     folder: Path, uri: str, *, created: str, vocab_multiple: int | None = None
-) -> Imported:
+) -> HfImport:
     """Convert the model in ``folder`` to a checkpoint in the store at ``uri``.
 
     Args:
@@ -104,7 +104,7 @@ def hf_import(
         for key in beside:
             store.delete(key)
         raise
-    return Imported(
+    return HfImport(
         uri=store.uri, key=key, model=model, dtype=dtype,
         num_parameters=sum(tensor.num_parameters for tensor in tensors),
         carried=tuple(path.name for path in carried),

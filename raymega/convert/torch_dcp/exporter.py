@@ -35,7 +35,7 @@ from raymega.convert.torch_dcp.names import (
     state_faults,
     turn_pairs,
 )
-from raymega.convert.torch_dcp.writer import NewTensor, write_dcp
+from raymega.convert.torch_dcp.writer import DcpNewTensor, write_dcp
 from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.messages import Box, SavedBox
 from raymega.storage.store import Store
@@ -45,7 +45,7 @@ COUNTED = "adam.exp_avg"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class DcpExport:
     """What an export wrote.
 
     Attributes:
@@ -63,7 +63,7 @@ class Exported:
     files: tuple[str, ...]
 
 
-def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> Exported:
+def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> DcpExport:
     """Convert the newest checkpoint that ``uri`` names to one of torch in ``folder``.
 
     Args:
@@ -88,7 +88,7 @@ def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> Exported:
         beside = {"version": 1, "state": manifest.state, "job": manifest.job, "grid": manifest.grid}
         (partial_folder / BESIDE).write_text(json.dumps(beside) + "\n", encoding="utf-8")
     shapes = {name: boxes[0].global_shape for name, boxes in manifest.tensors().items()}
-    return Exported(
+    return DcpExport(
         folder=folder, key=manifest.key, step=manifest.step,
         num_parameters=sum(prod(shapes[at]) for at in shapes if at.startswith(f"{WEIGHTS}/")),
         files=(*files, BESIDE),
@@ -105,14 +105,14 @@ class _Tensors:
         self._head_width = model.head_width if model else 0
         self._pads: Mapping[str, int] = padded_rows(model, dialect) if model else {}
 
-    def all(self) -> Iterator[NewTensor]:
+    def all(self) -> Iterator[DcpNewTensor]:
         """Every tensor, and the optimizer's counts."""
         for name, boxes in self._manifest.tensors().items():
             yield self._tensor(name, boxes)
             if name.startswith(f"{COUNTED}/"):
                 yield self._count(name)
 
-    def _tensor(self, name: str, boxes: Sequence[SavedBox]) -> NewTensor:
+    def _tensor(self, name: str, boxes: Sequence[SavedBox]) -> DcpNewTensor:
         num_rows, *rest = boxes[0].global_shape
         real = num_rows - self._pads.get(name.partition("/")[2], 0)
         whole = Box(offset=(0,) * (1 + len(rest)), shape=(real, *rest))
@@ -125,7 +125,9 @@ class _Tensors:
                 if box is not None:
                     blocks.append((box, partial(self._part, saved, box)))
         path = path_of(name, self._dialect)
-        return NewTensor(path=path, dtype=boxes[0].dtype, shape=whole.shape, blocks=tuple(blocks))
+        return DcpNewTensor(
+            path=path, dtype=boxes[0].dtype, shape=whole.shape, blocks=tuple(blocks)
+        )
 
     def _part(self, saved: SavedBox, box: Box) -> Array:
         return read_box(self._store, self._manifest, saved)[box.within(saved.box)]
@@ -134,12 +136,12 @@ class _Tensors:
         values = read_tensor(self._store, self._manifest, boxes)
         return turn_pairs(values, self._head_width, to_ours=False)
 
-    def _count(self, name: str) -> NewTensor:
+    def _count(self, name: str) -> DcpNewTensor:
         """torch's optimizers count the updates of each tensor, as a float."""
         state = self._manifest.state
         count = np.float32(int(state["step"]) - int(state.get("skipped_steps", 0)))
         *above, _ = path_of(name, self._dialect)
         box = Box(offset=(), shape=())
-        return NewTensor(
+        return DcpNewTensor(
             path=(*above, STEP), dtype="float32", shape=(), blocks=((box, lambda: np.array(count)),)
         )

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from raymega.checkpoint.format.coverage import uneven_cells
+from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.dtypes import ELEMENT_TYPES
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
-from raymega.convert.native import Header, Source, State, occupied_faults, write_checkpoint
+from raymega.convert.native import Header, State, TensorSource, occupied_faults, write_checkpoint
 from raymega.convert.number_formats import Array, recast, storage_type
 from raymega.convert.torch_dcp.names import (
     DIALECTS,
@@ -66,7 +66,7 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Imported:
+class DcpImport:
     """What an import wrote.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Entry:
     meaning: Meaning
 
 
-def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Imported:
+def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> DcpImport:
     """Convert the checkpoint in ``folder`` to one in the store at ``uri``.
 
     Args:
@@ -128,7 +128,7 @@ def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Imp
     sources = [source for entry in taken for source in _sources(entry, reading, dialect, pads)]
     key = write_checkpoint(store, sources, header)
     weights = [entry.tensor for entry in taken if entry.meaning.kind == WEIGHTS]
-    return Imported(
+    return DcpImport(
         uri=store.uri, key=key, state=header.state,
         kinds=tuple(dict.fromkeys(entry.meaning.kind for entry in taken)),
         num_parameters=sum(int(np.prod(tensor.shape)) for tensor in weights), left_out=left_out,
@@ -231,7 +231,7 @@ def _entry_faults(taken: Sequence[_Entry]) -> Iterator[Fault]:
             )  # fmt: skip
         sources[saved] = tensor.name
         whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
-        for cell, count in uneven_cells(whole, [block.box for block in tensor.blocks]):
+        for cell, count in uncovered_cells(whole, [block.box for block in tensor.blocks]):
             yield _fault(
                 f"{tensor.name} has its block {cell.shape} at {cell.offset} {count} times",
                 "every element must be there once", "save it again",
@@ -303,7 +303,7 @@ def _job(beside: Mapping[str, Any], reading: Reading, taken: Sequence[_Entry]) -
 
 def _sources(
     entry: _Entry, reading: Reading, dialect: Dialect, pads: Mapping[str, int]
-) -> Iterator[Source]:
+) -> Iterator[TensorSource]:
     tensor, saved = entry.tensor, entry.meaning.saved_name
     num_rows, *rest = tensor.shape
     num_padded = pads.get(entry.meaning.weight, 0)
@@ -316,7 +316,7 @@ def _sources(
         rows = Box(offset=(num_rows, *(0 for _ in rest)), shape=(num_padded, *rest))
         blocks[rows] = partial(np.zeros, rows.shape, storage_type(dtype))
     for box, read in blocks.items():
-        yield Source(
+        yield TensorSource(
             tensor=saved, dtype=dtype, global_shape=(num_rows + num_padded, *rest), box=box,
             read=read,
         )  # fmt: skip

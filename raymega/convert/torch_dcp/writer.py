@@ -34,7 +34,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NewTensor:
+class DcpNewTensor:
     """A tensor that is to be written.
 
     Attributes:
@@ -55,7 +55,7 @@ class NewTensor:
         return ".".join(self.path)
 
 
-def write_dcp(folder: Path, tensors: Iterable[NewTensor]) -> tuple[str, ...]:
+def write_dcp(folder: Path, tensors: Iterable[DcpNewTensor]) -> tuple[str, ...]:
     """Write ``tensors`` into ``folder``, which exists, and return the names of its files."""
     entries: dict[str, object] = {}
     paths: dict[str, object] = {}
@@ -172,7 +172,7 @@ def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
     )  # fmt: skip
 
 
-def _entry(tensor: NewTensor) -> Instance:
+def _entry(tensor: DcpNewTensor) -> Instance:
     dtype = Name(module="torch", name=tensor.dtype)
     properties = Instance(
         kind=Name(module=_MODULE, name="TensorProperties"),

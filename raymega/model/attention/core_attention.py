@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raymega.config.schema import ModelSection
 from raymega.model.attention.dropout_attention import dropped_attention
 from raymega.parallel.context_parallel.attention import attend
-from raymega.parallel.context_parallel.context import Places
+from raymega.parallel.context_parallel.context import TokenLayout
 from raymega.parallel.core.dropout import place_key
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 
@@ -34,13 +34,13 @@ class CoreAttention(nn.Module):
         head_keys = torch.tensor(keys, device=factory.device)
         self.register_buffer("head_keys", head_keys, persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, places: TokenLayout) -> Tensor:
         """q: [S/cp, B, H/tp, K], k: [S/cp, B, G/tp, K], v: like k or narrower -> [S/cp, B, H/tp * V]."""
         is_dropped = places.keys is not None and places.keys.rows is not None
         drop = partial(self._drop, places=places) if is_dropped else None
         return attend(q, k, v, places, on_whole_rows=drop).flatten(2)
 
-    def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, places: Places) -> Tensor:
+    def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, places: TokenLayout) -> Tensor:
         """Over whole rows with dropout on the weights. q: [S, B, h, K], some heads of this tp rank."""
         assert places.keys is not None and places.keys.rows is not None, "there is dropout"
         first = places.context.inner.index * q.shape[2]

@@ -16,13 +16,18 @@ from raymega.config.schema import ModelSection
 from raymega.model.attention.core_attention import CoreAttention
 from raymega.model.attention.rope import score_scale
 from raymega.model.layers.norms import RmsNorm
-from raymega.parallel.context_parallel.context import Places, make_places, no_context, whole_rows
-from raymega.parallel.core.checkpointing import consume, produce
+from raymega.parallel.context_parallel.context import (
+    TokenLayout,
+    make_places,
+    no_context,
+    whole_rows,
+)
+from raymega.parallel.core.checkpointing import checkpoint_output, recompute_input
 from raymega.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParameterFactory,
+    ReplicatedLinear,
     RowParallelLinear,
-    WholeLinear,
 )
 
 
@@ -48,7 +53,7 @@ class LatentAttention(nn.Module):
         self.stream = factory.stream
         self.positions = positions
         q_down = (f"{name}.q_down",) if mla.q_rank else ()
-        self.down = WholeLinear(factory, *q_down, f"{name}.kv_down")
+        self.down = ReplicatedLinear(factory, *q_down, f"{name}.kv_down")
         self.q_norm = RmsNorm(factory, f"{name}.q_latent_norm", model.norm_eps) if q_down else None
         self.q = ColumnParallelLinear(factory, f"{name}.q_up" if q_down else f"{name}.q")
         self.kv_norm = RmsNorm(factory, f"{name}.kv_latent_norm", model.norm_eps)
@@ -56,19 +61,19 @@ class LatentAttention(nn.Module):
         self.core = CoreAttention(factory, name, model)
         self.out = RowParallelLinear(factory, f"{name}.out")
 
-    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
-        q_latent, kv_latent, k_turned = consume(self.down, x).split(self.latents, dim=-1)
-        q = self.q(self.q_norm(q_latent)) if self.q_norm is not None else consume(self.q, x)
+        q_latent, kv_latent, k_turned = recompute_input(self.down, x).split(self.latents, dim=-1)
+        q = self.q(self.q_norm(q_latent)) if self.q_norm is not None else recompute_input(self.q, x)
         kv = self.kv(self.kv_norm(kv_latent))
         k_turned = self.stream.enter(k_turned)
         rows = whole_rows(q.shape[0], q.device)
         inside = partial(self._attend, places=places or make_places(rows, no_context()))
         if not self.is_remade:
             return self.out(inside(q, kv, k_turned))
-        return consume(self.out, produce(inside, q, kv, k_turned))
+        return recompute_input(self.out, checkpoint_output(inside, q, kv, k_turned))
 
-    def _attend(self, q: Tensor, kv: Tensor, k_turned: Tensor, *, places: Places) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, k_turned: Tensor, *, places: TokenLayout) -> Tensor:
         """Heads from what the linears made of the latents, and attention between them.
 
         Args:

@@ -15,8 +15,13 @@ from raymega.config.schema import ModelSection
 from raymega.model.attention.core_attention import CoreAttention
 from raymega.model.attention.rope import HeadParts, Rope
 from raymega.model.layers.norms import HeadNorms
-from raymega.parallel.context_parallel.context import Places, make_places, no_context, whole_rows
-from raymega.parallel.core.checkpointing import consume, produce
+from raymega.parallel.context_parallel.context import (
+    TokenLayout,
+    make_places,
+    no_context,
+    whole_rows,
+)
+from raymega.parallel.core.checkpointing import checkpoint_output, recompute_input
 from raymega.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParameterFactory,
@@ -48,22 +53,22 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(factory, f"{name}.out")
         self.core = CoreAttention(factory, name, model)
 
-    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
-        qkv = consume(self.qkv, x)
+        qkv = recompute_input(self.qkv, x)
         rows = whole_rows(qkv.shape[0], qkv.device)
         inside = partial(self._attend, places=places or make_places(rows, no_context()))
         if not self.is_remade:
             return self.out(inside(qkv))
         params = () if self.norms is None else tuple(self.norms.parameters())
-        return consume(self.out, produce(inside, qkv, params=params))
+        return recompute_input(self.out, checkpoint_output(inside, qkv, params=params))
 
-    def _attend(self, qkv: Tensor, places: Places) -> Tensor:
+    def _attend(self, qkv: Tensor, places: TokenLayout) -> Tensor:
         """qkv: [S/cp, B, (H + 2 G)/tp * K] -> [S/cp, B, H/tp * K]."""
         q_SBHK, k_SBGK, v_SBGK = self._heads(qkv, places)
         return self.core(q_SBHK, k_SBGK, v_SBGK, places)
 
-    def _heads(self, qkv: Tensor, places: Places) -> HeadParts:
+    def _heads(self, qkv: Tensor, places: TokenLayout) -> HeadParts:
         """Queries [S/cp, B, H/tp, K], keys and values [S/cp, B, G/tp, K], normalised and turned."""
         H, G = self.num_heads, self.num_kv_heads
         qkv_SBhK = qkv.unflatten(-1, (H + 2 * G, -1))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from raymega.parallel.core.host_copies import HostMemory, Moved
+from raymega.parallel.core.host_copies import AsyncCopy, HostMemory
 
 LEAST_BYTES = 1024
 """Less than that stays where it is."""
@@ -25,9 +25,9 @@ class _Piece:
     """One memory, of which autograd saved some views."""
 
     host: Tensor
-    leaving: Moved
+    leaving: AsyncCopy
     back: Tensor | None = None
-    coming: Moved | None = None
+    coming: AsyncCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Unit:
     held: list[Tensor] = field(default_factory=list)
 
 
-class Away:
+class ActivationOffloader:
     """The activations of a stage that are on the host.
 
     Args:

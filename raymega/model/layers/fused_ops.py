@@ -16,7 +16,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
 from raymega.parallel.core.compile import fused
-from raymega.parallel.core.weight_grads import Made, settle
+from raymega.parallel.core.weight_grads import ComputedTerm, accumulate_grad
 
 GELU_FACTOR, GELU_CUBE = sqrt(2 / pi), 0.044715
 """Of the tanh form's u(x) = factor (x + cube x^3), by Hendrycks and Gimpel 2016."""
@@ -63,7 +63,7 @@ class _RmsNorm(torch.autograd.Function):
             return *_rms_norm_gradients_in_steps(grad, x, weight, inverse), None, None
         make = fused(_rms_norm_gradients, is_on=ctx.is_fused)
         grad_x, wide = make(grad, x.detach(), weight.detach(), inverse)
-        return grad_x, settle(ctx.param, Made(lambda: wide)), None, None
+        return grad_x, accumulate_grad(ctx.param, ComputedTerm(lambda: wide)), None, None
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, bias = ctx.saved_tensors
         grad_x, wide = fused(_gelu_gradients, is_on=True)(grad, x.detach(), bias.detach())
-        return grad_x, settle(ctx.param, Made(lambda: wide))
+        return grad_x, accumulate_grad(ctx.param, ComputedTerm(lambda: wide))
 
 
 def _gelu(x: Tensor, bias: Tensor) -> Tensor:

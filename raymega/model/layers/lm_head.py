@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from raymega.config.schema import ModelSection
-from raymega.parallel.core.output_cache import KeptMemory
+from raymega.parallel.core.output_cache import CpuOutputCache
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.tensor_parallel.cross_entropy import (
     LossTerms,
@@ -46,7 +46,7 @@ class Head(nn.Module):
         self.logit_scale = 1 / model.width_ratio  # muP
         self.stream = factory.stream
         self.deferral, self.is_fused = factory.deferral, factory.is_fused
-        self.kept = KeptMemory()
+        self.kept = CpuOutputCache()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> logits [S, B, V/tp] of this rank's tokens, padding left out."""

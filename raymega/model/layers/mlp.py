@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from raymega.model.layers.fused_ops import bias_gelu, swiglu
-from raymega.parallel.context_parallel.context import Places
-from raymega.parallel.core.checkpointing import consume, produce
+from raymega.parallel.context_parallel.context import TokenLayout
+from raymega.parallel.core.checkpointing import checkpoint_output, recompute_input
 from raymega.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParameterFactory,
@@ -31,13 +31,13 @@ class GeluMlp(nn.Module):
         self.up = ColumnParallelLinear(factory, f"{name}.up", adds_bias=not factory.is_fused)
         self.down = RowParallelLinear(factory, f"{name}.down")
 
-    def forward(self, x: Tensor, _places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, _places: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S, B, F/tp], before the nonlinearity and, when fused, the bias."""
-        return consume(self.up, x)
+        return recompute_input(self.up, x)
 
     def finish(self, up: Tensor) -> Tensor:
         """[S, B, F/tp] -> [S/sp, B, D]."""
@@ -45,7 +45,9 @@ class GeluMlp(nn.Module):
         inside = gelu_tanh if bias is None else partial(bias_gelu, bias=bias)
         if not self.is_remade:
             return self.down(inside(up))
-        return consume(self.down, produce(inside, up, params=() if bias is None else (bias,)))
+        return recompute_input(
+            self.down, checkpoint_output(inside, up, params=() if bias is None else (bias,))
+        )
 
 
 class SwigluMlp(nn.Module):
@@ -62,18 +64,20 @@ class SwigluMlp(nn.Module):
         self.gate_up = ColumnParallelLinear(factory, f"{name}.gate", f"{name}.up")
         self.down = RowParallelLinear(factory, f"{name}.down")
 
-    def forward(self, x: Tensor, _places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, _places: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> [S, B, 2 F/tp], gate and up before the nonlinearity."""
-        return consume(self.gate_up, x)
+        return recompute_input(self.gate_up, x)
 
     def finish(self, gate_up: Tensor) -> Tensor:
         """[S, B, 2 F/tp] -> [S/sp, B, D]."""
         inside = self.inside
-        return consume(self.down, produce(inside, gate_up) if self.is_remade else inside(gate_up))
+        return recompute_input(
+            self.down, checkpoint_output(inside, gate_up) if self.is_remade else inside(gate_up)
+        )
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -12,18 +12,18 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from raymega.model.layers.residual_dropout import ResidualDropout
-from raymega.parallel.context_parallel.context import Places
-from raymega.parallel.core.checkpointing import produce
+from raymega.parallel.context_parallel.context import TokenLayout
+from raymega.parallel.core.checkpointing import checkpoint_output
 
 
-class Part(Protocol):
+class BlockPart(Protocol):
     """What a block adds to the stream; with ``is_remade`` backward makes its inside again."""
 
     is_remade: bool
     __call__: Callable[..., Tensor]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Norm before each part, dropout after it, nothing after the sum (pre-norm)."""
 
     is_norm_remade = False
@@ -32,10 +32,10 @@ class Block(nn.Module):
         self,
         *,
         attention_norm: nn.Module,
-        attention: Part,
+        attention: BlockPart,
         attention_dropout: ResidualDropout,
         mlp_norm: nn.Module,
-        mlp: Part,
+        mlp: BlockPart,
         mlp_dropout: ResidualDropout,
     ) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.attention.is_remade = "attention" in parts
         self.mlp.is_remade = "activation" in parts
 
-    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; without places nothing is dropped, and none is elsewhere."""
         keys = None if places is None else places.keys
         y = self.attention(self._normal(self.attention_norm, x), places)
@@ -62,6 +62,6 @@ class Block(nn.Module):
 
     def _normal(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.is_norm_remade:
-            return produce(norm, x, params=tuple(norm.parameters()))
+            return checkpoint_output(norm, x, params=tuple(norm.parameters()))
         normal: Tensor = norm(x)
         return normal

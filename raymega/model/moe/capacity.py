@@ -11,14 +11,14 @@ from torch import Tensor
 from raymega.config.moe import MoeSection
 from raymega.parallel.comm.collectives import all_gather
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.expert_parallel.token_ids import TokenMarks
+from raymega.parallel.expert_parallel.token_ids import TokenIds
 
 
 @torch.no_grad()
-def keep_within_capacity(  # what one choice is ordered by
+def apply_capacity(  # what one choice is ordered by
     chosen: Tensor,
     weights: Tensor,
-    marks: TokenMarks,
+    marks: TokenIds,
     capacity: Tensor,
     moe: MoeSection,
     micro: Group,

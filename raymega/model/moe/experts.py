@@ -12,7 +12,7 @@ from raymega.model.layers.fused_ops import swiglu
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp, gelu_tanh
 from raymega.model.moe.grouped_swiglu import gated_experts
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.core.checkpointing import consume, produce
+from raymega.parallel.core.checkpointing import checkpoint_output, recompute_input
 from raymega.parallel.expert_parallel.fp8_grouped_gemm import expert_linear, expert_places
 from raymega.parallel.expert_parallel.grouped_gemm import group_sizes
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
@@ -51,8 +51,8 @@ class Experts(nn.Module):
             return gated_experts(rows, self.up, self.down, sizes, deferral)
         up = expert_linear(rows, self.up, sizes, deferral, self.up_place)
         inside, place = self.inside, self.down_place
-        inner = produce(inside, up) if self.is_remade else inside(up)
-        return consume(lambda x: expert_linear(x, self.down, sizes, deferral, place), inner)
+        inner = checkpoint_output(inside, up) if self.is_remade else inside(up)
+        return recompute_input(lambda x: expert_linear(x, self.down, sizes, deferral, place), inner)
 
 
 class SharedExpert(nn.Module):

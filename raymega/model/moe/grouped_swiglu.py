@@ -14,8 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.model.layers.fused_ops import swiglu_gradient, swiglu_values
-from raymega.parallel.core.weight_grads import Deferral
-from raymega.parallel.expert_parallel.grouped_gemm import GroupSizes, OuterProducts, grouped_product
+from raymega.parallel.core.weight_grads import WeightGradQueue
+from raymega.parallel.expert_parallel.grouped_gemm import (
+    GroupedWeightGrad,
+    GroupSizes,
+    grouped_product,
+)
 
 CACHED_BYTES = 2**23
 """What a CPU's last cache keeps of a product until it is read again."""
@@ -24,7 +28,7 @@ PART_BYTES = 2**18
 
 
 def gated_experts(
-    rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, deferral: Deferral
+    rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, deferral: WeightGradQueue
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)), each row by its expert.
 
@@ -71,7 +75,12 @@ class _GatedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, deferral: Deferral
+        ctx: Any,
+        rows: Tensor,
+        up: Tensor,
+        down: Tensor,
+        sizes: GroupSizes,
+        deferral: WeightGradQueue,
     ) -> Tensor:
         gate_up, inner = gated_product(rows, up, sizes)
         ctx.save_for_backward(rows, gate_up, inner, up, down)
@@ -83,9 +92,9 @@ class _GatedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, gate_up, inner, up, down = ctx.saved_tensors
         sizes, settle_or_owe, grad = ctx.sizes, ctx.deferral.settle_or_owe, grad.contiguous()
-        grad_down = settle_or_owe(ctx.params[1], OuterProducts(grad, inner, sizes))
+        grad_down = settle_or_owe(ctx.params[1], GroupedWeightGrad(grad, inner, sizes))
         grad_gate_up = gated_product_gradient(grad, down, gate_up, sizes)
-        grad_up = settle_or_owe(ctx.params[0], OuterProducts(grad_gate_up, rows, sizes))
+        grad_up = settle_or_owe(ctx.params[0], GroupedWeightGrad(grad_gate_up, rows, sizes))
         return grouped_product(grad_gate_up, up, sizes), grad_up, grad_down, None, None
 
 

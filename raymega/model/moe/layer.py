@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from raymega.config.moe import MoeSection
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp
 from raymega.model.moe.experts import Experts, SharedExpert
-from raymega.model.moe.local_experts import is_one_node, mix
+from raymega.model.moe.local_experts import is_one_node, run_local_experts
 from raymega.model.moe.router import Router
-from raymega.parallel.context_parallel.context import Places
-from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, start_trip
-from raymega.parallel.expert_parallel.token_ids import TokenMarks, plain_marks
+from raymega.parallel.context_parallel.context import TokenLayout
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, dispatch_tokens
+from raymega.parallel.expert_parallel.token_ids import TokenIds, plain_marks
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
-from raymega.parallel.tensor_parallel.mappings import all_rows, own_rows
+from raymega.parallel.tensor_parallel.mappings import gather_rows, scatter_rows
 
 
 class MoeLayer(nn.Module):
@@ -48,14 +48,14 @@ class MoeLayer(nn.Module):
         if self.shared is not None:
             self.shared.mlp.is_remade = is_remade
 
-    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
         """x: [S/(cp*sp), B, D] -> the same; without places rows are whole and every token counts."""
         own, marks, keys = self._own_tokens(x, places)
         own, routing = self.router(own, marks, keys)
         if is_one_node(self.experts, routing, self.groups):
-            y = self._stream(mix(own, routing, self.experts)).view_as(x)
+            y = self._stream(run_local_experts(own, routing, self.experts)).view_as(x)
             return y if self.shared is None else y + self.shared.finish(self.shared.start(x), x)
-        trip = start_trip(own, routing, self.groups)
+        trip = dispatch_tokens(own, routing, self.groups)
         inner = x if self.shared is None else self.shared.start(x)
         trip.start_back(self.experts(*trip.arrive()))
         shared = None if self.shared is None else self.shared.finish(inner, x)
@@ -63,14 +63,14 @@ class MoeLayer(nn.Module):
         return y if shared is None else y + shared
 
     def _own_tokens(
-        self, x: Tensor, places: Places | None
-    ) -> tuple[Tensor, TokenMarks, Tensor | None]:
+        self, x: Tensor, places: TokenLayout | None
+    ) -> tuple[Tensor, TokenIds, Tensor | None]:
         """[T, D]: what this rank holds or, where tp ranks hold the same, its part of that."""
         stream, marks = self.groups.stream, None if places is None else places.marks
         keys = None if places is None or places.keys is None else places.keys.own
         tokens = x.flatten(0, 1)
         if not stream.is_sequence_parallel and stream.tp.size > 1:
-            tokens = own_rows(tokens, stream.tp)
+            tokens = scatter_rows(tokens, stream.tp)
         return (
             tokens,
             marks or plain_marks(x, self.groups.micro),
@@ -82,4 +82,4 @@ class MoeLayer(nn.Module):
         tp = self.groups.stream.tp
         if self.groups.stream.is_sequence_parallel or tp.size == 1:
             return y
-        return all_rows(y, tp)
+        return gather_rows(y, tp)

@@ -16,14 +16,14 @@ from torch.autograd.function import once_differentiable
 from raymega.config.moe import MoeSection
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.expert_parallel.token_ids import TokenMarks
+from raymega.parallel.expert_parallel.token_ids import TokenIds
 
 NUM_SUMS = 5
 """Of a :class:`Record`'s sums, those that are not by expert."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class LoadStats:
     """What is told of one micro-batch's routing on this rank besides its scores and choices.
 
     Attributes:
@@ -34,7 +34,7 @@ class Tally:
         losses: The router's, by their names in :class:`Load`, scalars; autograd does not see them.
     """
 
-    marks: TokenMarks
+    marks: TokenIds
     gaps: Tensor
     kept: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Record:
         self.loss_gradient = loss_gradient
         self._sums = self._margin = None
 
-    def add(self, tally: Tally, shares: Tensor, chosen: Tensor) -> None:
+    def add(self, tally: LoadStats, shares: Tensor, chosen: Tensor) -> None:
         """One micro-batch, in its backward: shares [T, E] that add up to 1, choices [T, k] before any is dropped."""
         if self._sums is None:
             self._begin(chosen.device)
@@ -138,7 +138,7 @@ def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:
     return scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
 
 
-def add_load(chosen: Tensor, marks: TokenMarks, counts: Tensor) -> Tensor:
+def add_load(chosen: Tensor, marks: TokenIds, counts: Tensor) -> Tensor:
     """Add to ``counts`` [E] float64, and return, how many choices of counted tokens each expert is."""
     return counts.scatter_add_(0, chosen.flatten(), marks.counted_choices(chosen.shape[1]))
 
@@ -147,7 +147,7 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
     moe: MoeSection,
     scores: Tensor,
     chosen: Tensor,
-    marks: TokenMarks,
+    marks: TokenIds,
     *,
     totals: Tensor | None,
     last: Tensor | None,
@@ -178,20 +178,20 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
     return moe.balance_coefficient * moe.num_experts * (per_token * marks.is_counted).sum()
 
 
-def z_loss(moe: MoeSection, logits: Tensor, marks: TokenMarks) -> Tensor | None:
+def z_loss(moe: MoeSection, logits: Tensor, marks: TokenIds) -> Tensor | None:
     """coefficient * logsumexp(logits)^2 of each counted token (ST-MoE, Zoph et al. 2022, eq. 5)."""
     if not moe.z_coefficient:
         return None
     return moe.z_coefficient * (logits.logsumexp(-1).square() * marks.is_counted).sum()
 
 
-def entropy(shares: Tensor, marks: TokenMarks) -> Tensor:
+def entropy(shares: Tensor, marks: TokenIds) -> Tensor:
     """Sum over counted tokens of the entropy of their scores, in nats."""
     return torch.special.entr(shares).sum(-1, dtype=torch.float64) @ marks.counted
 
 
 @torch.no_grad()
-def nudge_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
+def update_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     """One step of loss-free balancing (Wang et al. 2024; DeepSeek-V3): by the sign of the error."""
     # Whole numbers, so that an expert at the mean is not moved by a division's rounding.
     bias += rate * torch.sign(counts.sum() - counts.shape[0] * counts).to(bias.dtype)
@@ -201,7 +201,7 @@ def nudge_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
 def _load(
     moe: MoeSection,
     chosen: Tensor,
-    marks: TokenMarks,
+    marks: TokenIds,
     *,
     totals: Tensor | None,
     last: Tensor | None,
@@ -221,7 +221,7 @@ def _load(
     return all_reduce(table, micro).view(num_rows, moe.num_experts)[marks.rows]
 
 
-def _num_rows(marks: TokenMarks, micro: Group) -> int:
+def _num_rows(marks: TokenIds, micro: Group) -> int:
     return marks.numbers.shape[0] * micro.size // marks.row_length
 
 

@@ -14,17 +14,17 @@ from torch.autograd.function import once_differentiable
 
 from raymega.model.moe.experts import Experts
 from raymega.model.moe.grouped_swiglu import gated_product, gated_product_gradient
-from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, Routing
 from raymega.parallel.expert_parallel.grouped_gemm import (
-    OuterProducts,
+    GroupedWeightGrad,
     group_sizes,
     grouped_product,
 )
 from raymega.parallel.expert_parallel.permutation import (
-    Arrangement,
-    arrange,
+    Permutation,
     count_choices,
+    permute,
     rows_of_tokens,
     sum_of_rows,
     weighed_sum,
@@ -33,16 +33,16 @@ from raymega.parallel.expert_parallel.permutation import (
 
 
 def is_one_node(experts: Experts, routing: Routing, groups: ExpertGroups) -> bool:
-    """:func:`mix` does what the layer needs."""
+    """:func:`run_local_experts` does what the layer needs."""
     is_alone = groups.ep.size == 1 and groups.etp.size == 1
     return is_alone and experts.can_be_one_node and not routing.is_dropping
 
 
-def mix(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def run_local_experts(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """The weighted sum of each token's experts: [T, D] -> [T, D]."""
     chosen = routing.experts
     counts = count_choices(chosen, routing.num_experts)
-    arrangement = arrange(chosen, counts, num_rows=chosen.numel())
+    arrangement = permute(chosen, counts, num_rows=chosen.numel())
     return _Mix.apply(x, routing.weights, experts.up, experts.down, arrangement, experts.deferral)
 
 
@@ -56,8 +56,8 @@ class _Mix(torch.autograd.Function):
         weights: Tensor,
         up: Tensor,
         down: Tensor,
-        arrangement: Arrangement,
-        deferral: Deferral,
+        arrangement: Permutation,
+        deferral: WeightGradQueue,
     ) -> Tensor:
         rows = rows_of_tokens(x, arrangement)
         sizes = group_sizes(rows, arrangement.counts, inner=down.shape[2])
@@ -78,8 +78,8 @@ class _Mix(torch.autograd.Function):
         weights, rows, gate_up, inner, made, up, down = ctx.saved_tensors
         sizes, settle_or_owe = ctx.sizes, ctx.deferral.settle_or_owe
         grad_made, grad_weights = weighed_sum_gradients(grad, made, weights, ctx.arrangement)
-        grad_down = settle_or_owe(ctx.params[1], OuterProducts(grad_made, inner, sizes))
+        grad_down = settle_or_owe(ctx.params[1], GroupedWeightGrad(grad_made, inner, sizes))
         grad_gate_up = gated_product_gradient(grad_made, down, gate_up, sizes)
-        grad_up = settle_or_owe(ctx.params[0], OuterProducts(grad_gate_up, rows, sizes))
+        grad_up = settle_or_owe(ctx.params[0], GroupedWeightGrad(grad_gate_up, rows, sizes))
         grad_x = sum_of_rows(grouped_product(grad_gate_up, up, sizes), ctx.arrangement)
         return grad_x, grad_weights, grad_up, grad_down, None, None

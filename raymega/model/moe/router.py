@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from raymega.config.moe import MoeSection
-from raymega.model.moe.capacity import keep_within_capacity
+from raymega.model.moe.capacity import apply_capacity
 from raymega.model.moe.load_balancing import (
+    LoadStats,
     Record,
-    Tally,
     add_load,
     auxiliary_loss,
     join,
@@ -31,7 +31,7 @@ from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core import rng
 from raymega.parallel.core.dropout import place_key
 from raymega.parallel.expert_parallel.dispatcher import Routing
-from raymega.parallel.expert_parallel.token_ids import TokenMarks
+from raymega.parallel.expert_parallel.token_ids import TokenIds
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.plan.expert_capacity import capacity_share, reserved_rows
 
@@ -52,7 +52,7 @@ class Router(nn.Module):
         self.record = Record(name, moe.num_experts)
 
     def forward(
-        self, x: Tensor, marks: TokenMarks, keys: Tensor | None = None
+        self, x: Tensor, marks: TokenIds, keys: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """Route tokens.
 
@@ -69,9 +69,9 @@ class Router(nn.Module):
         with torch.set_grad_enabled(moe.has_aux_loss and torch.is_grad_enabled()):
             scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
         chosen, gaps = self._choose(logits, scores, marks)
-        tally = Tally(marks=marks, gaps=gaps)
+        tally = LoadStats(marks=marks, gaps=gaps)
         tell = partial(self.record.add, tally)
-        weights = weigh_choices(logits, scores.detach(), chosen, moe, tell)
+        weights = gate_weights(logits, scores.detach(), chosen, moe, tell)
         totals = self._totals(chosen, marks)
         routing = self._routing(chosen, weights, totals, tally)
         balance = auxiliary_loss(
@@ -90,7 +90,7 @@ class Router(nn.Module):
         return linear(seen, self.weight.to(wide))
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, scores: Tensor, marks: TokenMarks) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, scores: Tensor, marks: TokenIds) -> tuple[Tensor, Tensor]:
         moe = self.moe
         if moe.balance == "sinkhorn" and self.training:
             is_counted = marks.is_counted
@@ -99,7 +99,7 @@ class Router(nn.Module):
             choice = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         return choose(choice, moe)
 
-    def _totals(self, chosen: Tensor, marks: TokenMarks) -> Tensor | None:
+    def _totals(self, chosen: Tensor, marks: TokenIds) -> Tensor | None:
         """[E + 1]: load by expert and tokens of the whole micro-batch; None where nobody asks."""
         moe = self.moe
         is_level = moe.has_aux_loss and moe.balance == "micro_batch"
@@ -109,14 +109,14 @@ class Router(nn.Module):
         return all_reduce(torch.cat((counts, marks.num_counted[None])), self.micro)
 
     def _routing(
-        self, chosen: Tensor, weights: Tensor, totals: Tensor | None, tally: Tally
+        self, chosen: Tensor, weights: Tensor, totals: Tensor | None, tally: LoadStats
     ) -> Routing:
         """Where each token goes; ``tally`` is told of what is dropped."""
         moe, marks, num_tokens = self.moe, tally.marks, chosen.shape[0]
         if totals is None or not moe.capacity_factor:
             return Routing(experts=chosen, weights=weights, num_experts=moe.num_experts)
         capacity = (totals[-1] * capacity_share(moe)).ceil()
-        experts, gap = keep_within_capacity(chosen, weights, marks, capacity, moe, self.micro)
+        experts, gap = apply_capacity(chosen, weights, marks, capacity, moe, self.micro)
         tally.gaps = torch.minimum(tally.gaps, gap)
         tally.kept = ((experts < moe.num_experts) & marks.is_counted[:, None]).sum()
         rows = reserved_rows(moe, num_tokens=num_tokens, num_ranks=self.micro.size)
@@ -150,7 +150,7 @@ def choose(scores: Tensor, moe: MoeSection) -> tuple[Tensor, Tensor]:
     return chosen, torch.minimum(gap, gaps)
 
 
-def weigh_choices(
+def gate_weights(
     logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection, tell: Tell
 ) -> Tensor:
     """By what each chosen expert's output is weighed; its backward goes to the logits.

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from raymega.config.schema import ModelSection
-from raymega.model.layers.transformer_block import Block
+from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.model.moe.layer import MoeLayer
-from raymega.model.moe.load_balancing import NUM_SUMS, Load, nudge_bias
+from raymega.model.moe.load_balancing import NUM_SUMS, Load, update_expert_bias
 from raymega.model.moe.router import Router
 
 
@@ -70,7 +70,7 @@ class Routers:
         for layer, router in self.held.items():
             counts = loads[layer].counts
             if router.bias is not None and router.moe.bias_rate:
-                nudge_bias(router.bias, counts, router.moe.bias_rate)
+                update_expert_bias(router.bias, counts, router.moe.bias_rate)
             if router.counts is not None:
                 router.counts.copy_(counts)
 
@@ -83,7 +83,7 @@ def find_routers(
         int(name.rpartition(".")[2]): part.mlp.router
         for module in modules
         for name, part in module.named_modules()
-        if isinstance(part, Block) and isinstance(part.mlp, MoeLayer)
+        if isinstance(part, TransformerBlock) and isinstance(part.mlp, MoeLayer)
     }
     layers = [i for i in range(model.num_layers + model.mtp_depth) if model.moe.holds_experts(i)]
     return Routers(layers=layers, held=held, num_experts=model.moe.num_experts, device=device)

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 
 
-class Departures:
+class DrainingNodes:
     """Asks Ray once a second, from one thread."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class WorkerLocation:
     """Where a worker's process lives, as the process itself reports it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class AssignedRank:
     """A worker's rank and its index among the workers of its node."""
 
     rank: int
@@ -74,7 +74,7 @@ def place_ranks(
     ][: grid.world_size]
     if len(workers) < grid.world_size:
         raise CapacityError(_no_room(nodes, grid, block))
-    places = [Place(node_id=node_id, address="", pid=0) for node_id in workers]
+    places = [WorkerLocation(node_id=node_id, address="", pid=0) for node_id in workers]
     seats = assign_seats(places, grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
     by_rank = {seat.rank: node_id for seat, node_id in zip(seats, workers, strict=True)}
     return tuple(by_rank[rank] for rank in range(grid.world_size))
@@ -86,8 +86,8 @@ def _roomiest_first(node: NodeSlots, room: Counter[str]) -> tuple[int, str, int,
 
 
 def assign_seats(
-    places: Sequence[Place], grid: Grid, *, is_tp_across_nodes_allowed: bool
-) -> tuple[Seat, ...]:
+    places: Sequence[WorkerLocation], grid: Grid, *, is_tp_across_nodes_allowed: bool
+) -> tuple[AssignedRank, ...]:
     """Seats in the order of ``places``: domain after domain, node after node, tp group after tp group.
 
     So what neighbours on the grid say to each other stays on a node, or else inside a domain, as far as
@@ -109,7 +109,11 @@ def assign_seats(
 
 
 def choose_ranks(
-    places: Sequence[Place], ranks: Sequence[int], grid: Grid, *, is_tp_across_nodes_allowed: bool
+    places: Sequence[WorkerLocation],
+    ranks: Sequence[int],
+    grid: Grid,
+    *,
+    is_tp_across_nodes_allowed: bool,
 ) -> tuple[int, ...] | None:
     """Ranks for some of ``places``, -1 for those that are not needed; None where they do not suffice.
 
@@ -152,8 +156,12 @@ def choose_ranks(
 
 
 def keep_seats(
-    places: Sequence[Place], ranks: Sequence[int], grid: Grid, *, is_tp_across_nodes_allowed: bool
-) -> tuple[Seat, ...] | None:
+    places: Sequence[WorkerLocation],
+    ranks: Sequence[int],
+    grid: Grid,
+    *,
+    is_tp_across_nodes_allowed: bool,
+) -> tuple[AssignedRank, ...] | None:
     """Seats with the ranks that the workers had, or were named for; None where that cannot be.
 
     A tp group must still be whole on a node, and on a node ranks must rise with the GPUs' indices,
@@ -171,7 +179,7 @@ def keep_seats(
     return _with_local_ranks(places, dict(enumerate(ranks)))
 
 
-def _by_node(places: Sequence[Place]) -> list[tuple[str, list[int]]]:
+def _by_node(places: Sequence[WorkerLocation]) -> list[tuple[str, list[int]]]:
     """Indices of the workers of each node, in order of their GPUs; nodes of a domain together."""
     nodes: dict[str, list[int]] = defaultdict(list)
     for index, place in enumerate(places):
@@ -186,12 +194,14 @@ def _number(gpu: str) -> tuple[int, str]:
     return (int(gpu), "") if gpu.isdecimal() else (2**31, gpu)
 
 
-def _with_local_ranks(places: Sequence[Place], rank_of: dict[int, int]) -> tuple[Seat, ...]:
+def _with_local_ranks(
+    places: Sequence[WorkerLocation], rank_of: dict[int, int]
+) -> tuple[AssignedRank, ...]:
     num_seated: dict[str, int] = defaultdict(int)
-    seats: dict[int, Seat] = {}
+    seats: dict[int, AssignedRank] = {}
     for index in sorted(rank_of, key=lambda index: rank_of[index]):
         node_id = places[index].node_id
-        seats[index] = Seat(rank=rank_of[index], local_rank=num_seated[node_id])
+        seats[index] = AssignedRank(rank=rank_of[index], local_rank=num_seated[node_id])
         num_seated[node_id] += 1
     return tuple(seats[index] for index in range(len(places)))
 

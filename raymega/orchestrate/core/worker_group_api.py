@@ -12,13 +12,13 @@ from typing import Protocol
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.errors import Fault
 from raymega.messages import Report, Requests
-from raymega.orchestrate.core.rank_placement import Place
-from raymega.orchestrate.core.worker_status import Sign
+from raymega.orchestrate.core.rank_placement import WorkerLocation
+from raymega.orchestrate.core.worker_status import WorkerStatus
 from raymega.plan.run_plan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptOrder:
+class AttemptSpec:
     """What the workers of one attempt shall do; see StartWorker and Replicas for the fields."""
 
     plan_json: str
@@ -30,7 +30,7 @@ class AttemptOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Departure:
+class NodeDrain:
     """Nodes that host ranks will be taken away.
 
     Attributes:
@@ -55,7 +55,7 @@ class Departure:
         return f"the nodes of ranks {who} leave in {self.seconds:.0f} s, and {ready}"
 
 
-class SnapshotKeeping(Protocol):
+class SnapshotManager(Protocol):
     """The run's state in the memory of its nodes, as the controller sees it; called from one thread."""
 
     def find(self, *, skip: Collection[str]) -> Snapshot | None:
@@ -66,33 +66,33 @@ class SnapshotKeeping(Protocol):
 
 
 class NoSnapshots:
-    """SnapshotKeeping of a run that takes none."""
+    """Snapshots of a run that takes none."""
 
     def find(self, *, skip: Collection[str]) -> Snapshot | None:  # noqa: ARG002
-        """See SnapshotKeeping."""
+        """See SnapshotManager."""
         return None
 
     def settle(self) -> None:
-        """See SnapshotKeeping."""
+        """See SnapshotManager."""
 
 
 class WorkerGroup(Protocol):
     """The workers of a run, one attempt after the other; called from one thread."""
 
     @property
-    def keeping(self) -> SnapshotKeeping:
+    def keeping(self) -> SnapshotManager:
         """What their nodes keep in memory, from one attempt to the next."""
 
     def use(self, plan: RunPlan) -> None:
         """The next attempt has the grid of ``plan``, another cut of the same job. Never blocks."""
 
-    def ready(self) -> Sequence[Place]:
+    def ready(self) -> Sequence[WorkerLocation]:
         """Processes that could train now, with a rank or without one. Never blocks."""
 
     def is_loading(self) -> bool:
         """More processes will soon be ready, on nodes that are there already. Never blocks."""
 
-    def departure(self) -> Departure | None:
+    def departure(self) -> NodeDrain | None:
         """Whether ranks must leave their nodes; asks for slots in their place. Never blocks."""
 
     def reserve(self, timeout_s: float) -> Fault | None:
@@ -107,13 +107,13 @@ class WorkerGroup(Protocol):
             ConfigError: The nodes have no memory for the job's snapshots.
         """
 
-    def start(self, order: AttemptOrder) -> None:
+    def start(self, order: AttemptSpec) -> None:
         """Begin an attempt on the reserved slots. Never blocks: what happens shows in poll."""
 
-    def members(self) -> Mapping[int, Place]:
+    def members(self) -> Mapping[int, WorkerLocation]:
         """Where each rank lives; empty until all workers have said so. Never blocks."""
 
-    def poll(self, timeout_s: float) -> list[Report | Sign]:
+    def poll(self, timeout_s: float) -> list[Report | WorkerStatus]:
         """Reports in order of arrival; returns with the first, or empty after ``timeout_s``.
 
         A process that is gone is reported as WorkerDied, once. One that lives gives a sign each second

@@ -12,14 +12,14 @@ ANSWER_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
+class Heartbeat:
     """A worker's process has met a call. It says nothing of its training."""
 
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class ThreadStatus:
     """Where a rank's training thread stands, which a worker is asked for when progress lacks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessSeen:
+class ProcessStatus:
     """A neighbour on the node has looked at the process of a rank that does not answer.
 
     ``state`` is the kernel's letter, ``T`` of one that is stopped; empty when there is none.
@@ -60,4 +60,4 @@ class ProcessSeen:
     state: str
 
 
-Sign = Answered | Standing | ProcessSeen
+WorkerStatus = Heartbeat | ThreadStatus | ProcessStatus

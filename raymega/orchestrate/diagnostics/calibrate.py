@@ -14,7 +14,7 @@ from pathlib import Path
 
 from raymega.errors import Fault, WorkerError
 from raymega.messages import Entered
-from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.diagnostics.checks import collect
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.plan.hardware.catalog import Accelerator
@@ -47,7 +47,9 @@ def calibrate_cluster(plan: RunPlan, base: Accelerator, *, name: str) -> Acceler
     return fit_device(base, list(measurements(reports, homes)), name=name)
 
 
-def measurements(reports: Iterable[Entered], homes: Mapping[int, Place]) -> Iterable[Measurement]:
+def measurements(
+    reports: Iterable[Entered], homes: Mapping[int, WorkerLocation]
+) -> Iterable[Measurement]:
     """What ranks reported, each group's transfer once: as its slowest rank saw it.
 
     A transfer is given how many of the group's ranks share a node, and how many workers are there.
@@ -69,7 +71,7 @@ def measurements(reports: Iterable[Entered], homes: Mapping[int, Place]) -> Iter
     yield from transfers.values()
 
 
-def _per_node(ranks: Iterable[int], homes: Mapping[int, Place]) -> int:
+def _per_node(ranks: Iterable[int], homes: Mapping[int, WorkerLocation]) -> int:
     """The most ranks of a group on one node; all of them where homes are not known."""
     nodes: dict[str, int] = defaultdict(int)
     for rank in ranks:

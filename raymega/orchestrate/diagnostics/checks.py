@@ -32,8 +32,8 @@ from raymega.orchestrate.cluster.node_probes import (
     time_store,
     version_fault,
 )
-from raymega.orchestrate.core.rank_placement import Place, place_ranks
-from raymega.orchestrate.core.worker_group_api import AttemptOrder
+from raymega.orchestrate.core.rank_placement import WorkerLocation, place_ranks
+from raymega.orchestrate.core.worker_group_api import AttemptSpec
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.plan.hardware.lookup import nvlink_bytes_per_s
 from raymega.plan.run_plan import RunPlan
@@ -50,7 +50,7 @@ PROBE_PREFIX = "raymega-doctor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CheckFinding:
     """One thing that was looked at.
 
     Attributes:
@@ -68,7 +68,7 @@ class Finding:
     values: Mapping[str, Any] = field(default_factory=dict)  # plain JSON, differs by check
 
 
-def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[Finding]:
+def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[CheckFinding]:
     """Look at a connected cluster, check after check; each finding as soon as it is made.
 
     Args:
@@ -84,14 +84,14 @@ def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[Finding]:
     skews = {node: measure_skew(node, timeout_s=NODE_TIMEOUT_S) for node in ids}
     yield from check_clocks(skews, nodes)
     if plan is None:
-        yield Finding(check="store", status="skipped", fact="no job file was given")
-        yield Finding(check="bandwidth", status="skipped", fact="no job file was given")
+        yield CheckFinding(check="store", status="skipped", fact="no job file was given")
+        yield CheckFinding(check="bandwidth", status="skipped", fact="no job file was given")
         return
     yield from check_store(ids, nodes, store_uri)
     yield from check_bandwidth(plan, gpus=_gpu_names(facts))
 
 
-def check_resources(plan: RunPlan | None) -> Iterator[Finding]:
+def check_resources(plan: RunPlan | None) -> Iterator[CheckFinding]:
     """Nodes and slots, and whether the grid fits."""
     cluster = plan.job.cluster if plan else ClusterSection()
     nodes = list_nodes(cluster)
@@ -107,12 +107,12 @@ def check_resources(plan: RunPlan | None) -> Iterator[Finding]:
             yield _problem("resources", error.faults[0], values)
             return
         fact += f"; grid {plan.grid.describe()} fits"
-    yield Finding(check="resources", status="ok", fact=fact, values=values)
+    yield CheckFinding(check="resources", status="ok", fact=fact, values=values)
 
 
 def check_versions(
     own: Mapping[str, str], facts: Mapping[str, NodeFacts | Exception], names: Mapping[str, str]
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Driver and nodes must run the same python, ray, torch and raymega."""
     is_clean = True
     for node, found in facts.items():
@@ -125,12 +125,12 @@ def check_versions(
             yield _problem("versions", fault)
     if is_clean:
         fact = ", ".join(f"{name} {number}" for name, number in own.items())
-        yield Finding(check="versions", status="ok", fact=f"{fact} everywhere", values=own)
+        yield CheckFinding(check="versions", status="ok", fact=f"{fact} everywhere", values=own)
 
 
 def check_gpus(
     facts: Mapping[str, NodeFacts | Exception], names: Mapping[str, str]
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """One model and one driver everywhere, and as many GPUs as Ray was told."""
     known = {node: found for node, found in facts.items() if isinstance(found, NodeFacts)}
     told = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}  # type: ignore[no-untyped-call]
@@ -147,14 +147,14 @@ def check_gpus(
     if not faults and kinds:
         number = sum(len(found.gpus) for found in known.values())
         fact = f"{number} x {', '.join(kinds)}, driver {', '.join(drivers)}"
-        yield Finding(check="gpus", status="ok", fact=fact, values={"gpus": number})
+        yield CheckFinding(check="gpus", status="ok", fact=fact, values={"gpus": number})
     elif not faults:
-        yield Finding(check="gpus", status="skipped", fact="no node has a GPU")
+        yield CheckFinding(check="gpus", status="skipped", fact="no node has a GPU")
 
 
 def check_clocks(
     skews: Mapping[str, Skew | Exception], names: Mapping[str, str]
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Clocks within MAX_SKEW_S: logs and S3 signatures depend on them."""
     known = {node: skew for node, skew in skews.items() if isinstance(skew, Skew)}
     far = {n: s for n, s in known.items() if abs(s.ahead_s) - s.error_s > MAX_SKEW_S}
@@ -163,10 +163,10 @@ def check_clocks(
     if not far and known:
         largest = max(abs(skew.ahead_s) for skew in known.values())
         fact = f"clocks differ by at most {largest:.3f} s"
-        yield Finding(check="clocks", status="ok", fact=fact, values={"largest_s": largest})
+        yield CheckFinding(check="clocks", status="ok", fact=fact, values={"largest_s": largest})
 
 
-def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Iterator[Finding]:
+def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Iterator[CheckFinding]:
     """Every node writes and reads the store, and sees what another node wrote."""
     key = f"{PROBE_PREFIX}/{uuid4().hex}"
     keys = {node: f"{key}-{index}" for index, node in enumerate(ids)}
@@ -190,7 +190,7 @@ def check_bandwidth(
     *,
     gpus: Mapping[str, str] | None = None,
     make_group: Callable[[RunPlan], RayWorkerGroup] | None = None,
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """An all-reduce on every group of every axis, one axis at a time.
 
     Args:
@@ -199,10 +199,10 @@ def check_bandwidth(
         make_group: Of workers that measure; doctor's own unless a test brings another.
     """
     if plan.grid.world_size == 1:
-        yield Finding(check="bandwidth", status="skipped", fact="one rank sends nothing")
+        yield CheckFinding(check="bandwidth", status="skipped", fact="one rank sends nothing")
         return
     group = (make_group or _bandwidth_group)(plan)
-    homes: Mapping[int, Place] = {}
+    homes: Mapping[int, WorkerLocation] = {}
     try:
         timings, fault = collect(group, plan)
         homes = group.members()
@@ -217,7 +217,7 @@ def check_bandwidth(
 
 def judge_bandwidth(
     timings: Sequence[Entered], *, links: Mapping[int, tuple[str, float]] | None = None
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """One finding an axis, and one for each group that lags behind the others of its axis.
 
     Args:
@@ -245,7 +245,7 @@ def judge_bandwidth(
         fact = (
             f"{name}: {middle / 1e9:.3f} GB/s of bus bandwidth, slowest group {slowest / 1e9:.3f}"
         )
-        yield Finding(check="bandwidth", status="ok", fact=fact, values=values)
+        yield CheckFinding(check="bandwidth", status="ok", fact=fact, values=values)
         for ranks, speed in speeds.items():
             if speed < SLOW_SHARE * middle:
                 yield _problem("bandwidth", _slow(name, ranks, speed, middle), values)
@@ -256,7 +256,9 @@ def _gpu_names(facts: Mapping[str, NodeFacts | Exception]) -> dict[str, str]:
     return {node: found.gpus[0] for node, found in known.items() if found.gpus}
 
 
-def _links(homes: Mapping[int, Place], gpus: Mapping[str, str]) -> dict[int, tuple[str, float]]:
+def _links(
+    homes: Mapping[int, WorkerLocation], gpus: Mapping[str, str]
+) -> dict[int, tuple[str, float]]:
     """By rank, its node and its GPU's NVLink; ranks without a known one are left out."""
     speeds = {node: nvlink_bytes_per_s(name) for node, name in gpus.items()}
     nodes = {rank: place.node_id for rank, place in homes.items() if place.gpus}
@@ -284,7 +286,7 @@ def collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault 
     while (lacking := group.reserve(1.0)) is not None:
         if time.monotonic() > deadline_s:
             return [], lacking
-    group.start(AttemptOrder(plan_json=plan.to_json(), run_uri="", attempt=0, restore=""))
+    group.start(AttemptSpec(plan_json=plan.to_json(), run_uri="", attempt=0, restore=""))
     timings: list[Entered] = []
     num_finished = 0
     while num_finished < plan.grid.world_size:
@@ -306,16 +308,18 @@ def _delete(uri: str, keys: Sequence[str]) -> None:
         store.delete(key)
 
 
-def _problem(check: str, fault: Fault | str, values: Mapping[str, Any] | None = None) -> Finding:
+def _problem(
+    check: str, fault: Fault | str, values: Mapping[str, Any] | None = None
+) -> CheckFinding:
     if isinstance(fault, str):
-        return Finding(check=check, status="problem", fact=fault, values=values or {})
+        return CheckFinding(check=check, status="problem", fact=fault, values=values or {})
     fact = f"{fault.fact}; {fault.rule}"
-    return Finding(
+    return CheckFinding(
         check=check, status="problem", fact=fact, remedy=fault.remedy, values=values or {}
     )
 
 
-def _store_finding(name: str, uri: str, found: tuple[float, float] | Exception) -> Finding:
+def _store_finding(name: str, uri: str, found: tuple[float, float] | Exception) -> CheckFinding:
     if isinstance(found, Exception):
         rule = "every node must be able to write and read the run's store"
         remedy = "correct checkpoint.uri, permissions or the node's role"
@@ -324,7 +328,7 @@ def _store_finding(name: str, uri: str, found: tuple[float, float] | Exception) 
     write, read = (STORE_BYTES / max(seconds, 1e-9) for seconds in found)
     fact = f"node {name} writes {write / 1e6:.0f} MB/s and reads {read / 1e6:.0f} MB/s at {uri}"
     values = {"node": name, "write_bytes_per_s": write, "read_bytes_per_s": read}
-    return Finding(check="store", status="ok", fact=fact, values=values)
+    return CheckFinding(check="store", status="ok", fact=fact, values=values)
 
 
 def _silence(name: str, found: Exception) -> Fault:

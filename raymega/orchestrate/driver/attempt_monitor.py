@@ -25,8 +25,13 @@ from raymega.messages import (
     Working,
 )
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind
-from raymega.orchestrate.core.worker_status import Answered, ProcessSeen, Sign, Standing
-from raymega.orchestrate.driver.hang_detector import Watch
+from raymega.orchestrate.core.worker_status import (
+    Heartbeat,
+    ProcessStatus,
+    ThreadStatus,
+    WorkerStatus,
+)
+from raymega.orchestrate.driver.hang_detector import HangDetector
 
 SETTLE_S = 2.0
 """How long a lost connection waits for its cause: the death or the error of another rank."""
@@ -35,7 +40,7 @@ PROGRESS_MARGIN_S = 10.0
 MAX_NAMED = 8
 
 
-class Attempt:
+class AttemptMonitor:
     """One worker group, from its start to its end."""
 
     def __init__(
@@ -53,7 +58,7 @@ class Attempt:
         self.last_sign_s = now_s
         self._begun_s = now_s
         self._elastic = elastic
-        self._watch = Watch(elastic, steps_s)
+        self._watch = HangDetector(elastic, steps_s)
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._finished: set[int] = set()
         self._steps = dict.fromkeys(range(world_size), first_step)
@@ -70,10 +75,10 @@ class Attempt:
         """Every rank has left its loop in good order."""
         return len(self._finished) == len(self._steps)
 
-    def observe(self, report: Report | Sign, now_s: float) -> None:
+    def observe(self, report: Report | WorkerStatus, now_s: float) -> None:
         """Take in one report, in order of arrival."""
         match report:
-            case Answered() | Standing() | ProcessSeen():
+            case Heartbeat() | ThreadStatus() | ProcessStatus():
                 self._watch.observe(report, now_s)
             case WorkerDied():
                 self._lose(_death(report, step=self.step))

@@ -15,12 +15,12 @@ from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, folder_of, is_manifest
 from raymega.checkpoint.format.manifest import Manifest, commit
 from raymega.checkpoint.format.manifest_builder import assemble
-from raymega.checkpoint.tools.retention import Keep, Pruner
+from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import CheckpointError, RaymegaError
 from raymega.messages import Evaluated, Report, SaveAdvanced, SaveSkipped, ShardSaved
 from raymega.orchestrate.core.clock import Clock
-from raymega.orchestrate.core.worker_status import Sign
-from raymega.orchestrate.driver.rank_reports import Gather
+from raymega.orchestrate.core.worker_status import WorkerStatus
+from raymega.orchestrate.driver.rank_reports import RankCollector
 from raymega.orchestrate.driver.save_requests import SaveRequests
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
@@ -61,7 +61,7 @@ class Superseded:
 Outcome = Committed | Refused | Superseded
 
 
-class Saves:
+class CheckpointCommitter:
     """The saves of one attempt."""
 
     def __init__(
@@ -70,14 +70,16 @@ class Saves:
         """``executor`` must have one thread, so that commits keep their order."""
         self._plan, self._attempt = plan, attempt
         self._store, self._executor, self._clock = store, executor, clock
-        self._shards: Gather[ShardSaved] = Gather(plan.grid.world_size)
+        self._shards: RankCollector[ShardSaved] = RankCollector(plan.grid.world_size)
         self._under_way: list[Future[Outcome]] = []
         self._requests = SaveRequests(store, executor, clock)
         self._metrics: dict[int, dict[str, float]] = {}
         self._progress: dict[int, SaveAdvanced] = {}
         self._told_s = clock.monotonic()
         section = plan.job.checkpoint
-        keep = Keep(last=section.keep_last, every=section.keep_every, best=section.keep_best)
+        keep = RetentionPolicy(
+            last=section.keep_last, every=section.keep_every, best=section.keep_best
+        )
         self._pruner = Pruner(store, keep)
 
     @property
@@ -85,7 +87,7 @@ class Saves:
         """Every save that all ranks have reported has an outcome, and it was taken."""
         return not self._under_way
 
-    def take(self, report: Report | Sign) -> list[SaveUnderWay | SavePassedOver]:
+    def take(self, report: Report | WorkerStatus) -> list[SaveUnderWay | SavePassedOver]:
         """Take in what concerns saves, and return what is to be told of it. Never blocks."""
         match report:
             case ShardSaved():

@@ -14,7 +14,7 @@ from raymega.messages import Requests
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.core.worker_group_api import WorkerGroup
-from raymega.orchestrate.driver.run_context import TICK_S, Course
+from raymega.orchestrate.driver.run_context import TICK_S, RunContext
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.sink import RunFinished, Sink
@@ -52,7 +52,7 @@ class Controller:
             CheckpointError: The run has checkpoints, and none can be restored.
         """
         self._job, self._lease, self._group = plan.job, lease, group
-        self._course = Course(
+        self._course = RunContext(
             plan, lease=lease, group=group, sink=sink, clock=clock, executor=executor
         )
         self._clock, self._stop_asked_s = clock, inf

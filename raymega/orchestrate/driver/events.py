@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from raymega.errors import LeaseError
 from raymega.messages import Evaluated, NodesChecked, StepDone, StepDoubted
 from raymega.orchestrate.core.failure_policy import Failure
-from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.driver.checkpoint_committer import Committed, Refused
 from raymega.orchestrate.driver.goodput import GoodputMeter
@@ -61,7 +61,7 @@ def attempt_started(plan: RunPlan, state: RunState, *, source: StateSource) -> A
     )
 
 
-def workers_started(state: RunState, members: Mapping[int, Place]) -> WorkersStarted:
+def workers_started(state: RunState, members: Mapping[int, WorkerLocation]) -> WorkersStarted:
     """Every worker lives."""
     ranks = sorted(members)
     return WorkersStarted(

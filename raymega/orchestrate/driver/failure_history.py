@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import Decision, Failure, FailurePolicy
-from raymega.orchestrate.driver.attempt_monitor import Attempt
-from raymega.orchestrate.driver.recovery_timer import Outage
+from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor
+from raymega.orchestrate.driver.recovery_timer import RecoveryTimer
 from raymega.tracking.sink import Recovered, StateSource
 
 PHASE_OF = {"rendezvous": "rendezvous", "built": "build", "restored": "restore"}
 """Phases of a recovery by those that workers report."""
 
 
-class Losses:
+class FailureHistory:
     """Failures, oldest first, and the stop watch of the present outage."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Losses:
         """``earlier`` are those of drivers that were torn away, oldest first: they count, too."""
         self._policy, self._clock = policy, clock
         self._failures = list(earlier)
-        self._outage: Outage | None = None
+        self._outage: RecoveryTimer | None = None
 
     def decide(self, failure: Failure) -> Decision:
         """What follows from one more failure."""
@@ -34,12 +34,12 @@ class Losses:
         self._failures.append(failure)
         return decision
 
-    def begin(self, failure: Failure, attempt: Attempt) -> None:
+    def begin(self, failure: Failure, attempt: AttemptMonitor) -> None:
         """``attempt`` is lost; when the one before never got as far as its loss, that goes on."""
         now_s = self._clock.monotonic()
         if self._outage is None:
             detection_s = now_s - attempt.last_sign_s
-            self._outage = Outage(
+            self._outage = RecoveryTimer(
                 rank=failure.rank, step=attempt.step, seen_s=now_s, detection_s=detection_s
             )
 
@@ -48,13 +48,13 @@ class Losses:
         if self._outage is not None:
             self._outage.passed(phase, self._clock.monotonic())
 
-    def mark_start(self, phase: str, attempt: Attempt) -> None:
+    def mark_start(self, phase: str, attempt: AttemptMonitor) -> None:
         """A rank has passed a phase of its start; the last one ends a phase of the recovery."""
         if attempt.has_passed(phase):
             self.mark(PHASE_OF[phase])
 
     def end(
-        self, attempt: Attempt, *, number: int, step: int, source: StateSource
+        self, attempt: AttemptMonitor, *, number: int, step: int, source: StateSource
     ) -> Recovered | None:
         """The event of the outage's end, when ``step`` completed steps make up for it."""
         if self._outage is None or not self._outage.is_over(step):

@@ -16,10 +16,10 @@ from statistics import median
 from raymega.config.elastic import ElasticSection
 from raymega.orchestrate.core.worker_status import (
     ANSWER_EVERY_S,
-    Answered,
-    ProcessSeen,
-    Sign,
-    Standing,
+    Heartbeat,
+    ProcessStatus,
+    ThreadStatus,
+    WorkerStatus,
 )
 
 MEDIANS, MARGIN_S = 3.0, 1.5
@@ -41,7 +41,7 @@ class Hang:
     message: str
 
 
-class Watch:
+class HangDetector:
     """What is known of the ranks of one attempt beside what they report."""
 
     def __init__(self, elastic: ElasticSection, steps_s: Iterable[float] = ()) -> None:
@@ -50,7 +50,7 @@ class Watch:
         self._steps_s: deque[float] = deque(steps_s, maxlen=NUM_STEPS)
         self._answered_s: dict[int, float] = {}
         self._states: dict[int, str] = {}
-        self._stands: dict[int, list[tuple[float, Standing]]] = {}
+        self._stands: dict[int, list[tuple[float, ThreadStatus]]] = {}
         self._looked_s = -inf
 
     @property
@@ -60,7 +60,7 @@ class Watch:
         return min(max(MEDIANS * usual_s + MARGIN_S, self._least_s), self._most_s)
 
     @property
-    def standings(self) -> dict[int, Standing]:
+    def standings(self) -> dict[int, ThreadStatus]:
         """Where each rank stood when it was last asked."""
         return {rank: looks[-1][1] for rank, looks in self._stands.items()}
 
@@ -69,15 +69,15 @@ class Watch:
         self._steps_s.append(seconds)
         self._stands.clear()
 
-    def observe(self, sign: Sign, now_s: float) -> None:
+    def observe(self, sign: WorkerStatus, now_s: float) -> None:
         """Take in one sign."""
         match sign:
-            case Answered():
+            case Heartbeat():
                 self._answered_s[sign.rank] = now_s
                 self._states.pop(sign.rank, None)
-            case ProcessSeen():
+            case ProcessStatus():
                 self._states[sign.rank] = sign.state
-            case Standing():
+            case ThreadStatus():
                 looks = self._stands.setdefault(sign.rank, [])
                 looks.append((now_s, sign))
                 del looks[:-2]
@@ -137,7 +137,7 @@ def _stopped(silence_s: float, limit_s: float) -> str:
 
 
 def _standstill(
-    stands: Mapping[int, list[tuple[float, Standing]]], *, since_s: float, limit_s: float
+    stands: Mapping[int, list[tuple[float, ThreadStatus]]], *, since_s: float, limit_s: float
 ) -> Hang | None:
     """A hang, when since ``since_s`` every thread was found idle at one place, twice."""
     pairs = {rank: looks for rank, looks in stands.items() if looks[-1][1].stack}
@@ -152,7 +152,7 @@ def _standstill(
     return Hang(rank=rank, message=f"{told}; {_words({each: last[each] for each in astray})}")
 
 
-def _is_idle(looks: list[tuple[float, Standing]], since_s: float) -> bool:
+def _is_idle(looks: list[tuple[float, ThreadStatus]], since_s: float) -> bool:
     if len(looks) < 2 or looks[0][0] < since_s:
         return False
     (before_s, first), (after_s, second) = looks
@@ -161,6 +161,6 @@ def _is_idle(looks: list[tuple[float, Standing]], since_s: float) -> bool:
     return is_still and not second.is_patient and busy_s < BUSY_SHARE * (after_s - before_s)
 
 
-def _words(stands: Mapping[int, Standing], most: int = 4) -> str:
+def _words(stands: Mapping[int, ThreadStatus], most: int = 4) -> str:
     shown: Iterable[int] = sorted(stands)[:most]
     return "; ".join(f"rank {rank}: {stands[rank]}" for rank in shown)

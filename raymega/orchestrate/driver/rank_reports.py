@@ -24,7 +24,7 @@ T = TypeVar("T")
 Found = TimelineReady | MemoryReady | StragglerSeen | ExpertsSeen | RoutingCollapsed
 
 
-class Gather(Generic[T]):
+class RankCollector(Generic[T]):
     """One value a rank and step; ranks may come in any order and steps may overlap."""
 
     def __init__(self, world_size: int) -> None:
@@ -45,8 +45,8 @@ class RankReports:
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
-        self._timelines: Gather[tuple[WorkEvent, ...]] = Gather(plan.grid.world_size)
-        self._memory: Gather[dict[str, float]] = Gather(plan.grid.world_size)
+        self._timelines: RankCollector[tuple[WorkEvent, ...]] = RankCollector(plan.grid.world_size)
+        self._memory: RankCollector[dict[str, float]] = RankCollector(plan.grid.world_size)
         self._stragglers = Stragglers(plan.grid, ratio=plan.job.elastic.straggler_ratio)
         self._num_looks = 0
         self._collapsed: set[int] = set()

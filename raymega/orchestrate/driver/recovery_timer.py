@@ -16,7 +16,7 @@ are there. restore: and hold the state. steps: what was lost is done again.
 
 
 @dataclass(kw_only=True, slots=True)
-class Outage:
+class RecoveryTimer:
     """A failure whose damage is not yet made good.
 
     Attributes:

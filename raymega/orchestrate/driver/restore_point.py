@@ -15,7 +15,7 @@ from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.config.schema import Job
 from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.orchestrate.core.failure_policy import Failure
-from raymega.orchestrate.core.worker_group_api import SnapshotKeeping
+from raymega.orchestrate.core.worker_group_api import SnapshotManager
 from raymega.orchestrate.driver import exit_errors
 from raymega.orchestrate.driver.rollbacks import Rollback, read_rollbacks, write_rollback
 from raymega.orchestrate.run_store.journal import RunRecord
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class ResumePoint:
     """Where an attempt starts.
 
     Attributes:
@@ -48,9 +48,9 @@ class Start:
 class RestorePoint:
     """``start`` is what the next attempt starts from, ``key`` the newest checkpoint in the store."""
 
-    def __init__(self, store: Store, job: Job, keeping: SnapshotKeeping) -> None:
+    def __init__(self, store: Store, job: Job, keeping: SnapshotManager) -> None:
         self.key = ""
-        self.start = Start()
+        self.start = ResumePoint()
         self._store, self._job, self._keeping = store, job, keeping
         self._unreadable: dict[StateSource, set[str]] = {"store": set(), "memory": set()}
         self._rollbacks = read_rollbacks(store)
@@ -103,7 +103,7 @@ class RestorePoint:
                 *restore.broken, exit_errors.nothing_readable(record, self._store)
             )
         else:
-            self.start = Start()
+            self.start = ResumePoint()
         self._end_rollback()
         return saved.step if saved else 0
 
@@ -137,8 +137,8 @@ class RestorePoint:
 
 def _start(
     manifest: Manifest, source: StateSource, holders: Mapping[str, tuple[str, ...]]
-) -> Start:
-    return Start(
+) -> ResumePoint:
+    return ResumePoint(
         step=manifest.step, key=manifest.key, source=source, holders=holders,
         samples=int(manifest.state.get("samples", 0)),
     )  # fmt: skip

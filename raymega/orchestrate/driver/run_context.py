@@ -31,15 +31,15 @@ from raymega.orchestrate.core.failure_policy import (
     unsaved,
 )
 from raymega.orchestrate.core.state import State
-from raymega.orchestrate.core.worker_group_api import AttemptOrder, WorkerGroup
-from raymega.orchestrate.core.worker_status import Sign
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup
+from raymega.orchestrate.core.worker_status import WorkerStatus
 from raymega.orchestrate.driver import events, exit_errors
-from raymega.orchestrate.driver.attempt_context import Work, begin_work
+from raymega.orchestrate.driver.attempt_context import AttemptContext, begin_work
 from raymega.orchestrate.driver.checkpoint_committer import Committed, Refused, Superseded
-from raymega.orchestrate.driver.failure_history import Losses
+from raymega.orchestrate.driver.failure_history import FailureHistory
 from raymega.orchestrate.driver.goodput import GoodputMeter
 from raymega.orchestrate.driver.restore_point import RestorePoint
-from raymega.orchestrate.driver.scaling_policy import Grids
+from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from raymega.orchestrate.run_store.journal import Journal
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
@@ -53,7 +53,7 @@ DRAIN_S = 30.0
 """Longest wait for a commit under way before a restart looks for the newest checkpoint."""
 
 
-class Course:
+class RunContext:
     """The run of one driver; called from its loop alone.
 
     Attributes:
@@ -80,8 +80,8 @@ class Course:
         self._clock, self._executor = clock, executor
         self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
         past = self._journal.past
-        self.grids = Grids(plan, num_before=past.num_workers)
-        self.losses = Losses(policy_of(plan.job.elastic), clock, earlier=past.failures)
+        self.grids = ScalingPolicy(plan, num_before=past.num_workers)
+        self.losses = FailureHistory(policy_of(plan.job.elastic), clock, earlier=past.failures)
         self._restore = RestorePoint(lease.store, plan.job, group.keeping)
         self.error: RaymegaError | None = None
         self.state = self._journal.first_state()
@@ -137,7 +137,7 @@ class Course:
         self.work = self._new_work()
         self._sink.emit(events.attempt_started(self.grids.now, self.state, source=start.source))
         self._group.start(
-            AttemptOrder(
+            AttemptSpec(
                 plan_json=self.grids.now.to_json(),
                 run_uri=self._store.uri,
                 attempt=self.state.attempt,
@@ -235,7 +235,7 @@ class Course:
             self.work.ranks.nodes = {rank: members[rank].node_id for rank in members}
             self._sink.emit(events.workers_started(self.state, members))
 
-    def _take(self, report: Report | Sign) -> None:
+    def _take(self, report: Report | WorkerStatus) -> None:
         for told in self.work.saves.take(report):
             self._sink.emit(told)
         match report:
@@ -296,6 +296,6 @@ class Course:
     def _num_spares(self) -> int:
         return max(0, len(self._group.ready()) - self.grids.now.grid.world_size)
 
-    def _new_work(self) -> Work:
+    def _new_work(self) -> AttemptContext:
         grids, store, executor = self.grids, self._store, self._executor
         return begin_work(grids, self.state, store=store, executor=executor, clock=self._clock)

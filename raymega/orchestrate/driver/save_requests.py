@@ -31,7 +31,7 @@ ASK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class SaveAnswer:
     """What became of a request: the checkpoint of ``step`` is at ``uri``, or ``error`` says why not."""
 
     step: int
@@ -69,7 +69,7 @@ class SaveRequests:
         for name in told:
             del self._asked_at[name]
             self._answered.add(name)
-            self._executor.submit(self._tell, name, Answer(step=step, uri=uri, error=error))
+            self._executor.submit(self._tell, name, SaveAnswer(step=step, uri=uri, error=error))
 
     def _list(self) -> list[str]:
         try:
@@ -78,7 +78,7 @@ class SaveRequests:
             log.warning("requests for a save cannot be seen: %s", error)
             return []
 
-    def _tell(self, name: str, answer: Answer) -> None:
+    def _tell(self, name: str, answer: SaveAnswer) -> None:
         """The answer first: a driver that dies in between answers once more, and nobody waits."""
         try:
             self._store.put(ANSWERS + name, [json.dumps(asdict(answer)).encode()], overwrite=True)
@@ -89,7 +89,7 @@ class SaveRequests:
 
 def ask_for_save(
     store: Store, *, timeout_s: float, sleep: Callable[[float], None] = time.sleep
-) -> Answer:
+) -> SaveAnswer:
     """Ask the driver of the run in ``store`` for a checkpoint and wait until it is committed.
 
     Raises:
@@ -105,7 +105,7 @@ def ask_for_save(
         while time.monotonic() < deadline_s:
             record = read_record(store)
             with suppress(KeyError):
-                return Answer(**json.loads(store.get(ANSWERS + name)))
+                return SaveAnswer(**json.loads(store.get(ANSWERS + name)))
             if record is None or State(record.status).is_end:
                 raise StorageError(_ended(store, record))
             sleep(ASK_EVERY_S)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from raymega.orchestrate.core.rank_placement import Place, choose_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, choose_ranks
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 from raymega.plan.run_plan import RunPlan
@@ -23,7 +23,7 @@ MIN_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Growth:
+class ScaleUpDecision:
     """What going back to the job's own grid would bring, and cost, in seconds."""
 
     gain_s: float
@@ -42,7 +42,7 @@ class Growth:
 
 def growth(
     *, steps_left: int, step_s: float, full_step_s: float, change_s: float, horizon_s: float
-) -> Growth:
+) -> ScaleUpDecision:
     """Weigh a change to a faster grid.
 
     Args:
@@ -53,10 +53,10 @@ def growth(
         horizon_s: How long the nodes are trusted to stay: gains beyond do not count.
     """
     steps = min(steps_left, horizon_s / step_s) if step_s > 0 else 0
-    return Growth(gain_s=steps * (step_s - full_step_s), cost_s=change_s)
+    return ScaleUpDecision(gain_s=steps * (step_s - full_step_s), cost_s=change_s)
 
 
-class Grids:
+class ScalingPolicy:
     """The plan that a run has now, the one that it should have, and how fast each was."""
 
     def __init__(self, plan: RunPlan, *, num_before: int = 0) -> None:
@@ -81,7 +81,7 @@ class Grids:
         """Of the present grid, the newest last."""
         return tuple(self._step_s.get(self.now.grid.describe(), ()))
 
-    def shrink(self, places: Sequence[Place]) -> RunPlan | None:
+    def shrink(self, places: Sequence[WorkerLocation]) -> RunPlan | None:
         """The best plan for the processes in ``places``; None when no legal one needs so few."""
         least = self.full.job.elastic.min_workers
         if least == "grid":
@@ -102,19 +102,19 @@ class Grids:
             return None
         return smaller_plan(self.full.job, most=self._num_before, least=self._num_before)
 
-    def can_be_full(self, places: Sequence[Place]) -> bool:
+    def can_be_full(self, places: Sequence[WorkerLocation]) -> bool:
         """The run has a smaller grid, and there are workers for the job's own."""
         may_grow = self.full.job.elastic.grow and not self.is_full
         return may_grow and self._fit(self.full.grid, places)
 
-    def reason_to_grow(self, places: Sequence[Place], *, step: int) -> str:
+    def reason_to_grow(self, places: Sequence[WorkerLocation], *, step: int) -> str:
         """Why it is worth to have the job's own grid again; '' when it is not, or cannot be had."""
         found = self.growth(places, step=step)
         if found is None or not found.is_worth_it:
             return ""
         return f"there are workers for {self.full.grid.describe()} again: {found.reason}"
 
-    def growth(self, places: Sequence[Place], *, step: int) -> Growth | None:
+    def growth(self, places: Sequence[WorkerLocation], *, step: int) -> ScaleUpDecision | None:
         """What the job's own grid would bring at ``step``; None when it cannot be had, or is."""
         if not self.can_be_full(places):
             return None
@@ -132,13 +132,13 @@ class Grids:
             horizon_s=self.full.job.elastic.grow_horizon_s,
         )
 
-    def _fit(self, grid: Grid, places: Sequence[Place]) -> bool:
+    def _fit(self, grid: Grid, places: Sequence[WorkerLocation]) -> bool:
         is_free = self.full.job.parallel.is_tp_across_nodes_allowed
         ranks = [-1] * len(places)
         return choose_ranks(places, ranks, grid, is_tp_across_nodes_allowed=is_free) is not None
 
 
-def _device(places: Sequence[Place]) -> Accelerator | None:
+def _device(places: Sequence[WorkerLocation]) -> Accelerator | None:
     """What the workers have, the one with least memory; None when a node does not say it."""
     kinds = {place.accelerator.lower() for place in places}
     if not kinds <= CATALOGUE.keys():

@@ -11,26 +11,26 @@ from dataclasses import dataclass, replace
 from threading import Condition
 
 from raymega.messages import Report, Requests, StartWorker
-from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 
 MAX_CONCURRENCY = 64
 """Workers that may be in a call at once, beside the driver's; others wait for a moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Guest:
+class RemoteWorker:
     """A worker that has come: its place, and where it would host the rendezvous."""
 
-    place: Place
+    place: WorkerLocation
     rendezvous: str
 
 
-class Mailbox:
+class WorkerRendezvous:
     """All of one attempt; every method may be called from any process."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._guests: dict[int, Guest] = {}
+        self._guests: dict[int, RemoteWorker] = {}
         self._starts: dict[int, StartWorker] = {}
         self._requests: dict[int, Requests] = {}
         self._reports: list[Report] = []
@@ -40,13 +40,13 @@ class Mailbox:
         """The attempt is not over."""
         return not self._is_closed
 
-    def come(self, index: int, guest: Guest) -> None:
+    def come(self, index: int, guest: RemoteWorker) -> None:
         """A worker is here; ``index`` is its host's number for it."""
         with self._changed:
             self._guests[index] = guest
             self._changed.notify_all()
 
-    def guests(self) -> dict[int, Guest]:
+    def guests(self) -> dict[int, RemoteWorker]:
         """All that have come."""
         with self._changed:
             return dict(self._guests)

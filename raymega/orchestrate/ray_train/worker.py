@@ -17,10 +17,10 @@ import ray.train
 
 from raymega.errors import WorkerError
 from raymega.messages import StartWorker
-from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, Place
-from raymega.orchestrate.ray_train.mailbox import Guest
-from raymega.orchestrate.workers.report_queue import Outbox
-from raymega.orchestrate.workers.worker_actor import Entry, last_words
+from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, WorkerLocation
+from raymega.orchestrate.ray_train.mailbox import RemoteWorker
+from raymega.orchestrate.workers.report_queue import ReportQueue
+from raymega.orchestrate.workers.worker_actor import EntryModule, last_words
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,14 @@ def run_guest(config: Mapping[str, Any]) -> None:
         WorkerError: The attempt was over before it began.
     """
     mailbox = config["mailbox"]
-    entry = cast(Entry, importlib.import_module(config["entry"]))
+    entry = cast(EntryModule, importlib.import_module(config["entry"]))
     entry.abort()  # the trainer's own process group would be in the way
     place = _place()
     address, rendezvous = entry.host_rendezvous(place.address)
     index = ray.train.get_context().get_world_rank()
-    _ask(mailbox.come.remote(index, Guest(place=place, rendezvous=address)))
+    _ask(mailbox.come.remote(index, RemoteWorker(place=place, rendezvous=address)))
     start = _await_start(mailbox, index)
-    outbox, is_over = Outbox(), Event()
+    outbox, is_over = ReportQueue(), Event()
     thread = Thread(
         target=_exchange, args=(mailbox, start.rank, outbox, entry, is_over), daemon=True
     )
@@ -63,7 +63,7 @@ def run_guest(config: Mapping[str, Any]) -> None:
 
 
 def _exchange(
-    mailbox: Any, rank: int, outbox: Outbox, entry: Entry, is_over: Event
+    mailbox: Any, rank: int, outbox: ReportQueue, entry: EntryModule, is_over: Event
 ) -> None:  # Any: an actor class made at run time has no static type
     """Reports there, wishes back, until both the work and the reports are at an end."""
     while True:
@@ -92,10 +92,10 @@ def _ask(ref: ray.ObjectRef[Any]) -> Any:
     return ray.get(ref, timeout=ANSWER_TIMEOUT_S)
 
 
-def _place() -> Place:
+def _place() -> WorkerLocation:
     context = ray.get_runtime_context()
     labels = context.get_node_labels() or {}
-    return Place(
+    return WorkerLocation(
         node_id=context.get_node_id(),
         address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
         pid=os.getpid(),

@@ -25,15 +25,15 @@ from raymega.orchestrate.cluster.node_inventory import (
     list_nodes,
     worker_resources,
 )
-from raymega.orchestrate.core.rank_placement import Place, assign_seats, place_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_seats, place_ranks
 from raymega.orchestrate.core.worker_group_api import (
-    AttemptOrder,
-    Departure,
+    AttemptSpec,
+    NodeDrain,
     NoSnapshots,
-    SnapshotKeeping,
+    SnapshotManager,
 )
-from raymega.orchestrate.core.worker_status import Sign
-from raymega.orchestrate.ray_train.mailbox import MAX_CONCURRENCY, Guest, Mailbox
+from raymega.orchestrate.core.worker_status import WorkerStatus
+from raymega.orchestrate.ray_train.mailbox import MAX_CONCURRENCY, RemoteWorker, WorkerRendezvous
 from raymega.orchestrate.ray_train.worker import run_guest
 from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY
 from raymega.plan.run_plan import RunPlan
@@ -61,15 +61,15 @@ class RayTrainGroup:
             entry: Module that a worker runs; see worker.Entry.
         """
         self._plan, self._folder, self._can_grow, self._entry = plan, folder, can_grow, entry
-        self._order: AttemptOrder | None = None
+        self._order: AttemptSpec | None = None
         self._mailbox: ActorHandle[Any] | None = None  # made at run time, without a static type
         self._thread = Thread()
-        self._members: dict[int, Place] = {}
+        self._members: dict[int, WorkerLocation] = {}
         self._end: str | None = None
         self._device: Device = "cpu"
 
     @property
-    def keeping(self) -> SnapshotKeeping:
+    def keeping(self) -> SnapshotManager:
         """See WorkerGroup."""
         return NoSnapshots()
 
@@ -81,7 +81,7 @@ class RayTrainGroup:
         """
         raise InternalError(_fixed_fault(plan.grid.describe(), self._plan.grid.describe()))
 
-    def ready(self) -> tuple[Place, ...]:
+    def ready(self) -> tuple[WorkerLocation, ...]:
         """See WorkerGroup; no process waits without a rank."""
         return ()
 
@@ -89,7 +89,7 @@ class RayTrainGroup:
         """See WorkerGroup; the trainer starts all at once."""
         return False
 
-    def departure(self) -> Departure | None:
+    def departure(self) -> NodeDrain | None:
         """See WorkerGroup; a node that is taken away is lost when it goes."""
         return None
 
@@ -107,25 +107,27 @@ class RayTrainGroup:
             return fault if isinstance(fault, Fault) else None
         return None
 
-    def start(self, order: AttemptOrder) -> None:
+    def start(self, order: AttemptSpec) -> None:
         """See WorkerGroup."""
         self._order, self._members, self._end = order, {}, None
         options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
-        actor = ray.remote(Mailbox).options(**options).remote()
+        actor = ray.remote(WorkerRendezvous).options(**options).remote()
         self._mailbox = cast(ActorHandle[Any], actor)
         self._thread = Thread(target=self._fit, args=(self._mailbox, order.attempt), daemon=True)
         self._thread.start()
 
-    def members(self) -> Mapping[int, Place]:
+    def members(self) -> Mapping[int, WorkerLocation]:
         """See WorkerGroup."""
         return dict(self._members)
 
-    def poll(self, timeout_s: float) -> list[Report | Sign]:
+    def poll(self, timeout_s: float) -> list[Report | WorkerStatus]:
         """See WorkerGroup."""
         if self._mailbox is None:
             return []
         is_over = not self._thread.is_alive()  # before the last reports are taken
-        reports: list[Report | Sign] = self._ask(self._mailbox.take.remote(timeout_s), timeout_s)
+        reports: list[Report | WorkerStatus] = self._ask(
+            self._mailbox.take.remote(timeout_s), timeout_s
+        )
         if not self._members:
             self._seat()
         if is_over and self._end is not None:
@@ -180,7 +182,7 @@ class RayTrainGroup:
     def _seat(self) -> None:
         """Ranks by where the workers say that they live, never by Train's own order."""
         assert self._mailbox is not None and self._order is not None, "an attempt has begun"
-        guests: dict[int, Guest] = self._ask(self._mailbox.guests.remote(), 0.0)
+        guests: dict[int, RemoteWorker] = self._ask(self._mailbox.guests.remote(), 0.0)
         grid, order = self._plan.grid, self._order
         if len(guests) < grid.world_size:
             return

@@ -16,9 +16,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from raymega.checkpoint.format.epochs import Holder
+from raymega.checkpoint.format.epochs import LeaseHolder
 from raymega.errors import Fault, LeaseError
-from raymega.orchestrate.run_store.lease import Lease, creates_once
+from raymega.orchestrate.run_store.lease import Lease, supports_conditional_put
 
 log = logging.getLogger(__name__)
 
@@ -29,23 +29,23 @@ ANSWER_TIMEOUT_S = 30.0
 class HolderActor:
     """Its name is the mutex."""
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, holder: LeaseHolder) -> None:
         self._holder = holder
 
-    def holder(self) -> Holder:
+    def holder(self) -> LeaseHolder:
         """Whose it is."""
         return self._holder
 
 
 @contextmanager
-def sole_driver(lease: Lease) -> Iterator[None]:
+def hold_cluster_lock(lease: Lease) -> Iterator[None]:
     """Keep other drivers of this cluster from the run during the body, where its store does not.
 
     Raises:
         LeaseError: Another driver of this cluster has the run.
         StorageError: The store fails.
     """
-    if creates_once(lease.store):
+    if supports_conditional_put(lease.store):
         yield
         return
     uri = lease.store.uri
@@ -62,7 +62,7 @@ def sole_driver(lease: Lease) -> Iterator[None]:
         ray.kill(actor)
 
 
-def _take(run_uri: str, holder: Holder) -> ActorHandle[Any]:
+def _take(run_uri: str, holder: LeaseHolder) -> ActorHandle[Any]:
     name = f"driver-{hashlib.sha256(run_uri.encode()).hexdigest()[:16]}"
     options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": 0}
     try:

@@ -71,7 +71,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class StateChange:
     """The driver has moved to another state, at ``step`` completed steps, for ``reason``."""
 
     at: str
@@ -81,7 +81,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class AttemptRecord:
     """One attempt.
 
     Attributes:
@@ -105,7 +105,7 @@ class Entry:
     restored: str
     state: str
     failures: tuple[Failure, ...] = ()
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[StateChange, ...] = ()
 
     @property
     def key(self) -> str:
@@ -117,11 +117,11 @@ class Entry:
         return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
 
 
-_ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+_ENTRY: TypeAdapter[AttemptRecord] = TypeAdapter(AttemptRecord)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Past:
+class RunHistory:
     """What drivers have left behind that did not end in good order.
 
     Attributes:
@@ -152,7 +152,7 @@ class Journal:
         self._lock = Lock()
         self.record = open_record(lease.store, job, now=clock.timestamp())
         self.past = read_past(lease.store)
-        self._entry: Entry | None = None
+        self._entry: AttemptRecord | None = None
 
     def first_state(self) -> RunState:
         """Where the record leaves the run, before anybody has looked for checkpoints."""
@@ -173,7 +173,7 @@ class Journal:
         """
         with self._lock:
             self.record = replace(self.record, num_attempts=state.attempt)
-        self._entry = Entry(
+        self._entry = AttemptRecord(
             attempt=state.attempt,
             grid=plan.grid.degrees(),
             world_size=plan.grid.world_size,
@@ -189,7 +189,7 @@ class Journal:
     def note(self, state: RunState) -> None:
         """A turn of the present attempt; it is written with what is written next."""
         if self._entry is not None:
-            turn = Turn(
+            turn = StateChange(
                 at=self._clock.timestamp(),
                 state=state.state.value,
                 step=state.step,
@@ -216,7 +216,7 @@ class Journal:
         status, step = state.state.value, state.saved_step
         return replace(self.record, status=status, step=step, updated=self._clock.timestamp())
 
-    def _write_quietly(self, record: RunRecord, entry: Entry | None) -> None:
+    def _write_quietly(self, record: RunRecord, entry: AttemptRecord | None) -> None:
         try:
             with self._lock:
                 is_newest = record.num_attempts == self.record.num_attempts
@@ -225,7 +225,7 @@ class Journal:
         except RaymegaError as error:
             log.warning("the run's journal was not written: %s", error)
 
-    def _write(self, record: RunRecord, entry: Entry | None) -> None:
+    def _write(self, record: RunRecord, entry: AttemptRecord | None) -> None:
         write_record(self._store, record)
         if entry is not None:
             self._store.put(entry.key, [entry.to_json()], overwrite=True)
@@ -276,7 +276,7 @@ def write_record(store: Store, record: RunRecord) -> None:
     store.put(RECORD_KEY, [text.encode()], overwrite=True)
 
 
-def read_past(store: Store) -> Past:
+def read_past(store: Store) -> RunHistory:
     """What is to be taken over: all attempts since a driver has last ended in good order."""
     failures: tuple[Failure, ...] = ()
     num_workers = 0
@@ -290,7 +290,7 @@ def read_past(store: Store) -> Past:
             continue
         failures = (*entry.failures, *failures)
         num_workers = num_workers or entry.world_size
-    return Past(failures=failures, num_workers=num_workers)
+    return RunHistory(failures=failures, num_workers=num_workers)
 
 
 def _unreadable(store: Store, why: str) -> Fault:

@@ -18,8 +18,8 @@ from uuid import uuid4
 
 from raymega.checkpoint.format.epochs import (
     LEASES,
-    Grant,
-    Holder,
+    LeaseGrant,
+    LeaseHolder,
     newest_epoch,
     newest_grant,
     read_grant,
@@ -46,11 +46,11 @@ class Lease:
         self,
         store: Store,
         *,
-        holder: Holder,
+        holder: LeaseHolder,
         duration_s: float,
         clock: Clock,
         sleep: Callable[[float], None] = time.sleep,
-        knows_gone: Callable[[Holder], bool] = is_gone,
+        knows_gone: Callable[[LeaseHolder], bool] = is_gone,
     ) -> None:
         """Touches nothing yet.
 
@@ -64,9 +64,9 @@ class Lease:
         """
         self.store, self.holder, self._clock = store, holder, clock
         self.duration_s, self._sleep, self._knows_gone = duration_s, sleep, knows_gone
-        self._grant: Grant | None = None
+        self._grant: LeaseGrant | None = None
         self._has_begun = False
-        self._taken_by: Grant | None = None
+        self._taken_by: LeaseGrant | None = None
         self._confirmed_s = self._asked_s = clock.monotonic()
         self._lock = Lock()
 
@@ -118,7 +118,7 @@ class Lease:
         except RaymegaError as error:
             log.warning("the lease on the run was not renewed, training goes on: %s", error)
 
-    def check(self) -> Grant | None:
+    def check(self) -> LeaseGrant | None:
         """Ask the store who has taken the run from this driver; None while nobody has.
 
         Raises:
@@ -159,7 +159,7 @@ class Lease:
         except RaymegaError as error:
             log.warning("the lease on the run is not released, but will expire: %s", error)
 
-    def _sign(self, grant: Grant, *, is_released: bool = False) -> Grant:
+    def _sign(self, grant: LeaseGrant, *, is_released: bool = False) -> LeaseGrant:
         now, expires = self._now_and_expiry()
         signed = grant.renew(now=now, expires=expires, is_released=is_released)
         self.store.put(signed.key, [signed.to_json()], overwrite=True)
@@ -174,7 +174,7 @@ class Lease:
         manifests = list_manifests(self.store)
         copied = [at.attempt for key in manifests if (at := checkpoint_of(key))]
         now, expires = self._now_and_expiry()
-        grant = Grant(
+        grant = LeaseGrant(
             epoch=max([before, *copied]) + 1,
             holder=self.holder,
             since=self._grant.since if self._grant else now,
@@ -197,7 +197,7 @@ class Lease:
         expires = datetime.fromisoformat(now) + timedelta(seconds=self.duration_s)
         return now, expires.isoformat()
 
-    def _is_over(self, grant: Grant) -> bool:
+    def _is_over(self, grant: LeaseGrant) -> bool:
         """Nobody need wait for it. By the date only when it expired so long ago that no clock is
         that wrong."""
         now = datetime.fromisoformat(self._clock.timestamp())
@@ -205,7 +205,7 @@ class Lease:
         is_old = late_s > grant.duration_s
         return grant.is_released or is_old or self._knows_gone(grant.holder)
 
-    def _outlast(self, grant: Grant) -> None:
+    def _outlast(self, grant: LeaseGrant) -> None:
         """Wait until it is over; refuse at the first sign of life.
 
         Raises:
@@ -224,7 +224,7 @@ class Lease:
             if now is not None and (now.epoch, now.renewals) != (grant.epoch, grant.renewals):
                 raise LeaseError(self._held_fault(now))
 
-    def _held_fault(self, by: Grant) -> Fault:
+    def _held_fault(self, by: LeaseGrant) -> Fault:
         return Fault(
             fact=f"the run in {self.store.uri} has a driver: {by.holder}, since {by.since}; its "
             f"lease, epoch {by.epoch}, was renewed at {by.renewed} and expires at {by.expires}",
@@ -234,7 +234,7 @@ class Lease:
             "start this job again; or take another run.name",
         )
 
-    def _lost_fault(self, by: Grant | None) -> Fault:
+    def _lost_fault(self, by: LeaseGrant | None) -> Fault:
         who = f"{by.holder} has driven it since {by.since}, epoch {by.epoch}" if by else "unknown"
         return Fault(
             fact=f"the run in {self.store.uri} was taken by another driver ({who}); this one is "
@@ -246,7 +246,7 @@ class Lease:
 
 
 @contextmanager
-def held(lease: Lease) -> Iterator[Lease]:
+def hold_lease(lease: Lease) -> Iterator[Lease]:
     """Take the lease, renew it beside the body, and release it at the end.
 
     Raises:
@@ -270,7 +270,7 @@ def held(lease: Lease) -> Iterator[Lease]:
         lease.release()
 
 
-def creates_once(store: Store) -> bool:
+def supports_conditional_put(store: Store) -> bool:
     """Whether the store refuses to create an object twice; a lease keeps nobody out where it does not.
 
     Raises:

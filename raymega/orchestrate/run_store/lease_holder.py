@@ -11,7 +11,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from raymega.checkpoint.format.epochs import Holder
+from raymega.checkpoint.format.epochs import LeaseHolder
 
 PROC = Path("/proc")
 BOOT_ID = PROC / "sys" / "kernel" / "random" / "boot_id"
@@ -22,10 +22,10 @@ STATE_FIELD, START_FIELD = 0, 19
 """Fields of /proc/PID/stat behind the name, which is in parentheses and may hold anything."""
 
 
-def this_process() -> Holder:
+def this_process() -> LeaseHolder:
     """The driver that asks."""
     _, started = _state_and_start(os.getpid())
-    return Holder(
+    return LeaseHolder(
         host=socket.gethostname(),
         pid=os.getpid(),
         machine=_machine(),
@@ -34,7 +34,7 @@ def this_process() -> Holder:
     )
 
 
-def is_gone(holder: Holder) -> bool:
+def is_gone(holder: LeaseHolder) -> bool:
     """The process has ended, and this machine knows; False wherever there is doubt."""
     if holder.machine != _machine():
         return False

@@ -14,25 +14,25 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raymega.messages import Report
-from raymega.orchestrate.core.worker_status import Sign
-from raymega.orchestrate.workers.placement_slots import Slot
+from raymega.orchestrate.core.worker_status import WorkerStatus
+from raymega.orchestrate.workers.placement_slots import WorkerSlot
 from raymega.orchestrate.workers.ray_errors import FETCH_TIMEOUT_S, broken_call
 
-Reports = list[Report | Sign]
-Meet = Callable[[Slot, Any], Reports]  # answers differ by call
-Died = Callable[[Slot, RayActorError], list[Report]]
+Reports = list[Report | WorkerStatus]
+Meet = Callable[[WorkerSlot, Any], Reports]  # answers differ by call
+Died = Callable[[WorkerSlot, RayActorError], list[Report]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
     """To whom, what to do with its answer, and whether it ends with the attempt."""
 
-    slot: Slot
+    slot: WorkerSlot
     answered: Meet
     is_of_attempt: bool
 
 
-class Calls:
+class ActorCalls:
     """Calls in flight; from one thread, and nothing here blocks."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Calls:
 
     def make(
         self,
-        slot: Slot,
+        slot: WorkerSlot,
         method: str,
         *args: object,
         answered: Meet,
@@ -70,7 +70,7 @@ class Calls:
             return [broken_call(call.slot.rank, error)]
         return call.answered(call.slot, answer)
 
-    def forget(self, slot: Slot) -> None:
+    def forget(self, slot: WorkerSlot) -> None:
         """Its process is gone, and so are its answers."""
         self._keep(lambda call: call.slot is not slot)
 
@@ -86,6 +86,6 @@ class Calls:
         self._calls = {ref: call for ref, call in self._calls.items() if is_kept(call)}
 
 
-def nothing(_slot: Slot, _answer: object) -> Reports:
+def nothing(_slot: WorkerSlot, _answer: object) -> Reports:
     """What to do with an answer that says nothing."""
     return []

@@ -29,15 +29,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymega.config.schema import ClusterSection
 from raymega.errors import Fault
-from raymega.orchestrate.cluster.draining_nodes import Departures
+from raymega.orchestrate.cluster.draining_nodes import DrainingNodes
 from raymega.orchestrate.cluster.node_inventory import (
     Device,
     find_device,
     list_nodes,
     worker_resources,
 )
-from raymega.orchestrate.core.rank_placement import DOMAIN_LABEL, Place, Seat
-from raymega.orchestrate.core.worker_group_api import Departure
+from raymega.orchestrate.core.rank_placement import DOMAIN_LABEL, AssignedRank, WorkerLocation
+from raymega.orchestrate.core.worker_group_api import NodeDrain
 from raymega.orchestrate.workers.ray_errors import is_true
 from raymega.orchestrate.workers.worker_actor import MAX_CONCURRENCY, Worker
 from raymega.plan.grid import Grid
@@ -56,7 +56,7 @@ NAMED_AXES = ("tp", "pp", "dp")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Slot:
+class WorkerSlot:
     """One worker's share of what is reserved, and who sits in it.
 
     Attributes:
@@ -77,9 +77,9 @@ class Slot:
     is_spare: bool = False
     home: int = -1
     actor: ActorHandle[Any] | None = None  # an actor class made at run time has no static type
-    place: Place | None = None
+    place: WorkerLocation | None = None
     is_warm: bool = False
-    seat: Seat | None = None
+    seat: AssignedRank | None = None
     respawn_at_s: float = 0.0
     ordered_s: float = 0.0
 
@@ -93,16 +93,16 @@ class Slot:
         self.actor, self.place, self.is_warm = None, None, False
 
 
-class Slots:
+class WorkerSlots:
     """Asks for slots, starts processes in them, and gives them back."""
 
     def __init__(self, cluster: ClusterSection, *, can_grow: bool) -> None:
         """Asks for nothing yet."""
         self._cluster, self._can_grow = cluster, can_grow
         self.device: Device = "cpu"
-        self.slots: list[Slot] = []
+        self.slots: list[WorkerSlot] = []
         self._patient_until_s = self._pause_until_s = 0.0
-        self._departures = Departures()
+        self._departures = DrainingNodes()
         self._replaced: set[int] = set()
 
     @property
@@ -164,13 +164,13 @@ class Slots:
                 self.release()
                 self._pause_until_s = time.monotonic() + PAUSE_S
 
-    def lost(self) -> list[Slot]:
+    def lost(self) -> list[WorkerSlot]:
         """Those whose node is gone, as far as Ray knows."""
         empty = _groups(slot for slot in self.slots if slot.place is None)
         gone = {group for group in empty if placement_group_table(group)["state"] == "RESCHEDULING"}
         return [slot for slot in self.slots if slot.group in gone]
 
-    def ask_anew(self, slots: Sequence[Slot]) -> None:
+    def ask_anew(self, slots: Sequence[WorkerSlot]) -> None:
         """Give up the groups of ``slots``, in which nobody is left, for others of their size."""
         for group in _groups(slots):
             remove_placement_group(group)
@@ -180,41 +180,43 @@ class Slots:
                 if slot.group == group:
                     slot.group = other
 
-    def expected_places(self) -> list[Place]:
+    def expected_places(self) -> list[WorkerLocation]:
         """Where the process of each of the grid's slots will be: where Ray has put the groups."""
         node_of = {group: _node_of(group) for group in self._main}
         domains = {n.node_id: n.labels.get(DOMAIN_LABEL, "") for n in list_nodes(self._cluster)}
         nodes = [node_of[slot.group] for slot in self.slots if not slot.is_spare]
-        return [Place(node_id=n, address="", pid=0, domain=domains.get(n, "")) for n in nodes]
+        return [
+            WorkerLocation(node_id=n, address="", pid=0, domain=domains.get(n, "")) for n in nodes
+        ]
 
     @property
-    def ready(self) -> list[Slot]:
+    def ready(self) -> list[WorkerSlot]:
         """Those whose process could take a rank now: it has loaded, and its node stays."""
         return [slot for slot in self.living if slot.is_warm]
 
     @property
-    def living(self) -> list[Slot]:
+    def living(self) -> list[WorkerSlot]:
         """Those with a process, loaded or not, whose node stays."""
         return [slot for slot in self.slots if slot.place and not self.is_leaving(slot)]
 
-    def loading(self) -> list[Slot]:
+    def loading(self) -> list[WorkerSlot]:
         """Those on nodes that live whose process is not ready yet, ordered or about to be."""
         awaited = [slot for slot in self.slots if not slot.is_warm]
         living = {node.node_id for node in list_nodes(self._cluster)}
         node_of = {group: _node_of(group) for group in _groups(awaited)}
         return [slot for slot in awaited if node_of[slot.group] in living]
 
-    def stuck(self, limit_s: float) -> list[Slot]:
+    def stuck(self, limit_s: float) -> list[WorkerSlot]:
         """Those whose process was ordered as long ago as a start may take, and has not loaded."""
         now_s, almost = time.monotonic(), 0.9 * limit_s
         loading = [slot for slot in self.slots if slot.actor is not None and not slot.is_warm]
         return [slot for slot in loading if now_s - slot.ordered_s > almost]
 
-    def is_leaving(self, slot: Slot) -> bool:
+    def is_leaving(self, slot: WorkerSlot) -> bool:
         """Its node will be taken away, as far as Ray was asked."""
         return slot.place is not None and self._departures.is_leaving(slot.place.node_id)
 
-    def departure(self, block: int) -> Departure | None:
+    def departure(self, block: int) -> NodeDrain | None:
         """Who has a rank and must leave, and how many seconds the first of them has; nobody is ready.
 
         Slots in their place are asked for, once: spares, which one of them becomes when it is lost.
@@ -227,9 +229,9 @@ class Slots:
             self._reserve(-(-len(new) // block) * block, block, is_spare=True)
         left = [seconds[slot.place.node_id] for slot in going if slot.place]
         ranks = tuple(sorted(slot.rank for slot in going))
-        return Departure(seconds=min(left), ranks=ranks, is_ready=False) if left else None
+        return NodeDrain(seconds=min(left), ranks=ranks, is_ready=False) if left else None
 
-    def spawn(self, slot: Slot, *, name: str, entry: str) -> None:
+    def spawn(self, slot: WorkerSlot, *, name: str, entry: str) -> None:
         """Order a process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
 
         A runtime environment would do no more, and would keep Ray from using an idle process.
@@ -280,10 +282,10 @@ class Slots:
             near = nodes[first // block] if first // block < len(nodes) else None
             group = placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=near)
             for _ in range(min(block, num_workers - first)):
-                self.slots.append(Slot(index=len(self.slots), group=group, is_spare=is_spare))
+                self.slots.append(WorkerSlot(index=len(self.slots), group=group, is_spare=is_spare))
 
 
-def _groups(slots: Iterable[Slot]) -> list[PlacementGroup]:
+def _groups(slots: Iterable[WorkerSlot]) -> list[PlacementGroup]:
     """Of ``slots``, each once."""
     return list(dict.fromkeys(slot.group for slot in slots))
 
@@ -297,9 +299,9 @@ def _node_of(group: PlacementGroup) -> str:
     return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
 
 
-def abort(seated: Sequence[Slot], attempt: int) -> list[Slot]:
+def abort(seated: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot]:
     """Have workers let go of ``attempt``; the slots whose process did so in time."""
-    refs: dict[ray.ObjectRef[bool], Slot] = {
+    refs: dict[ray.ObjectRef[bool], WorkerSlot] = {
         slot.actor.abort.remote(ABORT_PATIENCE_S, attempt): slot
         for slot in seated
         if slot.actor is not None and slot.place is not None
@@ -311,7 +313,7 @@ def abort(seated: Sequence[Slot], attempt: int) -> list[Slot]:
     return [refs[ref] for ref in answered if is_true(ref)]
 
 
-def kill(slots: Sequence[Slot]) -> None:
+def kill(slots: Sequence[WorkerSlot]) -> None:
     """End the processes of ``slots``."""
     for slot in slots:
         if slot.actor is not None:
@@ -319,7 +321,7 @@ def kill(slots: Sequence[Slot]) -> None:
         slot.clear()
 
 
-def name_of(slot: Slot, plan: RunPlan, *, attempt: int) -> str:
+def name_of(slot: WorkerSlot, plan: RunPlan, *, attempt: int) -> str:
     """Of its process, for people: run, attempt, rank and coordinates; Ray wants no name twice."""
     if slot.home < 0 or not attempt:  # between attempts another slot may have had that rank
         return f"{plan.job.run.name}/a{attempt}/spare{slot.index}-{time.monotonic_ns()}"

@@ -30,7 +30,7 @@ MAX_CAUSE_LENGTH = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class PreflightCheck:
     """What a node is asked (driver to worker).
 
     Attributes:
@@ -47,7 +47,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class PreflightResult:
     """What a node says (worker to driver); an empty text is a yes.
 
     Attributes:
@@ -63,7 +63,7 @@ class Answer:
     sees_data: str = ""
 
 
-def answer_question(question: Question, node_id: str) -> Answer:
+def answer_question(question: PreflightCheck, node_id: str) -> PreflightResult:
     """Runs on the node. Where the driver's object is missing it writes nothing: no folder is made."""
     sees_driver = writes = ""
     if question.store_uri:
@@ -72,7 +72,7 @@ def answer_question(question: Question, node_id: str) -> Answer:
         if not sees_driver:
             mine = _node_key(question, node_id)
             writes = _cause_of(lambda: store.put(mine, [b"node"], overwrite=True))
-    return Answer(
+    return PreflightResult(
         versions=local_versions(),
         sees_driver=sees_driver,
         writes=writes,
@@ -85,9 +85,9 @@ class _Round:
     """One round: which nodes (address by id) are asked what, and who has answered."""
 
     nodes: Mapping[str, str]
-    question: Question
+    question: PreflightCheck
     begun_s: float
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, PreflightResult] = field(default_factory=dict)
 
 
 class Preflight:
@@ -110,7 +110,7 @@ class Preflight:
         """Some node is still being asked."""
         return self._round is not None
 
-    def begin(self, nodes: Mapping[str, str]) -> tuple[Question, list[str]]:
+    def begin(self, nodes: Mapping[str, str]) -> tuple[PreflightCheck, list[str]]:
         """Open a round for those of ``nodes`` (address by id) that are new: the question, and whom.
 
         Raises:
@@ -124,7 +124,7 @@ class Preflight:
             self._store.put(_driver_key(question), [b"driver"], overwrite=True)
         return question, list(new)
 
-    def take(self, node: str, answer: Answer) -> list[NodesChecked]:
+    def take(self, node: str, answer: PreflightResult) -> list[NodesChecked]:
         """Take in one answer; the last one closes the round.
 
         Raises:
@@ -147,12 +147,12 @@ class Preflight:
             self._tidy(self._round.question, list(self._round.nodes))
         self._round = None
 
-    def _question(self, *, is_elsewhere: bool) -> Question:
+    def _question(self, *, is_elsewhere: bool) -> PreflightCheck:
         """A local path on the driver's own node needs no question."""
         asks_store = is_elsewhere or local_path(self._store.uri) is None
         is_file = self._data_path != SYNTHETIC_PATH
         asks_data = is_file and (is_elsewhere or is_remote(self._data_path))
-        return Question(
+        return PreflightCheck(
             store_uri=self._store.uri if asks_store else "",
             folder=f"{FOLDER}/{uuid4().hex[:12]}",
             data_path=self._data_path if asks_data else "",
@@ -176,7 +176,7 @@ class Preflight:
             self._tidy(question, wrote)
         return faults
 
-    def _unseen(self, question: Question, wrote: list[str]) -> dict[str, str]:
+    def _unseen(self, question: PreflightCheck, wrote: list[str]) -> dict[str, str]:
         """By node whose object the driver does not find, why; all are looked for at once."""
         pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="preflight")
         looks = {
@@ -189,7 +189,7 @@ class Preflight:
         causes = {node: look.result() if look in done else late for node, look in looks.items()}
         return {node: cause for node, cause in causes.items() if cause}
 
-    def _tidy(self, question: Question, wrote: list[str]) -> None:
+    def _tidy(self, question: PreflightCheck, wrote: list[str]) -> None:
         if not question.store_uri:
             return
         keys = [_driver_key(question), *(_node_key(question, node) for node in wrote)]
@@ -197,7 +197,7 @@ class Preflight:
             list(pool.map(self._store.delete, keys))
 
 
-def _scope(question: Question, num_nodes: int) -> str:
+def _scope(question: PreflightCheck, num_nodes: int) -> str:
     """One line for people: what was checked, and what was not."""
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     stores = {"the run's store": question.store_uri, "the data": question.data_path}
@@ -228,7 +228,7 @@ def _find(store: Store, key: str) -> None:
         raise FileNotFoundError("it is not there") from None
 
 
-def _look_at_data(question: Question) -> None:
+def _look_at_data(question: PreflightCheck) -> None:
     """Description and, of a folder, sizes; an object store's shards are checked as they come."""
     path = question.data_path
     found = dataset_identity(path)
@@ -238,11 +238,11 @@ def _look_at_data(question: Question) -> None:
         raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
 
 
-def _has_written(answer: Answer) -> bool:
+def _has_written(answer: PreflightResult) -> bool:
     return not answer.sees_driver and not answer.writes
 
 
-def _answer_faults(name: str, question: Question, answer: Answer) -> Iterator[Fault]:
+def _answer_faults(name: str, question: PreflightCheck, answer: PreflightResult) -> Iterator[Fault]:
     if answer.sees_driver:
         yield _not_shared(
             f"node {name} does not see what the driver wrote to {question.store_uri} "
@@ -264,7 +264,7 @@ def _answer_faults(name: str, question: Question, answer: Answer) -> Iterator[Fa
         )
 
 
-def _unseen_by_driver(name: str, question: Question, why: str) -> Fault:
+def _unseen_by_driver(name: str, question: PreflightCheck, why: str) -> Fault:
     return _not_shared(
         f"the driver does not see what node {name} wrote to {question.store_uri} ({why})"
     )
@@ -279,9 +279,9 @@ def _not_shared(fact: str) -> Fault:
     )
 
 
-def _driver_key(question: Question) -> str:
+def _driver_key(question: PreflightCheck) -> str:
     return f"{question.folder}/driver"
 
 
-def _node_key(question: Question, node_id: str) -> str:
+def _node_key(question: PreflightCheck, node_id: str) -> str:
     return f"{question.folder}/{node_id}"

@@ -12,30 +12,30 @@ from collections import Counter
 from raymega.errors import CapacityError
 from raymega.messages import NodeSlots
 from raymega.orchestrate.core.rank_placement import (
-    Place,
+    WorkerLocation,
     assign_seats,
     block_size,
     choose_ranks,
     keep_seats,
     place_ranks,
 )
-from raymega.orchestrate.workers.placement_slots import Slot, Slots
+from raymega.orchestrate.workers.placement_slots import WorkerSlot, WorkerSlots
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import RunPlan
 
 log = logging.getLogger(__name__)
 
 
-class Seating:
+class RankAssignment:
     """The ranks of one run's slots on its present grid."""
 
-    def __init__(self, slots: Slots, plan: RunPlan) -> None:
+    def __init__(self, slots: WorkerSlots, plan: RunPlan) -> None:
         """Nobody has a rank yet."""
         self._slots, self.grid = slots, plan.grid
         self._rule = {"is_tp_across_nodes_allowed": plan.job.parallel.is_tp_across_nodes_allowed}
 
     @property
-    def seated(self) -> list[Slot]:
+    def seated(self) -> list[WorkerSlot]:
         """Those with a rank in the present attempt."""
         return [slot for slot in self._slots.slots if slot.seat]
 
@@ -67,7 +67,7 @@ class Seating:
             node for node, num in num_ranks.items() for _ in range(num // self.block_of(self.grid))
         ]
 
-    def expect(self) -> list[Place]:
+    def expect(self) -> list[WorkerLocation]:
         """Homes by where Ray has put the slots, and those places; none when homes are known.
 
         Ray renames nothing, so processes need their ranks for their names before they live.
@@ -81,16 +81,16 @@ class Seating:
             slot.home = seat.rank
         return places
 
-    def warm_ranks(self) -> dict[int, Slot] | None:
+    def warm_ranks(self) -> dict[int, WorkerSlot] | None:
         """By rank who could take it now, without any process that is still to come."""
         return self._ranks_of(self._slots.ready)
 
-    def living_ranks(self) -> dict[int, Slot] | None:
+    def living_ranks(self) -> dict[int, WorkerSlot] | None:
         """The same, or else with processes that are there and load: they need no slots any more."""
         ranks = self.warm_ranks()
         return self._ranks_of(self._slots.living) if ranks is None else ranks
 
-    def _ranks_of(self, slots: list[Slot]) -> dict[int, Slot] | None:
+    def _ranks_of(self, slots: list[WorkerSlot]) -> dict[int, WorkerSlot] | None:
         places = [slot.place for slot in slots if slot.place]
         homes = [slot.home for slot in slots]
         ranks = choose_ranks(places, homes, self.grid, **self._rule)
@@ -98,14 +98,14 @@ class Seating:
             return None
         return {rank: slot for rank, slot in zip(ranks, slots, strict=True) if rank >= 0}
 
-    def choose(self) -> dict[int, Slot] | None:
+    def choose(self) -> dict[int, WorkerSlot] | None:
         """Every rank has a process: its own, or else one that is warm and has none; None before."""
         awaited = [s for s in self._slots.slots if s.home >= 0 and not self._slots.is_leaving(s)]
         if len(awaited) == self.grid.world_size and all(slot.place for slot in awaited):
             return {slot.home: slot for slot in awaited}
         return self.warm_ranks()
 
-    def seat(self, chosen: dict[int, Slot]) -> list[Slot]:
+    def seat(self, chosen: dict[int, WorkerSlot]) -> list[WorkerSlot]:
         """Give seats to those that were chosen; by rank, the first is who hosts the rendezvous."""
         taken = [chosen[rank] for rank in sorted(chosen)]
         places = [slot.place for slot in taken if slot.place]

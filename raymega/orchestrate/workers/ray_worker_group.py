@@ -20,21 +20,27 @@ from ray.exceptions import RayActorError
 from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
 from raymega.messages import Replicas, Report, Requests, StartWorker, StepDone, WorkerDied
 from raymega.orchestrate.cluster.node_inventory import list_free_nodes, list_nodes, node_memory
-from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import (
-    AttemptOrder,
-    Departure,
+    AttemptSpec,
+    NodeDrain,
     NoSnapshots,
-    SnapshotKeeping,
+    SnapshotManager,
 )
-from raymega.orchestrate.core.worker_status import ANSWER_EVERY_S, Answered
-from raymega.orchestrate.workers.actor_calls import Calls, Reports, nothing
-from raymega.orchestrate.workers.hang_probe import Looks
-from raymega.orchestrate.workers.placement_slots import Slot, Slots, abort, kill, name_of
-from raymega.orchestrate.workers.preflight import Answer, Preflight
-from raymega.orchestrate.workers.rank_assignment import Seating
+from raymega.orchestrate.core.worker_status import ANSWER_EVERY_S, Heartbeat
+from raymega.orchestrate.workers.actor_calls import ActorCalls, Reports, nothing
+from raymega.orchestrate.workers.hang_probe import HangProbe
+from raymega.orchestrate.workers.placement_slots import (
+    WorkerSlot,
+    WorkerSlots,
+    abort,
+    kill,
+    name_of,
+)
+from raymega.orchestrate.workers.preflight import Preflight, PreflightResult
+from raymega.orchestrate.workers.rank_assignment import RankAssignment
 from raymega.orchestrate.workers.ray_errors import death_cause
-from raymega.orchestrate.workers.snapshot_holders import Keepers
+from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.snapshot_replicas import memory_faults
 
@@ -58,7 +64,7 @@ class RayWorkerGroup:
         can_grow: bool,
         entry: str = TRAIN_ENTRY,
         preflight: Preflight | None = None,
-        keepers: Keepers | None = None,
+        keepers: SnapshotServers | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -72,17 +78,17 @@ class RayWorkerGroup:
         """
         self._plan, self._full, self._asked = plan, plan, plan
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
-        self._slots = Slots(plan.job.cluster, can_grow=can_grow)
-        self._seating = Seating(self._slots, plan)
-        self._calls = Calls()
-        self._looks = Looks(self._calls)
-        self._order: AttemptOrder | None = None
+        self._slots = WorkerSlots(plan.job.cluster, can_grow=can_grow)
+        self._seating = RankAssignment(self._slots, plan)
+        self._calls = ActorCalls()
+        self._looks = HangProbe(self._calls)
+        self._order: AttemptSpec | None = None
         self._preflight, self._keepers = preflight, keepers
         self._rendezvous, self._looked_s, self._renewed_s = "", 0.0, 0.0
         self._is_seated = self._is_let_go = self._is_stepping = self._has_begun = False
 
     @property
-    def keeping(self) -> SnapshotKeeping:
+    def keeping(self) -> SnapshotManager:
         """See WorkerGroup."""
         return self._keepers or NoSnapshots()
 
@@ -91,7 +97,7 @@ class RayWorkerGroup:
         self._plan = plan
         self._seating.use(plan.grid)
 
-    def ready(self) -> tuple[Place, ...]:
+    def ready(self) -> tuple[WorkerLocation, ...]:
         """See WorkerGroup."""
         return tuple(slot.place for slot in self._slots.ready if slot.place)
 
@@ -99,7 +105,7 @@ class RayWorkerGroup:
         """See WorkerGroup."""
         return bool(self._slots.loading())
 
-    def departure(self) -> Departure | None:
+    def departure(self) -> NodeDrain | None:
         """See WorkerGroup."""
         going = self._slots.departure(self._block)
         return going and replace(going, is_ready=self._seating.warm_ranks() is not None)
@@ -132,7 +138,7 @@ class RayWorkerGroup:
             return lacking
         return self._slots.not_free(self._plan.grid, block=self._block)
 
-    def start(self, order: AttemptOrder) -> None:
+    def start(self, order: AttemptSpec) -> None:
         """See WorkerGroup."""
         self._order, self._is_seated, self._is_stepping = order, False, False
         is_enough = self._seating.living_ranks() is not None
@@ -141,7 +147,7 @@ class RayWorkerGroup:
             self._fill([slot for slot in self._slots.slots if not slot.is_spare])
         self._seat_when_all_are_there(are_living_enough=is_enough)
 
-    def members(self) -> Mapping[int, Place]:
+    def members(self) -> Mapping[int, WorkerLocation]:
         """See WorkerGroup."""
         return {slot.rank: slot.place for slot in self._slots.slots if slot.seat and slot.place}
 
@@ -237,7 +243,7 @@ class RayWorkerGroup:
         if self._has_begun:
             self._fill([slot for slot in self._slots.slots if now_s >= slot.respawn_at_s])
 
-    def _fill(self, slots: list[Slot]) -> None:
+    def _fill(self, slots: list[WorkerSlot]) -> None:
         """Order a process for each of ``slots`` that has none."""
         self._has_begun = True
         attempt = self._order.attempt if self._order else 0
@@ -252,20 +258,20 @@ class RayWorkerGroup:
                 )  # fmt: skip
                 self._calls.make(slot, "place", answered=self._on_place, is_of_attempt=False)
 
-    def _on_place(self, slot: Slot, place: Place) -> Reports:
+    def _on_place(self, slot: WorkerSlot, place: WorkerLocation) -> Reports:
         slot.place = place
         if self._is_seated:
             self._place_keepers()
         self._seat_when_all_are_there()
         return []
 
-    def _on_warm(self, slot: Slot, _answer: None) -> Reports:
+    def _on_warm(self, slot: WorkerSlot, _answer: None) -> Reports:
         slot.is_warm = True
         self._seat_when_all_are_there()
         self._let_go_when_clear()
         return []
 
-    def _bury(self, slot: Slot, error: RayActorError) -> list[Report]:
+    def _bury(self, slot: WorkerSlot, error: RayActorError) -> list[Report]:
         who = f"process {slot.place.pid} on {slot.place.address}" if slot.place else "a process"
         cause = f"{who} is gone ({death_cause(error)})"
         slot.clear()
@@ -275,12 +281,12 @@ class RayWorkerGroup:
         log.warning("a process without a rank was lost: %s", cause)
         return []
 
-    def _is_awaited(self, slot: Slot) -> bool:
+    def _is_awaited(self, slot: WorkerSlot) -> bool:
         """A death is the attempt's when the process had a rank, or when its start waits for it."""
         is_starting = self._order is not None and not self._is_seated
         return slot.seat is not None or (is_starting and not slot.is_spare)
 
-    def _kill(self, slots: list[Slot]) -> None:
+    def _kill(self, slots: list[WorkerSlot]) -> None:
         for slot in slots:
             self._calls.forget(slot)
         kill(slots)
@@ -321,12 +327,12 @@ class RayWorkerGroup:
         if self._keepers:
             self._keepers.place({slot.place.node_id for slot in self._slots.slots if slot.place})
 
-    def _on_rendezvous(self, _host: Slot, address: str) -> Reports:
+    def _on_rendezvous(self, _host: WorkerSlot, address: str) -> Reports:
         self._rendezvous = address
         self._let_go_when_clear()
         return []
 
-    def _ask_nodes(self, preflight: Preflight, taken: list[Slot]) -> None:
+    def _ask_nodes(self, preflight: Preflight, taken: list[WorkerSlot]) -> None:
         """One worker of each node answers for it."""
         by_node = {slot.place.node_id: slot for slot in taken if slot.place}
         addresses = {node: slot.place.address for node, slot in by_node.items() if slot.place}
@@ -334,7 +340,7 @@ class RayWorkerGroup:
         for node in new:
             self._calls.make(by_node[node], "answer", question, answered=self._on_answer)
 
-    def _on_answer(self, slot: Slot, answer: Answer) -> Reports:
+    def _on_answer(self, slot: WorkerSlot, answer: PreflightResult) -> Reports:
         assert self._preflight and slot.place, "only a slot with a place was asked"
         reports = self._preflight.take(slot.place.node_id, answer)
         self._let_go_when_clear()
@@ -361,7 +367,7 @@ class RayWorkerGroup:
             message = self._start_message(slot, self._rendezvous, nodes)
             self._calls.make(slot, "start", message, str(log_path), answered=self._on_reports)
 
-    def _start_message(self, slot: Slot, rendezvous: str, nodes: list[str]) -> StartWorker:
+    def _start_message(self, slot: WorkerSlot, rendezvous: str, nodes: list[str]) -> StartWorker:
         assert self._order and slot.seat, "an attempt has begun and everybody is seated"
         at, keepers = self._order.holders, self._keepers
         replicas = keepers.replicas(nodes, slot.rank, at) if keepers else Replicas()
@@ -378,9 +384,9 @@ class RayWorkerGroup:
             passed_over=self._order.passed_over,
         )
 
-    def _on_reports(self, slot: Slot, reports: list[Report] | None) -> Reports:
+    def _on_reports(self, slot: WorkerSlot, reports: list[Report] | None) -> Reports:
         self._calls.make(slot, "next_reports", ANSWER_EVERY_S, answered=self._on_reports)
-        return [Answered(rank=slot.rank), *(reports or ())]
+        return [Heartbeat(rank=slot.rank), *(reports or ())]
 
     def _listen(self, timeout_s: float) -> Reports:
         """Meet the answers that are there, or the first one to come."""

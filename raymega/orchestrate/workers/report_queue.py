@@ -11,7 +11,7 @@ from threading import Condition
 from raymega.messages import Progress, Report, Requests, Working
 
 
-class Outbox:
+class ReportQueue:
     """The Channel of one attempt.
 
     Progress and Working are heart beats: only the newest is kept, and it wakes nobody, so that a step

@@ -32,16 +32,16 @@ FIND_TIMEOUT_S = 5.0
 """Longest wait for one answer of a keeper when the driver looks for a snapshot."""
 
 
-class KeeperActor:
+class SnapshotServerActor:
     """The process of a keeper."""
 
     def __init__(self, token: str) -> None:
         # Here, because the driver has no need of Arrow's network library.
-        from raymega.storage.memory_server import Keeper, give_memory_back
+        from raymega.storage.memory_server import MemoryStoreServer, give_memory_back
 
         give_memory_back()
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._keeper = Keeper(host, token)
+        self._keeper = MemoryStoreServer(host, token)
 
     def address(self) -> str:
         """Where it listens."""
@@ -62,7 +62,7 @@ class _Kept:
     address: str = ""
 
 
-class Keepers:
+class SnapshotServers:
     """SnapshotKeeping on Ray, and what the worker group needs to know of it."""
 
     def __init__(self, plan: RunPlan, *, clock: Clock) -> None:
@@ -125,10 +125,10 @@ class Keepers:
         self._drop_dead()
         if not self._by_node:
             return None
-        from raymega.storage.remote_memory_store import KeeperStore
+        from raymega.storage.remote_memory_store import RemoteMemoryStore
 
         stores = {
-            kept.address: KeeperStore(kept.address, self._token, timeout_s=FIND_TIMEOUT_S)
+            kept.address: RemoteMemoryStore(kept.address, self._token, timeout_s=FIND_TIMEOUT_S)
             for kept in self._by_node.values()
             if kept.address
         }
@@ -151,7 +151,7 @@ class Keepers:
             "max_restarts": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False),
         }
-        actor = ray.remote(KeeperActor).options(**options).remote(self._token)
+        actor = ray.remote(SnapshotServerActor).options(**options).remote(self._token)
         handle = cast(ActorHandle[Any], actor)
         return _Kept(actor=handle, end=handle.hold.remote(), answer=handle.address.remote())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from types import FrameType
 
-from raymega.orchestrate.core.worker_status import Standing
+from raymega.orchestrate.core.worker_status import ThreadStatus
 
 INSTRUCTION = ("raymega.pipeline.executor", "_carry_out", "task")
 OPERATION = ("raymega.parallel.comm.work", "wait", "self")
@@ -29,12 +29,12 @@ RUNNING, STOPPED = "R", "T"
 UNKNOWN = ""
 
 
-def stand_of(thread: Thread, *, rank: int, step: int) -> Standing:
+def stand_of(thread: Thread, *, rank: int, step: int) -> ThreadStatus:
     """Where ``thread`` is now; step is the last that it has completed."""
     frames = _frames(thread)
     state, cpu_s = _books(PROC / "self" / "task" / str(thread.native_id) / "stat")
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
-    return Standing(
+    return ThreadStatus(
         rank=rank,
         step=step,
         doing=_local(frames, INSTRUCTION),

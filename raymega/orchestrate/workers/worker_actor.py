@@ -29,10 +29,10 @@ from raymega.messages import (
     StepDone,
     WorkerFailed,
 )
-from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, Place
-from raymega.orchestrate.core.worker_status import Standing
-from raymega.orchestrate.workers.preflight import Answer, Question, answer_question
-from raymega.orchestrate.workers.report_queue import Outbox
+from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, WorkerLocation
+from raymega.orchestrate.core.worker_status import ThreadStatus
+from raymega.orchestrate.workers.preflight import PreflightCheck, PreflightResult, answer_question
+from raymega.orchestrate.workers.report_queue import ReportQueue
 from raymega.orchestrate.workers.thread_status import process_state, stand_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ MAX_CONCURRENCY = 5
 """Threads for the driver's calls: one that never ends, a long poll, an abort, and room for short ones."""
 
 
-class Entry(Protocol):
+class EntryModule(Protocol):
     """What an entry module offers."""
 
     def warm_up(self, plan_json: str, device: str) -> None:
@@ -63,7 +63,7 @@ class Worker:
     def __init__(self, entry: str) -> None:
         self._entry_name = entry
         self._rendezvous: object = None
-        self._outbox = Outbox()
+        self._outbox = ReportQueue()
         self._steps = _Steps(self._outbox)
         self._rank = -1
         self._thread = Thread()
@@ -71,11 +71,11 @@ class Worker:
         self._run_uri = ""
         self._attempt = 0
 
-    def place(self) -> Place:
+    def place(self) -> WorkerLocation:
         """Where this process lives."""
         context = ray.get_runtime_context()
         labels = context.get_node_labels() or {}  # said to be lists, and are texts
-        return Place(
+        return WorkerLocation(
             node_id=context.get_node_id(),
             address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             pid=os.getpid(),
@@ -102,7 +102,7 @@ class Worker:
                 gc.freeze()  # later looks leave it out too, 0.1 s at the end of an attempt
                 gc.enable()
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: PreflightCheck) -> PreflightResult:
         """What this node says before anything trains on it."""
         return answer_question(question, ray.get_runtime_context().get_node_id())
 
@@ -121,7 +121,7 @@ class Worker:
             raise LeaseError(_stale_fault(start.attempt, self._attempt))
         self._attempt = start.attempt
         _write_output_to(Path(log_path), start)
-        self._outbox, self._run_uri, self._rank = Outbox(), start.run_uri, start.rank
+        self._outbox, self._run_uri, self._rank = ReportQueue(), start.run_uri, start.rank
         self._steps = _Steps(self._outbox)
         self._thread = Thread(
             target=self._train,
@@ -141,8 +141,8 @@ class Worker:
         if not self._is_older(attempt):
             self._outbox.set_requests(requests)
 
-    def stand(self) -> Standing:
-        """Where the training thread is; see Standing."""
+    def stand(self) -> ThreadStatus:
+        """Where the training thread is; see ThreadStatus."""
         return stand_of(self._thread, rank=self._rank, step=self._steps.step)
 
     def look_at(self, pid: int) -> str:
@@ -164,8 +164,8 @@ class Worker:
             log.warning("refused what attempt %d says: this is %d", attempt, self._attempt)
         return attempt < self._attempt
 
-    def _entry(self) -> Entry:
-        return cast(Entry, importlib.import_module(self._entry_name))
+    def _entry(self) -> EntryModule:
+        return cast(EntryModule, importlib.import_module(self._entry_name))
 
     def _train(self, start: StartWorker, channel: _Steps, rendezvous: object) -> None:
         try:
@@ -181,7 +181,7 @@ class Worker:
 class _Steps:
     """A Channel that remembers the last step that went through it."""
 
-    def __init__(self, channel: Outbox) -> None:
+    def __init__(self, channel: ReportQueue) -> None:
         self._channel = channel
         self.step = 0
 

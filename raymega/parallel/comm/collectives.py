@@ -19,8 +19,8 @@ from raymega.errors import CommunicationError
 from raymega.parallel.comm.checks import check_peer, check_rows, check_tensor
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.work import (
-    Pending,
     Wait,
+    Work,
     failure,
     wait_in_turns,
     wait_on_stream,
@@ -33,7 +33,7 @@ REDUCTIONS = {
 }
 
 
-def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Pending:
+def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Work:
     """Begin :func:`all_reduce`; the tensor must be left alone until it is waited for."""
     check_tensor("all_reduce", tensor, group)
     options = c10d.AllreduceOptions()
@@ -53,7 +53,7 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Ten
     return tensor
 
 
-def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """Begin :func:`all_gather`; the result may be read when it was waited for."""
     check_tensor("all_gather", tensor, group)
     check_rows("all_gather", tensor, group, divisor=1)
@@ -76,7 +76,7 @@ def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return gathered
 
 
-def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """Begin :func:`reduce_scatter`; leave the tensor alone, and the result, until waited for."""
     check_tensor("reduce_scatter", tensor, group)
     check_rows("reduce_scatter", tensor, group, divisor=group.size)
@@ -100,7 +100,7 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return rows
 
 
-def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Pending:
+def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
     """Begin to replace this rank's even part of ``tensor`` [N] by the sum; the rest is then void.
 
     gloo has no reduce-scatter: torch's copies the tensor and all-reduces it. So does this one, but
@@ -120,7 +120,7 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Pending
     )
 
 
-def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Pending:
+def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Work:
     """Begin to fill ``tensor`` [N], of which each rank has its even part, with all ranks' parts."""
     check_tensor("all_gather", tensor, group)
     check_rows("all_gather", tensor, group, divisor=group.size)
@@ -133,7 +133,7 @@ def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Pending:
     )
 
 
-def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group) -> Pending:
+def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group) -> Work:
     """Begin to fill ``whole`` [size * N] with all ranks' ``part`` [N], which lies elsewhere."""
     check_tensor("all_gather", whole, group)
     check_tensor("all_gather", part, group)
@@ -147,7 +147,7 @@ def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group)
     )
 
 
-def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """Begin :func:`all_to_all`; leave the tensor alone, and the result, until waited for."""
     check_tensor("all_to_all", tensor, group)
     check_rows("all_to_all", tensor, group, divisor=group.size)
@@ -170,7 +170,7 @@ def all_to_all(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 def start_exchange(
     tensor: torch.Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int]
-) -> tuple[torch.Tensor, Pending]:
+) -> tuple[torch.Tensor, Work]:
     """Begin an all-to-all of uneven parts: ``sent[i]`` rows go to place i, ``received[i]`` come.
 
     x: [sum of sent, ...] -> [sum of received, ...] in group order. Who sends and who receives must
@@ -191,7 +191,7 @@ def start_exchange(
     )
 
 
-def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.Tensor, Pending]:
+def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.Tensor, Work]:
     """Begin to give ``tensor`` to the rank ``by`` places on, around, and to get one of its shape.
 
     One collective that sends to one and receives from one: NCCL needs both at once, and gloo tells
@@ -242,7 +242,7 @@ def barrier(group: Group) -> None:
     all_reduce(torch.zeros(1, device=device), group).item()
 
 
-def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
+def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
     """Begin to send to the rank at place ``peer``; leave the tensor alone until waited for.
 
     Sends to one peer arrive in order; over gloo the ``tag`` must match as well.
@@ -258,7 +258,7 @@ def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
     )
 
 
-def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Pending:
+def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
     """Begin to receive from the rank at place ``peer`` into ``tensor``.
 
     Shape and dtype must be the sender's: gloo ends the process when the sizes differ.
@@ -285,15 +285,15 @@ def _start(
     group: Group,
     launch: Callable[[dist.ProcessGroup], dist.Work],
     wait: Wait,
-) -> Pending:
+) -> Work:
     """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
     what = partial(_name, operation, group)
     if tensor.device.type != "cpu":
         wait = wait_on_stream
     if group.handle is None:
-        return Pending(what, None, wait, group.waited)
+        return Work(what, None, wait, group.waited)
     try:
-        return Pending(what, launch(group.resolve()), wait, group.waited)
+        return Work(what, launch(group.resolve()), wait, group.waited)
     except RuntimeError as error:
         raise failure(what(), 0.0, group.timeout_s, error) from error
 

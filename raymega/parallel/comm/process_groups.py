@@ -28,7 +28,7 @@ _connections = Connections()
 
 
 @dataclass(slots=True)
-class Waited:
+class WaitTimer:
     """How long this rank's host has waited for others, in all operations of all its groups."""
 
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class Group:
     index: int
     timeout_s: float
     handle: GroupName | None
-    waited: Waited = field(default_factory=Waited, compare=False, repr=False)
+    waited: WaitTimer = field(default_factory=WaitTimer, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -206,7 +206,7 @@ def build_groups(
         CommunicationError: A member did not come in time.
     """
 
-    waited = Waited()
+    waited = WaitTimer()
 
     def make(name: str, ranks: tuple[int, ...]) -> Group:
         group = _make_group(name, tuple(sorted(ranks)), rank=rank, timeout_s=timeout_s)

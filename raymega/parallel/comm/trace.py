@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.work import Work
 from raymega.schedule.timeline import Event
 
 
@@ -67,18 +67,18 @@ class CommLog:
         self._flights, self._numbers = [], Counter()
         self._origin, self._is_open = _Origin(self._clock), True
 
-    def track(self, name: str, bucket: Numbered, pending: Pending) -> Waitable:
+    def track(self, name: str, bucket: Numbered, pending: Work) -> Waitable:
         """Watch an operation that was just launched, if a step is being recorded."""
         return self._watch(name, (bucket.index, bucket.chunk), pending)
 
-    def track_transfer(self, name: str, pending: Pending, *, sent_bytes: int) -> Waitable:
+    def track_transfer(self, name: str, pending: Work, *, sent_bytes: int) -> Waitable:
         """The same for a transfer of activations, in which this rank sends so much."""
         self._sent_bytes[name] += sent_bytes
         number = self._numbers[name]
         self._numbers[name] += 1
         return self._watch(name, (number, 0), pending)
 
-    def _watch(self, name: str, at: tuple[int, int], pending: Pending) -> Waitable:
+    def _watch(self, name: str, at: tuple[int, int], pending: Work) -> Waitable:
         if not self._is_open or self._origin is None or pending.is_idle:
             return pending
         kind = _GpuFlight if self._origin.marker is not None else _Flight
@@ -144,9 +144,9 @@ class _Origin:
 class _Flight:
     """Watches an operation by the host's clock, and lets go of its tensors when it was waited for."""
 
-    def __init__(self, name: str, at: tuple[int, int], pending: Pending, origin: _Origin) -> None:
+    def __init__(self, name: str, at: tuple[int, int], pending: Work, origin: _Origin) -> None:
         self._name, self._at, self._origin = name, at, origin
-        self._pending: Pending | None = pending
+        self._pending: Work | None = pending
         self._waited: list[tuple[float, float]] = []
         self._launched_s = origin.now()
         # The callback must not hold this object: the operation would keep itself and its tensors.
@@ -174,9 +174,9 @@ class _Flight:
 class _GpuFlight:
     """Watches an operation by events on streams; nothing here makes the host wait."""
 
-    def __init__(self, name: str, at: tuple[int, int], pending: Pending, origin: _Origin) -> None:
+    def __init__(self, name: str, at: tuple[int, int], pending: Work, origin: _Origin) -> None:
         self._name, self._at, self._origin = name, at, origin
-        self._pending: Pending | None = pending
+        self._pending: Work | None = pending
         self._launched = _mark()
         self._waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         with torch.cuda.stream(origin.side):

@@ -1,4 +1,4 @@
-"""Pending: an operation of torch.distributed under way, and how its end is waited for.
+"""Work: an operation of torch.distributed under way, and how its end is waited for.
 
 Each wait is bounded, ends when the world is aborted, and is counted, so that what a rank does itself can
 be told from what it waits for. Operations are begun in parallel.comm.
@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from raymega.errors import CommunicationError, Fault
-from raymega.parallel.comm.process_groups import Waited
+from raymega.parallel.comm.process_groups import WaitTimer
 
 # How often a rank that waits for a collective looks whether its world was aborted.
 TURN_S = 0.1
@@ -23,7 +23,7 @@ TICK_S = 1e-3
 Wait = Callable[[dist.Work, float], None]
 
 
-class Pending:
+class Work:
     """An operation under way; torch keeps its tensors alive until it is done.
 
     On a GPU, waiting only orders the current stream behind it, and NCCL's watchdog keeps the
@@ -33,7 +33,7 @@ class Pending:
     __slots__ = ("_wait", "_waited", "_what", "_work")
 
     def __init__(
-        self, what: Callable[[], str], work: dist.Work | None, wait: Wait, waited: Waited
+        self, what: Callable[[], str], work: dist.Work | None, wait: Wait, waited: WaitTimer
     ) -> None:
         self._what, self._work, self._wait, self._waited = what, work, wait, waited
 
@@ -72,9 +72,9 @@ class Pending:
         self._waited.seconds += time.monotonic() - began
 
 
-def nothing_pending() -> Pending:
+def nothing_pending() -> Work:
     """For a caller that has nothing to wait for after all."""
-    return Pending(str, None, wait_once, Waited())
+    return Work(str, None, wait_once, WaitTimer())
 
 
 def wait_on_stream(work: dist.Work, _timeout_s: float) -> None:

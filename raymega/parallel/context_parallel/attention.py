@@ -19,20 +19,20 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.trace import CommLog, Waitable
-from raymega.parallel.context_parallel.attention_blocks import Block, kernel_for, merge
-from raymega.parallel.context_parallel.context import Places
+from raymega.parallel.context_parallel.attention_blocks import AttentionTile, kernel_for, merge
+from raymega.parallel.context_parallel.context import TokenLayout
 from raymega.parallel.context_parallel.transfers import start_collection, start_pass, sum_parts
-from raymega.parallel.context_parallel.ulysses import Attend, exchanged
+from raymega.parallel.context_parallel.ulysses import Attend, ulysses
 from raymega.parallel.context_parallel.varlen_attention import attend_in_documents, has_one_kernel
 from raymega.parallel.core.matmul import is_emulated
-from raymega.plan.cp_layout import Part, Segment, gathered_parts, ring_parts
+from raymega.plan.cp_layout import AttentionPart, Segment, gathered_parts, ring_parts
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Places,
+    places: TokenLayout,
     *,
     is_causal: bool = True,
     on_whole_rows: Attend | None = None,
@@ -62,10 +62,10 @@ def attend(
     if context.inner.size == 1:
         return inside(q, k, v)
     assert places.order is not None, "inner ranks have an order"
-    return exchanged(inside, q, k, v, ranks=context.inner, order=places.order, log=context.log)
+    return ulysses(inside, q, k, v, ranks=context.inner, order=places.order, log=context.log)
 
 
-def _across(q: Tensor, k: Tensor, v: Tensor, *, places: Places, is_causal: bool) -> Tensor:
+def _across(q: Tensor, k: Tensor, v: Tensor, *, places: TokenLayout, is_causal: bool) -> Tensor:
     """Over the keys of the outer ranks, in documents or whole rows."""
     outer, segments = places.context.outer, places.segments
     if outer.size == 1 and len(segments) == 1:
@@ -107,7 +107,7 @@ class _WholeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum_exp = ctx.saved_tensors
-        whole = Block(out, log_sum_exp)
+        whole = AttentionTile(out, log_sum_exp)
         kernel = kernel_for(q)
         return *kernel.backward(grad, q, k, v, whole, is_causal=ctx.is_causal), None
 
@@ -121,7 +121,7 @@ class _Work:
     is_causal: bool
     log: CommLog
 
-    def of_rank(self, source: int) -> Iterator[tuple[slice, Part]]:
+    def of_rank(self, source: int) -> Iterator[tuple[slice, AttentionPart]]:
         """Rows and blocks of the keys that the rank at place ``source`` holds."""
         for segment in self.segments:
             for part in ring_parts(
@@ -129,7 +129,7 @@ class _Work:
             ):
                 yield segment.rows, part
 
-    def of_others(self) -> Iterator[tuple[slice, Part]]:
+    def of_others(self) -> Iterator[tuple[slice, AttentionPart]]:
         """Rows and blocks of all keys but the rank's own, in whole rows."""
         here, num_places = self.ranks.index, self.ranks.size
         for segment in self.segments:
@@ -170,7 +170,7 @@ class _Ring(torch.autograd.Function):
         q, kv, out, log_sum_exp = ctx.saved_tensors
         work: _Work = ctx.work
         ring = work.ranks
-        slopes = _Slopes(grad.contiguous(), q, Block(out, log_sum_exp))
+        slopes = _Slopes(grad.contiguous(), q, AttentionTile(out, log_sum_exp))
         coming: tuple[Tensor, Waitable] | None = None
         for hop in range(ring.size):
             is_last = hop + 1 == ring.size
@@ -214,7 +214,7 @@ class _Gathered(torch.autograd.Function):
         work: _Work = ctx.work
         ranks, segments = work.ranks, work.segments
         by_rank, pending = start_collection(kv, ranks, work.log)
-        slopes = _Slopes(grad.contiguous(), q, Block(out, log_sum_exp))
+        slopes = _Slopes(grad.contiguous(), q, AttentionTile(out, log_sum_exp))
         grad_kv = slopes.by(kv, work.of_rank(ranks.index))
         pending.wait(ranks.timeout_s)
         by_rank = by_rank.unflatten(0, (ranks.size, 2))
@@ -240,13 +240,13 @@ class _Total:
         self.log_sum_exp = q.new_empty((q.shape[1], q.shape[2], q.shape[0]), dtype=wide)
 
     def add(
-        self, kv: Tensor, parts: Iterable[tuple[slice, Part]], *, is_first: bool = False
+        self, kv: Tensor, parts: Iterable[tuple[slice, AttentionPart]], *, is_first: bool = False
     ) -> None:
         """Attend to more keys; the first ones are seen by every query."""
         for rows, part in parts:
             q, k, v = _block_of(self._q, kv, rows, part)
             block = self._kernel.forward(q, k, v, is_causal=part.is_causal)
-            into = _rows_of(Block(self.out, self.log_sum_exp), rows, part)
+            into = _rows_of(AttentionTile(self.out, self.log_sum_exp), rows, part)
             if is_first:
                 into.out.copy_(block.out)
                 into.log_sum_exp.copy_(block.log_sum_exp)
@@ -257,12 +257,12 @@ class _Total:
 class _Slopes:
     """Gradients by the queries so far, wide: [S, B, H, K]."""
 
-    def __init__(self, grad: Tensor, q: Tensor, whole: Block) -> None:
+    def __init__(self, grad: Tensor, q: Tensor, whole: AttentionTile) -> None:
         self._grad, self._q, self._whole, self._kernel = grad, q, whole, kernel_for(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         self.q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
 
-    def by(self, kv: Tensor, parts: Iterable[tuple[slice, Part]]) -> Tensor:
+    def by(self, kv: Tensor, parts: Iterable[tuple[slice, AttentionPart]]) -> Tensor:
         """Those by keys and values, wide and like ``kv`` [2, T, B, G, K]; the queries' are added."""
         grad_kv = torch.zeros_like(kv, dtype=self.q.dtype)
         for rows, part in parts:
@@ -276,17 +276,19 @@ class _Slopes:
         return grad_kv
 
 
-def _block_of(q: Tensor, kv: Tensor, rows: slice, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+def _block_of(
+    q: Tensor, kv: Tensor, rows: slice, part: AttentionPart
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one block, [B, heads, S, K] each."""
     tensors = q[part.queries, rows], kv[0, part.keys, rows], kv[1, part.keys, rows]
     a, b, c = (t.permute(1, 2, 0, 3) for t in tensors)
     return a, b, c
 
 
-def _rows_of(total: Block, rows: slice, part: Part) -> Block:
+def _rows_of(total: AttentionTile, rows: slice, part: AttentionPart) -> AttentionTile:
     """Views of the rows that belong to a block's queries."""
     out = total.out[part.queries, rows].permute(1, 2, 0, 3)
-    return Block(out, total.log_sum_exp[rows, :, part.queries])
+    return AttentionTile(out, total.log_sum_exp[rows, :, part.queries])
 
 
 def _in_order(by_rank: Tensor, segments: Iterable[Segment]) -> Tensor:

@@ -17,7 +17,7 @@ from raymega.parallel.core.matmul import is_emulated
 aten = torch.ops.aten
 
 
-class Block(NamedTuple):
+class AttentionTile(NamedTuple):
     """Output of one block, [B, H, S, K], and the log of each row's sum of exp(scores), [B, H, S]."""
 
     out: Tensor
@@ -36,12 +36,12 @@ class Kernel(Protocol):
     """One way to compute blocks; H / G neighbouring query heads read one key head."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Block:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> AttentionTile:
         """Attention of q [B, H, S, K] over k and v [B, G, T, K]; causal ones have S = T."""
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, *, is_causal: bool
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
         """From ``grad`` [B, H, S, K] by the output; ``whole`` is over all keys that the rows see."""
 
@@ -51,10 +51,10 @@ def kernel_for(q: Tensor) -> Kernel:
     if q.device.type == "cpu":
         return Cpu
     is_narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return Flash if is_narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else WrittenOut
+    return Flash if is_narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else MathAttention
 
 
-def merge(into: Block, block: Block) -> None:
+def merge(into: AttentionTile, block: AttentionTile) -> None:
     """Add keys: ``into`` becomes attention over its keys and those of ``block``, in its own format.
 
     A row without keys (log-sum-exp -inf) adds nothing, and two such rows stay one.
@@ -67,7 +67,7 @@ def merge(into: Block, block: Block) -> None:
     into.log_sum_exp.copy_(total)
 
 
-def masked_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Block:
+def masked_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> AttentionTile:
     """A block in which rows see some keys only, and some rows perhaps none.
 
     Torch's kernel gives a row without keys the log-sum-exp 0, as if it had one key; here it is -inf.
@@ -79,11 +79,11 @@ def masked_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Block:
         mask: [S, T] bool, true where a query sees a key.
     """
     if q.device.type != "cpu":
-        return WrittenOut.forward(q, k, v, is_causal=False, mask=mask)
+        return MathAttention.forward(q, k, v, is_causal=False, mask=mask)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     out, log_sum_exp = Cpu.kernel(q, k, v, 0.0, False, attn_mask=bias)  # noqa: FBT003
     is_blind = ~mask.any(-1)
-    return Block(
+    return AttentionTile(
         out.masked_fill(is_blind.unsqueeze(-1), 0.0), log_sum_exp.masked_fill(is_blind, -torch.inf)
     )
 
@@ -98,21 +98,23 @@ class Cpu:
     gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Block:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> AttentionTile:
         """See Kernel."""
         if q.shape[1] == k.shape[1]:
-            return Block(*Cpu.kernel(q, k, v, 0.0, is_causal))
+            return AttentionTile(*Cpu.kernel(q, k, v, 0.0, is_causal))
         blocks = [Cpu.kernel(rows, k, v, 0.0, is_causal) for rows in _by_sharer(q, k)]
         outs, numbers = zip(*blocks, strict=True)
-        return Block(torch.stack(outs, 2).flatten(1, 2), torch.stack(numbers, 2).flatten(1, 2))
+        return AttentionTile(
+            torch.stack(outs, 2).flatten(1, 2), torch.stack(numbers, 2).flatten(1, 2)
+        )
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, *, is_causal: bool
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
         """See Kernel."""
         if is_emulated(q):
-            whole = Block(whole.out.float(), whole.log_sum_exp)
+            whole = AttentionTile(whole.out.float(), whole.log_sum_exp)
             by = Cpu.backward(
                 grad.float(), q.float(), k.float(), v.float(), whole, is_causal=is_causal
             )
@@ -131,14 +133,14 @@ class Flash:
     """Torch's flash kernel for GPUs, which knows shared key heads; half precision only."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Block:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> AttentionTile:
         """See Kernel."""
         out, log_sum_exp, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
-        return Block(out, log_sum_exp)
+        return AttentionTile(out, log_sum_exp)
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, *, is_causal: bool
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
         """See Kernel."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -150,13 +152,13 @@ class Flash:
         )  # fmt: skip
 
 
-class WrittenOut:
+class MathAttention:
     """Step by step, with all S x T weights in memory at once: for what no fused kernel serves."""
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, mask: Tensor | None = None
-    ) -> Block:
+    ) -> AttentionTile:
         """See Kernel; ``mask`` [S, T] is true where a query sees a key."""
         scores = _scores(q, k, is_causal=is_causal)
         if mask is not None:
@@ -164,11 +166,11 @@ class WrittenOut:
         log_sum_exp = scores.logsumexp(-1)
         weights = (scores - _finite(log_sum_exp).unsqueeze(-1)).exp_()
         out = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, scores.shape[2:4])
-        return Block(out.flatten(1, 2), log_sum_exp.flatten(1, 2))
+        return AttentionTile(out.flatten(1, 2), log_sum_exp.flatten(1, 2))
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, *, is_causal: bool
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
         """See Kernel."""
         scores, groups = _scores(q, k, is_causal=is_causal), k.shape[1]

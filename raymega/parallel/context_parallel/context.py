@@ -17,8 +17,8 @@ from raymega.config.parallel import ParallelSection
 from raymega.parallel.comm.process_groups import Group, Groups, alone
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.core.dropout import TokenKeys
-from raymega.parallel.expert_parallel.token_ids import TokenMarks
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.expert_parallel.token_ids import TokenIds
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.cp_layout import Segment, rank_ranges, segments
 
 Documents = Sequence[Sequence[int]]
@@ -96,7 +96,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
+class TokenLayout:
     """Where the tokens of a micro-batch that this rank holds lie; made once for all layers of a stage.
 
     Attributes:
@@ -119,7 +119,7 @@ class Places:
     ends: Tensor | None = None
     keys: TokenKeys | None = None
     turns: tuple[Tensor, Tensor] | None = None
-    marks: TokenMarks | None = None
+    marks: TokenIds | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -127,10 +127,10 @@ class Places:
         return self.context.degree == 1 and len(self.segments) == 1
 
 
-def make_places(rows: Rows, context: Context) -> Places:
-    """Places of ``rows``, cut over ``context``; neither dropout nor turns."""
+def make_places(rows: Rows, context: Context) -> TokenLayout:
+    """TokenLayout of ``rows``, cut over ``context``; neither dropout nor turns."""
     held = segments(rows.documents, cp=context.outer.size)
-    return Places(
+    return TokenLayout(
         positions=rows.positions.t(),
         context=context,
         segments=held,
@@ -139,7 +139,7 @@ def make_places(rows: Rows, context: Context) -> Places:
     )
 
 
-def mark_tokens(rows: Rows, mask: Tensor, context: Context, stream: Stream) -> TokenMarks:
+def mark_tokens(rows: Rows, mask: Tensor, context: Context, stream: SequenceParallel) -> TokenIds:
     """Marks of a micro-batch.
 
     Args:
@@ -153,7 +153,7 @@ def mark_tokens(rows: Rows, mask: Tensor, context: Context, stream: Stream) -> T
         at = held_positions(rows.documents, context).to(mask.device)
     row_length = mask.shape[1] * context.degree
     first = torch.arange(mask.shape[0], device=mask.device)[:, None] * row_length
-    return TokenMarks(
+    return TokenIds(
         numbers=stream.share(stream.own((first + at).t()).flatten()),
         is_counted=stream.share(stream.own(mask.bool().t()).flatten()),
         row_length=row_length,
@@ -166,7 +166,7 @@ def whole_rows(num_tokens: int, device: torch.device) -> Rows:
 
 
 def held_positions(documents: Documents, context: Context) -> Tensor:
-    """Places in the whole rows of the tokens that this rank holds: [rows, S/cp] int64."""
+    """Positions in the whole rows of the tokens that this rank holds: [rows, S/cp] int64."""
     return torch.stack([_held(row, context.degree, context.index) for row in documents])
 
 

@@ -19,7 +19,7 @@ from raymega.parallel.context_parallel.transfers import exchange
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def exchanged(  # noqa: PLR0913  # three tensors and what is done with them
+def ulysses(  # noqa: PLR0913  # three tensors and what is done with them
     attend: Attend,
     q: Tensor,
     k: Tensor,

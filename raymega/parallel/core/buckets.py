@@ -19,7 +19,7 @@ from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.flat_boxes import boxes_of_range, linear_index
-from raymega.plan.zero_levels import BUCKET_BYTES, Level, full_bucket_bytes
+from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel, full_bucket_bytes
 
 
 class Span(NamedTuple):
@@ -91,7 +91,7 @@ class Bucket:
     is_partial_over_tp: bool
     is_expert: bool
     sharing: Sharing
-    level: Level
+    level: ZeroLevel
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
         """What lies between elements ``begin`` and ``end``, padding left out."""
@@ -141,7 +141,7 @@ class BucketTable:
 
     def owned(self, bucket: Bucket) -> Range:
         """What this rank updates: its part of its copy when sharded, else all."""
-        if bucket.level == Level.NONE:
+        if bucket.level == ZeroLevel.NONE:
             return Range(bucket=bucket, begin=0, end=bucket.size)
         inside = bucket.sharing.inside
         size = bucket.size // inside.size
@@ -169,7 +169,7 @@ def make_buckets(
     dense: Sharing,
     *,
     experts: Sharing | None = None,
-    level: Level = Level.NONE,
+    level: ZeroLevel = ZeroLevel.NONE,
     bucket_bytes: int = BUCKET_BYTES,
     units: Mapping[ShardedParameter, int] | None = None,
 ) -> BucketTable:
@@ -198,7 +198,7 @@ def make_buckets(
     for kind in sorted({_kind(param, level) for chunk in chunks for param in chunk}):
         sharing = experts if kind.is_expert else dense
         assert sharing is not None, "experts are summed over their own replicas"
-        by_unit = level >= Level.GRADIENTS and not kind.is_small
+        by_unit = level >= ZeroLevel.GRADIENTS and not kind.is_small
         for chunk in reversed(range(len(chunks))):
             last_first = reversed(list(enumerate(chunks[chunk])))
             params = [(i, p) for i, p in last_first if _kind(p, level) == kind]
@@ -243,25 +243,25 @@ def _make_bucket(  # one an attribute
     members: Sequence[tuple[int, ShardedParameter]],
     kind: _Kind,
     sharing: Sharing,
-    level: Level,
+    level: ZeroLevel,
     *,
     index: int,
     chunk: int,
 ) -> Bucket:
     spans, ranks = _spans(param for _, param in members), sharing.whole.size
     if kind.is_small:
-        level = min(level, Level.OPTIMIZER)
+        level = min(level, ZeroLevel.OPTIMIZER)
     return Bucket(
         index=index, chunk=chunk, spans=spans, size=-(-spans[-1].stop // ranks) * ranks,
         first_use=members[-1][0], is_tied=kind.is_tied, is_partial_over_tp=kind.is_partial,
         is_expert=kind.is_expert, sharing=sharing,
-        level=level if sharing.inside.size > 1 else Level.NONE,
+        level=level if sharing.inside.size > 1 else ZeroLevel.NONE,
     )  # fmt: skip
 
 
-def _kind(param: ShardedParameter, level: Level) -> _Kind:
+def _kind(param: ShardedParameter, level: ZeroLevel) -> _Kind:
     spec = param.spec
-    is_small = level >= Level.GRADIENTS and (spec.role in SMALL_ROLES or spec.is_wide)
+    is_small = level >= ZeroLevel.GRADIENTS and (spec.role in SMALL_ROLES or spec.is_wide)
     return _Kind(
         is_tied=spec.is_tied, is_partial=spec.is_partial_over_tp, is_expert=spec.is_expert,
         is_small=is_small, dtype=str(param.dtype),

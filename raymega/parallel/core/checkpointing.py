@@ -1,6 +1,6 @@
 """Tensors that are made again in backward: kept is what made them, not they.
 
-`produce` runs a function and forgets how; `consume` runs a layer on the outcome and lets it keep a
+`checkpoint_output` runs a function and forgets how; `recompute_input` runs a layer on the outcome and lets it keep a
 note instead of the tensor. When backward reaches the layer, the note runs the function again, now
 with its graph, and the gradient goes on through that. It works for any layer, cut or not, since the
 layer saves its input as always. Whole blocks are torch.utils.checkpoint's (see model.stage).
@@ -20,10 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from raymega.parallel.core.autograd_engine import find_gradients
 
 
-def produce(
+def checkpoint_output(
     make: Callable[..., Tensor], *inputs: Tensor, params: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """``make(*inputs)``, for one :func:`consume`; backward runs ``make`` a second time.
+    """``make(*inputs)``, for one :func:`recompute_input`; backward runs ``make`` a second time.
 
     Args:
         make: Gives the same for the same inputs, and contiguous.
@@ -35,8 +35,8 @@ def produce(
     return _Produce.apply(make, len(inputs), *inputs, *params)
 
 
-def consume(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``layer(x)``; where x comes from :func:`produce` the layer does not keep it."""
+def recompute_input(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``layer(x)``; where x comes from :func:`checkpoint_output` the layer does not keep it."""
     node: Any = x.grad_fn
     if not hasattr(node, "make_again"):
         return layer(x)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Moved:
+class AsyncCopy:
     """A copy that was begun."""
 
     def __init__(self, done: torch.cuda.Event | None) -> None:
@@ -41,24 +41,24 @@ class HostMemory:
         """Memory for a flat tensor's values on the host."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
 
-    def start_out(self, tensor: Tensor, host: Tensor) -> Moved:
+    def start_out(self, tensor: Tensor, host: Tensor) -> AsyncCopy:
         """Begin to copy to the host; the tensor may be let go of at once, not be changed before."""
         return self._start(self._out, tensor, host, held=tensor)
 
-    def start_in(self, host: Tensor, tensor: Tensor) -> Moved:
+    def start_in(self, host: Tensor, tensor: Tensor) -> AsyncCopy:
         """Begin to copy back; neither may be touched before it was waited for."""
         return self._start(self._in, host, tensor, held=tensor)
 
     def _start(
         self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor, *, held: Tensor
-    ) -> Moved:
+    ) -> AsyncCopy:
         if stream is None:
             target.copy_(source)
-            return Moved(None)
+            return AsyncCopy(None)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(stream)
         held.record_stream(stream)  # its memory is not given out again before that
-        return Moved(done)
+        return AsyncCopy(done)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from raymega.parallel.core.output_cache import LEAST_BYTES, KeptMemory
+from raymega.parallel.core.output_cache import LEAST_BYTES, CpuOutputCache
 
 
 def project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptMemory | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, kept: CpuOutputCache | None = None
 ) -> Tensor:
     """x W^T + b. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out].
 

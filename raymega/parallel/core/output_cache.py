@@ -17,7 +17,7 @@ LEAST_BYTES = 2**25
 """Smaller blocks glibc keeps by itself, once one of their size was freed (M_MMAP_THRESHOLD of mallopt(3))."""
 
 
-class KeptMemory:
+class CpuOutputCache:
     """Blocks that come back when the last tensor in them is gone, whoever that was.
 
     It holds as many as were in use at a time, each as large as what was asked for last.

@@ -20,7 +20,7 @@ SMALL_BYTES = 2**20
 """Below this a pass over a weight's gradient takes less time than a call into Python."""
 
 
-class Term(Protocol):
+class GradTerm(Protocol):
     """What one use of a weight adds to its gradient, not yet computed."""
 
     def make(self) -> Tensor:
@@ -30,7 +30,7 @@ class Term(Protocol):
         """Add it to ``total`` of the weight's shape, in float32 or better; the first overwrites."""
 
 
-class Made(NamedTuple):
+class ComputedTerm(NamedTuple):
     """A term that ``function`` makes and no kernel adds where it belongs."""
 
     function: Callable[[], Tensor]
@@ -42,14 +42,14 @@ class Made(NamedTuple):
         add(self.function(), total, is_first=is_first)
 
 
-class Debt(NamedTuple):
+class DeferredGrad(NamedTuple):
     """A parameter, and a term of its gradient that is made when it is time."""
 
     param: Tensor
-    term: Term
+    term: GradTerm
 
 
-class Deferral:
+class WeightGradQueue:
     """Where the linear layers of one stage leave terms of weight gradients; they are handed it.
 
     It is closed but while :meth:`collecting`, and layers of a closed one settle theirs at once.
@@ -59,7 +59,7 @@ class Deferral:
     """
 
     def __init__(self) -> None:
-        self._owed: list[Debt] | None = None
+        self._owed: list[DeferredGrad] | None = None
         self.stays_closed = False
 
     @property
@@ -76,24 +76,24 @@ class Deferral:
         return self.stays_closed and self._owed is None and weight.nbytes < SMALL_BYTES
 
     @contextmanager
-    def collecting(self) -> Iterator[list[Debt]]:
+    def collecting(self) -> Iterator[list[DeferredGrad]]:
         """Let what backward reaches meanwhile be left in the list."""
-        owed: list[Debt] = []
+        owed: list[DeferredGrad] = []
         self._owed = owed
         try:
             yield owed
         finally:
             self._owed = None
 
-    def settle_or_owe(self, weight: Tensor, term: Term) -> Tensor | None:
-        """What backward returns for ``weight``: see :func:`settle`; None too when it was put off."""
+    def settle_or_owe(self, weight: Tensor, term: GradTerm) -> Tensor | None:
+        """What backward returns for ``weight``: see :func:`accumulate_grad`; None too when it was put off."""
         if self._owed is None:
-            return settle(weight, term)
-        self._owed.append(Debt(weight, term))
+            return accumulate_grad(weight, term)
+        self._owed.append(DeferredGrad(weight, term))
         return None
 
 
-def settle(weight: Tensor, term: Term) -> Tensor | None:
+def accumulate_grad(weight: Tensor, term: GradTerm) -> Tensor | None:
     """Add ``term`` to the weight's sum and return None; or return it, for autograd to add.
 
     A product adds to a large matrix in the pass that makes it. Autograd would get a new matrix, which
@@ -120,8 +120,8 @@ class _RowSums(NamedTuple):
 
 
 def settle_bias(bias: Tensor | None, grad: Tensor) -> Tensor | None:
-    """:func:`settle` for a linear layer's bias [out], or None, of whose output ``grad`` is the gradient."""
-    return None if bias is None else settle(bias, _RowSums(grad))
+    """:func:`accumulate_grad` for a linear layer's bias [out], or None, of whose output ``grad`` is the gradient."""
+    return None if bias is None else accumulate_grad(bias, _RowSums(grad))
 
 
 def add(made: Tensor, total: Tensor, *, is_first: bool) -> None:
@@ -132,13 +132,13 @@ def add(made: Tensor, total: Tensor, *, is_first: bool) -> None:
         total.add_(made)
 
 
-def make_owed(owed: list[Debt]) -> None:
+def run_deferred(owed: list[DeferredGrad]) -> None:
     """Settle debts now; hooks of the parameters see gradients like any other.
 
     As in any backward, a parameter that was used several times, as a head is that also predicts further
     ahead, gets the sum at once: its bucket may leave with it.
     """
-    terms: dict[Tensor, list[Term]] = {}
+    terms: dict[Tensor, list[GradTerm]] = {}
     for weight, term in owed:
         terms.setdefault(weight, []).append(term)
     owed.clear()
@@ -146,11 +146,11 @@ def make_owed(owed: list[Debt]) -> None:
         _settle_all(weight, terms.pop(weight))
 
 
-def _settle_all(weight: Tensor, terms: list[Term]) -> None:
+def _settle_all(weight: Tensor, terms: list[GradTerm]) -> None:
     gradient: Tensor | None = None
     with torch.no_grad():
         for term in terms:
-            made = settle(weight, term)
+            made = accumulate_grad(weight, term)
             gradient = made if gradient is None or made is None else gradient + made
     if gradient is not None:
         add_gradients(weight, gradient)

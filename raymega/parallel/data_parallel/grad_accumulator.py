@@ -62,7 +62,7 @@ class GradientSum:
         self.missing = {param for param in self._views if param.requires_grad}
 
 
-class Intake:
+class GradSink:
     """Takes the gradients of a bucket's parameters, however they come.
 
     Layers that can add to a sum where it lies, as a matrix product can, ask for the :meth:`place` and

@@ -19,9 +19,9 @@ from raymega.parallel.comm.trace import CommLog, Waitable
 from raymega.parallel.core.buckets import Bucket, BucketTable, Range, piece_boxes
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.data_parallel.grad_accumulator import GradientSum, Intake
+from raymega.parallel.data_parallel.grad_accumulator import GradientSum, GradSink
 from raymega.plan.tensor_table import GlobalTensor
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 
 MOST_TRAVELLING = 1
 """Micro-batches' buckets on their way while the next one fills: what sharded gradients take beside
@@ -50,7 +50,7 @@ class GradBuffer:
         self._table, self._groups, self._log = table, groups, log or CommLog()
         self._device = table.buckets[0].spans[0].param.device
         self._order = sorted(table.buckets, key=_order_of_backward)
-        self._kept = [bucket for bucket in self._order if bucket.level < Level.GRADIENTS]
+        self._kept = [bucket for bucket in self._order if bucket.level < ZeroLevel.GRADIENTS]
         self._sums = self._make_sums()
         self._owned = [self._make_owned(bucket) for bucket in table.buckets]
         self._filling: dict[int, GradientSum] = {}
@@ -61,7 +61,7 @@ class GradBuffer:
         self._launched: dict[int, Waitable] = {}
         self._summing: _PartialSum | None = None
         for bucket in table.buckets:
-            intake = Intake(partial(self._sum_of, bucket), partial(self._complete, bucket))
+            intake = GradSink(partial(self._sum_of, bucket), partial(self._complete, bucket))
             for param, _ in bucket.spans:
                 if param.requires_grad:
                     param.intake = intake
@@ -131,7 +131,7 @@ class GradBuffer:
 
     def _make_sums(self) -> dict[int, GradientSum]:
         """Of the buckets that are whole here, all in one tensor."""
-        whole = [b for b in self._table.buckets if b.level < Level.GRADIENTS]
+        whole = [b for b in self._table.buckets if b.level < ZeroLevel.GRADIENTS]
         flat = self._zeros(sum(bucket.size for bucket in whole))
         flats = torch.split(flat, [bucket.size for bucket in whole])
         return {b.index: GradientSum(b, part) for b, part in zip(whole, flats, strict=True)}
@@ -226,7 +226,7 @@ class GradBuffer:
 
     def _reduce(self, bucket: Bucket, flat: torch.Tensor) -> None:
         sharing = bucket.sharing
-        if bucket.level == Level.NONE:
+        if bucket.level == ZeroLevel.NONE:
             pending = start_all_reduce(flat, sharing.whole)
         else:
             pending = start_reduce_scatter_in_place(flat, sharing.inside)
@@ -244,7 +244,7 @@ class GradBuffer:
             across = bucket.sharing.across
             if bucket.index in self._launched:
                 self._launched[bucket.index].wait(bucket.sharing.whole.timeout_s)
-            if bucket.level > Level.NONE and across.size > 1:
+            if bucket.level > ZeroLevel.NONE and across.size > 1:
                 pending = start_all_reduce(self.owned(bucket), across)
                 summing.append((across, self._log.track("sum_copies", bucket, pending)))
         for across, reduction in summing:

@@ -1,4 +1,4 @@
-"""WholeMatrices: brings matrices together whole, each on one rank, and takes what becomes of them apart.
+"""MuonGather: brings matrices together whole, each on one rank, and takes what becomes of them apart.
 
 A matrix is a logical one, as the model's table has it: q, k, v, gate and up each for itself, every
 expert for itself, whatever is fused or stacked into one parameter. Its parts lie on the ranks that
@@ -21,7 +21,7 @@ from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.core.buckets import Bucket, BucketTable
 from raymega.parallel.core.shard_spec import Piece
 from raymega.plan.grid import ExpertPlace
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 
 Flats = Mapping[int, torch.Tensor]
 """By index of a bucket: values of what this rank owns of it, flat."""
@@ -57,7 +57,7 @@ class _Matrix:
         return box != self.boxes[self.column] and box not in self.boxes[:place]
 
 
-class WholeMatrices:
+class MuonGather:
     """The matrices of some buckets; owners of whole ones are spread evenly over the ranks.
 
     All ranks that share a bucket's state out, and all that cut its tensors, call it together.
@@ -86,7 +86,7 @@ class _Field:
     ) -> None:
         self._table, self._cut, self._log = table, cut, log
         sharing = buckets[0].sharing
-        self._is_shared_out = buckets[0].level > Level.NONE
+        self._is_shared_out = buckets[0].level > ZeroLevel.NONE
         self._sharers = sharing.inside if self._is_shared_out else sharing.whole
         self._nothing = torch.empty(0, dtype=table.dtype, device=buckets[0].spans[0].param.device)
         found = [matrix for bucket in buckets for matrix in _matrices_of(bucket, cut)]

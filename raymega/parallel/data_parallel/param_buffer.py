@@ -15,10 +15,10 @@ from torch import nn
 from raymega.errors import Fault, InternalError
 from raymega.parallel.comm.collectives import start_all_gather_in_place, start_all_gather_into
 from raymega.parallel.comm.trace import CommLog, Waitable
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.work import Work
 from raymega.parallel.core.buckets import Bucket, BucketTable
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 
 
 def _keep(_param: ShardedParameter) -> None:
@@ -80,7 +80,7 @@ class WeightBuffer:
 
     def mark_updated(self) -> None:
         """This rank has updated what it owns: what it holds of others' is old."""
-        self._is_old = any(bucket.level > Level.NONE for bucket in self._table.buckets)
+        self._is_old = any(bucket.level > ZeroLevel.NONE for bucket in self._table.buckets)
         self._free(keep=())
         for tell in self.after_update:
             tell()
@@ -107,7 +107,7 @@ class WeightBuffer:
         for bucket in sorted(self._table.buckets, key=_order_of_use):
             if _is_kept_in_part(bucket):
                 in_parts.append(bucket.index)
-            elif bucket.level > Level.NONE:
+            elif bucket.level > ZeroLevel.NONE:
                 flat, group = self._flats[bucket.index], bucket.sharing.inside
                 pending = start_all_gather_in_place(flat, group)
                 self._under_way[bucket.index] = self._log.track(_event_of(bucket), bucket, pending)
@@ -123,7 +123,7 @@ class WeightBuffer:
     def record(self) -> None:
         """A step is recorded from now on: gathers that are under way are part of it."""
         for index, gather in self._under_way.items():
-            if isinstance(gather, Pending):
+            if isinstance(gather, Work):
                 bucket = self._table.buckets[index]
                 self._under_way[index] = self._log.track(_event_of(bucket), bucket, gather)
 
@@ -205,7 +205,7 @@ def _event_of(bucket: Bucket) -> str:
 
 
 def _is_kept_in_part(bucket: Bucket) -> bool:
-    return bucket.level == Level.PARAMETERS
+    return bucket.level == ZeroLevel.PARAMETERS
 
 
 def _order_of_use(bucket: Bucket) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""SharedBlocks: the largest magnitude in each block of state, over all ranks that hold a part of one.
+"""ScaleReducer: the largest magnitude in each block of state, over all ranks that hold a part of one.
 
 Ranks that share a bucket out cut it anywhere, and the tensor axis may cut a row between two multiples of
 a block. What the blocks are is plan.state_blocks'; what is done with a magnitude is optim's.
@@ -19,7 +19,7 @@ from raymega.parallel.core.buckets import Bucket
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.memory.quantized_blocks import BLOCK, scale_boxes, scales_of
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 
 KindsOf = Callable[[ShardedParameter], Sequence[str]]
 """Kinds of state that a parameter keeps in blocks; maybe none."""
@@ -41,7 +41,7 @@ class _Sum(NamedTuple):
     group: Group
 
 
-class SharedBlocks:
+class ScaleReducer:
     """A number for each block of which this rank's peers hold a part; zero before any is told."""
 
     def __init__(
@@ -65,7 +65,7 @@ class SharedBlocks:
                     size += box.num_elements
                 if is_split and cut.size > 1:
                     self._sums.append(_Sum(begin, size, cut))
-            if alike and alike[0].level > Level.NONE:
+            if alike and alike[0].level > ZeroLevel.NONE:
                 self._sums.append(_Sum(begin, size, alike[0].sharing.inside))
         device = buckets[0].spans[0].param.device
         self._numbers = torch.zeros(size, dtype=dtype, device=device)

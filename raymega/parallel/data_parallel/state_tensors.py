@@ -1,4 +1,4 @@
-"""Block: some values of a rank that know which box of which global tensor they are.
+"""TensorBlock: some values of a rank that know which box of which global tensor they are.
 
 What checkpoints save and load, and whoever else must put whole tensors together.
 """
@@ -18,7 +18,7 @@ from raymega.plan.tensor_table import GlobalTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class TensorBlock:
     """Values of one kind, such as masters or a moment.
 
     Attributes:
@@ -48,7 +48,7 @@ class Block:
 
 def blocks_of(
     kind: str, part: Range, values: torch.Tensor, *, is_replicated: bool
-) -> Iterator[Block]:
+) -> Iterator[TensorBlock]:
     """The blocks that make up ``part`` of a bucket.
 
     Args:
@@ -65,12 +65,12 @@ def blocks_of(
 
 def extent_blocks(
     kind: str, part: Range, extent: Extent, values: torch.Tensor, *, is_replicated: bool
-) -> Iterator[Block]:
+) -> Iterator[TensorBlock]:
     """The same of one of its extents, whose flat values ``values`` are."""
     sharing = part.bucket.sharing
     group = sharing.whole if is_replicated else sharing.across
     for piece, box, at in piece_boxes(extent):
-        yield Block(
+        yield TensorBlock(
             kind=kind,
             tensor=piece.tensor,
             box=box,
@@ -93,10 +93,10 @@ class StateTensor:
     param: ShardedParameter
     group: Group
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TensorBlock]:
         """What a checkpoint keeps, beside the weights of the model."""
         for piece in self.param.spec.pieces:
-            yield Block(
+            yield TensorBlock(
                 kind="model",
                 tensor=piece.tensor,
                 box=piece.box,

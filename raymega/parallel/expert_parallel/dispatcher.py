@@ -18,20 +18,20 @@ from torch import Tensor
 from raymega.parallel.comm.collectives import all_gather
 from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.comm.trace import CommLog
-from raymega.parallel.expert_parallel.overlap import Turns
+from raymega.parallel.expert_parallel.overlap import PassInterleaver
 from raymega.parallel.expert_parallel.permutation import (
-    Arrangement,
-    arrange,
+    Permutation,
     arrange_evenly,
     count_choices,
+    permute,
     reorder_rows,
-    take_rows,
-    weigh_rows,
+    select_rows,
+    unpermute,
 )
 from raymega.parallel.expert_parallel.transfers import (
-    Flight,
-    Lane,
-    Parts,
+    AsyncTransfer,
+    RowCounts,
+    TransferStream,
     gather_parts,
     land,
     launch_exchange,
@@ -40,7 +40,7 @@ from raymega.parallel.expert_parallel.transfers import (
     sum_parts,
 )
 from raymega.parallel.tensor_parallel.mappings import gather_positions
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import ExpertPlace
 
 
@@ -61,20 +61,20 @@ class ExpertGroups:
     ep: Group
     etp: Group
     micro: Group
-    stream: Stream
+    stream: SequenceParallel
     is_gathered: bool = False
     log: CommLog = field(default_factory=CommLog, compare=False, repr=False)
-    turns: Turns | None = field(default=None, compare=False, repr=False)
+    turns: PassInterleaver | None = field(default=None, compare=False, repr=False)
 
     @property
-    def to_experts(self) -> Lane:
+    def to_experts(self) -> TransferStream:
         """By which rows travel over ep."""
-        return Lane(group=self.ep, name="ep", log=self.log, turns=self.turns)
+        return TransferStream(group=self.ep, name="ep", log=self.log, turns=self.turns)
 
     @property
-    def to_parts(self) -> Lane:
+    def to_parts(self) -> TransferStream:
         """By which they travel over etp."""
-        return Lane(group=self.etp, name="etp", log=self.log, turns=self.turns)
+        return TransferStream(group=self.etp, name="etp", log=self.log, turns=self.turns)
 
     @property
     def place(self) -> ExpertPlace:
@@ -84,7 +84,7 @@ class ExpertGroups:
         )
 
 
-def no_expert_groups(stream: Stream) -> ExpertGroups:
+def no_expert_groups(stream: SequenceParallel) -> ExpertGroups:
     """Those of a rank that holds all experts whole, and of each sequence all that tp does not cut."""
     nobody = alone(stream.tp.ranks[stream.tp.index])
     return ExpertGroups(ep=nobody, etp=nobody, micro=stream.tp, stream=stream)
@@ -110,7 +110,7 @@ class Routing:
     is_dropping: bool = False
 
 
-class Trip(Protocol):
+class TokenDispatch(Protocol):
     """One layer's tokens on their way; the verbs are called once each, in this order."""
 
     def arrive(self) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class Trip(Protocol):
         """Wait. The weighted sum of each token's experts: [T, D]."""
 
 
-def start_trip(x: Tensor, routing: Routing, groups: ExpertGroups) -> Trip:
+def dispatch_tokens(x: Tensor, routing: Routing, groups: ExpertGroups) -> TokenDispatch:
     """Begin to dispatch ``x`` [T, D]; all ranks of ep and etp have equally many tokens."""
     if groups.is_gathered:
         return _GatheredTrip(x, routing, groups)
@@ -140,9 +140,9 @@ class _ExchangedTrip:
     x: Tensor
     routing: Routing
     groups: ExpertGroups
-    parts: Parts = field(init=False)
-    arrangement: Arrangement = field(init=False)
-    flight: Flight = field(init=False)
+    parts: RowCounts = field(init=False)
+    arrangement: Permutation = field(init=False)
+    flight: AsyncTransfer = field(init=False)
     table: Tensor = field(init=False)
     order: tuple[Tensor, Tensor] | None = None
 
@@ -154,7 +154,7 @@ class _ExchangedTrip:
             )
             self.table = _even_table(routing, self.groups, experts.device)
             self.parts = _even_parts(routing, self.groups)
-            rows = take_rows(self.x, self.arrangement)
+            rows = select_rows(self.x, self.arrangement)
         else:
             counts = count_choices(experts, routing.num_experts)
             self.table = _count_table(counts, self.groups)
@@ -166,13 +166,13 @@ class _ExchangedTrip:
         routing, experts = self.routing, self.routing.experts
         is_alone = self.groups.ep.size == 1 and self.groups.etp.size == 1
         if not routing.is_dropping:
-            self.arrangement = arrange(experts, counts, num_rows=experts.numel())
-            rows = take_rows(self.x, self.arrangement)
+            self.arrangement = permute(experts, counts, num_rows=experts.numel())
+            rows = select_rows(self.x, self.arrangement)
             self.parts = _whole(experts.numel()) if is_alone else _read_parts(self, counts)
             return rows
         self.parts = _read_parts(self, counts)
-        self.arrangement = arrange(experts, counts, num_rows=sum(self.parts.sent))
-        return take_rows(self.x, self.arrangement)
+        self.arrangement = permute(experts, counts, num_rows=sum(self.parts.sent))
+        return select_rows(self.x, self.arrangement)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         groups, parts = self.groups, self.parts
@@ -192,7 +192,7 @@ class _ExchangedTrip:
         self.flight = launch_exchange(own, groups.to_experts, parts.reversed)
 
     def result(self) -> Tensor:
-        return weigh_rows(land(self.flight), self.routing.weights, self.arrangement)
+        return unpermute(land(self.flight), self.routing.weights, self.arrangement)
 
 
 @dataclass
@@ -203,8 +203,8 @@ class _GatheredTrip:
     routing: Routing
     groups: ExpertGroups
     weights: Tensor = field(init=False)
-    arrangement: Arrangement = field(init=False)
-    flight: Flight = field(init=False)
+    arrangement: Permutation = field(init=False)
+    flight: AsyncTransfer = field(init=False)
 
     def __post_init__(self) -> None:
         groups, routing = self.groups, self.routing
@@ -215,7 +215,7 @@ class _GatheredTrip:
         self.flight = launch_gather(x, groups.to_experts)
         self.arrangement = self._arrange(experts)
 
-    def _arrange(self, experts: Tensor) -> Arrangement:
+    def _arrange(self, experts: Tensor) -> Permutation:
         """Of all ranks' choices those of this rank's experts; the host looks how many they are."""
         groups, routing = self.groups, self.routing
         num_held = routing.num_experts // groups.ep.size
@@ -226,13 +226,13 @@ class _GatheredTrip:
             return arrange_evenly(held, num_held, capacity=capacity)
         is_all = groups.ep.size == 1 and not routing.is_dropping
         num_rows = held.numel() if is_all else int((held < num_held).sum())
-        return arrange(held, count_choices(held, num_held), num_rows=num_rows)
+        return permute(held, count_choices(held, num_held), num_rows=num_rows)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
-        return take_rows(land(self.flight), self.arrangement), self.arrangement.counts
+        return select_rows(land(self.flight), self.arrangement), self.arrangement.counts
 
     def start_back(self, rows: Tensor) -> None:
-        terms = weigh_rows(rows, self.weights, self.arrangement)
+        terms = unpermute(rows, self.weights, self.arrangement)
         self.flight = launch_sum(terms, self.groups.to_experts)
 
     def result(self) -> Tensor:
@@ -248,7 +248,7 @@ def _count_table(counts: Tensor, groups: ExpertGroups) -> Tensor:
     return all_gather(own, groups.etp)
 
 
-def _read_parts(trip: _ExchangedTrip, counts: Tensor) -> Parts:
+def _read_parts(trip: _ExchangedTrip, counts: Tensor) -> RowCounts:
     """The one wait of the host for the device."""
     groups = trip.groups
     sent = counts.view(groups.ep.size, -1).sum(1)
@@ -259,17 +259,17 @@ def _read_parts(trip: _ExchangedTrip, counts: Tensor) -> Parts:
         sum(numbers[groups.ep.size :][place * groups.ep.size :][: groups.ep.size])
         for place in range(groups.etp.size)
     ]
-    return Parts(sent=numbers[: groups.ep.size], received=own, of_etp=of_etp)
+    return RowCounts(sent=numbers[: groups.ep.size], received=own, of_etp=of_etp)
 
 
-def _whole(num_rows: int) -> Parts:
-    return Parts(sent=[num_rows], received=[num_rows], of_etp=[num_rows])
+def _whole(num_rows: int) -> RowCounts:
+    return RowCounts(sent=[num_rows], received=[num_rows], of_etp=[num_rows])
 
 
-def _even_parts(routing: Routing, groups: ExpertGroups) -> Parts:
+def _even_parts(routing: Routing, groups: ExpertGroups) -> RowCounts:
     part = routing.num_experts // groups.ep.size * routing.capacity
     even = [part] * groups.ep.size
-    return Parts(sent=even, received=even, of_etp=[sum(even)] * groups.etp.size)
+    return RowCounts(sent=even, received=even, of_etp=[sum(even)] * groups.etp.size)
 
 
 def _even_table(routing: Routing, groups: ExpertGroups, device: torch.device) -> Tensor:

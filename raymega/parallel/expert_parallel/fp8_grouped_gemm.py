@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.core.weight_grads import Deferral, Made
+from raymega.parallel.core.weight_grads import ComputedTerm, WeightGradQueue
 from raymega.parallel.expert_parallel.grouped_gemm import (
     GroupSizes,
     grouped_linear,
     grouped_outer,
     grouped_product,
 )
-from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Place
-from raymega.parallel.tensor_parallel.fp8_tensor import FORWARD, MULTIPLE, Eight
+from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Fp8Placement
+from raymega.parallel.tensor_parallel.fp8_tensor import FORWARD, MULTIPLE, Fp8Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +33,22 @@ CAPABILITY = (9, 0)
 """Of NVIDIA's GPUs whose grouped products torch makes in fp8: Hopper's alone."""
 
 
-def expert_places(fp8: Fp8 | None, etp: Group | None) -> tuple[Place | None, Place | None]:
+def expert_places(
+    fp8: Fp8 | None, etp: Group | None
+) -> tuple[Fp8Placement | None, Fp8Placement | None]:
     """How experts multiply going up, whose outputs ``etp`` cuts, and going down, whose inputs it cuts."""
     if fp8 is None:
         return None, None
     by_row = replace(fp8, by_row=True)
-    return Place(fp8=by_row, outer=etp), Place(fp8=by_row, inner=etp)
+    return Fp8Placement(fp8=by_row, outer=etp), Fp8Placement(fp8=by_row, inner=etp)
 
 
 def expert_linear(
-    rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: Deferral, place: Place | None
+    rows: Tensor,
+    weight: Tensor,
+    sizes: GroupSizes,
+    deferral: WeightGradQueue,
+    place: Fp8Placement | None,
 ) -> Tensor:
     """:func:`grouped.grouped_linear`, in fp8 where there is a ``place``.
 
@@ -56,7 +62,12 @@ def expert_linear(
 class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: Deferral, place: Place
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        sizes: GroupSizes,
+        deferral: WeightGradQueue,
+        place: Fp8Placement,
     ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.param, ctx.sizes, ctx.deferral, ctx.place = weight, sizes, deferral, place
@@ -67,14 +78,14 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), sizes, place, grad = ctx.saved_tensors, ctx.sizes, ctx.place, grad.contiguous()
-        term = Made(lambda: grouped_outer(grad, rows, sizes))
+        term = ComputedTerm(lambda: grouped_outer(grad, rows, sizes))
         grad_weight = ctx.deferral.settle_or_owe(ctx.param, term)
         eight = place.fp8.quantise(grad, place.outer, place.fp8.gradient_format)
         grad_rows = product_by_expert(eight, place.fp8.columns(ctx.param, place), sizes, rows.dtype)
         return grad_rows, grad_weight, None, None, None
 
 
-def product_by_expert(a: Eight, b: Eight, sizes: GroupSizes, dtype: torch.dtype) -> Tensor:
+def product_by_expert(a: Fp8Tensor, b: Fp8Tensor, sizes: GroupSizes, dtype: torch.dtype) -> Tensor:
     """Rows of a [R, K], each times its expert's b^T of b [E, N, K] -> [R, N] in ``dtype``.
 
     Sums are float32, or float64 where scales are; the result is rounded once.
@@ -89,7 +100,7 @@ def product_by_expert(a: Eight, b: Eight, sizes: GroupSizes, dtype: torch.dtype)
     return grouped_product(a.values.to(wide), weights.mT, sizes).mul_(a.scale).to(dtype)
 
 
-def _has_kernel(a: Eight, b: Eight, dtype: torch.dtype) -> bool:
+def _has_kernel(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> bool:
     device = a.values.device
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False

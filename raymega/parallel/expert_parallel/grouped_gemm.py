@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
-from raymega.parallel.core.weight_grads import Deferral, add
+from raymega.parallel.core.weight_grads import WeightGradQueue, add
 
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROW_ALIGNMENT_BYTES = 16
@@ -53,7 +53,9 @@ def group_sizes(rows: Tensor, counts: Tensor, *, inner: int) -> GroupSizes:
     return GroupSizes(counts, counts.cumsum(0, dtype=torch.int32), largest)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: Deferral) -> Tensor:
+def grouped_linear(
+    rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: WeightGradQueue
+) -> Tensor:
     """y = x W^T, expert by expert.
 
     Args:
@@ -84,7 +86,7 @@ def grouped_outer(grad: Tensor, rows: Tensor, sizes: GroupSizes) -> Tensor:
     return torch.bmm(_as_batch(grad, sizes)[0].mT, _as_batch(rows, sizes)[0])
 
 
-class OuterProducts(NamedTuple):
+class GroupedWeightGrad(NamedTuple):
     """The term of a weight's gradient: see :func:`grouped_outer`."""
 
     grad: Tensor
@@ -120,7 +122,7 @@ class OuterProducts(NamedTuple):
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: Deferral
+        ctx: Any, rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: WeightGradQueue
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.param, ctx.sizes, ctx.deferral = weight, sizes, deferral
@@ -130,7 +132,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (rows, weight), sizes, grad = ctx.saved_tensors, ctx.sizes, grad.contiguous()
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, rows, sizes))
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, GroupedWeightGrad(grad, rows, sizes))
         return grouped_product(grad, weight, sizes), grad_weight, None, None
 
 

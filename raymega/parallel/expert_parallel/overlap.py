@@ -1,4 +1,4 @@
-"""Turns: two passes of one rank, of which one works while the other waits for its experts.
+"""PassInterleaver: two passes of one rank, of which one works while the other waits for its experts.
 
 A forward and a backward of different micro-batches need nothing of each other. Each has a thread, but only
 one works at a time, and the other's turn comes where it would wait. Who works when goes by what the passes
@@ -18,7 +18,7 @@ import torch
 from raymega.parallel.comm.trace import Waitable
 
 
-class Turns:
+class PassInterleaver:
     """Whose turn it is. With one pass under way it is always that one's.
 
     Args:
@@ -99,10 +99,10 @@ class Turns:
             torch.cuda.set_device(self._device)
 
 
-class InTurn(NamedTuple):
-    """An operation under way that is waited for by :meth:`Turns.wait`."""
+class InterleavedWork(NamedTuple):
+    """An operation under way that is waited for by :meth:`PassInterleaver.wait`."""
 
-    turns: Turns
+    turns: PassInterleaver
     pending: Waitable
 
     def wait(self, timeout_s: float) -> None:

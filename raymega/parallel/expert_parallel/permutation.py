@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrangement:
+class Permutation:
     """Where the choices of T tokens lie in R rows that are sorted by expert.
 
     Attributes:
@@ -43,7 +43,7 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
-def arrange(experts: Tensor, counts: Tensor, *, num_rows: int) -> Arrangement:
+def permute(experts: Tensor, counts: Tensor, *, num_rows: int) -> Permutation:
     """Rows in the order of experts, those of one in the order of tokens.
 
     Args:
@@ -53,7 +53,7 @@ def arrange(experts: Tensor, counts: Tensor, *, num_rows: int) -> Arrangement:
     """
     order = experts.flatten().argsort(stable=True)[:num_rows]
     slots = _inverse(order, experts)
-    return Arrangement(
+    return Permutation(
         choices=order,
         sources=order // experts.shape[1],
         slots=slots,
@@ -62,7 +62,7 @@ def arrange(experts: Tensor, counts: Tensor, *, num_rows: int) -> Arrangement:
     )
 
 
-def arrange_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Arrangement:
+def arrange_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Permutation:
     """The same with ``capacity`` rows for each expert, of which the last stay empty."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -76,7 +76,7 @@ def arrange_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Arran
     choices = flat.new_full((num_rows + 1,), flat.numel())
     choices.scatter_(0, rows, torch.where(is_placed, order, flat.numel()))
     slots = torch.empty_like(flat).scatter_(0, order, rows)
-    return Arrangement(
+    return Permutation(
         choices=choices[:-1],
         sources=choices[:-1] // experts.shape[1],
         slots=slots.view_as(experts),
@@ -85,12 +85,12 @@ def arrange_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Arran
     )
 
 
-def take_rows(x: Tensor, arrangement: Arrangement) -> Tensor:
+def select_rows(x: Tensor, arrangement: Permutation) -> Tensor:
     """x: [T, N] -> [R, N]; empty rows are zero."""
     return _TakeRows.apply(x, arrangement)
 
 
-def weigh_rows(rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
+def unpermute(rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor:
     """The weighted sum of each token's rows, added up in the weights' dtype or the rows' if wider.
 
     Args:
@@ -109,13 +109,13 @@ def reorder_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     return _ReorderRows.apply(x, order, back)
 
 
-def rows_of_tokens(x: Tensor, arrangement: Arrangement) -> Tensor:
-    """:func:`take_rows`, of which autograd is not told."""
+def rows_of_tokens(x: Tensor, arrangement: Permutation) -> Tensor:
+    """:func:`select_rows`, of which autograd is not told."""
     return _select(x.contiguous(), arrangement.sources, is_whole=arrangement.is_whole)
 
 
-def sum_of_rows(rows: Tensor, arrangement: Arrangement) -> Tensor:
-    """Backward of :func:`take_rows`: [R, N] -> [T, N], added up in float32 or wider."""
+def sum_of_rows(rows: Tensor, arrangement: Permutation) -> Tensor:
+    """Backward of :func:`select_rows`: [R, N] -> [T, N], added up in float32 or wider."""
     if _has_bag(rows, rows.dtype, arrangement):
         return _bag(rows, arrangement, None)
     first, *others = arrangement.slots.unbind(1)
@@ -126,8 +126,8 @@ def sum_of_rows(rows: Tensor, arrangement: Arrangement) -> Tensor:
     return total.to(rows.dtype)
 
 
-def weighed_sum(rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
-    """:func:`weigh_rows`, of which autograd is not told."""
+def weighed_sum(rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor:
+    """:func:`unpermute`, of which autograd is not told."""
     if _has_bag(rows, weights.dtype, arrangement):
         return _bag(rows, arrangement, weights.flatten())
     slots, columns = arrangement.slots.unbind(1), weights.unsqueeze(2).unbind(1)
@@ -139,9 +139,9 @@ def weighed_sum(rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tens
 
 
 def weighed_sum_gradients(
-    grad: Tensor, rows: Tensor, weights: Tensor, arrangement: Arrangement
+    grad: Tensor, rows: Tensor, weights: Tensor, arrangement: Permutation
 ) -> tuple[Tensor, Tensor]:
-    """Backward of :func:`weigh_rows`: [T, N] -> [R, N] and [T, k]."""
+    """Backward of :func:`unpermute`: [T, N] -> [R, N] and [T, k]."""
     is_whole, of_rows = arrangement.is_whole, rows_of_tokens(grad, arrangement)
     products = (rows * of_rows).sum(1, dtype=weights.dtype)
     grad_weights = _select(products, arrangement.slots.flatten(), is_whole=is_whole)
@@ -155,7 +155,7 @@ def weighed_sum_gradients(
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
+    def forward(ctx: Any, x: Tensor, arrangement: Permutation) -> Tensor:
         ctx.arrangement = arrangement
         return rows_of_tokens(x, arrangement)
 
@@ -167,7 +167,7 @@ class _TakeRows(torch.autograd.Function):
 
 class _WeighRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, arrangement: Arrangement) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.arrangement = arrangement
         return weighed_sum(rows, weights, arrangement)
@@ -191,7 +191,7 @@ class _ReorderRows(torch.autograd.Function):
         return grad.index_select(0, ctx.back), None, None
 
 
-def _has_bag(rows: Tensor, dtype: torch.dtype, arrangement: Arrangement) -> bool:
+def _has_bag(rows: Tensor, dtype: torch.dtype, arrangement: Permutation) -> bool:
     """torch's one kernel for sums of rows can be used, and it adds up in the dtype that is promised."""
     is_wide = rows.dtype == dtype and dtype in (torch.float32, torch.float64)
     return is_wide and arrangement.is_whole and rows.device.type == "cpu"
@@ -203,7 +203,7 @@ def _starts(num_tokens: int, top_k: int) -> Tensor:
     return torch.arange(0, num_tokens * top_k, top_k)
 
 
-def _bag(rows: Tensor, arrangement: Arrangement, weights: Tensor | None) -> Tensor:
+def _bag(rows: Tensor, arrangement: Permutation, weights: Tensor | None) -> Tensor:
     """Each token's rows, each by its weight: [T, N]. weights: [T * k]."""
     slots = arrangement.slots
     starts = _starts(*slots.shape)

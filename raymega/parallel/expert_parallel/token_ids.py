@@ -15,7 +15,7 @@ from raymega.parallel.comm.process_groups import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenMarks:
+class TokenIds:
     """The tokens that the rank routes, in the order in which it holds them; what follows is made once.
 
     Attributes:
@@ -51,11 +51,11 @@ class TokenMarks:
         return self._repeated[top_k]
 
 
-def plain_marks(x: Tensor, micro: Group) -> TokenMarks:
+def plain_marks(x: Tensor, micro: Group) -> TokenIds:
     """For whole rows on one rank of which every token counts. x: [S, B, D]."""
     assert micro.size == 1, "which tokens other ranks hold must be told"
     length, num_rows = x.shape[:2]
     at = torch.arange(length, device=x.device)[:, None]
     numbers = at + torch.arange(num_rows, device=x.device) * length
     is_counted = torch.ones(length * num_rows, dtype=torch.bool, device=x.device)
-    return TokenMarks(numbers=numbers.flatten(), is_counted=is_counted, row_length=length)
+    return TokenIds(numbers=numbers.flatten(), is_counted=is_counted, row_length=length)

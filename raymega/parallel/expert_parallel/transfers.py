@@ -23,14 +23,14 @@ from raymega.parallel.comm.collectives import (
 )
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.trace import CommLog, Waitable
-from raymega.parallel.comm.work import Pending
-from raymega.parallel.expert_parallel.overlap import InTurn, Turns
+from raymega.parallel.comm.work import Work
+from raymega.parallel.expert_parallel.overlap import InterleavedWork, PassInterleaver
 
 Start = Callable[[Tensor], tuple[Tensor, Waitable]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class RowCounts:
     """How many rows go where.
 
     Attributes:
@@ -44,13 +44,13 @@ class Parts:
     of_etp: Sequence[int]
 
     @property
-    def reversed(self) -> Parts:
+    def reversed(self) -> RowCounts:
         """The way back."""
-        return Parts(sent=self.received, received=self.sent, of_etp=self.of_etp)
+        return RowCounts(sent=self.received, received=self.sent, of_etp=self.of_etp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
+class TransferStream:
     """Between which ranks rows travel, and who sees it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Lane:
     group: Group
     name: str
     log: CommLog
-    turns: Turns | None = None
+    turns: PassInterleaver | None = None
 
     def exchange(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, what: str = "exchange"
@@ -86,12 +86,12 @@ class Lane:
         leaving = rows.nbytes // self.group.size * (self.group.size - 1)
         return arriving, self._under_way("reduce", pending, leaving)
 
-    def _under_way(self, what: str, pending: Pending, sent_bytes: int) -> Waitable:
+    def _under_way(self, what: str, pending: Work, sent_bytes: int) -> Waitable:
         tracked = self.log.track_transfer(f"{self.name}_{what}", pending, sent_bytes=sent_bytes)
-        return tracked if self.turns is None else InTurn(self.turns, tracked)
+        return tracked if self.turns is None else InterleavedWork(self.turns, tracked)
 
 
-class Flight:
+class AsyncTransfer:
     """A transfer under way: its tensor may be read when it has landed."""
 
     __slots__ = ("group", "pending", "returned", "start", "start_gradient", "tensor")
@@ -103,7 +103,7 @@ class Flight:
         self.returned: tuple[Tensor, Waitable] | None = None
 
 
-def launch_exchange(x: Tensor, lane: Lane, parts: Parts) -> Flight:
+def launch_exchange(x: Tensor, lane: TransferStream, parts: RowCounts) -> AsyncTransfer:
     """Uneven all-to-all of rows, [sum of sent, N] -> [sum of received, N]; backward the reverse."""
     sent, received = parts.sent, parts.received
     return _launch(
@@ -114,17 +114,17 @@ def launch_exchange(x: Tensor, lane: Lane, parts: Parts) -> Flight:
     )
 
 
-def launch_gather(x: Tensor, lane: Lane) -> Flight:
+def launch_gather(x: Tensor, lane: TransferStream) -> AsyncTransfer:
     """All-gather of equal parts, [T, N] -> [n T, N]; backward a reduce-scatter."""
     return _launch(x, lane, lane.gather, lane.reduce)
 
 
-def launch_sum(x: Tensor, lane: Lane) -> Flight:
+def launch_sum(x: Tensor, lane: TransferStream) -> AsyncTransfer:
     """Reduce-scatter, [n T, N] -> [T, N]; backward an all-gather."""
     return _launch(x, lane, lane.reduce, lane.gather)
 
 
-def land(flight: Flight) -> Tensor:
+def land(flight: AsyncTransfer) -> Tensor:
     """Wait for it.
 
     The flight lets go of all that holds its tensor: autograd's node of the start has the flight, and
@@ -135,26 +135,26 @@ def land(flight: Flight) -> Tensor:
     return arriving if flight.group.size == 1 else _Land.apply(arriving, flight)
 
 
-def gather_parts(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+def gather_parts(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
     """Uneven all-gather: [parts[own], N] -> [sum of parts, N]; backward :func:`sum_parts`."""
     return x if lane.group.size == 1 else _GatherParts.apply(x, lane, parts)
 
 
-def sum_parts(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+def sum_parts(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
     """Uneven reduce-scatter: [sum of parts, N] -> [parts[own], N]; backward a gather."""
     return x if lane.group.size == 1 else _SumParts.apply(x, lane, parts)
 
 
-def _launch(x: Tensor, lane: Lane, start: Start, start_gradient: Start) -> Flight:
+def _launch(x: Tensor, lane: TransferStream, start: Start, start_gradient: Start) -> AsyncTransfer:
     """A rank that is alone has its rows already, and autograd nothing to see."""
-    flight = Flight(lane.group, start, start_gradient)
+    flight = AsyncTransfer(lane.group, start, start_gradient)
     flight.tensor = x if lane.group.size == 1 else _Launch.apply(x, flight)
     return flight
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: AsyncTransfer) -> Tensor:
         ctx.flight = flight
         arriving, flight.pending = flight.start(x.contiguous())
         return arriving
@@ -171,7 +171,7 @@ class _Launch(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: AsyncTransfer) -> Tensor:
         ctx.flight = flight
         flight.pending.wait(flight.group.timeout_s)
         del flight.pending
@@ -187,7 +187,7 @@ class _Land(torch.autograd.Function):
 
 class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
         ctx.lane, ctx.parts = lane, parts
         return _gather(x, lane, parts)
 
@@ -199,7 +199,7 @@ class _GatherParts(torch.autograd.Function):
 
 class _SumParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
         ctx.lane, ctx.parts = lane, parts
         return _sum(x, lane, parts)
 
@@ -209,7 +209,7 @@ class _SumParts(torch.autograd.Function):
         return _gather(grad, ctx.lane, ctx.parts), None, None
 
 
-def _gather(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+def _gather(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
     group = lane.group
     copies = x.repeat(group.size, *[1] * (x.dim() - 1))
     rows, pending = lane.exchange(copies, [parts[group.index]] * group.size, parts, what="gather")
@@ -217,7 +217,7 @@ def _gather(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
     return rows
 
 
-def _sum(x: Tensor, lane: Lane, parts: Sequence[int]) -> Tensor:
+def _sum(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
     group = lane.group
     own = [parts[group.index]] * group.size
     terms, pending = lane.exchange(x.contiguous(), parts, own, what="reduce")

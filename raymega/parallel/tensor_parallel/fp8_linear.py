@@ -24,11 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.core.weight_grads import Deferral, Made, settle_bias
+from raymega.parallel.core.weight_grads import ComputedTerm, WeightGradQueue, settle_bias
 from raymega.parallel.tensor_parallel.fp8_tensor import (
     FORWARD,
     GRADIENT,
-    Eight,
+    Fp8Tensor,
     largest,
     product,
     quantise,
@@ -36,7 +36,7 @@ from raymega.parallel.tensor_parallel.fp8_tensor import (
     scale_for,
     start_gather,
 )
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 Side = Literal["rows", "columns"]
 
@@ -50,9 +50,9 @@ class WeightCopies:
     is_kept = True
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[Tensor, Side], Eight] = {}
+        self._copies: dict[tuple[Tensor, Side], Fp8Tensor] = {}
 
-    def get(self, weight: Tensor, side: Side, make: Callable[[], Eight]) -> Eight:
+    def get(self, weight: Tensor, side: Side, make: Callable[[], Fp8Tensor]) -> Fp8Tensor:
         """The copy that ``make`` makes; ``side`` says along which dimension it is multiplied."""
         if not self.is_kept:
             return make()
@@ -101,22 +101,22 @@ class Fp8:
         """A row of gradients has a narrow range, a tensor of them a wide one."""
         return FORWARD if self.by_row else GRADIENT
 
-    def quantise(self, x: Tensor, cut: Group | None, dtype: torch.dtype) -> Eight:
+    def quantise(self, x: Tensor, cut: Group | None, dtype: torch.dtype) -> Fp8Tensor:
         """Of a micro-batch. x: [..., N], whose N is cut over ``cut``."""
         most = _largest_over(x, cut if self.by_row else self.micro, by_row=self.by_row)
         return self.by_scale(x, scale_for(most, dtype), dtype)
 
-    def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Eight:
+    def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Fp8Tensor:
         """Of a scale that is known."""
         self.margin.see(x, scale, dtype)
         return quantise(x, scale, dtype, is_fused=self.is_fused)
 
-    def rows(self, weight: Tensor, place: Place) -> Eight:
+    def rows(self, weight: Tensor, place: Fp8Placement) -> Fp8Tensor:
         """[..., out, in] for a product along ``in``."""
         over = place.inner if self.by_row else place.tp
         return self.copies.get(weight, "rows", lambda: self._of_weight(weight, over))
 
-    def columns(self, weight: Tensor, place: Place) -> Eight:
+    def columns(self, weight: Tensor, place: Fp8Placement) -> Fp8Tensor:
         """[..., in, out] for a product along ``out``."""
         if self.by_row:
             turned = weight.detach().mT
@@ -125,13 +125,13 @@ class Fp8:
             )
         return self.copies.get(weight, "columns", lambda: self.rows(weight, place).turned())
 
-    def _of_weight(self, weight: Tensor, over: Group | None) -> Eight:
+    def _of_weight(self, weight: Tensor, over: Group | None) -> Fp8Tensor:
         most = _largest_over(weight.detach(), over, by_row=self.by_row)
         return self.by_scale(weight.detach(), scale_for(most, FORWARD), FORWARD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Fp8Placement:
     """How a layer multiplies, and how it is cut.
 
     Attributes:
@@ -142,7 +142,7 @@ class Place:
     """
 
     fp8: Fp8
-    stream: Stream | None = None
+    stream: SequenceParallel | None = None
     inner: Group | None = None
     outer: Group | None = None
 
@@ -153,7 +153,7 @@ class Place:
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, place: Place, deferral: Deferral
+    x: Tensor, weight: Tensor, bias: Tensor | None, place: Fp8Placement, deferral: WeightGradQueue
 ) -> Tensor:
     """y = x W^T + b.
 
@@ -179,8 +179,8 @@ class _Fp8Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        place: Place,
-        deferral: Deferral,
+        place: Fp8Placement,
+        deferral: WeightGradQueue,
     ) -> Tensor:
         fp8 = place.fp8
         own = fp8.quantise(x, place.inner, FORWARD)
@@ -211,14 +211,14 @@ class _Fp8Linear(torch.autograd.Function):
                 return product(eight.turned(), whole.turned(), x.dtype)
             return grad.flatten(0, -2).T @ _gathered(x, place).flatten(0, -2)
 
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, Made(make))
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, ComputedTerm(make))
         grad_bias = settle_bias(ctx.bias, grad)
         if summing is not None:
             summing.wait(place.stream.tp.timeout_s)
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _whole(own: Eight, place: Place) -> Eight:
+def _whole(own: Fp8Tensor, place: Fp8Placement) -> Fp8Tensor:
     """All positions of what this rank has its own of, where that is cut."""
     if place.stream is None or place.stream.degree == 1:
         return own
@@ -228,7 +228,7 @@ def _whole(own: Eight, place: Place) -> Eight:
     return whole
 
 
-def _gathered(x: Tensor, place: Place) -> Tensor:
+def _gathered(x: Tensor, place: Fp8Placement) -> Tensor:
     if place.stream is None:
         return x
     whole, pending = place.stream.start_gather(x)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.work import Work
 from raymega.parallel.core.compile import fused
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +30,19 @@ MULTIPLE = 16
 """Of inner dimensions and columns in such a product."""
 
 
-class Eight(NamedTuple):
+class Fp8Tensor(NamedTuple):
     """``values`` [..., N] in fp8 times ``scale``, [..., 1] by row or as many ones for all alike."""
 
     values: Tensor
     scale: Tensor
 
-    def flat(self) -> Eight:
+    def flat(self) -> Fp8Tensor:
         """[..., N] -> [R, N]; the scale [R, 1] or [1, 1]."""
-        return Eight(self.values.flatten(0, -2), self.scale.flatten(0, -2))
+        return Fp8Tensor(self.values.flatten(0, -2), self.scale.flatten(0, -2))
 
-    def turned(self) -> Eight:
+    def turned(self) -> Fp8Tensor:
         """[R, N] with one scale -> its transpose [N, R], end to end in memory."""
-        return Eight(self.values.t().contiguous(), self.scale)
+        return Fp8Tensor(self.values.t().contiguous(), self.scale)
 
 
 def largest(x: Tensor, *, by_row: bool) -> Tensor:
@@ -58,10 +58,10 @@ def scale_for(most: Tensor, dtype: torch.dtype) -> Tensor:
     return (most.to(wide) / torch.finfo(dtype).max).clamp_min(torch.finfo(wide).tiny)
 
 
-def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, *, is_fused: bool = False) -> Eight:
+def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, *, is_fused: bool = False) -> Fp8Tensor:
     """``x`` in fp8. What is not a number stays none, and with an infinity nor is its row."""
     values = fused(_rounded, is_on=is_fused and x.is_cuda)(x, scale, dtype)
-    return Eight(values, scale)
+    return Fp8Tensor(values, scale)
 
 
 def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,7 @@ def rounding_margin(x: Tensor, scale: Tensor, dtype: torch.dtype) -> float:
     return float(halfway.min() / info.max)
 
 
-def product(a: Eight, b: Eight, dtype: torch.dtype) -> Tensor:
+def product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
     """a b^T of a: [M, K] and b: [N, K], both end to end in memory -> [M, N] in ``dtype``.
 
     Sums are float32, or float64 where scales are; the result is rounded once.
@@ -96,7 +96,9 @@ def product(a: Eight, b: Eight, dtype: torch.dtype) -> Tensor:
     return sums.mul_(a.scale).mul_(b.scale.t()).to(dtype)
 
 
-def start_gather(x: Eight, stream: Stream, *, by_row: bool) -> tuple[Eight, list[Pending]]:
+def start_gather(
+    x: Fp8Tensor, stream: SequenceParallel, *, by_row: bool
+) -> tuple[Fp8Tensor, list[Work]]:
     """Begin to bring all positions together: values [S/sp, B, N] -> [S, B, N], a byte each.
 
     The result may be read when all were waited for. gloo knows no fp8, so values go as bytes.
@@ -106,10 +108,10 @@ def start_gather(x: Eight, stream: Stream, *, by_row: bool) -> tuple[Eight, list
     if by_row:
         scale, travelling = stream.start_gather(x.scale)
         pending.append(travelling)
-    return Eight(values.view(x.values.dtype), scale), pending
+    return Fp8Tensor(values.view(x.values.dtype), scale), pending
 
 
-def _has_kernel(a: Eight, b: Eight, dtype: torch.dtype) -> bool:
+def _has_kernel(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> bool:
     device = a.values.device
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False

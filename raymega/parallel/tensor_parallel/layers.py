@@ -16,14 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.work import Work
 from raymega.parallel.core.matmul import add_outer, is_emulated, outer, product, project
-from raymega.parallel.core.output_cache import KeptMemory
+from raymega.parallel.core.output_cache import CpuOutputCache
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
-from raymega.parallel.core.weight_grads import Deferral, settle, settle_bias
-from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Place, fp8_linear
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.core.weight_grads import WeightGradQueue, accumulate_grad, settle_bias
+from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Fp8Placement, fp8_linear
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import ExpertPlace
 from raymega.plan.tensor_table import WHOLE_EXPERTS, GlobalTensor
 
@@ -49,14 +49,14 @@ class ParameterFactory:
     """
 
     table: Mapping[str, GlobalTensor]
-    stream: Stream
+    stream: SequenceParallel
     dtype: torch.dtype
     device: torch.device
     seed: int
     tied: str = ""
     is_tied_copy: bool = False
     experts: ExpertPlace = WHOLE_EXPERTS
-    deferral: Deferral = field(default_factory=Deferral)
+    deferral: WeightGradQueue = field(default_factory=WeightGradQueue)
     is_fused: bool = False
     fp8: Fp8 | None = None
     is_filled_later: bool = False
@@ -111,7 +111,7 @@ class ColumnParallelLinear(nn.Module):
         """x: [S/sp, B, in] -> [S, B, out/tp]."""
         bias = self.bias if self.adds_bias else None
         if self.fp8 is not None:
-            place = Place(fp8=self.fp8, stream=self.stream, outer=self.stream.tp)
+            place = Fp8Placement(fp8=self.fp8, stream=self.stream, outer=self.stream.tp)
             return fp8_linear(x, self.weight, bias, place, self.deferral)
         return column_linear(x, self.weight, bias, self.stream, self.deferral)
 
@@ -129,12 +129,12 @@ class RowParallelLinear(nn.Module):
         """x: [S, B, in/tp] -> [S/sp, B, out]."""
         if self.fp8 is None:
             return row_linear(x, self.weight, self.bias, self.stream, self.deferral)
-        place = Place(fp8=self.fp8, inner=self.stream.tp)
+        place = Fp8Placement(fp8=self.fp8, inner=self.stream.tp)
         y = self.stream.sum(fp8_linear(x, self.weight, None, place, self.deferral))
         return y if self.bias is None else y + self.bias
 
 
-class WholeLinear(nn.Module):
+class ReplicatedLinear(nn.Module):
     """y = x W^T on the stream itself, nothing cut: every rank has the whole weight.
 
     With sequence parallelism its gradient is the rank's own positions' term of a sum. Several names
@@ -149,7 +149,7 @@ class WholeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, in] -> [S/sp, B, out]."""
         if self.fp8 is not None:
-            return fp8_linear(x, self.weight, None, Place(fp8=self.fp8), self.deferral)
+            return fp8_linear(x, self.weight, None, Fp8Placement(fp8=self.fp8), self.deferral)
         return whole_linear(x.contiguous(), self.weight, None, self.deferral)
 
 
@@ -166,7 +166,7 @@ class VocabParallelEmbedding(nn.Module):
         return vocab_embedding(tokens, self.weight, self.stream)
 
 
-def vocab_embedding(tokens: Tensor, weight: Tensor, stream: Stream) -> Tensor:
+def vocab_embedding(tokens: Tensor, weight: Tensor, stream: SequenceParallel) -> Tensor:
     """Look up rows of a table cut over tp. tokens: [S, B] int64, weight: [V/tp, D] -> [S/sp, B, D]."""
     if stream.tp.size == 1:
         return _Lookup.apply(tokens, weight)
@@ -190,10 +190,10 @@ def column_linear(  # what a linear layer is made of
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stream: Stream,
-    deferral: Deferral,
+    stream: SequenceParallel,
+    deferral: WeightGradQueue,
     *,
-    kept: KeptMemory | None = None,
+    kept: CpuOutputCache | None = None,
 ) -> Tensor:
     """Column-parallel linear: `copy_to_tp` or `gather_positions`, then `linear`, with overlap.
 
@@ -217,7 +217,11 @@ def column_linear(  # what a linear layer is made of
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, deferral: Deferral
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stream: SequenceParallel,
+    deferral: WeightGradQueue,
 ) -> Tensor:
     """Row-parallel linear: `linear`, then the sum of all ranks' terms, then the bias once.
 
@@ -240,9 +244,9 @@ def whole_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    deferral: Deferral,
+    deferral: WeightGradQueue,
     *,
-    kept: KeptMemory | None = None,
+    kept: CpuOutputCache | None = None,
 ) -> Tensor:
     """Linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
     # A bias's gradient by torch is in the format of the layer, where a sum over tokens may not fit.
@@ -252,7 +256,7 @@ def whole_linear(
     return _Linear.apply(x, weight, bias, deferral, kept)
 
 
-class OuterProducts(NamedTuple):
+class LinearWeightGrad(NamedTuple):
     """The term of W's gradient in y = x W^T from that of y. grad: [..., out], x: [..., in]."""
 
     grad: Tensor
@@ -297,7 +301,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         (rows,) = ctx.saved_tensors
-        return None, settle(ctx.param, _Rows(grad, rows, ctx.param.shape[0]))
+        return None, accumulate_grad(ctx.param, _Rows(grad, rows, ctx.param.shape[0]))
 
 
 class _Linear(torch.autograd.Function):
@@ -305,8 +309,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral,
-        kept: KeptMemory | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: WeightGradQueue,
+        kept: CpuOutputCache | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.bias, ctx.deferral = weight, bias, deferral
@@ -316,18 +320,18 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(grad, x))
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, LinearWeightGrad(grad, x))
         grad_bias = settle_bias(ctx.bias, grad)
         return product(grad, weight), grad_weight, grad_bias, None, None
 
 
 class _GatheredProducts(NamedTuple):
-    """OuterProducts with all of x, of which this rank has a part; gathering it may be under way."""
+    """LinearWeightGrad with all of x, of which this rank has a part; gathering it may be under way."""
 
     grad: Tensor
     part: Tensor
-    stream: Stream
-    gather: tuple[Tensor, Pending] | None
+    stream: SequenceParallel
+    gather: tuple[Tensor, Work] | None
 
     def make(self) -> Tensor:
         return self._whole().make()
@@ -335,17 +339,17 @@ class _GatheredProducts(NamedTuple):
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
         self._whole().add_to(total, is_first=is_first)
 
-    def _whole(self) -> OuterProducts:
+    def _whole(self) -> LinearWeightGrad:
         x, gathering = self.gather or self.stream.start_gather(self.part)
         gathering.wait(self.stream.tp.timeout_s)
-        return OuterProducts(self.grad, x)
+        return LinearWeightGrad(self.grad, x)
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913  # see column_linear
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream,
-        deferral: Deferral, kept: KeptMemory | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: SequenceParallel,
+        deferral: WeightGradQueue, kept: CpuOutputCache | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.bias = weight, bias
@@ -377,8 +381,8 @@ class _RowLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        stream: Stream,
-        deferral: Deferral,
+        stream: SequenceParallel,
+        deferral: WeightGradQueue,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.bias = weight, bias
@@ -394,5 +398,5 @@ class _RowLinear(torch.autograd.Function):
         whole, gathering = ctx.stream.start_gather(grad.contiguous())
         grad_bias = settle_bias(ctx.bias, grad)
         gathering.wait(ctx.stream.tp.timeout_s)
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, OuterProducts(whole, x))
+        grad_weight = ctx.deferral.settle_or_owe(ctx.param, LinearWeightGrad(whole, x))
         return product(whole, weight), grad_weight, grad_bias, None, None

@@ -65,7 +65,7 @@ def scatter_to_positions(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _ScatterToPositions.apply(x, group)
 
 
-def own_rows(x: Tensor, group: Group) -> Tensor:
+def scatter_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's part of what all ranks hold alike; backward brings the parts' gradients together.
 
     Args:
@@ -78,7 +78,7 @@ def own_rows(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _OwnRows.apply(x, group)
 
 
-def all_rows(x: Tensor, group: Group) -> Tensor:
+def gather_rows(x: Tensor, group: Group) -> Tensor:
     """[T/n, ...] of each rank -> [T, ...] on all; backward takes own rows of a gradient that all have."""
     return x if group.size == 1 else _AllRows.apply(x, group)
 

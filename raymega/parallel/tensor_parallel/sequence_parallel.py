@@ -1,4 +1,4 @@
-"""Stream: how the residual stream lies on the tensor-parallel ranks between cut layers.
+"""SequenceParallel: how the residual stream lies on the tensor-parallel ranks between cut layers.
 
 Without sequence parallelism every rank holds all S positions of it. With it each rank holds its own
 S/tp, so that norms, residual sums and dropout are cut too. Layers are handed this value instead of
@@ -17,7 +17,7 @@ from raymega.parallel.comm.collectives import (
     start_reduce_scatter,
 )
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.comm.work import Pending, nothing_pending
+from raymega.parallel.comm.work import Work, nothing_pending
 from raymega.parallel.tensor_parallel.mappings import (
     copy_to_tp,
     gather_positions,
@@ -27,7 +27,7 @@ from raymega.parallel.tensor_parallel.mappings import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
+class SequenceParallel:
     """The tensor-parallel ranks, and whether the positions are cut over them.
 
     Attributes:
@@ -63,7 +63,7 @@ class Stream:
         """
         return gather_positions(x, self.tp) if self.is_sequence_parallel else copy_to_tp(x, self.tp)
 
-    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Work]:
         """Begin to bring all positions together: [S/sp, B, D] -> [S, B, D]; autograd is not told.
 
         The result may be read when it was waited for. It is ``x`` itself where nothing is cut.
@@ -72,7 +72,7 @@ class Stream:
             return start_all_gather(x, self.tp)
         return x, nothing_pending()
 
-    def start_sum(self, y: Tensor) -> tuple[Tensor, Pending]:
+    def start_sum(self, y: Tensor) -> tuple[Tensor, Work]:
         """Begin what :meth:`sum` does, unseen by autograd; for gradients.
 
         Args:

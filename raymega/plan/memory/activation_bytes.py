@@ -15,7 +15,7 @@ from math import ceil
 from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
-from raymega.plan.fp8_layers import NONE_IN_EIGHT, InEight, fp8_blocks, in_eight
+from raymega.plan.fp8_layers import NONE_IN_EIGHT, Fp8Coverage, fp8_blocks, in_eight
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import FAMILY_TENSORS, FamilyTensors, embedding_tensors
@@ -39,7 +39,7 @@ class ActivationShape:
     seq_len: int
     micro_batch_size: int
     dtype: str
-    eight: InEight = NONE_IN_EIGHT
+    eight: Fp8Coverage = NONE_IN_EIGHT
     fp8_blocks: range | None = None
     is_fused: bool = False
 

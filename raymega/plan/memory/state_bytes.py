@@ -23,7 +23,13 @@ from raymega.plan.tensor_table import (
     model_tensors,
     stage_tensors,
 )
-from raymega.plan.zero_levels import GLOO_THREADS, Level, full_bucket_bytes, level_of, sharers
+from raymega.plan.zero_levels import (
+    GLOO_THREADS,
+    ZeroLevel,
+    dp_shard_ranks,
+    full_bucket_bytes,
+    level_of,
+)
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -200,7 +206,7 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
 def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     """State of a rank that holds so many elements, by what it and its replicas share out."""
     level = level_of(job.parallel)
-    ranks, edp = sharers(job.parallel, grid.replicas), sharers(job.parallel, grid.edp)
+    ranks, edp = dp_shard_ranks(job.parallel, grid.replicas), dp_shard_ranks(job.parallel, grid.edp)
     matrices = -(-(held.dense - held.small) // ranks) + -(-held.experts // edp)
     owned = matrices + -(-held.small // ranks)
     owned_wide = -(-held.wide // ranks)
@@ -208,15 +214,15 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     full = max(4, compute)
     gathered, summed = held.dense + held.experts, held.total
     passing = 0
-    if level >= Level.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
+    if level >= ZeroLevel.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
         summed = matrices + held.small + held.wide
         passing += held.pair * full
-    if level == Level.PARAMETERS and passing:
+    if level == ZeroLevel.PARAMETERS and passing:
         gathered = matrices + held.small
         passing += held.pair * compute
         passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
     # Rows and columns of a weight are multiplied, each by its own copy; without one where it is gathered.
-    copies = 2 * held.in_fp8 if level < Level.PARAMETERS or not passing else 0
+    copies = 2 * held.in_fp8 if level < ZeroLevel.PARAMETERS or not passing else 0
     size = StateSize(
         num_parameters=held.total,
         num_owned=owned + owned_wide,
@@ -240,7 +246,7 @@ def _is_over_gloo(job: Job) -> bool:
 def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
     """Lion's directions of a portion; and what gloo copies of the large buckets of level ``optimizer``."""
     directions = min(PORTION_ELEMENTS, owned) * full if job.optimizer.name == "lion" else 0
-    if not _is_over_gloo(job) or level_of(job.parallel) != Level.OPTIMIZER:
+    if not _is_over_gloo(job) or level_of(job.parallel) != ZeroLevel.OPTIMIZER:
         return directions
     copied = min(held.total, GLOO_THREADS * full_bucket_bytes(held.total * full) // full)
     return max(directions, copied * DTYPE_BYTES[job.precision.dtype])

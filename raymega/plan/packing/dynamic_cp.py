@@ -14,7 +14,7 @@ from math import inf, lcm
 
 from raymega.errors import Fault, PlanError
 from raymega.plan.packing.cost import PackCost, pairs_of
-from raymega.plan.packing.rebalance import Evening
+from raymega.plan.packing.rebalance import Rebalancer
 
 SPREADS = (1.0, 1.3, 2.0, inf)
 """Times the mean load: what a document may cost before it is given more ranks. All are tried."""
@@ -46,7 +46,7 @@ Round = tuple[Pack, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class PackLimits:
     """What a schedule keeps to.
 
     Attributes:
@@ -71,7 +71,9 @@ def padded_length(length: int, size: int) -> int:
     return -(-length // unit) * unit
 
 
-def schedule_documents(lengths: Sequence[int], limits: Limits, cost: PackCost) -> tuple[Round, ...]:
+def schedule_documents(
+    lengths: Sequence[int], limits: PackLimits, cost: PackCost
+) -> tuple[Round, ...]:
     """The micro-batches of a step; each document is in one pack.
 
     All ranks have equally many micro-batches, and in each of them every rank is in one pack, so
@@ -116,11 +118,11 @@ def imbalance(rounds: Sequence[Round], num_ranks: int) -> float:
     return max(work) * num_ranks / sum(work)
 
 
-def _is_sooner(one: Sequence[Round], other: Sequence[Round], limits: Limits) -> bool:
+def _is_sooner(one: Sequence[Round], other: Sequence[Round], limits: PackLimits) -> bool:
     return finish_seconds(one, limits.num_ranks) < finish_seconds(other, limits.num_ranks)
 
 
-def least_size(length: int, limits: Limits) -> int:
+def least_size(length: int, limits: PackLimits) -> int:
     """The fewest ranks, a power of two, that can hold a document."""
     size = 1
     while limits.tokens_a_rank(padded_length(length, size), size) > limits.max_tokens:
@@ -137,7 +139,7 @@ class _Bin:
     tokens: int = 0
     pairs: int = 0
 
-    def with_document(self, length: int, limits: Limits, cost: PackCost) -> float | None:
+    def with_document(self, length: int, limits: PackLimits, cost: PackCost) -> float | None:
         """Seconds with one more document, None when it does not fit."""
         tokens = limits.tokens_a_rank(self.tokens + padded_length(length, self.size), self.size)
         if tokens > limits.max_tokens:
@@ -149,13 +151,13 @@ class _Bin:
         self.tokens += padded_length(length, self.size)
         self.pairs += pairs_of(length)
 
-    def seconds(self, limits: Limits, cost: PackCost) -> float:
+    def seconds(self, limits: PackLimits, cost: PackCost) -> float:
         tokens = limits.tokens_a_rank(self.tokens, self.size)
         return cost.seconds(tokens=tokens, pairs=self.pairs, size=self.size)
 
 
 def _attempt(
-    lengths: Sequence[int], limits: Limits, cost: PackCost, *, num_rounds: int, spread: float
+    lengths: Sequence[int], limits: PackLimits, cost: PackCost, *, num_rounds: int, spread: float
 ) -> tuple[Round, ...] | None:
     """A schedule with ``num_rounds`` micro-batches, None when the documents do not fit so."""
     slots = limits.num_ranks * num_rounds
@@ -178,12 +180,12 @@ def _attempt(
     return _evened(_in_rounds(bins, limits, cost), lengths, limits, cost)
 
 
-def _alone_seconds(length: int, size: int, limits: Limits, cost: PackCost) -> float:
+def _alone_seconds(length: int, size: int, limits: PackLimits, cost: PackCost) -> float:
     tokens = limits.tokens_a_rank(padded_length(length, size), size)
     return cost.seconds(tokens=tokens, pairs=pairs_of(length), size=size)
 
 
-def _fair_size(length: int, size: int, target: float, limits: Limits, cost: PackCost) -> int:
+def _fair_size(length: int, size: int, target: float, limits: PackLimits, cost: PackCost) -> int:
     """Ranks of a document: what memory needs, and more while it costs more than ``target``."""
     seconds = _alone_seconds(length, size, limits, cost)
     while size < limits.num_ranks and seconds > target:
@@ -197,7 +199,7 @@ def _fair_size(length: int, size: int, target: float, limits: Limits, cost: Pack
 class _Shelves:
     """Bins by their size, each shelf a heap by what its bins cost so far."""
 
-    def __init__(self, limits: Limits, cost: PackCost, *, free: int, target: float) -> None:
+    def __init__(self, limits: PackLimits, cost: PackCost, *, free: int, target: float) -> None:
         self._limits, self._cost, self._target = limits, cost, target
         self._shelves: dict[int, list[tuple[float, int]]] = {}
         self._loads: list[float] = []
@@ -269,7 +271,7 @@ class _Shelves:
 
 
 def _widened(
-    made: Sequence[_Bin], free: int, lengths: Sequence[int], limits: Limits, cost: PackCost
+    made: Sequence[_Bin], free: int, lengths: Sequence[int], limits: PackLimits, cost: PackCost
 ) -> list[_Bin]:
     """Give slots that nobody needs to the packs that cost most, as far as that helps."""
     bins = list(made)
@@ -289,7 +291,7 @@ def _widened(
     return bins + [_Bin(size=1) for _ in range(free)]
 
 
-def _in_rounds(bins: list[_Bin], limits: Limits, cost: PackCost) -> tuple[Round, ...]:
+def _in_rounds(bins: list[_Bin], limits: PackLimits, cost: PackCost) -> tuple[Round, ...]:
     """Lay bins side by side, large ones first: then each begins at a multiple of its size.
 
     Which bin of a size takes which of that size's places evens out the ranks' work: the longest goes to
@@ -317,7 +319,7 @@ def _in_rounds(bins: list[_Bin], limits: Limits, cost: PackCost) -> tuple[Round,
 
 
 def _evened(
-    rounds: Sequence[Round], lengths: Sequence[int], limits: Limits, cost: PackCost
+    rounds: Sequence[Round], lengths: Sequence[int], limits: PackLimits, cost: PackCost
 ) -> tuple[Round, ...]:
     """Documents of single ranks exchanged until ranks end together."""
     lists = [[_pack_at(packs, rank) for packs in rounds] for rank in range(limits.num_ranks)]
@@ -325,7 +327,7 @@ def _evened(
     shared = [
         max((i + 1 for i, pack in enumerate(mine) if pack.size > 1), default=0) for mine in lists
     ]
-    evening = Evening(
+    evening = Rebalancer(
         _starts(rounds, shared),
         [
             [pack.documents for pack in mine[done:]]
@@ -363,7 +365,7 @@ def _starts(rounds: Sequence[Round], shared: Sequence[int]) -> list[float]:
     return at
 
 
-def _pack_of(made: _Bin, first_rank: int, seconds: float, limits: Limits) -> Pack:
+def _pack_of(made: _Bin, first_rank: int, seconds: float, limits: PackLimits) -> Pack:
     return Pack(
         first_rank=first_rank,
         size=made.size,
@@ -373,7 +375,7 @@ def _pack_of(made: _Bin, first_rank: int, seconds: float, limits: Limits) -> Pac
     )
 
 
-def _check(lengths: Sequence[int], limits: Limits) -> None:
+def _check(lengths: Sequence[int], limits: PackLimits) -> None:
     longest = max(lengths, default=0)
     unit = lcm(limits.multiple, 2) if limits.num_ranks > 1 else limits.multiple
     room = limits.num_ranks * (limits.max_tokens - limits.max_tokens % unit)

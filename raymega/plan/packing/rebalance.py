@@ -36,7 +36,7 @@ class _Exchange:
     back: int | None
 
 
-class Evening:
+class Rebalancer:
     """Ranks that even out what they hold alone."""
 
     def __init__(

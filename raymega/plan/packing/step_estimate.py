@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 from raymega.plan.hardware.lookup import ROUND_H100
 from raymega.plan.packing.cost import PackCost, make_pack_cost, pairs_in, pairs_of
-from raymega.plan.packing.dynamic_cp import Limits, finish_seconds, imbalance, schedule_documents
+from raymega.plan.packing.dynamic_cp import (
+    PackLimits,
+    finish_seconds,
+    imbalance,
+    schedule_documents,
+)
 from raymega.plan.run_plan import RunPlan
 
 MOST_RANKS = 128
@@ -58,11 +63,11 @@ class DynamicStep:
     most_ranks: int
 
 
-def step_limits(plan: RunPlan) -> Limits:
+def step_limits(plan: RunPlan) -> PackLimits:
     """What schedules of this run's documents keep to."""
     job = plan.job
     is_cut = job.parallel.sequence_parallel or job.model.moe.num_experts > 0
-    return Limits(
+    return PackLimits(
         num_ranks=plan.grid.replicas,
         max_tokens=job.data.seq_len // job.parallel.cp,
         multiple=job.parallel.tp if is_cut else 1,

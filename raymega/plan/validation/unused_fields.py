@@ -15,7 +15,7 @@ from raymega.errors import Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Partner:
+class FieldDependency:
     """What fields need in order to mean something.
 
     Attributes:
@@ -29,59 +29,61 @@ class Partner:
     words: str
 
 
-def _is(path: str, value: str) -> Partner:
+def _is(path: str, value: str) -> FieldDependency:
     """``path`` has exactly this value."""
-    return Partner(reads=(path,), holds=lambda found: bool(found == value), words=f"{path}={value}")
+    return FieldDependency(
+        reads=(path,), holds=lambda found: bool(found == value), words=f"{path}={value}"
+    )
 
 
-def _optimizer(*names: str) -> Partner:
+def _optimizer(*names: str) -> FieldDependency:
     """``optimizer.name`` is one of these."""
-    return Partner(
+    return FieldDependency(
         reads=("optimizer.name",),
         holds=lambda found: found in names,
         words=f"optimizer.name={' or '.join(names)}",
     )
 
 
-SCALED_ROPE = Partner(
+SCALED_ROPE = FieldDependency(
     reads=("model.rope_scaling",),
     holds=lambda scaling: scaling != "none",
     words="model.rope_scaling=llama3 or yarn",
 )
 FLOAT16 = _is("precision.dtype", "float16")
 BETAS, MOMENTUM = _optimizer("adamw", "lion", "muon"), _optimizer("sgd", "muon")
-SNAPSHOTS = Partner(
+SNAPSHOTS = FieldDependency(
     reads=("elastic.snapshot_every",),
     holds=lambda every: every > 0,
     words="elastic.snapshot_every above 0",
 )
-CONTEXT = Partner(
+CONTEXT = FieldDependency(
     reads=("parallel.cp", "parallel.dynamic_cp"),
     holds=lambda cp, is_dynamic: cp > 1 or is_dynamic,
     words="parallel.cp above 1",
 )
-EXPERTS_APART = Partner(
+EXPERTS_APART = FieldDependency(
     reads=("parallel.ep", "parallel.etp"),
     holds=lambda ep, etp: ep * etp > 1,
     words="parallel.ep or parallel.etp above 1",
 )
-HYBRID = Partner(
+HYBRID = FieldDependency(
     reads=("parallel.cp", "parallel.cp_method"),
     holds=lambda cp, method: cp > 1 and method == "hybrid",
     words="parallel.cp_method=hybrid and parallel.cp above 1",
 )
 
-PARTNERS: Mapping[str, Partner] = {
+PARTNERS: Mapping[str, FieldDependency] = {
     "data.packing_window": _is("data.packing", "best_fit"),
     "elastic.snapshot_during_save": SNAPSHOTS,
     "elastic.snapshot_timeout_s": SNAPSHOTS,
     "elastic.snapshot_when_late": SNAPSHOTS,
     "memory.recompute_every": _is("memory.recompute", "full"),
     "memory.recompute_parts": _is("memory.recompute", "selective"),
-    "model.mtp_weight": Partner(
+    "model.mtp_weight": FieldDependency(
         reads=("model.mtp_depth",), holds=lambda depth: depth > 0, words="model.mtp_depth above 0"
     ),
-    "model.rope_base": Partner(
+    "model.rope_base": FieldDependency(
         reads=("model.family",),
         holds=lambda family: family != "gpt2",
         words="model.family=llama, qwen2 or qwen3",
@@ -94,7 +96,7 @@ PARTNERS: Mapping[str, Partner] = {
     "optimizer.beta1": BETAS,
     "optimizer.beta2": BETAS,
     "optimizer.eps": _optimizer("adamw", "muon"),
-    "optimizer.head_lr": Partner(
+    "optimizer.head_lr": FieldDependency(
         reads=("model.is_embedding_tied",),
         holds=lambda is_tied: not is_tied,
         words="model.is_embedding_tied=false",
@@ -105,7 +107,7 @@ PARTNERS: Mapping[str, Partner] = {
     "parallel.cp_method": CONTEXT,
     "parallel.dispatch": EXPERTS_APART,
     "parallel.overlap_experts": EXPERTS_APART,
-    "precision.fp8_end_blocks": Partner(
+    "precision.fp8_end_blocks": FieldDependency(
         reads=("precision.fp8",),
         holds=lambda recipe: recipe != "none",
         words="precision.fp8=rowwise or tensorwise",

@@ -20,7 +20,7 @@ from raymega.planner.kernels.system_traits import Software
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class PublishedComparison:
     """A run as printed and as predicted; 0 where the source printed nothing.
 
     ``tflops`` are by the source's own count of operations, so they differ as the seconds do.
@@ -34,7 +34,7 @@ class Comparison:
     fits: bool
 
 
-def compare(run: PublishedRun, device: Accelerator) -> Comparison:
+def compare(run: PublishedRun, device: Accelerator) -> PublishedComparison:
     """The fastest of the plans that the row allows and that fit; of all, when none does."""
     fitting = [plan for plan in run.candidates if _needs(plan, run.software) <= device.memory_bytes]
 
@@ -49,7 +49,7 @@ def compare(run: PublishedRun, device: Accelerator) -> Comparison:
     if run.tflops and run.iter_s:
         tflops = run.tflops * run.iter_s / iter_s
     allocated = _needs(plan, run.software) - RESERVED_BYTES
-    return Comparison(
+    return PublishedComparison(
         run=run, plan=plan, iter_s=iter_s, tflops=tflops, memory_gib=allocated / 2**30,
         fits=bool(fitting),
     )  # fmt: skip

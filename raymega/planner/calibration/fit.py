@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from raymega.plan.hardware.catalog import Accelerator, Fitted
-from raymega.planner.kernels.collective_time import Span, all_reduce_s
+from raymega.planner.kernels.collective_time import GroupSpan, all_reduce_s
 from raymega.planner.kernels.kernel_time import attention_s, matmul_s, memory_s
 
 SHARES = (
@@ -84,7 +84,7 @@ def case_of(measured: Measurement) -> Case | None:
 def _all_reduce_s(device: Accelerator, sizes: Sequence[float]) -> float:
     """Moving bytes is work where workers share cores: all that reduce at once wait for each other."""
     num_bytes, ranks, per_node, workers = sizes
-    seconds = all_reduce_s(device, Span(size=int(ranks), per_node=int(per_node)), num_bytes)
+    seconds = all_reduce_s(device, GroupSpan(size=int(ranks), per_node=int(per_node)), num_bytes)
     return seconds * sharing(device, workers)
 
 

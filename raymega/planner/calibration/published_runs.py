@@ -16,7 +16,7 @@ from typing import Any
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, PlanError
 from raymega.plan.flops import flops_per_token
-from raymega.plan.fp8_layers import ALL_IN_EIGHT, NONE_IN_EIGHT, InEight
+from raymega.plan.fp8_layers import ALL_IN_EIGHT, NONE_IN_EIGHT, Fp8Coverage
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.planner.kernels.system_traits import Software
@@ -77,7 +77,7 @@ class PublishedRun:
     num_gpus: int
     candidates: tuple[RunPlan, ...]
     software: Software
-    eight: InEight
+    eight: Fp8Coverage
     iter_s: float
     tflops: float
     memory_gib: float

@@ -12,9 +12,9 @@ from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, Elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.tensor_table import layer_tensors
-from raymega.plan.zero_levels import Level, level_of, sharers
+from raymega.plan.zero_levels import ZeroLevel, dp_shard_ranks, level_of
 from raymega.planner.kernels.collective_time import (
-    Span,
+    GroupSpan,
     all_reduce_s,
     gather_s,
     make_span,
@@ -61,14 +61,14 @@ def data_parallel_s(
     forward_s, passes = backward_s / 2, plan.batch.num_micro_batches
     reduce, gather = traffic.reduce_s, traffic.gather_s
     if not software.hides_gradients:
-        sums = passes if level >= Level.GRADIENTS else 1
-        gathers = 2 * passes if level == Level.PARAMETERS else 1
+        sums = passes if level >= ZeroLevel.GRADIENTS else 1
+        gathers = 2 * passes if level == ZeroLevel.PARAMETERS else 1
         return sums * reduce + gathers * gather + traffic.copies_s
     ends = (reduce + gather) / BUCKETS
-    if level == Level.PARAMETERS:
+    if level == ZeroLevel.PARAMETERS:
         each = max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s)
         return passes * each + ends + traffic.copies_s
-    sums = passes if level == Level.GRADIENTS else 1
+    sums = passes if level == ZeroLevel.GRADIENTS else 1
     late = (sums - 1) * max(0.0, reduce - backward_s) + max(reduce / BUCKETS, reduce - backward_s)
     return late + max(gather / BUCKETS, gather - forward_s) + traffic.copies_s
 
@@ -76,7 +76,7 @@ def data_parallel_s(
 def traffic_of(plan: RunPlan, held: Elements, device: Accelerator, software: Software) -> Traffic:
     """Those of experts go over edp, all others over the replicas."""
     grid, parallel = plan.grid, plan.job.parallel
-    is_sharded = level_of(parallel) > Level.NONE
+    is_sharded = level_of(parallel) > ZeroLevel.NONE
     reduce = gather = copies = 0.0
     for count, ranks, stride in (
         (held.dense + held.wide, grid.replicas, grid.tp),
@@ -84,14 +84,14 @@ def traffic_of(plan: RunPlan, held: Elements, device: Accelerator, software: Sof
     ):
         if not count:
             continue
-        size = sharers(parallel, ranks) if is_sharded else ranks
+        size = dp_shard_ranks(parallel, ranks) if is_sharded else ranks
         span = make_span(device, size=size, stride=stride)
         gradients = count * software.gradient_bytes
         weights = count * DTYPE_BYTES[plan.job.precision.dtype] if is_sharded else gradients
         reduce += gather_s(device, span, gradients)
         gather += gather_s(device, span, weights)
         copies += all_reduce_s(device, _across(device, ranks, size, stride), gradients / size)
-        if level_of(parallel) >= Level.GRADIENTS:
+        if level_of(parallel) >= ZeroLevel.GRADIENTS:
             steps_s = _collectives(plan, software) * ring_steps_s(device, span)
             reduce, gather = reduce + steps_s, gather + steps_s
     return Traffic(reduce_s=reduce, gather_s=gather, copies_s=copies)
@@ -105,6 +105,6 @@ def _collectives(plan: RunPlan, software: Software) -> float:
     return blocks * len(layer_tensors(plan.job.model, 0))
 
 
-def _across(device: Accelerator, ranks: int, size: int, stride: int) -> Span:
+def _across(device: Accelerator, ranks: int, size: int, stride: int) -> GroupSpan:
     """The ranks that own the same part of each copy."""
     return make_span(device, size=ranks // size, stride=stride * size)

@@ -15,7 +15,7 @@ from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.optimizer_state import format_of, kinds_of
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, Elements
 from raymega.plan.tensor_table import layer_tensors
-from raymega.plan.zero_levels import Level, level_of, sharers
+from raymega.plan.zero_levels import ZeroLevel, dp_shard_ranks, level_of
 from raymega.planner.kernels.collective_time import all_reduce_s, exchange_s, gather_s, make_span
 
 
@@ -45,7 +45,7 @@ def exchanged_bytes(job: Job, held: Elements, grid: Grid) -> float:
     """What a rank sends on the mean so that Muon's matrices come together and go back."""
     if job.optimizer.name != "muon":
         return 0.0
-    total, is_shared_out = 0.0, level_of(job.parallel) > Level.NONE
+    total, is_shared_out = 0.0, level_of(job.parallel) > ZeroLevel.NONE
     for field in _fields(job, held, grid):
         part = field.elements / field.ranks
         to_owners = part * (field.ranks - 1) / field.ranks if is_shared_out else 0.0
@@ -68,7 +68,7 @@ def newton_schulz_flops(model: ModelSection, layer: int, num_steps: int) -> floa
 def _muon_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
     if job.optimizer.name != "muon":
         return 0.0
-    moved, is_shared_out = 0.0, level_of(job.parallel) > Level.NONE
+    moved, is_shared_out = 0.0, level_of(job.parallel) > ZeroLevel.NONE
     for field in _fields(job, held, grid):
         over = make_span(device, size=field.ranks, stride=field.stride)
         cut = make_span(device, size=field.cut, stride=1)
@@ -86,27 +86,27 @@ def _orthogonal_s(job: Job, grid: Grid, device: Accelerator) -> float:
     model, steps = job.model, job.optimizer.newton_schulz_steps
     layers = range(model.num_layers)
     flops = sum(newton_schulz_flops(model, layer, steps) for layer in layers) / grid.pp
-    ranks = sharers(job.parallel, grid.replicas) * grid.tp
-    if level_of(job.parallel) == Level.NONE:
+    ranks = dp_shard_ranks(job.parallel, grid.replicas) * grid.tp
+    if level_of(job.parallel) == ZeroLevel.NONE:
         ranks = grid.replicas * grid.tp
     return flops / ranks / (device.peak_flops(_wide(job)) * device.fitted.matmul_share)
 
 
 def _maxima_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
     """Over the ranks that share the state out; where tp cuts a row inside of a block is not asked."""
-    if format_of(job.optimizer, "matrix") != "8bit" or level_of(job.parallel) == Level.NONE:
+    if format_of(job.optimizer, "matrix") != "8bit" or level_of(job.parallel) == ZeroLevel.NONE:
         return 0.0
-    span = make_span(device, size=sharers(job.parallel, grid.replicas), stride=grid.tp)
+    span = make_span(device, size=dp_shard_ranks(job.parallel, grid.replicas), stride=grid.tp)
     kinds = len(kinds_of(job.optimizer.name, "matrix"))
     return all_reduce_s(device, span, held.blocks * kinds * _wide(job))
 
 
 def _fields(job: Job, held: Elements, grid: Grid) -> list[_Field]:
     """Matrices inside blocks: dense ones, and experts'."""
-    is_shared_out = level_of(job.parallel) > Level.NONE
+    is_shared_out = level_of(job.parallel) > ZeroLevel.NONE
 
     def ranks(number: int) -> int:
-        return sharers(job.parallel, number) if is_shared_out else number
+        return dp_shard_ranks(job.parallel, number) if is_shared_out else number
 
     dense = held.dense - held.small - held.tables + held.wide
     fields = [

@@ -13,7 +13,7 @@ from raymega.plan.memory.activation_bytes import ActivationShape, activation_sha
 from raymega.plan.memory.state_bytes import Elements, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.cost.context_cost import shape_cost
-from raymega.planner.cost.rank_classes import RankKind, rank_kinds, stage_kind
+from raymega.planner.cost.rank_classes import RankClass, rank_kinds, stage_kind
 from raymega.planner.cost.stage_cost import StageCosts
 
 RESERVED_BYTES = 2 * 2**30
@@ -40,7 +40,7 @@ class MemoryUse:
 
 
 def memory_use(
-    plan: RunPlan, ranks: Sequence[RankKind] = (), costs: StageCosts | None = None
+    plan: RunPlan, ranks: Sequence[RankClass] = (), costs: StageCosts | None = None
 ) -> MemoryUse:
     """What the fullest rank of ``plan`` needs on a GPU.
 
@@ -67,7 +67,7 @@ def pipeline_memory(plan: RunPlan) -> list[tuple[MemoryUse, Elements]]:
     return uses
 
 
-def _rank_memory(plan: RunPlan, kind: RankKind, costs: StageCosts, *, pp_rank: int) -> MemoryUse:
+def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: int) -> MemoryUse:
     in_flight = micro_batches_in_flight(
         plan.job.schedule.name,
         pp=plan.grid.pp,

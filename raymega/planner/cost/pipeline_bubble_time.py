@@ -42,7 +42,7 @@ class Passes(NamedTuple):
         return path.left_forwards * self.forward_s + path.left_backwards * backward_s
 
 
-class PacedRank(NamedTuple):
+class RankTimes(NamedTuple):
     """Ranks of one kind, the first and the last of them, and what each of them does."""
 
     pp_ranks: tuple[int, ...]
@@ -54,7 +54,7 @@ def waiting_s(  # noqa: PLR0913  # one a size
     *,
     chunks: int,
     num_micro_batches: int,
-    ranks: Sequence[PacedRank],
+    ranks: Sequence[RankTimes],
     mean: Passes,
     pp: int,
     message_s: float,

@@ -18,7 +18,7 @@ whether a stage is the first and the last one: stages of one kind cost the same.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankKind:
+class RankClass:
     """Ranks of a pipeline whose stages are of the same kinds.
 
     Attributes:
@@ -44,7 +44,7 @@ def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
     return stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends
 
 
-def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[RankKind, ...]:
+def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[RankClass, ...]:
     """Those of a plan, that of the first rank first.
 
     Args:
@@ -64,7 +64,7 @@ def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[Rank
         last[mine] = pp_rank
         ranks.setdefault(mine, []).append(tuple(plan.stages[stage] for stage in chunks))
     return tuple(
-        RankKind(
+        RankClass(
             pp_rank=first[mine], last_pp_rank=last[mine], count=len(alike), stages=alike[0],
             kinds=mine, elements=counts.of(alike[0], plan.grid),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.plan.fp8_layers import InEight
+from raymega.plan.fp8_layers import Fp8Coverage
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_bytes import (
     ActivationShape,
@@ -85,7 +85,7 @@ class StageCosts:
 
 
 def stage_costs(
-    job: Job, device: Accelerator, software: Software, *, eight: InEight | None = None
+    job: Job, device: Accelerator, software: Software, *, eight: Fp8Coverage | None = None
 ) -> StageCosts:
     """Of a job's stages on ``device``; ``eight`` are products in fp8 of all blocks, where the job itself
     says nothing of it."""

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.plan.fp8_layers import InEight
+from raymega.plan.fp8_layers import Fp8Coverage
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.cost.data_parallel_time import data_parallel_s
 from raymega.planner.cost.optimizer_time import update_s
-from raymega.planner.cost.pipeline_bubble_time import PacedRank, Passes, waiting_s
-from raymega.planner.cost.rank_classes import RankKind, rank_kinds, stage_kind
+from raymega.planner.cost.pipeline_bubble_time import Passes, RankTimes, waiting_s
+from raymega.planner.cost.rank_classes import RankClass, rank_kinds, stage_kind
 from raymega.planner.cost.stage_cost import StageCosts, StageTime, stage_costs
 from raymega.planner.kernels.collective_time import gather_s, make_span, message_s
 from raymega.planner.kernels.kernel_time import host_s, memory_s
@@ -74,7 +74,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class PrecomputedCosts:
     """What many layouts share, so that a search counts it once.
 
     Attributes:
@@ -83,7 +83,7 @@ class Known:
     """
 
     costs: StageCosts
-    ranks: Sequence[RankKind]
+    ranks: Sequence[RankClass]
 
 
 def step_time(
@@ -91,8 +91,8 @@ def step_time(
     device: Accelerator,
     software: Software = RAYMEGA,
     *,
-    eight: InEight | None = None,
-    known: Known | None = None,
+    eight: Fp8Coverage | None = None,
+    known: PrecomputedCosts | None = None,
 ) -> StepTime:
     """Of a step of ``plan``'s batch by closed forms; fill_time's for the bubble.
 
@@ -100,7 +100,7 @@ def step_time(
     ``eight`` are products in fp8 of all blocks, where the job itself says nothing of it.
     """
     job, grid = plan.job, plan.grid
-    known = known or Known(
+    known = known or PrecomputedCosts(
         costs=stage_costs(job, device, software, eight=eight), ranks=rank_kinds(plan)
     )
     pace = _pace(plan, known, device, software)
@@ -132,7 +132,11 @@ def step_time(
 
 
 def work_s(
-    plan: RunPlan, device: Accelerator, software: Software = RAYMEGA, *, known: Known | None = None
+    plan: RunPlan,
+    device: Accelerator,
+    software: Software = RAYMEGA,
+    *,
+    known: PrecomputedCosts | None = None,
 ) -> float:
     """Of a step those seconds in which a rank occupies a core, the mean of the ranks.
 
@@ -140,7 +144,9 @@ def work_s(
     leaves its core to others; but the work of all counts. Moving bytes is work of a core too, and
     hides behind nothing.
     """
-    known = known or Known(costs=stage_costs(plan.job, device, software), ranks=rank_kinds(plan))
+    known = known or PrecomputedCosts(
+        costs=stage_costs(plan.job, device, software), ranks=rank_kinds(plan)
+    )
     pace, held = _pace(plan, known, device, software), known.ranks[0].elements
     state = state_of(plan.job, held, plan.grid)
     hiding_nothing = replace(software, hides_gradients=False)
@@ -166,7 +172,7 @@ class _Pace:
     """
 
     busiest_s: float
-    ranks: tuple[PacedRank, ...]
+    ranks: tuple[RankTimes, ...]
     mean: Passes
     chunks_s: float
     last_stage_s: float
@@ -175,7 +181,7 @@ class _Pace:
     messages_s: float
 
 
-def _pace(plan: RunPlan, known: Known, device: Accelerator, software: Software) -> _Pace:
+def _pace(plan: RunPlan, known: PrecomputedCosts, device: Accelerator, software: Software) -> _Pace:
     ranks = [
         [known.costs.time(*each) for each in zip(rank.kinds, rank.stages, strict=True)]
         for rank in known.ranks
@@ -188,7 +194,7 @@ def _pace(plan: RunPlan, known: Known, device: Accelerator, software: Software) 
     return _Pace(
         busiest_s=max(seconds),
         ranks=tuple(
-            PacedRank(tuple({rank.pp_rank, rank.last_pp_rank}), mine)
+            RankTimes(tuple({rank.pp_rank, rank.last_pp_rank}), mine)
             for rank, mine in zip(known.ranks, passes, strict=True)
         ),
         mean=Passes(
@@ -248,7 +254,7 @@ def _waits(plan: RunPlan, pace: _Pace, software: Software) -> tuple[float, float
     still_s = 0.0
     if not software.hides_messages:
         longer = _standing_still(sent_s, is_split=_order(plan).startswith("zb_"))
-        ranks = tuple(PacedRank(each.pp_ranks, each.passes.plus(longer)) for each in ranks)
+        ranks = tuple(RankTimes(each.pp_ranks, each.passes.plus(longer)) for each in ranks)
         mean, sent_s, still_s = mean.plus(longer), 0.0, num * longer.total_s
     bubble_s, messages_s = waiting_s(
         _order(plan), chunks=chunks, num_micro_batches=num, ranks=ranks, mean=mean, pp=pp,

@@ -13,7 +13,7 @@ from raymega.plan.hardware.catalog import Accelerator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class GroupSpan:
     """A group of ranks as the network sees it.
 
     Attributes:
@@ -30,13 +30,13 @@ class Span:
         return self.per_node >= self.size
 
 
-def make_span(device: Accelerator, *, size: int, stride: int) -> Span:
+def make_span(device: Accelerator, *, size: int, stride: int) -> GroupSpan:
     """Of ``size`` ranks that lie ``stride`` apart, as an axis of a grid does."""
     per_node = max(1, min(size, device.devices_per_node // stride))
-    return Span(size=size, per_node=per_node)
+    return GroupSpan(size=size, per_node=per_node)
 
 
-def gather_s(device: Accelerator, span: Span, num_bytes: float) -> float:
+def gather_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
     """An all-gather that leaves ``num_bytes`` on every rank, or a reduce-scatter of as many.
 
     A ring moves (n - 1) / n of them through every rank. It crosses the edge of a node once, whatever
@@ -49,24 +49,24 @@ def gather_s(device: Accelerator, span: Span, num_bytes: float) -> float:
     return share * num_bytes / _ring_bytes_per_s(device, span) + latency * _steps(device, span)
 
 
-def _steps(device: Accelerator, span: Span) -> float:
+def _steps(device: Accelerator, span: GroupSpan) -> float:
     """Latencies of a collective: gloo's rings, between CPU workers, pay for every step around; NCCL's
     protocols for as many as a tree has."""
     return span.size - 1 if device.shared_cores else log2(span.size)
 
 
-def all_reduce_s(device: Accelerator, span: Span, num_bytes: float) -> float:
+def all_reduce_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
     """A reduce-scatter and an all-gather."""
     return 2 * gather_s(device, span, num_bytes)
 
 
-def ring_steps_s(device: Accelerator, span: Span) -> float:
+def ring_steps_s(device: Accelerator, span: GroupSpan) -> float:
     """What a ring's steps take beside their bytes: n - 1 for each of many small gathers or sums."""
     latency = device.fitted.link_latency_s if span.is_inside else device.fitted.network_latency_s
     return (span.size - 1) * latency
 
 
-def exchange_s(device: Accelerator, span: Span, num_bytes: float) -> float:
+def exchange_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
     """An all-to-all in which every rank has ``num_bytes``, an even part for each rank, its own too.
 
     What stays in the node and what leaves it travel side by side; every rank has its own share of
@@ -94,7 +94,7 @@ def message_s(device: Accelerator, num_bytes: float, *, is_inside: bool) -> floa
     return num_bytes / rate + fitted.network_latency_s
 
 
-def _ring_bytes_per_s(device: Accelerator, span: Span) -> float:
+def _ring_bytes_per_s(device: Accelerator, span: GroupSpan) -> float:
     inside = device.link_bytes_per_s * device.fitted.link_share
     if span.is_inside:
         return inside

@@ -20,16 +20,16 @@ from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
 from raymega.plan.validation.cache import RuleMemo
 from raymega.planner.cost.layer_time import BlockTimes, block_times
 from raymega.planner.cost.peak_memory import RESERVED_BYTES, MemoryUse, memory_use
-from raymega.planner.cost.rank_classes import RankKind, rank_kinds
+from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.cost.stage_cost import StageCosts
-from raymega.planner.cost.step_time import Known, StepTime, step_time
+from raymega.planner.cost.step_time import PrecomputedCosts, StepTime, step_time
 from raymega.planner.kernels.system_traits import RAYMEGA
 from raymega.planner.search.candidates import SHARDINGS, VARIED, Space, candidates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class RankedLayout:
     """A layout that fits, and what is expected of it."""
 
     plan: RunPlan
@@ -43,7 +43,7 @@ class Found:
             f"{path}={_as_yaml(value)}" for path, value in mine.items() if value != theirs[path]
         )
 
-    def played(self, device: Accelerator) -> Found:
+    def played(self, device: Accelerator) -> RankedLayout:
         """With the time that its schedule shows when it is played."""
         return replace(self, time=played_step(self.plan, device))
 
@@ -66,9 +66,9 @@ class SearchResult:
             needs least.
     """
 
-    best: tuple[Found, ...]
+    best: tuple[RankedLayout, ...]
     refused: Counter[str]
-    missed: Found | None
+    missed: RankedLayout | None
 
 
 def search(
@@ -91,7 +91,7 @@ def search(
     Raises:
         PlanError: No legal layout has so many ranks, or none fits into memory.
     """
-    found: list[Found] = []
+    found: list[RankedLayout] = []
     refused: Counter[str] = Counter()
     judge = _Judge(job, device)
     space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
@@ -103,7 +103,7 @@ def search(
             found.append(verdict)
     if not found:
         raise PlanError(_nothing_fits(job, device, num_devices, refused))
-    by_grid: dict[str, Found] = {}
+    by_grid: dict[str, RankedLayout] = {}
     for each in sorted(found, key=lambda each: each.time.total_s):
         by_grid.setdefault(each.plan.grid.describe(), each)
     few = [each.played(device) for each in list(by_grid.values())[: top + MORE]]
@@ -131,7 +131,7 @@ class _Shared:
     """What all layouts with the same degrees, chunks and order have in common."""
 
     plan: RunPlan
-    ranks: tuple[RankKind, ...]
+    ranks: tuple[RankClass, ...]
     least_bytes: int
 
 
@@ -139,7 +139,7 @@ class _Judge:
     """Prices candidates, the cheapest refusal first, and counts once what many of them share."""
 
     def __init__(self, job: Job, device: Accelerator) -> None:
-        self.missed: list[Found] = []
+        self.missed: list[RankedLayout] = []
         self._device = device
         self._counts = ElementCounts(job)
         self._rules = RuleMemo(VARIED)
@@ -147,7 +147,7 @@ class _Judge:
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
         self._costs: dict[tuple[object, ...], StageCosts] = {}
 
-    def verdict(self, job: Job) -> Found | str:
+    def verdict(self, job: Job) -> RankedLayout | str:
         """What is expected of ``job``, or what rules it out."""
         shared = self._share(job)
         if shared is None or not self._rules.is_legal(job):
@@ -159,8 +159,10 @@ class _Judge:
         memory = memory_use(plan, shared.ranks, costs)
         if memory.total_bytes > most:
             return DOES_NOT_FIT
-        known = Known(costs=costs, ranks=shared.ranks)
-        found = Found(plan=plan, time=step_time(plan, self._device, known=known), memory=memory)
+        known = PrecomputedCosts(costs=costs, ranks=shared.ranks)
+        found = RankedLayout(
+            plan=plan, time=step_time(plan, self._device, known=known), memory=memory
+        )
         if memory.total_bytes > self._device.memory_bytes:
             self.missed.append(found)
             return DOES_NOT_FIT
@@ -194,7 +196,7 @@ class _Judge:
         return self._costs[whole]
 
 
-def _least(plan: RunPlan, ranks: Sequence[RankKind]) -> int:
+def _least(plan: RunPlan, ranks: Sequence[RankClass]) -> int:
     """Bytes below which no sharding brings the fullest rank's state."""
     parallel = plan.job.parallel.model_copy(
         update={"sharding": SHARDINGS[-1], "sharding_group": "all"}

@@ -14,7 +14,7 @@ from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.search.candidates import CHOSEN
-from raymega.planner.search.search import Found, SearchResult, search
+from raymega.planner.search.search import RankedLayout, SearchResult, search
 
 TOP = 8
 """Grids that are looked at where not every one can be had."""
@@ -34,7 +34,7 @@ class Choice:
     """
 
     job: Job
-    found: Found
+    found: RankedLayout
     overrides: tuple[str, ...]
     reasons: tuple[str, ...]
 
@@ -133,7 +133,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
     yield expected_error(device)
 
 
-def describe(found: Found) -> str:
+def describe(found: RankedLayout) -> str:
     """The grid and what else was chosen, in one line."""
     job = found.plan.job
     parts = [found.plan.grid.describe(), job.schedule.name]

@@ -11,9 +11,9 @@ from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.config.schema import OptimizerSection
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.collectives import barrier
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.stages import even_stages
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from raymega.storage.registry import open_store
 from tests.support.params import make_optimizer
@@ -40,13 +40,17 @@ def _optimizer(env, model, *, seed, is_sharded):
     module = StageModule(
         model,
         stage,
-        stream=Stream(tp=env.groups.tp),
+        stream=SequenceParallel(tp=env.groups.tp),
         dtype=torch.float32,
         device=env.device,
         seed=seed,
     )
     _, weights, optimizer = make_optimizer(
-        list(module.parameters()), SECTION, env.groups, level=Level(is_sharded), bucket_bytes=2000
+        list(module.parameters()),
+        SECTION,
+        env.groups,
+        level=ZeroLevel(is_sharded),
+        bucket_bytes=2000,
     )
     fill(block for block in optimizer.blocks() if block.kind != "model")
     return module, weights, optimizer

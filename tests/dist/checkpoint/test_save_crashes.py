@@ -13,8 +13,8 @@ from botocore.awsrequest import AWSHTTPConnection
 
 from raymega.checkpoint.format.keys import is_manifest
 from raymega.checkpoint.format.manifest import commit, find_restore
-from raymega.checkpoint.save.writer import Limits
-from raymega.checkpoint.tools.retention import Keep, Pruner
+from raymega.checkpoint.save.writer import SaveLimits
+from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.storage import local
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from raymega.storage.s3 import S3Store
@@ -25,7 +25,7 @@ from tests.unit.checkpoint.large import PART, holds_step, make_manifest, save_st
 pytestmark = pytest.mark.dist
 
 NUM_FILES = 2
-FILES = Limits(file_bytes=13 << 20)
+FILES = SaveLimits(file_bytes=13 << 20)
 """The first file has three parts: an upload begins when two are there."""
 STAGES = (
     "before-the-first-byte",
@@ -122,7 +122,7 @@ def _save_and_die(place, stage, env):
         manifest = make_manifest(write_step(dying, 200, limits=FILES))
         if stage == "while-old-ones-are-deleted":
             commit(store, manifest)
-            Pruner(dying, Keep(last=1)).prune()
+            Pruner(dying, RetentionPolicy(last=1)).prune()
         else:
             commit(dying, manifest)
 
@@ -154,7 +154,7 @@ def test_killed_save_loses_nothing_committed_and_leaves_nothing_for_good(place, 
 
     new = save_step(store, 300, attempt=2, limits=FILES)
     assert len(new.file_sizes()) == NUM_FILES
-    Pruner(store, Keep(last=1)).prune()
+    Pruner(store, RetentionPolicy(last=1)).prune()
     assert set(store.list("")) == {new.key, *new.file_sizes()} and holds_step(store, new)
     _collect(store, place, service)
     assert holds_step(store, new)

@@ -6,16 +6,16 @@ import pytest
 
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.reader import load
-from raymega.checkpoint.save.writer import CheckpointWriter, Limits
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.messages import Progress, Replicas, Requests, ShardSaved, StepDone
 from raymega.plan.run_plan import read_plan
 from raymega.plan.save_cost import save_cost
-from raymega.storage.memory_server import Keeper
+from raymega.storage.memory_server import MemoryStoreServer
 from raymega.storage.registry import open_store
 from raymega.train.build import build_parts
 from raymega.train.loop import run_loop
-from raymega.train.save_schedule import Saving
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, state_from
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
@@ -77,13 +77,15 @@ def _train(env, plan_json, addresses, uri, manifest):
     section = plan.job.checkpoint
     writer = CheckpointWriter(
         HeldStore(store, channel.may_write), rank=env.rank, attempt=1, report=channel.report,
-        limits=Limits(file_bytes=section.file_bytes, buffer_bytes=section.buffer_bytes),
+        limits=SaveLimits(file_bytes=section.file_bytes, buffer_bytes=section.buffer_bytes),
     )  # fmt: skip
     own, partner = addresses[env.rank], addresses[1 - env.rank]
     replicas = Replicas(token=TOKEN, write_to=(own, partner), num_copies=2, home=own, tidies=(own,))
     snapshots = SnapshotWriter(plan, rank=env.rank, attempt=1, replicas=replicas)
     channel.wait_for_snapshot, channel.wait_for_checkpoint = snapshots.wait, writer.wait
-    saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank)
+    saving = SaveScheduler(
+        parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank
+    )
     run_loop(parts, state, channel=channel, saving=saving, rank=env.rank)
     steps = {each.step: each.metrics for each in channel.reports if isinstance(each, StepDone)}
     shards = {each.step: each for each in channel.reports if isinstance(each, ShardSaved)}
@@ -102,7 +104,10 @@ def curve_of(steps, name):
 
 
 def run(plan, folder, *, manifest=None):
-    with Keeper("127.0.0.1", TOKEN) as one, Keeper("127.0.0.1", TOKEN) as other:
+    with (
+        MemoryStoreServer("127.0.0.1", TOKEN) as one,
+        MemoryStoreServer("127.0.0.1", TOKEN) as other,
+    ):
         addresses = [one.uri, other.uri]
         return run_grid(_train, plan.grid, plan.to_json(), addresses, str(folder), manifest)
 

@@ -11,12 +11,12 @@ from raymega.messages import Replicas, Requests, StepDone
 from raymega.plan.run_plan import read_plan
 from raymega.plan.snapshot_replicas import copy_nodes, snapshot_cost
 from raymega.storage.memory import MemoryStore
-from raymega.storage.memory_server import Keeper
-from raymega.storage.remote_memory_store import KeeperStore
-from raymega.storage.replicated_store import Copies
+from raymega.storage.memory_server import MemoryStoreServer
+from raymega.storage.remote_memory_store import RemoteMemoryStore
+from raymega.storage.replicated_store import ReplicatedStore
 from raymega.train.build import build_parts
 from raymega.train.loop import run_loop
-from raymega.train.save_schedule import Saving
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, state_from
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
@@ -55,13 +55,15 @@ def _train(env, plan_json, replicas, source):
     state = TrainState()
     if source:
         holders, manifest, addresses = source
-        keepers = {address: KeeperStore(address, TOKEN) for address in addresses}
-        load(Copies(keepers, holders=holders), manifest, list(parts.optimizer.blocks()))
+        keepers = {address: RemoteMemoryStore(address, TOKEN) for address in addresses}
+        load(ReplicatedStore(keepers, holders=holders), manifest, list(parts.optimizer.blocks()))
         parts.optimizer.sync_weights()
         state = state_from(manifest.state, plan.job.precision)
     writer = CheckpointWriter(MemoryStore(), rank=env.rank, attempt=1, report=channel.report)
     snapshots = SnapshotWriter(plan, rank=env.rank, attempt=1, replicas=replicas[env.rank])
-    saving = Saving(parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank)
+    saving = SaveScheduler(
+        parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank
+    )
     run_loop(parts, state, channel=channel, saving=saving, rank=env.rank)
     steps = [report for report in channel.reports if isinstance(report, StepDone)]
     return {step.step: step.metrics for step in steps}, snapshots._newest.num_bytes
@@ -69,7 +71,7 @@ def _train(env, plan_json, replicas, source):
 
 @pytest.fixture
 def keepers():
-    keepers = [Keeper("127.0.0.1", TOKEN) for _ in range(3)]
+    keepers = [MemoryStoreServer("127.0.0.1", TOKEN) for _ in range(3)]
     yield keepers
     for keeper in keepers:
         keeper.shutdown()
@@ -117,7 +119,7 @@ def test_run_goes_on_from_memory_after_a_node_is_lost(keepers, saved, loaded, sh
 
     lost, *left = keepers
     lost.shutdown()
-    stores = {keeper.uri: KeeperStore(keeper.uri, TOKEN) for keeper in left}
+    stores = {keeper.uri: RemoteMemoryStore(keeper.uri, TOKEN) for keeper in left}
     snapshot = find_snapshot(stores, job={}, now="")
     assert snapshot.manifest.step == STEPS - 1, "the last step saves to the store instead"
 

@@ -8,7 +8,7 @@ from raymega.model.pipeline_stage import StageModule
 from raymega.model.saved_tensor_bytes import SavedBytes
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import Rows, held_positions, make_context
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.memory.activation_bytes import (
     ActivationShape,
@@ -55,7 +55,7 @@ MODELS = {
 
 def _measure(env, model, memory, stage, is_cut):
     """Bytes that a rank keeps of one micro-batch in bf16."""
-    stream = Stream(tp=env.groups.tp, is_sequence_parallel=is_cut)
+    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_cut)
     module = StageModule(model, stage, stream=stream, dtype=torch.bfloat16, device=CPU, seed=1)
     module.recompute(memory)
     tokens = torch.zeros(B, S, dtype=torch.int64)
@@ -145,7 +145,7 @@ def _measure_middle(env, model, method, inner, memory):
     module = StageModule(
         model,
         MIDDLE,
-        stream=Stream(tp=env.groups.tp, is_sequence_parallel=False),
+        stream=SequenceParallel(tp=env.groups.tp, is_sequence_parallel=False),
         dtype=torch.bfloat16,
         device=CPU,
         seed=1,

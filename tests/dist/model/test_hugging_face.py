@@ -15,9 +15,9 @@ from raymega.data.loader import Loader
 from raymega.data.open_split import Shape, open_split
 from raymega.messages import Requests
 from raymega.optim.lr_schedule import learning_rate
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import build_parts
@@ -52,7 +52,7 @@ def _tokens():
 
 def _blocks(module):
     return [
-        Block(
+        TensorBlock(
             kind="model", tensor=piece.tensor, box=piece.box, is_primary=True,
             values=param.data[piece.place],
         )
@@ -63,7 +63,7 @@ def _blocks(module):
 
 def _logits(env, model, uri, num_stages):
     """This rank's columns [B, S, V/tp], through stages that this process holds all of."""
-    groups, stream = env.groups, Stream(tp=env.groups.tp, is_sequence_parallel=False)
+    groups, stream = env.groups, SequenceParallel(tp=env.groups.tp, is_sequence_parallel=False)
     experts = ExpertGroups(ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream)
     modules = make_stage_modules(model, num_stages=num_stages, stream=stream, experts=experts)
     store, manifest = open_checkpoint(uri)

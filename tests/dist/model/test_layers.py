@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raymega.model.families import make_block, make_positions
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import layer_tensors, model_tensors
 from tests.support.params import make_buffer
@@ -64,7 +64,7 @@ def _positions(x, stream):
 
 def _run_parts(env, sp):
     """Output, input gradient and weight gradients of each model's block and of its two parts."""
-    stream = Stream(tp=env.groups.tp, is_sequence_parallel=sp)
+    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
     return {key: _run_model(stream, model) for key, model in MODELS.items()}
 
 
@@ -117,7 +117,7 @@ def _run_stages(env, sp, models, num_stages):
 
 def _run_stages_of(env, sp, model, num_stages):
     """Loss, and the gradients that the buffer makes of every rank's terms: what counts, and all."""
-    stream = Stream(tp=env.groups.tp, is_sequence_parallel=sp)
+    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
     modules = make_stage_modules(model, num_stages=num_stages, stream=stream)
     params = [param for module in modules for param in module.parameters()]
     plain_models.fill(params, plain_models.draw_weights(model_tensors(model)))

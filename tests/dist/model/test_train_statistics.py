@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raymega.messages import Requests
-from raymega.model.layers.transformer_block import Block
+from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.plan.run_plan import read_plan
-from raymega.train.bad_steps import Ruling
+from raymega.train.bad_steps import BadStepAction
 from raymega.train.build import build_parts
 from raymega.train.state import first_state
 from raymega.train.step import train_step
@@ -31,7 +31,7 @@ def _train(env, plan_json):
         handles = [
             module.register_forward_hook(_keeper(by_hand, name))
             for name, module in parts.modules[0].named_modules()
-            if isinstance(module, Block)
+            if isinstance(module, TransformerBlock)
         ]
         with activations_of(parts, is_due=True) as activations:
             outcome = train_step(parts, state, Requests(), is_recording=False)
@@ -139,5 +139,5 @@ def test_numbers_of_a_pass_that_was_not_used_are_in_no_statistics():
     for ruling, metrics, grad_norm in run_grid(
         _train_with_a_passing_fault, plan.grid, plan.to_json()
     ):
-        assert ruling is Ruling.SECOND_PASS and grad_norm > 0
+        assert ruling is BadStepAction.SECOND_PASS and grad_norm > 0
         assert metrics == {}

@@ -7,7 +7,7 @@ import torch
 
 from raymega.parallel.tensor_parallel.fp8_linear import Fp8
 from raymega.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import GlobalTensor
 from tests.support.jobs import layout_overrides
@@ -75,7 +75,7 @@ def _part(x, dim, group, *, is_cut):
 
 def _run(env, sp):
     tp, found = env.groups.tp, {}
-    stream = Stream(tp=tp, is_sequence_parallel=sp)
+    stream = SequenceParallel(tp=tp, is_sequence_parallel=sp)
     for recipe in ("rowwise", "tensorwise"):
         for name, kind in (("column", ColumnParallelLinear), ("row", RowParallelLinear)):
             is_column = name == "column"

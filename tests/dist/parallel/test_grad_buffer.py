@@ -10,14 +10,14 @@ from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.data_parallel.state_tensors import blocks_of
 from raymega.plan.grid import Grid
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 from tests.support.params import make_buffer, make_param, make_tensor
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
 
 ROWS = (7, 5)
-LEVELS = (Level.NONE, Level.OPTIMIZER, Level.GRADIENTS)
+LEVELS = (ZeroLevel.NONE, ZeroLevel.OPTIMIZER, ZeroLevel.GRADIENTS)
 
 
 def _gradient(name, rank, dtype=torch.float64):
@@ -157,7 +157,7 @@ def _reduce_partial(env, is_sharded):
     place = {"tp": env.grid.tp, "tp_rank": env.coords.tp, "is_sequence_parallel": True}
     specs = [make_spec((make_tensor("norm", ROWS),), **place), make_spec(fused, **place)]
     params = [ShardedParameter(torch.zeros(spec.shape).double(), spec) for spec in specs]
-    buffer = make_buffer(params, env.groups, level=Level(is_sharded))
+    buffer = make_buffer(params, env.groups, level=ZeroLevel(is_sharded))
     for param in params:
         (param * (1 + env.rank)).sum().backward()
     buffer.finish()

@@ -24,9 +24,9 @@ from raymega.parallel.context_parallel.context import (
     mark_tokens,
 )
 from raymega.parallel.core.dropout import TokenKeys
-from raymega.parallel.core.weight_grads import make_owed
+from raymega.parallel.core.weight_grads import run_deferred
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from tests.support.ranks import run_grid
 from tests.support.references import moe as plain
@@ -98,7 +98,7 @@ def _run(env, sp, kinds, is_deferred):
 
 def _run_kind(env, sp, kind, is_gathered, is_deferred):
     groups, here = env.groups, env.grid.expert_coords(env.rank)
-    stream = Stream(tp=groups.tp, is_sequence_parallel=sp)
+    stream = SequenceParallel(tp=groups.tp, is_sequence_parallel=sp)
     context = Context(inner=alone(env.rank), outer=groups.cp)
     ranks = ExpertGroups(
         ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream, is_gathered=is_gathered
@@ -123,7 +123,7 @@ def _run_kind(env, sp, kind, is_gathered, is_deferred):
         with factory.deferral.collecting() as owed:
             y.backward(2 * stream.own(grad))
         assert {id(debt.param) for debt in owed} >= {id(p) for p in layer.experts.parameters()}
-        make_owed(owed)
+        run_deferred(owed)
     else:
         y.backward(2 * stream.own(grad))
     gradients = factory.gradients(layer)
@@ -148,8 +148,8 @@ def _wanted(kind, dp):
     x, grad, mask, keys = _batch(5, dp)
     x.requires_grad_()
     layer = MoeLayer(
-        plain.Factory(_weights(kind), Stream(tp=alone(0))), "moe", moe,
-        ExpertGroups(ep=alone(0), etp=alone(0), micro=alone(0), stream=Stream(tp=alone(0))),
+        plain.Factory(_weights(kind), SequenceParallel(tp=alone(0))), "moe", moe,
+        ExpertGroups(ep=alone(0), etp=alone(0), micro=alone(0), stream=SequenceParallel(tp=alone(0))),
         GeluMlp if kind in PLAIN else SwigluMlp,
     )  # fmt: skip
     ys, losses, details = [], [], []

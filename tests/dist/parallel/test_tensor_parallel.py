@@ -18,7 +18,7 @@ from raymega.parallel.tensor_parallel.mappings import (
     reduce_from_tp,
     scatter_to_positions,
 )
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import GlobalTensor
 from tests.support.ranks import run_grid
@@ -65,7 +65,7 @@ def _blocks(layer):
 
 
 def _stream(env, sp):
-    return Stream(tp=env.groups.tp, is_sequence_parallel=sp)
+    return SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
 
 
 def _features(x, env):

@@ -9,7 +9,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from raymega.messages import Requests
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.work import Work
 from raymega.plan import zero_levels
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.run_plan import read_plan
@@ -53,14 +53,14 @@ def _peak(env, plan_json):
     scheduled again, which is chance: each wait goes on until all of them sleep. Of three steps the one
     counts in which they had the fewest copies at once.
     """
-    wait = Pending.wait
+    wait = Work.wait
 
     def wait_and_let_go(pending, timeout_s):
         wait(pending, timeout_s)
         while not _has_let_go():
             time.sleep(0.0001)
 
-    Pending.wait = wait_and_let_go
+    Work.wait = wait_and_let_go
     zero_levels.MIN_BUCKETS = MANY_BUCKETS
     plan = read_plan(plan_json)
     parts, peaks = None, []

@@ -9,7 +9,7 @@ import torch
 from raymega.errors import NumericsError, RollbackError
 from raymega.messages import Requests
 from raymega.plan.run_plan import read_plan
-from raymega.train.bad_steps import Ruling
+from raymega.train.bad_steps import BadStepAction
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
@@ -63,7 +63,9 @@ def test_passing_fault_of_one_rank_leaves_the_run_bit_for_bit_as_it_was(layout):
     calm = run_grid(_curve, plan.grid, plan.to_json(), -1, 1.0)
     for factor in (math.nan, 1e6):
         found = run_grid(_curve, plan.grid, plan.to_json(), plan.grid.world_size - 1, factor)
-        assert {str(rulings) for _, rulings, _ in found} == {str({BAD_STEP: Ruling.SECOND_PASS})}
+        assert {str(rulings) for _, rulings, _ in found} == {
+            str({BAD_STEP: BadStepAction.SECOND_PASS})
+        }
         for (curve, _, weights), (wanted, none, wanted_weights) in zip(found, calm, strict=True):
             assert none == {} and curve == wanted
             for mine, other in zip(weights, wanted_weights, strict=True):
@@ -107,7 +109,7 @@ def test_batch_that_is_bad_again_is_left_out_undone_or_the_end():
 
     seen, *_ = run("skip")
     assert seen == [
-        (None, False, 8, 1), (None, False, 16, 2), (Ruling.SKIP, True, 24, 2), (None, False, 32, 3),
+        (None, False, 8, 1), (None, False, 16, 2), (BadStepAction.SKIP, True, 24, 2), (None, False, 32, 3),
     ]  # fmt: skip
     for policy, error, next_sample in (
         ("rollback", RollbackError, 24), ("rerun", NumericsError, -1), ("stop", NumericsError, -1),

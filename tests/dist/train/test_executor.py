@@ -11,7 +11,7 @@ import torch
 
 from raymega.errors import CommunicationError
 from raymega.orchestrate.workers.thread_status import process_state
-from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.grid import Grid
@@ -211,7 +211,7 @@ def _run_ragged(env, cases):
             program.lists[env.coords.pp],
             fns,
             _p2p(env, placement),
-            deferrals=[Deferral() for _ in stages],
+            deferrals=[WeightGradQueue() for _ in stages],
         )
         loss = executor.run(_ragged(), is_recording=False, lengths=LENGTHS).loss_sum
         results.append((loss, dict(zip(stages, [w.grad for w in weights], strict=True))))

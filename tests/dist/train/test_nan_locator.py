@@ -7,7 +7,7 @@ import torch
 
 from raymega.errors import NumericsError
 from raymega.messages import Requests
-from raymega.model.layers.transformer_block import Block
+from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
@@ -151,6 +151,8 @@ def test_blocks_have_the_names_that_are_told():
     groups = build_groups(plan.grid, 0, timeout_s=10)
     parts = build_parts(plan, rank=0, groups=groups, device=torch.device("cpu"))
     blocks = [
-        name for name, module in parts.modules[0].named_modules() if isinstance(module, Block)
+        name
+        for name, module in parts.modules[0].named_modules()
+        if isinstance(module, TransformerBlock)
     ]
     assert blocks == [f"layers.{i}" for i in range(4)]

@@ -10,13 +10,13 @@ from raymega.messages import Box
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.plan.grid import Grid
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 from tests.support.params import make_optimizer, make_param, make_tensor
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
 
-LEVELS = (Level.NONE, Level.OPTIMIZER, Level.GRADIENTS)
+LEVELS = (ZeroLevel.NONE, ZeroLevel.OPTIMIZER, ZeroLevel.GRADIENTS)
 SECTION = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 STEPS = 4
 TIED = make_tensor("embedding", (8, 6), tp_dim=0)
@@ -102,7 +102,7 @@ def _poison(buffer):
     """What a rank does not own holds no sums; gloo leaves them there, NCCL does not."""
     kept = [buffer.owned(bucket).clone() for bucket in buffer._table.buckets]
     for sums in buffer._sums.values():
-        if sums.bucket.level > Level.NONE:
+        if sums.bucket.level > ZeroLevel.NONE:
             sums.flat.fill_(torch.nan)
     for bucket, values in zip(buffer._table.buckets, kept, strict=True):
         buffer.owned(bucket).copy_(values)

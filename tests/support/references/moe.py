@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional
 
-from raymega.parallel.core.weight_grads import Deferral
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.core.weight_grads import WeightGradQueue
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 
 def draw_weights(moe, *, width, ffn_width, is_gated=True, seed=0):
@@ -43,7 +43,7 @@ class Factory:
     """Makes a rank's blocks of whole weights, as a ParameterFactory does."""
 
     weights: dict
-    stream: Stream
+    stream: SequenceParallel
     ep: tuple[int, int] = (1, 0)
     etp: tuple[int, int] = (1, 0)
     dtype: torch.dtype = torch.float64
@@ -51,7 +51,7 @@ class Factory:
     seed: int = 7
     is_fused: bool = False
     fp8: None = None
-    deferral: Deferral = field(default_factory=Deferral)
+    deferral: WeightGradQueue = field(default_factory=WeightGradQueue)
     places: dict = field(default_factory=dict)
 
     @property

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raymega.chaos.chaos_run import Strike
-from raymega.chaos.driver_process import Heard
+from raymega.chaos.chaos_run import InjectedFault
+from raymega.chaos.driver_process import DriverOutput
 from raymega.chaos.faults import ChaosFault
 from raymega.chaos.run_comparison import compare_runs
 from raymega.chaos.time_accounting import BETWEEN, ENDING, STARTING, STEPPING, incidents, time_sheet
@@ -12,7 +12,7 @@ GRID, SMALL = {"tp": 1, "dp": 2}, {"tp": 1, "dp": 1}
 
 
 def say(at_s, event, **values):
-    return Heard(at_s=at_s, event={"event": event, **values})
+    return DriverOutput(at_s=at_s, event={"event": event, **values})
 
 
 def step(at_s, number, *, grid=GRID, loss=1.0, samples=None):
@@ -28,7 +28,7 @@ def attempt(at_s, at_step, *, grid=GRID, source="memory"):
 
 def strike(at_s, kind="kill-worker"):
     fault = ChaosFault(kind=kind, phase="step", at=3)
-    return Strike(fault=fault, at_s=at_s, rank=1, step=2)
+    return InjectedFault(fault=fault, at_s=at_s, rank=1, step=2)
 
 
 LOST = (

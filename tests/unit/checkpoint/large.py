@@ -5,7 +5,7 @@ import torch
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.reader import load
-from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, Limits
+from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, SaveLimits
 from raymega.config.schema import ModelSection
 from tests.unit.checkpoint.support import NO_WAIT, STATE, make_blocks, make_grid
 
@@ -15,7 +15,7 @@ LARGE = ModelSection(
     vocab_size=3072, vocab_multiple=8, max_positions=12, is_embedding_tied=True,
 )  # fmt: skip
 PART = 5 << 20  # the least that services take
-FILES = Limits(file_bytes=6 << 20)
+FILES = SaveLimits(file_bytes=6 << 20)
 
 
 def blocks_of_step(step):

@@ -7,7 +7,7 @@ import torch
 
 from raymega.checkpoint.format.manifest import Manifest, commit
 from raymega.checkpoint.format.manifest_builder import assemble
-from raymega.checkpoint.save.writer import CheckpointWriter, Limits, Patience
+from raymega.checkpoint.save.writer import CheckpointWriter, RetryPolicy, SaveLimits
 from raymega.config.schema import ModelSection
 from raymega.errors import StorageError
 from raymega.messages import Box
@@ -19,14 +19,14 @@ from raymega.parallel.data_parallel.state_tensors import blocks_of
 from raymega.plan.grid import Grid
 from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import GlobalTensor, stage_tensors
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 from raymega.storage.memory import MemoryStore
 
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")
 FUSED = (("attention.q.", "attention.k.", "attention.v."), ("mlp.gate.", "mlp.up."))
-NO_WAIT = Patience(timeout_s=100.0, retry_delays_s=(0.0, 0.0))
-DEFAULT_LIMITS = Limits()
-QUIET = Limits(report_every_s=inf)
+NO_WAIT = RetryPolicy(timeout_s=100.0, retry_delays_s=(0.0, 0.0))
+DEFAULT_LIMITS = SaveLimits()
+QUIET = SaveLimits(report_every_s=inf)
 """Nothing is reported before the end of a save, however long that takes."""
 STATE = {"step": 100, "samples": 800, "tokens": 12800.0, "note": "x"}
 
@@ -121,7 +121,7 @@ def make_blocks(model, grid, rank, *, dtype=torch.float32, is_filled=True, is_sh
         name="dp", ranks=grid.group("dp", rank), index=grid.coords(rank).dp, timeout_s=1.0, handle=None
     )  # fmt: skip
     sharing = Sharing(whole=dp, inside=dp, across=alone(rank))
-    table = make_buckets([params], sharing, level=Level(is_sharded), bucket_bytes=2000)
+    table = make_buckets([params], sharing, level=ZeroLevel(is_sharded), bucket_bytes=2000)
     blocks = []
     for kind in KINDS:
         for part in map(table.owned, table.buckets):

@@ -9,7 +9,7 @@ from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.context_parallel.context import Context
 from raymega.plan.batch import make_batch
 from raymega.plan.packing.cost import PackCost
-from raymega.plan.packing.dynamic_cp import Limits
+from raymega.plan.packing.dynamic_cp import PackLimits
 
 SEQ_LEN, RANKS = 20, 4
 WIDE = PackCost(token_s=1.0, pair_s=1.0)
@@ -42,7 +42,7 @@ def _micro_batches(lengths, *, multiple=1):
     """Of all ranks, one step with all rows."""
     source = PackedSource(Counting(lengths), seq_len=SEQ_LEN, window=64)
     batch = make_batch(global_batch_size=source.num_windows, micro_batch_size=1, dp=RANKS)
-    limits = Limits(num_ranks=RANKS, max_tokens=SEQ_LEN, multiple=multiple)
+    limits = PackLimits(num_ranks=RANKS, max_tokens=SEQ_LEN, multiple=multiple)
     for rank in range(RANKS):
         loader = DynamicLoader(
             source,

@@ -7,7 +7,7 @@ from raymega.data.rows import Row, later_of
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import model_tensors
 
@@ -19,8 +19,8 @@ def make_group(size: int = 1, index: int = 0) -> Group:
     return Group(name="tp", ranks=tuple(range(size)), index=index, timeout_s=60, handle=None)
 
 
-def make_stream(tp: Group | None = None, *, is_sequence_parallel=False) -> Stream:
-    return Stream(tp=tp or make_group(), is_sequence_parallel=is_sequence_parallel)
+def make_stream(tp: Group | None = None, *, is_sequence_parallel=False) -> SequenceParallel:
+    return SequenceParallel(tp=tp or make_group(), is_sequence_parallel=is_sequence_parallel)
 
 
 def make_factory(tensors, *, stream=None, dtype=torch.float64, fp8=None) -> ParameterFactory:

@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attenti
 from raymega.config.schema import OptimizerSection
 from raymega.parallel.comm.process_groups import build_groups
 from raymega.parallel.tensor_parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
-from raymega.parallel.tensor_parallel.layers import OuterProducts
+from raymega.parallel.tensor_parallel.layers import LinearWeightGrad
 from raymega.plan.grid import Grid
 from tests.support.params import make_optimizer, make_param, make_tensor
 
@@ -75,10 +75,10 @@ def test_cross_entropy_and_its_gradient_add_in_float32(dtype):
 def test_weight_gradient_of_a_gemm_adds_in_float32(dtype):
     """4096 tokens of 1/4 x 1/4: in bfloat16 the sum would stop at 16."""
     ones = torch.full((4096, 1, 8), 0.25, dtype=dtype)
-    assert OuterProducts(ones, ones).make().eq(256.0).all()
+    assert LinearWeightGrad(ones, ones).make().eq(256.0).all()
     total = torch.full((8, 8), 7.0)
     for is_first, wanted in ((True, 256.0), (False, 512.0)):
-        OuterProducts(ones, ones).add_to(total, is_first=is_first)
+        LinearWeightGrad(ones, ones).add_to(total, is_first=is_first)
         assert total.eq(wanted).all()
 
 

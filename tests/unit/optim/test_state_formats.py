@@ -7,7 +7,7 @@ from raymega.config.schema import OptimizerSection
 from raymega.messages import Box
 from raymega.optim.state_formats import dynamic_codes
 from raymega.parallel.comm.trace import CommLog
-from raymega.parallel.data_parallel.quantized_scales import SharedBlocks
+from raymega.parallel.data_parallel.quantized_scales import ScaleReducer
 from raymega.plan.memory.quantized_blocks import BLOCK, scale_boxes
 from tests.support.params import ALONE, make_optimizer, make_param, make_tensor
 
@@ -85,5 +85,5 @@ def test_blocks_of_a_row_that_the_tensor_axis_cuts_have_one_number_on_all_its_ra
     parts = [make_param(whole, tp=2, tp_rank=rank) for rank in range(2)]
     for param in parts:
         table = make_optimizer([param], OptimizerSection(lr=1.0))[2]._table
-        shared = SharedBlocks(table.buckets, ALONE, lambda _: ("m",), torch.float64, CommLog())
+        shared = ScaleReducer(table.buckets, ALONE, lambda _: ("m",), torch.float64, CommLog())
         assert shared.box(param, param.spec.pieces[0], "m").shape == (4, 2)

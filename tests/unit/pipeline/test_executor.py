@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raymega.errors import InternalError
-from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.pipeline.executor import Executor
 from raymega.schedule.instructions import Op
 from raymega.schedule.order import Sizes
@@ -186,7 +186,7 @@ def test_layers_know_in_forward_whether_their_gradients_will_be_put_off(batches)
     told = {}
     for name, chunks in (("zb_v", 2), ("dualpipe_v", 2), ("1f1b", 1)):
         program = make_schedule(name, Sizes(pp=1, num_micro_batches=M, chunks=chunks))
-        deferrals = [Deferral() for _ in range(chunks)]
+        deferrals = [WeightGradQueue() for _ in range(chunks)]
         told[name] = []
 
         def stage(x, hidden, *, deferral, told=told[name], last=False):

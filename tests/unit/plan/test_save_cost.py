@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymega.checkpoint.save.writer import CheckpointWriter, Limits
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.plan.save_cost import save_cost, share_bytes
 from raymega.storage.memory import MemoryStore
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -22,7 +22,7 @@ def test_writer_writes_as_many_bytes_as_planned(layout, buffer_bytes):
         cost, shards = save_cost(plan, rank), []
         writer = CheckpointWriter(
             MemoryStore(), rank=rank, attempt=1, report=shards.append,
-            limits=Limits(file_bytes=20_000, buffer_bytes=buffer_bytes),
+            limits=SaveLimits(file_bytes=20_000, buffer_bytes=buffer_bytes),
         )  # fmt: skip
         blocks = make_blocks(model, grid, rank)
         writer.save(1, blocks, STATE)

@@ -7,8 +7,8 @@ import pytest
 
 from raymega.errors import StorageError
 from raymega.storage import remote_memory_store
-from raymega.storage.memory_server import Keeper, batch_of
-from raymega.storage.remote_memory_store import KeeperStore
+from raymega.storage.memory_server import MemoryStoreServer, batch_of
+from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.shared_memory import SharedMemories
 from tests.support.store_contract import *  # noqa: F403
 from tests.support.store_contract import put
@@ -18,13 +18,13 @@ TOKEN = "secret"
 
 @pytest.fixture
 def keeper():
-    with Keeper("127.0.0.1", TOKEN) as keeper:
+    with MemoryStoreServer("127.0.0.1", TOKEN) as keeper:
         yield keeper
 
 
 @pytest.fixture
 def store(keeper):
-    return KeeperStore(keeper.uri, TOKEN, timeout_s=100.0)
+    return RemoteMemoryStore(keeper.uri, TOKEN, timeout_s=100.0)
 
 
 def test_large_object_travels_in_pieces_and_any_range_comes_back(store, monkeypatch):
@@ -50,7 +50,7 @@ def test_many_objects_are_dropped_in_one_call(store):
 
 def test_stranger_can_neither_read_nor_write(keeper, store):
     put(store, "k")
-    stranger = KeeperStore(keeper.uri, "guess", timeout_s=100.0)
+    stranger = RemoteMemoryStore(keeper.uri, "guess", timeout_s=100.0)
     uses = (
         lambda: stranger.get("k"),
         lambda: stranger.size("k"),
@@ -81,8 +81,8 @@ def test_object_of_another_length_than_was_said_is_not_kept(keeper, store, sent)
 
 
 def test_keeper_that_is_gone_is_a_storage_error_in_time():
-    with Keeper("127.0.0.1", TOKEN) as keeper:
-        store = KeeperStore(keeper.uri, TOKEN, timeout_s=100.0)
+    with MemoryStoreServer("127.0.0.1", TOKEN) as keeper:
+        store = RemoteMemoryStore(keeper.uri, TOKEN, timeout_s=100.0)
         put(store, "k")
     for use in (lambda: store.get("k"), lambda: put(store, "k"), lambda: list(store.list(""))):
         with pytest.raises(StorageError, match="a keeper must live"):
@@ -94,7 +94,7 @@ def test_end_of_an_object_in_shared_memory_is_seen_where_it_lies(keeper):
     memory = shared.take(10_000)
     memory.pages[:] = bytes(range(250)) * 40
     pages = memoryview(memory.pages)
-    store = KeeperStore(keeper.uri, TOKEN, timeout_s=100.0, shared=shared)
+    store = RemoteMemoryStore(keeper.uri, TOKEN, timeout_s=100.0, shared=shared)
     store.put("k", [b"head", pages[100:900], pages[900:2000]], overwrite=False)
     data = b"head" + bytes(pages[100:2000])
     assert store.is_sharing and store.size("k") == len(data) and store.get("k") == data

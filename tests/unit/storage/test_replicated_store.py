@@ -1,4 +1,4 @@
-"""Copies: a write that survives a lost store, and a read that finds whoever has the object."""
+"""ReplicatedStore: a write that survives a lost store, and a read that finds whoever has the object."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -7,7 +7,7 @@ import pytest
 
 from raymega.errors import StorageError
 from raymega.storage.memory import MemoryStore
-from raymega.storage.replicated_store import Copies
+from raymega.storage.replicated_store import ReplicatedStore
 from tests.support.store_contract import *  # noqa: F403
 from tests.support.store_contract import put
 
@@ -28,19 +28,19 @@ class Lost(MemoryStore):
 
 @pytest.fixture
 def store():
-    return Copies({"a": MemoryStore(), "b": MemoryStore()})
+    return ReplicatedStore({"a": MemoryStore(), "b": MemoryStore()})
 
 
 def test_write_goes_to_all_and_one_is_enough_to_read():
     stores = {"a": MemoryStore(), "b": MemoryStore()}
-    put(Copies(stores), "k")
+    put(ReplicatedStore(stores), "k")
     for name in stores:
-        assert Copies({name: stores[name]}).get("k") == b"data"
+        assert ReplicatedStore({name: stores[name]}).get("k") == b"data"
 
 
 def test_store_that_fails_a_write_is_not_asked_again():
     lost, living = Lost(), MemoryStore()
-    copies = Copies({"a": lost, "b": living})
+    copies = ReplicatedStore({"a": lost, "b": living})
     for key in ("one", "two"):
         put(copies, key)
     assert lost.num_calls == 1 and copies.num_stores == 1
@@ -56,7 +56,7 @@ def test_two_writes_that_lose_the_same_store_both_go_on():
             both_asked.wait()
             self._refuse()
 
-    copies = Copies({"a": LostToBoth(), "b": living})
+    copies = ReplicatedStore({"a": LostToBoth(), "b": living})
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(put, copies, key) for key in ("one", "two")]:
             done.result()
@@ -64,7 +64,7 @@ def test_two_writes_that_lose_the_same_store_both_go_on():
 
 
 def test_write_that_nobody_takes_fails():
-    copies = Copies({"a": Lost()})
+    copies = ReplicatedStore({"a": Lost()})
     for _ in range(2):
         with pytest.raises(StorageError, match="nobody is left"):
             put(copies, "k")
@@ -73,7 +73,7 @@ def test_write_that_nobody_takes_fails():
 def test_read_passes_over_the_lost_and_over_those_without():
     empty, full = MemoryStore(), MemoryStore()
     put(full, "k")
-    copies = Copies({"lost": Lost(), "empty": empty, "full": full})
+    copies = ReplicatedStore({"lost": Lost(), "empty": empty, "full": full})
     assert copies.get("k") == b"data" and copies.size("k") == 4
     with pytest.raises(StorageError, match="gone"):
         copies.get("absent")
@@ -84,7 +84,7 @@ def test_read_begins_with_the_copy_that_it_is_told():
     for name, store in stores.items():
         put(store, "k", name.encode())
     holders = {"k": ("c", "a")}
-    got = [Copies(stores, holders=holders, first=first).get("k") for first in range(4)]
+    got = [ReplicatedStore(stores, holders=holders, first=first).get("k") for first in range(4)]
     assert got == [b"c", b"a", b"c", b"a"]
     with pytest.raises(KeyError):
-        Copies(stores, holders=holders).get("unknown")
+        ReplicatedStore(stores, holders=holders).get("unknown")

@@ -2,7 +2,7 @@ import pytest
 
 from raymega.errors import Fault, StorageError
 from raymega.storage.memory import MemoryStore
-from raymega.storage.retrying_store import PatientStore
+from raymega.storage.retrying_store import RetryingStore
 
 AWAY = StorageError(Fault(fact="no answer", rule="a store answers", remedy="wait"))
 
@@ -25,7 +25,7 @@ class Failing(MemoryStore):
 
 def patient(store):
     slept = []
-    return PatientStore(store, pauses_s=(1.0, 2.0), sleep=slept.append), slept
+    return RetryingStore(store, pauses_s=(1.0, 2.0), sleep=slept.append), slept
 
 
 def test_write_is_tried_again_with_pauses():

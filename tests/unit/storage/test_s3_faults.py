@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 
 from raymega.checkpoint.format.manifest import commit, find_restore
-from raymega.checkpoint.tools.retention import Keep, Pruner
+from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import StorageError
 from raymega.storage import s3
 from raymega.storage.s3 import S3Store
@@ -94,7 +94,7 @@ def test_save_is_committed_through_a_fault_that_passes(
     assert service.num_left == 0, "the fault was met"
     assert find_restore(store).manifest == manifest and holds_step(store, manifest)
     _collect(store, endpoint, prefix)
-    Pruner(store, Keep(last=1)).prune()
+    Pruner(store, RetentionPolicy(last=1)).prune()
     assert set(store.list("")) == {manifest.key, *manifest.file_sizes()}
     assert holds_step(store, manifest)
 
@@ -114,7 +114,7 @@ def test_save_fails_and_the_one_before_stays_when_the_fault_lasts(
     assert find_restore(patient).manifest == old and holds_step(patient, old)
     new = save_step(patient, 300, limits=_limits(stage))
     _collect(patient, endpoint, prefix)
-    Pruner(patient, Keep(last=1)).prune()
+    Pruner(patient, RetentionPolicy(last=1)).prune()
     assert set(patient.list("")) == {new.key, *new.file_sizes()} and holds_step(patient, new)
 
 

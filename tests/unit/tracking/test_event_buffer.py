@@ -1,9 +1,9 @@
-from raymega.tracking.event_buffer import Spool, Stamped
+from raymega.tracking.event_buffer import EventBuffer, Stamped
 from tests.unit.tracking.events import attempt_started, run_started, step_finished
 
 
 def spool_of(*events, max_events=100):
-    spool = Spool(max_events)
+    spool = EventBuffer(max_events)
     for event in events:
         spool.put(Stamped(time_s=0.0, event=event))
     return spool

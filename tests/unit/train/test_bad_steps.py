@@ -6,7 +6,7 @@ import pytest
 
 from raymega.config.elastic import ElasticSection
 from raymega.config.schema import PrecisionSection
-from raymega.train.bad_steps import Ruling, find_doubt, rule
+from raymega.train.bad_steps import BadStepAction, decide, detect_bad_step
 from raymega.train.state import TrainState, state_from
 
 SECTION = ElasticSection(spike_window=4, max_bad_steps=2)
@@ -15,7 +15,7 @@ CALM = TrainState(losses=(2.0, 1.0, 3.0, 2.0), grad_norms=(0.5, 0.4, 0.6, 0.5))
 
 def doubt_of(loss=2.0, grad_norm=0.5, state=CALM, **fields):
     section = SECTION.model_copy(update=fields)
-    return find_doubt(section, state, loss=loss, grad_norm=grad_norm)
+    return detect_bad_step(section, state, loss=loss, grad_norm=grad_norm)
 
 
 @pytest.mark.parametrize(
@@ -47,24 +47,29 @@ def test_doubt_says_the_number_and_what_it_is_held_against():
 @pytest.mark.parametrize(
     ("policy", "on_nan", "on_spike"),
     [
-        ("stop", Ruling.STOP, Ruling.STOP),
-        ("rerun", Ruling.STOP, Ruling.KEEP),
-        ("skip", Ruling.SKIP, Ruling.SKIP),
-        ("rollback", Ruling.ROLL_BACK, Ruling.ROLL_BACK),
+        ("stop", BadStepAction.STOP, BadStepAction.STOP),
+        ("rerun", BadStepAction.STOP, BadStepAction.KEEP),
+        ("skip", BadStepAction.SKIP, BadStepAction.SKIP),
+        ("rollback", BadStepAction.ROLL_BACK, BadStepAction.ROLL_BACK),
     ],
 )
 def test_what_comes_again_is_what_the_policy_says(policy, on_nan, on_spike):
     section = SECTION.model_copy(update={"on_nan": policy, "on_spike": policy})
-    nan = find_doubt(section, CALM, loss=math.nan, grad_norm=1.0)
-    spike = find_doubt(section, CALM, loss=50.0, grad_norm=1.0)
-    assert (rule(section, CALM, nan), rule(section, CALM, spike)) == (on_nan, on_spike)
+    nan = detect_bad_step(section, CALM, loss=math.nan, grad_norm=1.0)
+    spike = detect_bad_step(section, CALM, loss=50.0, grad_norm=1.0)
+    assert (decide(section, CALM, nan), decide(section, CALM, spike)) == (on_nan, on_spike)
 
 
 def test_no_more_batches_in_a_row_are_left_out_than_the_job_allows():
     section = SECTION.model_copy(update={"on_nan": "skip"})
-    doubt = find_doubt(section, CALM, loss=math.nan, grad_norm=1.0)
-    rulings = [rule(section, TrainState(bad_steps=n), doubt) for n in range(4)]
-    assert rulings == [Ruling.SKIP, Ruling.SKIP, Ruling.STOP, Ruling.STOP]
+    doubt = detect_bad_step(section, CALM, loss=math.nan, grad_norm=1.0)
+    rulings = [decide(section, TrainState(bad_steps=n), doubt) for n in range(4)]
+    assert rulings == [
+        BadStepAction.SKIP,
+        BadStepAction.SKIP,
+        BadStepAction.STOP,
+        BadStepAction.STOP,
+    ]
 
 
 def test_state_remembers_the_newest_steps_and_a_checkpoint_brings_every_bit_back():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from raymega.messages import Requests
-from raymega.model.layers.transformer_block import Block
+from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.train.build import build_parts
-from raymega.train.module_hooks import tapped
+from raymega.train.module_hooks import hook_modules
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -37,7 +37,7 @@ def _sizes(width, name, base, is_tied):
         if seen.kind == "output":
             outputs.append(seen.tensor.detach())
 
-    with tapped(parts.modules, see, only=Block):
+    with hook_modules(parts.modules, see, only=TransformerBlock):
         train_step(parts, state, Requests(), is_recording=False)
     with torch.no_grad():
         outputs.append(parts.modules[0].head(outputs[-1]))

@@ -1,7 +1,7 @@
 """Signs of life: not more than one in a while, and none from whoever is silent."""
 
 from raymega.messages import Working
-from raymega.train.heartbeat import INTERVAL_S, Pulse
+from raymega.train.heartbeat import INTERVAL_S, ProgressReporter
 from tests.support.fakes import FakeClock
 
 
@@ -15,7 +15,7 @@ class _Channel:
 
 def test_portions_are_told_at_most_once_in_an_interval():
     clock, channel = FakeClock(), _Channel()
-    pulse = Pulse(channel, 3, clock=clock.monotonic)
+    pulse = ProgressReporter(channel, 3, clock=clock.monotonic)
     for _ in range(10):
         pulse()
     assert channel.reports == []

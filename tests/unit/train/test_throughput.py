@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from raymega.plan.flops import flops_per_token
-from raymega.train.throughput import Speedometer, memory_metrics, reset_peak_memory
+from raymega.train.throughput import ThroughputMeter, memory_metrics, reset_peak_memory
 from tests.support.jobs import make_test_plan
 
 CPU = torch.device("cpu")
@@ -10,7 +10,9 @@ CPU = torch.device("cpu")
 
 def test_speed_is_of_the_run_and_of_one_worker_and_a_cpu_has_no_mfu():
     plan = make_test_plan("parallel.tp=2", "parallel.pp=2")
-    found = Speedometer(plan, CPU, context=plan.job.data.seq_len).metrics(tokens=1000, seconds=0.5)
+    found = ThroughputMeter(plan, CPU, context=plan.job.data.seq_len).metrics(
+        tokens=1000, seconds=0.5
+    )
     assert found["train/tokens_per_s"] == 2000
     assert found["train/tokens_per_s_per_worker"] == 500
     flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
@@ -21,7 +23,7 @@ def test_speed_is_of_the_run_and_of_one_worker_and_a_cpu_has_no_mfu():
 def test_mfu_is_model_flops_over_the_devices_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100 80GB HBM3")
     plan = make_test_plan("precision.dtype=bfloat16")
-    found = Speedometer(plan, torch.device("cuda", 0), context=plan.job.data.seq_len).metrics(
+    found = ThroughputMeter(plan, torch.device("cuda", 0), context=plan.job.data.seq_len).metrics(
         tokens=1000, seconds=0.5
     )
     assert found["train/mfu"] == pytest.approx(found["train/tflops_per_worker"] / 989)

@@ -8,7 +8,7 @@ import pytest
 
 from raymega.messages import Box
 from raymega.verify.compare import (
-    Block,
+    ComparedBlock,
     RankResult,
     StepValues,
     compare,
@@ -22,7 +22,7 @@ LIMIT = 1e-9
 def _result(values, *, loss=(4.0, 2.0), offset=0, lr=0.5):
     curve = tuple(StepValues(loss=x, grad_norm=1.0, lr=lr) for x in loss)
     blocks = [
-        Block(
+        ComparedBlock(
             step=step, name="w", box=Box(offset=(offset,), shape=(len(row),)), values=np.array(row)
         )
         for step, row in enumerate(values, start=1)
@@ -73,7 +73,7 @@ def test_optimizer_state_deviates_relative_to_the_largest_of_its_kind():
     def result(noise, moved=0.0):
         rows = {"w": [1.0], "adam.exp_avg/w": [2.0 + moved], "adam.exp_avg/bias": [noise]}
         blocks = [
-            Block(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array(row))
+            ComparedBlock(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array(row))
             for name, row in rows.items()
         ]
         return RankResult(curve=(StepValues(loss=1.0, grad_norm=1.0, lr=0.5),), blocks=blocks)
@@ -87,7 +87,9 @@ def test_optimizer_state_deviates_relative_to_the_largest_of_its_kind():
 def test_state_that_stays_zero_deviates_by_nothing_or_infinitely():
     def result(value):
         blocks = [
-            Block(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array([number]))
+            ComparedBlock(
+                step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array([number])
+            )
             for name, number in (("w", 1.0), ("sgd.momentum/w", value))
         ]
         return RankResult(curve=(StepValues(loss=1.0, grad_norm=1.0, lr=0.5),), blocks=blocks)
@@ -108,7 +110,7 @@ def test_a_weight_that_noise_moves_is_named_and_may_differ_by_so_much(moment):
     def result(bias, weight=1.0, moment=moment):
         rows = {"w": [weight], "bias": [bias], f"{moment}/w": [2.0], f"{moment}/bias": [1e-17]}
         blocks = [
-            Block(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array(row))
+            ComparedBlock(step=1, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array(row))
             for name, row in rows.items()
         ]
         return RankResult(curve=(StepValues(loss=1.0, grad_norm=1.0, lr=0.5),), blocks=blocks)

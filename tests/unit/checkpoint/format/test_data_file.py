@@ -8,7 +8,7 @@ from safetensors.torch import load as load_safetensors
 from raymega.checkpoint.format.data_file import read_block
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.errors import CheckpointError
-from raymega.parallel.data_parallel.state_tensors import Block
+from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.format.test_write_plan import _tensor
 from tests.unit.checkpoint.support import (
@@ -41,7 +41,7 @@ def test_file_tells_its_step_and_mixes_element_types(tmp_path):
     tensor = _tensor("t", 3, 1)
     dtypes = (torch.bfloat16, torch.float64, torch.float32)
     blocks = [
-        Block(
+        TensorBlock(
             kind=str(dtype),
             tensor=tensor,
             box=tensor.whole,

@@ -3,10 +3,10 @@
 import pytest
 
 from raymega.checkpoint.format.epochs import (
-    Grant,
-    Holder,
-    admits,
+    LeaseGrant,
+    LeaseHolder,
     grant_key,
+    is_valid_epoch,
     newest_epoch,
     newest_grant,
 )
@@ -15,11 +15,11 @@ from raymega.checkpoint.format.manifest import Manifest, commit, find_restore, l
 from raymega.errors import StorageError
 from raymega.storage.memory import MemoryStore
 
-ME = Holder(host="a", pid=1, machine="m", started="9", token="t")
+ME = LeaseHolder(host="a", pid=1, machine="m", started="9", token="t")
 
 
 def grant(epoch, *manifests):
-    return Grant(
+    return LeaseGrant(
         epoch=epoch, holder=ME, since="s", renewed="r", expires="e", duration_s=3.0,
         manifests=tuple(manifests),
     )  # fmt: skip
@@ -104,8 +104,8 @@ def test_reader_that_sees_a_late_manifest_sees_the_grant_before_it():
 
 def test_epoch_admits_its_own_later_ones_and_those_it_lists():
     given = grant(5, key(4, 10))
-    assert [admits(given, key(a, 10)) for a in (3, 4, 5, 6)] == [False, True, True, True]
-    assert not admits(given, key(4, 11))
+    assert [is_valid_epoch(given, key(a, 10)) for a in (3, 4, 5, 6)] == [False, True, True, True]
+    assert not is_valid_epoch(given, key(4, 11))
 
 
 def test_grant_that_cannot_be_read_is_no_freedom(store):

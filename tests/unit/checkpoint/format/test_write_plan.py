@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.checkpoint.format import write_plan
-from raymega.checkpoint.format.write_plan import Holding, pack, share_boxes
+from raymega.checkpoint.format.write_plan import LocalBlock, pack, share_boxes
 from raymega.messages import Box
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.plan.grid import Grid
@@ -20,7 +20,7 @@ ORDERS = ("tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp", "dp-tp-pp-cp-ep")
 
 def _holdings(specs, dtypes=("float32",), *, num_replicas=1, replica=0):
     return [
-        Holding(
+        LocalBlock(
             tensor=f"{kind}/{piece.tensor.name}",
             dtype=dtypes[i % len(dtypes)],
             global_shape=piece.tensor.shape,

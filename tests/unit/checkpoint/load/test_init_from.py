@@ -20,7 +20,7 @@ from raymega.config.schema import (
 )
 from raymega.convert.huggingface.importer import hf_import
 from raymega.errors import ConfigError
-from raymega.plan.init_from_rules import begins_fresh
+from raymega.plan.init_from_rules import is_reinitialised
 from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY
 from tests.unit.convert.folders import NOW, make_model, write_folder
@@ -162,7 +162,7 @@ def test_load_of_the_last_step_is_left_behind(imported):
         imported.model,
     )
     assert began.boxes == manifest.boxes
-    assert begins_fresh(CheckpointSection(start_from=imported.uri), counts)
+    assert is_reinitialised(CheckpointSection(start_from=imported.uri), counts)
 
 
 def test_start_holds_what_is_renamed_and_nothing_else(imported):

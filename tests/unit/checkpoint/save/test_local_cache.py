@@ -7,9 +7,9 @@ import pytest
 
 from raymega.checkpoint.format.keys import checkpoint_of
 from raymega.checkpoint.format.manifest import find_restore
-from raymega.checkpoint.save.local_cache import KEPT_NEAR, NearFirst, NearTier
-from raymega.checkpoint.save.rate_limit import Pace
-from raymega.checkpoint.save.writer import Limits
+from raymega.checkpoint.save.local_cache import KEPT_NEAR, CachedReader, LocalCache
+from raymega.checkpoint.save.rate_limit import RateLimiter
+from raymega.checkpoint.save.writer import SaveLimits
 from raymega.errors import StorageError
 from raymega.storage.local import LocalStore
 from raymega.storage.memory import MemoryStore
@@ -41,14 +41,14 @@ class CountingStore(MemoryStore):
 def _restore(near, far):
     """The newest checkpoint's step, whether its bits are right, and which files were read far."""
     found = find_restore(far).manifest
-    reader = NearFirst(near, far, found)
+    reader = CachedReader(near, far, found)
     far.read = set()
     assert holds_step(reader, found)
     return found.step, far.read, reader.num_near
 
 
 def test_files_are_in_both_and_manifests_in_the_run_s_store_only(near, far):
-    manifest = save_step(far, 100, near=NearTier(near))
+    manifest = save_step(far, 100, near=LocalCache(near))
     assert set(near.list("")) == set(manifest.file_sizes())
     assert set(far.list("")) == {manifest.key, *manifest.file_sizes()}
     assert all(near.get(key) == far.get(key) for key in manifest.file_sizes())
@@ -57,14 +57,14 @@ def test_files_are_in_both_and_manifests_in_the_run_s_store_only(near, far):
 def test_folder_that_holds_checkpoints_loses_none(near):
     """As when checkpoint.local_uri names the run's own store by another path."""
     steps = (100, 200, 300, 400)
-    manifests = [save_step(near, step, near=NearTier(near)) for step in steps]
+    manifests = [save_step(near, step, near=LocalCache(near)) for step in steps]
     kept = set(near.list(""))
     assert all({manifest.key, *manifest.file_sizes()} <= kept for manifest in manifests)
 
 
 def test_restore_reads_near_what_is_whole_there_and_the_rest_far(near):
     far = CountingStore()
-    manifest = save_step(far, 100, near=NearTier(near))
+    manifest = save_step(far, 100, near=LocalCache(near))
     assert _restore(near, far) == (100, set(), 3)
     first, second, third = sorted(manifest.file_sizes())
     near.delete(first)
@@ -78,9 +78,9 @@ def test_restore_reads_near_what_is_whole_there_and_the_rest_far(near):
 
 def test_near_file_that_is_lost_after_it_was_found_whole_is_read_far(near):
     far = CountingStore()
-    manifest = save_step(far, 100, near=NearTier(near))
+    manifest = save_step(far, 100, near=LocalCache(near))
     first = min(manifest.file_sizes())
-    reader = NearFirst(near, far, manifest)
+    reader = CachedReader(near, far, manifest)
     reader.get(first, num_bytes=8)
     near.delete(first)
     far.read = set()
@@ -89,7 +89,7 @@ def test_near_file_that_is_lost_after_it_was_found_whole_is_read_far(near):
 
 
 def test_near_files_of_another_run_of_that_name_are_not_taken_for_this_one_s(near):
-    save_step(MemoryStore(), 100, near=NearTier(near))
+    save_step(MemoryStore(), 100, near=LocalCache(near))
     for key in list(near.list("")):
         near.put(key, [near.get(key)[::-1]], overwrite=True)
     far = CountingStore()
@@ -98,7 +98,7 @@ def test_near_files_of_another_run_of_that_name_are_not_taken_for_this_one_s(nea
 
 
 def test_near_tier_keeps_the_newest_checkpoints_only(near, far):
-    tier = NearTier(near)
+    tier = LocalCache(near)
     for step in (100, 200, 300, 400):
         save_step(far, step, near=tier)
     assert KEPT_NEAR == 2
@@ -116,7 +116,7 @@ class FullStore(MemoryStore):
 
 def test_near_tier_that_is_full_is_given_up_and_the_save_goes_on_without(far):
     near = FullStore()
-    tier = NearTier(near)
+    tier = LocalCache(near)
     manifest = save_step(far, 100, near=tier)
     assert find_restore(far).manifest == manifest and holds_step(far, manifest)
     tried = near.num_tries
@@ -129,7 +129,7 @@ def test_far_store_that_fails_fails_the_save_whatever_lies_near(near):
         def put(self, key, chunks, *, overwrite):
             raise StorageError("503")
 
-    assert "503" in write_step(Refusing(), 100, near=NearTier(near)).error
+    assert "503" in write_step(Refusing(), 100, near=LocalCache(near)).error
 
 
 def test_rate_of_the_job_holds_for_the_run_s_store_and_not_for_the_near_one(
@@ -149,10 +149,10 @@ def test_rate_of_the_job_holds_for_the_run_s_store_and_not_for_the_near_one(
         pauses.append(seconds)
 
     monkeypatch.setattr(
-        "raymega.checkpoint.save.writer.Pace", partial(Pace, clock=lambda: 50.0, sleep=sleep)
+        "raymega.checkpoint.save.writer.Pace", partial(RateLimiter, clock=lambda: 50.0, sleep=sleep)
     )
-    limits = Limits(file_bytes=6 << 20, bytes_per_s=4 << 20)
-    manifest = save_step(far, 100, near=NearTier(Watched(tmp_path)), limits=limits)
+    limits = SaveLimits(file_bytes=6 << 20, bytes_per_s=4 << 20)
+    manifest = save_step(far, 100, near=LocalCache(Watched(tmp_path)), limits=limits)
     sizes = manifest.file_sizes()
     assert set(LocalStore(tmp_path).list("")) == set(sizes)
     assert max(pauses) == pytest.approx(sum(sizes.values()) / (4 << 20))

@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from raymega.checkpoint.save.rate_limit import PIECE_BYTES, Pace
+from raymega.checkpoint.save.rate_limit import PIECE_BYTES, RateLimiter
 
 
 class SimulatedTime:
@@ -24,7 +24,7 @@ class SimulatedTime:
 @pytest.mark.parametrize("bytes_per_s", [7, 1000, 10**9])
 def test_bytes_take_as_long_as_the_rate_says(bytes_per_s):
     at = SimulatedTime()
-    pace = Pace(bytes_per_s, clock=at.clock, sleep=at.sleep)
+    pace = RateLimiter(bytes_per_s, clock=at.clock, sleep=at.sleep)
     data = bytes(range(256)) * 8
     assert b"".join(pace.pass_on([data, data])) == data * 2
     assert at.now_s - 50.0 == pytest.approx(2 * len(data) / bytes_per_s)
@@ -32,7 +32,7 @@ def test_bytes_take_as_long_as_the_rate_says(bytes_per_s):
 
 def test_time_without_bytes_is_not_saved_up():
     at = SimulatedTime()
-    pace = Pace(100, clock=at.clock, sleep=at.sleep)
+    pace = RateLimiter(100, clock=at.clock, sleep=at.sleep)
     at.sleep(1000.0)
     list(pace.pass_on([bytes(300)]))
     assert at.now_s == pytest.approx(1053.0)
@@ -43,7 +43,7 @@ def test_without_a_rate_nothing_waits_and_pieces_are_views():
         raise AssertionError("it slept")
 
     data = memoryview(bytearray(PIECE_BYTES + 5))
-    pieces = list(Pace(0, sleep=refuse).pass_on([data]))
+    pieces = list(RateLimiter(0, sleep=refuse).pass_on([data]))
     assert [len(piece) for piece in pieces] == [PIECE_BYTES, 5]
     assert pieces[0].obj is data.obj
 
@@ -51,7 +51,7 @@ def test_without_a_rate_nothing_waits_and_pieces_are_views():
 def test_two_files_share_the_rate():
     """While time stands still each piece, of whichever file, waits for all that went before it."""
     begin, pauses = Barrier(2, timeout=100), []
-    pace = Pace(1 << 20, clock=lambda: 50.0, sleep=pauses.append)
+    pace = RateLimiter(1 << 20, clock=lambda: 50.0, sleep=pauses.append)
 
     def pass_on(_file):
         begin.wait()
@@ -65,5 +65,5 @@ def test_two_files_share_the_rate():
 
 
 def test_pace_is_kept_to_the_real_clock_unless_told_otherwise():
-    pace = Pace(1)
+    pace = RateLimiter(1)
     assert (pace._clock, pace._sleep) == (time.monotonic, time.sleep)

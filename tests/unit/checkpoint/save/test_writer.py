@@ -12,8 +12,8 @@ from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, data_fil
 from raymega.checkpoint.format.write_plan import share_boxes
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.host_copy import HostCopy
-from raymega.checkpoint.save.rate_limit import Pace
-from raymega.checkpoint.save.writer import CheckpointWriter, Patience
+from raymega.checkpoint.save.rate_limit import RateLimiter
+from raymega.checkpoint.save.writer import CheckpointWriter, RetryPolicy
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, ShardSaved
 from raymega.plan.grid import Grid
@@ -157,7 +157,7 @@ def test_pauses_between_tries_grow(monkeypatch):
     store, pauses = FailingStore(), []
     monkeypatch.setattr("raymega.checkpoint.save.writer.time.sleep", pauses.append)
     store.failures["put"] = 3
-    writer = _writer(store, [], patience=Patience())
+    writer = _writer(store, [], patience=RetryPolicy())
     writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait() and pauses == [1.0, 4.0]
 
@@ -172,7 +172,7 @@ def test_mistake_in_the_background_becomes_a_report_too(monkeypatch):
 
 def test_save_is_given_up_when_the_one_before_hangs():
     store, shards = SlowStore(), []
-    writer = _writer(store, shards, patience=Patience(timeout_s=0.01, retry_delays_s=(0.0, 0.0)))
+    writer = _writer(store, shards, patience=RetryPolicy(timeout_s=0.01, retry_delays_s=(0.0, 0.0)))
     blocks = make_blocks(MODEL, ALONE, 0)
     writer.save(100, blocks, STATE)
     assert not writer.wait()
@@ -302,7 +302,7 @@ def test_bytes_go_out_no_faster_than_the_job_allows(monkeypatch):
         assert may_go_on.wait(GUARD_S)
         clock.advance(seconds)
 
-    pace = partial(Pace, clock=clock.monotonic, sleep=sleep)
+    pace = partial(RateLimiter, clock=clock.monotonic, sleep=sleep)
     monkeypatch.setattr("raymega.checkpoint.save.writer.Pace", pace)
     store, shards, blocks = MemoryStore(), [], make_blocks(MODEL, ALONE, 0)
     total = sum(block.values.nbytes for block in blocks)

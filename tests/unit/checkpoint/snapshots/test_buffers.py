@@ -18,8 +18,8 @@ from raymega.messages import Replicas
 from raymega.plan.snapshot_replicas import snapshot_cost
 from raymega.storage import memory_server
 from raymega.storage.memory_server import BATCH_BYTES
-from raymega.storage.remote_memory_store import KeeperStore
-from raymega.storage.replicated_store import Copies
+from raymega.storage.remote_memory_store import RemoteMemoryStore
+from raymega.storage.replicated_store import ReplicatedStore
 from raymega.storage.shared_memory import SharedMemories, SharedMemory
 from tests.support.jobs import make_test_plan
 from tests.support.keepers import SPAWN, TOKEN, keeper_processes, memory_of
@@ -53,7 +53,7 @@ def holds(stores, step):
     if snapshot is None or snapshot.manifest.step != step:
         return False
     found = make_blocks(LARGE, ALONE, 0, is_filled=False)
-    load(Copies(stores, holders=snapshot.holders), snapshot.manifest, found)
+    load(ReplicatedStore(stores, holders=snapshot.holders), snapshot.manifest, found)
     wanted = blocks_of_step(step)
     return all(torch.equal(a.values, b.values) for a, b in zip(found, wanted, strict=True))
 
@@ -82,7 +82,7 @@ def test_memory_of_rank_and_keepers_together_is_what_the_plan_says(num_keepers):
 
         six_snapshots()  # what threads and connections take stays, and is not of it
         for address in addresses:
-            KeeperStore(address, TOKEN).clear("")
+            RemoteMemoryStore(address, TOKEN).clear("")
         before = _memory_of_all(pids)
         writer, after = six_snapshots()
         cost = snapshot_cost(writer._plan, 0, num_copies=num_keepers)
@@ -120,7 +120,7 @@ def test_rank_killed_while_it_copies_leaves_the_snapshot_before_on_either_node(s
         rank.join(300)
         assert rank.exitcode == -signal.SIGKILL
         for lost in (None, *addresses):
-            left = {each: KeeperStore(each, TOKEN) for each in addresses if each != lost}
+            left = {each: RemoteMemoryStore(each, TOKEN) for each in addresses if each != lost}
             assert holds(left, step - 1)
 
 
@@ -133,7 +133,7 @@ def test_failed_snapshot_gives_its_memory_to_the_next_and_the_whole_one_stays():
         writer.observe(has_failed, step=3)
         writer.save(3, blocks_of_step(3), {**STATE, "step": 3})
         writer.wait()
-        store = KeeperStore(address, TOKEN)
+        store = RemoteMemoryStore(address, TOKEN)
         assert {key.split("/")[1] for key in store.list("")} == {"step-00000001", "step-00000003"}
         assert holds({address: store}, 3)
         for key in list(store.list("checkpoints/step-00000003")):
@@ -148,11 +148,11 @@ def test_keeper_that_sees_no_memory_of_ranks_is_sent_copies_and_one_buffer_is_en
         raise OSError("not here")
 
     monkeypatch.setattr(memory_server, "look_into", blind)
-    with memory_server.Keeper("127.0.0.1", TOKEN) as only:
+    with memory_server.MemoryStoreServer("127.0.0.1", TOKEN) as only:
         writer = writer_to(only.uri, home=only.uri)
         for step in range(1, 5):
             take(writer, step)
-            assert holds({only.uri: KeeperStore(only.uri, TOKEN)}, step)
+            assert holds({only.uri: RemoteMemoryStore(only.uri, TOKEN)}, step)
         assert writer._buffers.num_bytes == writer._newest.num_bytes
         assert "which takes more memory: not here" in caplog.text
         assert caplog.text.count("which takes more memory") == 1
@@ -160,24 +160,24 @@ def test_keeper_that_sees_no_memory_of_ranks_is_sent_copies_and_one_buffer_is_en
 
 def test_system_without_shared_memory_is_sent_copies_too(monkeypatch, caplog):
     monkeypatch.delattr(os, "memfd_create")
-    with memory_server.Keeper("127.0.0.1", TOKEN) as only:
+    with memory_server.MemoryStoreServer("127.0.0.1", TOKEN) as only:
         writer = writer_to(only.uri, home=only.uri)
         for step in range(1, 4):
             take(writer, step)
-            assert holds({only.uri: KeeperStore(only.uri, TOKEN)}, step)
+            assert holds({only.uri: RemoteMemoryStore(only.uri, TOKEN)}, step)
         assert writer._buffers.num_bytes == writer._newest.num_bytes
         assert "no shared memory" in caplog.text
 
 
 def test_lost_keeper_of_the_own_node_ends_neither_training_nor_the_partners_copies():
-    with memory_server.Keeper("127.0.0.1", TOKEN) as partner:
-        own = memory_server.Keeper("127.0.0.1", TOKEN)
+    with memory_server.MemoryStoreServer("127.0.0.1", TOKEN) as partner:
+        own = memory_server.MemoryStoreServer("127.0.0.1", TOKEN)
         writer = writer_to(own.uri, partner.uri, home=own.uri)
         take(writer, 1)
         own.shutdown()
         for step in range(2, 6):
             take(writer, step)
-            assert holds({partner.uri: KeeperStore(partner.uri, TOKEN)}, step)
+            assert holds({partner.uri: RemoteMemoryStore(partner.uri, TOKEN)}, step)
         assert writer._buffers.num_bytes == writer._newest.num_bytes
 
 

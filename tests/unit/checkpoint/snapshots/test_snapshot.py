@@ -10,14 +10,14 @@ import torch
 from raymega.checkpoint.format.keys import ROOT, checkpoint_of, is_manifest, is_part
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.snapshots import writer as snapshot_writer
-from raymega.checkpoint.snapshots.snapshot import Part, find_snapshot
+from raymega.checkpoint.snapshots.snapshot import SnapshotPart, find_snapshot
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.errors import CheckpointError
 from raymega.messages import Replicas
 from raymega.plan.snapshot_replicas import copy_nodes
 from raymega.storage.memory import MemoryStore
-from raymega.storage.memory_server import Keeper
-from raymega.storage.replicated_store import Copies
+from raymega.storage.memory_server import MemoryStoreServer
+from raymega.storage.replicated_store import ReplicatedStore
 from tests.support.jobs import make_test_plan
 from tests.unit.checkpoint.support import MODELS, STATE, make_blocks, make_grid, same, save_shards
 
@@ -35,12 +35,14 @@ def write(stores, *, step, attempt=1, ranks=range(4), parts=True, grid=GRID, nod
     for shard in shards:
         if shard.rank not in ranks:
             continue
-        copies = Copies({node: stores[node] for node in homes[shard.rank]})
+        copies = ReplicatedStore({node: stores[node] for node in homes[shard.rank]})
         for key in list(scratch.list(ROOT)):
             if f"-rank{shard.rank:05d}" in key:
                 copies.put(key, [scratch.get(key)], overwrite=True)
         if parts:
-            part = Part(attempt=attempt, grid=grid.degrees(), world_size=len(shards), shard=shard)
+            part = SnapshotPart(
+                attempt=attempt, grid=grid.degrees(), world_size=len(shards), shard=shard
+            )
             copies.put(part.key, [part.to_json()], overwrite=True)
 
 
@@ -77,7 +79,7 @@ def test_whichever_node_is_lost_every_value_comes_back_on_any_grid(stores, lost)
         grid = make_grid(layout)
         for rank, first in product(range(grid.world_size), (0, 1)):
             blocks = make_blocks(MODEL, grid, rank, is_filled=False)
-            copies = Copies(stores, holders=snapshot.holders, first=first)
+            copies = ReplicatedStore(stores, holders=snapshot.holders, first=first)
             load(copies, snapshot.manifest, blocks)
             assert same(blocks, make_blocks(MODEL, grid, rank))
 
@@ -133,8 +135,8 @@ def test_flipped_bit_of_one_copy_is_noticed_and_the_other_is_right(stores):
     grid = make_grid("tp1")
     blocks = make_blocks(MODEL, grid, 0, is_filled=False)
     with pytest.raises(CheckpointError, match="crc32"):
-        load(Copies(stores, holders=snapshot.holders, first=0), snapshot.manifest, blocks)
-    load(Copies(stores, holders=snapshot.holders, first=1), snapshot.manifest, blocks)
+        load(ReplicatedStore(stores, holders=snapshot.holders, first=0), snapshot.manifest, blocks)
+    load(ReplicatedStore(stores, holders=snapshot.holders, first=1), snapshot.manifest, blocks)
     assert same(blocks, make_blocks(MODEL, grid, 0))
 
 
@@ -143,7 +145,10 @@ def test_flipped_bit_of_one_copy_is_noticed_and_the_other_is_right(stores):
 
 @pytest.fixture
 def keepers():
-    with Keeper("127.0.0.1", "token") as one, Keeper("127.0.0.1", "token") as other:
+    with (
+        MemoryStoreServer("127.0.0.1", "token") as one,
+        MemoryStoreServer("127.0.0.1", "token") as other,
+    ):
         yield [one, other]
 
 
@@ -250,8 +255,10 @@ def test_snapshot_that_is_due_while_another_is_written_comes_at_the_next_chance(
 
 def test_late_snapshot_is_waited_for_so_that_no_loss_costs_more_than_a_step(keepers, monkeypatch):
     may_write = Event()
-    put = Keeper.do_put
-    monkeypatch.setattr(Keeper, "do_put", lambda *args: may_write.wait(100) and put(*args))
+    put = MemoryStoreServer.do_put
+    monkeypatch.setattr(
+        MemoryStoreServer, "do_put", lambda *args: may_write.wait(100) and put(*args)
+    )
     wait = SnapshotWriter.wait
     monkeypatch.setattr(SnapshotWriter, "wait", lambda writer: (may_write.set(), wait(writer)))
     ranks = Ranks(keepers, when_late="wait")

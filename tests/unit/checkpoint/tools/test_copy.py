@@ -4,7 +4,7 @@ import pytest
 
 from raymega.checkpoint.format.manifest import find_restore, list_manifests
 from raymega.checkpoint.load.reader import load
-from raymega.checkpoint.save.writer import Limits
+from raymega.checkpoint.save.writer import SaveLimits
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.errors import CheckpointError, StorageError
 from raymega.storage.local import LocalStore
@@ -22,7 +22,7 @@ def source():
 
 @pytest.fixture
 def manifest(source):
-    return save_checkpoint(source, MODEL, GRID, attempt=3, limits=Limits(file_bytes=4096))
+    return save_checkpoint(source, MODEL, GRID, attempt=3, limits=SaveLimits(file_bytes=4096))
 
 
 class BreakingStore(MemoryStore):

@@ -14,7 +14,7 @@ from raymega.checkpoint.format.keys import (
     manifest_key,
 )
 from raymega.checkpoint.format.manifest import find_restore, list_manifests
-from raymega.checkpoint.tools.retention import Keep, Pruner, expired_keys, kept
+from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy, expired_keys, kept
 from raymega.errors import StorageError
 from raymega.storage.local import LocalStore
 from raymega.storage.memory import MemoryStore
@@ -45,13 +45,13 @@ def _keys(at, *, has_manifest=True):
 def test_newest_are_kept_and_the_rest_goes_manifests_first():
     ages = [_at(1, step) for step in (100, 200, 300, 400)]
     keys = [key for at in ages for key in _keys(at)]
-    gone = expired_keys(keys, _unmeasured(ages), Keep(last=2))
+    gone = expired_keys(keys, _unmeasured(ages), RetentionPolicy(last=2))
     assert set(gone) == {*_keys(ages[0]), *_keys(ages[1])}
     assert [is_manifest(key) for key in gone] == [True, True, False, False, False, False]
 
 
 def test_nothing_goes_while_nothing_is_whole():
-    assert expired_keys(_keys(_at(1, 100)), {}, Keep(last=1)) == ()
+    assert expired_keys(_keys(_at(1, 100)), {}, RetentionPolicy(last=1)) == ()
 
 
 def test_leftovers_of_dead_attempts_and_failed_saves_go_but_not_a_save_under_way():
@@ -59,12 +59,12 @@ def test_leftovers_of_dead_attempts_and_failed_saves_go_but_not_a_save_under_way
     dead = _keys(_at(1, 200), has_manifest=False) + _keys(_at(2, 140), has_manifest=False)
     running = _keys(_at(2, 160), has_manifest=False) + _keys(_at(3, 100), has_manifest=False)
     keys = [key for at in whole for key in _keys(at)] + dead + running
-    assert set(expired_keys(keys, _unmeasured(whole), Keep(last=2))) == set(dead)
+    assert set(expired_keys(keys, _unmeasured(whole), RetentionPolicy(last=2))) == set(dead)
 
 
 def test_foreign_files_are_left_alone():
     keys = ["checkpoints/notes.txt", "checkpoints/step-00000100/mine.safetensors"]
-    assert expired_keys(keys, _unmeasured([_at(9, 900)]), Keep(last=1)) == ()
+    assert expired_keys(keys, _unmeasured([_at(9, 900)]), RetentionPolicy(last=1)) == ()
 
 
 _AGES = st.builds(_at, st.integers(1, 3), st.integers(0, 5))
@@ -75,7 +75,7 @@ _AGES = st.builds(_at, st.integers(1, 3), st.integers(0, 5))
 def test_the_newest_whole_checkpoints_always_survive(ages, partial, keep_last):
     keys = [key for at in ages for key in _keys(at)]
     keys += [key for at in partial - ages for key in _keys(at, has_manifest=False)]
-    left = set(keys) - set(expired_keys(keys, _unmeasured(ages), Keep(last=keep_last)))
+    left = set(keys) - set(expired_keys(keys, _unmeasured(ages), RetentionPolicy(last=keep_last)))
     kept = sorted(ages)[-keep_last:]
     assert {key for key in left if is_manifest(key)} == {manifest_key(at) for at in kept}
     assert all(set(_keys(at)) <= left for at in kept)
@@ -85,9 +85,9 @@ def test_prune_deletes_files_and_leaves_what_can_be_restored(tmp_path):
     store = LocalStore(tmp_path)
     saved = [save_checkpoint(store, MODEL, GRID, step=step) for step in (100, 200, 300)]
     save_shards(store, MODEL, GRID, step=150)
-    gone = Pruner(store, Keep(last=2)).prune()
+    gone = Pruner(store, RetentionPolicy(last=2)).prune()
     assert list_manifests(store) == [saved[2].key, saved[1].key]
-    assert len(gone) == 3 + 2 and Pruner(store, Keep(last=2)).prune() == ()
+    assert len(gone) == 3 + 2 and Pruner(store, RetentionPolicy(last=2)).prune() == ()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "step-00000200",
         "step-00000300",
@@ -98,7 +98,7 @@ def test_prune_does_not_count_a_broken_checkpoint():
     store = MemoryStore()
     saved = [save_checkpoint(store, MODEL, GRID, step=step) for step in (100, 200, 300)]
     store.delete(next(iter(saved[2].file_sizes())))
-    Pruner(store, Keep(last=1)).prune()
+    Pruner(store, RetentionPolicy(last=1)).prune()
     assert find_restore(store).manifest == saved[1]
     assert list_manifests(store) == [saved[2].key, saved[1].key]
 
@@ -108,7 +108,7 @@ def test_prune_leaves_a_checkpoint_of_another_version_to_its_age():
     saved = [save_checkpoint(store, MODEL, GRID, step=step) for step in (100, 200)]
     text = store.get(saved[0].key).replace(b'"version": 2', b'"version": 9')
     store.put(saved[0].key, [text], overwrite=True)
-    assert Pruner(store, Keep(last=2)).prune() == ()
+    assert Pruner(store, RetentionPolicy(last=2)).prune() == ()
 
 
 def test_prune_deletes_nothing_when_the_store_cannot_tell():
@@ -118,26 +118,32 @@ def test_prune_deletes_nothing_when_the_store_cannot_tell():
     before = list(store.list(""))
     store.failures["size"] = 1
     with pytest.raises(StorageError):
-        Pruner(store, Keep(last=1)).prune()
+        Pruner(store, RetentionPolicy(last=1)).prune()
     assert list(store.list("")) == before
 
 
 def test_checkpoints_that_every_divides_stay_for_ever():
     whole = _unmeasured([_at(1, step) for step in range(50, 501, 50)])
-    stay = kept(whole, Keep(last=1, every=200))
+    stay = kept(whole, RetentionPolicy(last=1, every=200))
     assert sorted(at.step for at in stay) == [200, 400, 500]
 
 
 def test_of_a_step_that_was_saved_twice_the_branch_given_up_goes():
     whole = _unmeasured([_at(1, 200), _at(1, 300), _at(2, 200), _at(2, 250)])
-    assert kept(whole, Keep(last=1, every=100)) == {_at(1, 300), _at(2, 200), _at(2, 250)}
+    assert kept(whole, RetentionPolicy(last=1, every=100)) == {
+        _at(1, 300),
+        _at(2, 200),
+        _at(2, 250),
+    }
 
 
 def test_best_are_those_of_least_loss_and_newer_ones_of_equal_loss():
     losses = {100: 3.0, 200: 2.0, 300: 2.0, 400: inf, 500: 4.0}
     whole = {_at(1, step): loss for step, loss in losses.items()}
-    assert kept(whole, Keep(last=1, best=1)) == {_at(1, 300), _at(1, 500)}
-    assert kept(whole, Keep(last=1, best=9)) == {_at(1, step) for step in (100, 200, 300, 500)}
+    assert kept(whole, RetentionPolicy(last=1, best=1)) == {_at(1, 300), _at(1, 500)}
+    assert kept(whole, RetentionPolicy(last=1, best=9)) == {
+        _at(1, step) for step in (100, 200, 300, 500)
+    }
 
 
 @settings(max_examples=100, deadline=None)
@@ -148,7 +154,7 @@ def test_best_are_those_of_least_loss_and_newer_ones_of_equal_loss():
     best=st.integers(0, 3),
 )
 def test_more_rules_never_keep_less(whole, last, every, best):
-    stay = kept(whole, Keep(last=last, every=every, best=best))
+    stay = kept(whole, RetentionPolicy(last=last, every=every, best=best))
     assert set(sorted(whole)[-last:]) <= stay <= set(whole)
     assert len(stay) <= last + best + (len({at.step for at in whole}) if every else 0)
 
@@ -158,7 +164,7 @@ def test_pruner_goes_by_the_loss_in_the_manifests_and_looks_at_each_once():
     losses = {100: 2.5, 200: 1.5, 300: 2.0, 400: 9.0}
     for step, loss in losses.items():
         save_checkpoint(store, MODEL, GRID, step=step, metrics={"eval/loss": loss})
-    pruner = Pruner(store, Keep(last=1, best=1))
+    pruner = Pruner(store, RetentionPolicy(last=1, best=1))
     assert {key.split("/")[1] for key in pruner.expired()} == {"step-00000100", "step-00000300"}
     looked = store.num_sizes
     pruner.prune()

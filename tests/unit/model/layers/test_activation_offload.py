@@ -5,7 +5,7 @@ import torch
 
 from raymega.config.schema import MemorySection
 from raymega.model.layers import activation_offload
-from raymega.model.layers.activation_offload import Away
+from raymega.model.layers.activation_offload import ActivationOffloader
 from raymega.model.saved_tensor_bytes import SavedBytes
 from raymega.parallel.core.host_copies import HostMemory
 from tests.support.references import plain_models
@@ -96,7 +96,7 @@ def test_a_block_comes_back_while_the_one_after_it_is_in_backward(monkeypatch):
 
 
 def test_memory_that_is_used_again_while_a_unit_runs_is_not_mistaken():
-    host = Away(CPU)
+    host = ActivationOffloader(CPU)
 
     def unit(x):
         for _ in range(4):  # each square saves its input, whose memory comes free here

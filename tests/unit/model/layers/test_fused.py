@@ -11,7 +11,7 @@ from raymega.model.pipeline_stage import StageModule
 from raymega.model.saved_tensor_bytes import SavedBytes
 from raymega.parallel.core import compile
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.core.weight_grads import make_owed
+from raymega.parallel.core.weight_grads import run_deferred
 from raymega.plan.stages import even_stages
 from tests.support.references.plain_models import draw_batch, make_model
 from tests.unit.model.parts import CPU, make_stream
@@ -40,7 +40,7 @@ def _work(stage, batch, *, is_put_off=False):
     with stage.deferral.collecting() if is_put_off else nullcontext([]) as owed:
         loss.backward()
     assert bool(owed) == is_put_off
-    make_owed(owed)
+    run_deferred(owed)
     found = {name: param.grad for name, param in stage.named_parameters()}
     stage.zero_grad()
     return {"loss": loss.detach(), **found}

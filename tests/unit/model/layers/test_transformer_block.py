@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from raymega.model.layers.transformer_block import Block
+from raymega.model.layers.transformer_block import TransformerBlock
 
 
 class _Times(nn.Module):
@@ -16,7 +16,7 @@ class _Times(nn.Module):
 
 
 def test_block_adds_each_part_of_the_normed_stream():
-    block = Block(
+    block = TransformerBlock(
         attention_norm=_Times(2),
         attention=_Times(3),
         attention_dropout=_Times(1),

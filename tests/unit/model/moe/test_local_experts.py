@@ -7,7 +7,7 @@ from raymega.config.moe import MoeSection
 from raymega.model.moe import grouped_swiglu
 from raymega.model.moe import layer as layers
 from raymega.parallel.comm.process_groups import alone
-from raymega.parallel.core.weight_grads import make_owed
+from raymega.parallel.core.weight_grads import run_deferred
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from tests.support.references.moe import Factory, draw_weights
 from tests.support.references.moe import layer as loop_over_experts
@@ -44,7 +44,7 @@ def _work(weights, x, grad, *, moe, dtype, is_put_off=False, is_remade=False):
         with factory.deferral.collecting() as owed:
             y.backward(grad.to(dtype))
         assert {id(debt.param) for debt in owed} >= {id(p) for p in layer.experts.parameters()}
-        make_owed(owed)
+        run_deferred(owed)
     else:
         y.backward(grad.to(dtype))
     gradients = {name: values for name, _, values in factory.gradients(layer)}

@@ -5,14 +5,14 @@ import torch
 
 from raymega.config.moe import MoeSection
 from raymega.model.moe import router
-from raymega.model.moe.capacity import keep_within_capacity
+from raymega.model.moe.capacity import apply_capacity
 from raymega.model.moe.layer import MoeLayer
-from raymega.model.moe.load_balancing import add_load, nudge_bias
+from raymega.model.moe.load_balancing import add_load, update_expert_bias
 from raymega.model.moe.router import Router, choose, jitter, sinkhorn
 from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
-from raymega.parallel.expert_parallel.token_ids import TokenMarks
-from raymega.parallel.tensor_parallel.sequence_parallel import Stream
+from raymega.parallel.expert_parallel.token_ids import TokenIds
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.memory.activation_bytes import activation_shape, own_choices
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.references import moe as plain
@@ -23,15 +23,13 @@ NOBODY = alone(0)
 def _marks(num_tokens, *, uncounted=()):
     is_counted = torch.ones(num_tokens, dtype=torch.bool)
     is_counted[list(uncounted)] = False
-    return TokenMarks(
-        numbers=torch.arange(num_tokens), is_counted=is_counted, row_length=num_tokens
-    )
+    return TokenIds(numbers=torch.arange(num_tokens), is_counted=is_counted, row_length=num_tokens)
 
 
 def _layer(moe, dtype=torch.float64, *, rounded_to=torch.float64):
     weights = plain.draw_weights(moe, width=12, ffn_width=8)
     weights = {name: values.to(rounded_to).double() for name, values in weights.items()}
-    stream = Stream(tp=NOBODY)
+    stream = SequenceParallel(tp=NOBODY)
     groups = ExpertGroups(ep=NOBODY, etp=NOBODY, micro=NOBODY, stream=stream)
     return MoeLayer(plain.Factory(weights, stream, dtype=dtype), "moe", moe, groups)
 
@@ -91,7 +89,7 @@ def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
     weights = torch.tensor([[0.1], [0.9], [0.2], [0.9], [0.99]])
     moe = MoeSection(num_experts=2, top_k=1, capacity_factor=1.0, drop_by=drop_by)
     marks = _marks(5, uncounted=[4])
-    experts, gap = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    experts, gap = apply_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
     assert [t for t in range(5) if experts[t] == 0] == kept
     assert gap.item() == pytest.approx(0.7 if drop_by == "probability" else torch.inf)
     assert set(experts.flatten().tolist()) == {0, 2}
@@ -99,11 +97,11 @@ def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
 
 def test_of_equal_weights_the_earlier_token_stays_wherever_it_lies():
     chosen, weights = torch.zeros(4, 1, dtype=torch.int64), torch.full((4, 1), 0.5)
-    marks = TokenMarks(
+    marks = TokenIds(
         numbers=torch.tensor([7, 1, 5, 0]), is_counted=torch.ones(4, dtype=torch.bool), row_length=8
     )
     moe = MoeSection(num_experts=1, top_k=1, capacity_factor=1.0)
-    experts, gap = keep_within_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    experts, gap = apply_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
     assert experts.flatten().tolist() == [1, 0, 1, 0] and gap == 0
 
 
@@ -171,10 +169,10 @@ def test_a_tally_counts_once_whatever_is_frozen(frozen, is_remade):
 
 def test_bias_moves_by_the_sign_of_the_error_alone():
     bias = torch.zeros(4)
-    nudge_bias(bias, torch.tensor([10.0, 0.0, 5.0, 5.0]), 0.25)
+    update_expert_bias(bias, torch.tensor([10.0, 0.0, 5.0, 5.0]), 0.25)
     assert bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
     even = torch.zeros(49)
-    nudge_bias(even, torch.full((49,), 3.0), 0.25)
+    update_expert_bias(even, torch.full((49,), 3.0), 0.25)
     assert not even.any()
 
 
@@ -226,7 +224,7 @@ def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
     )
     section = shape.model.moe
     weights = plain.draw_weights(section, width=12, ffn_width=8)
-    one = Router(plain.Factory(weights, Stream(tp=NOBODY)), "moe.router", section, micro)
+    one = Router(plain.Factory(weights, SequenceParallel(tp=NOBODY)), "moe.router", section, micro)
     num_tokens = shape.tokens // parallel.tp
     _, routing = one(torch.randn(num_tokens, 12).double(), _marks(num_tokens))
     assert 8 * routing.capacity == own_choices(shape)

@@ -7,7 +7,7 @@ from raymega.errors import CapacityError, InternalError
 from raymega.messages import NodeSlots
 from raymega.orchestrate.core.rank_placement import (
     DOMAIN_LABEL,
-    Place,
+    WorkerLocation,
     assign_seats,
     choose_ranks,
     keep_seats,
@@ -23,11 +23,11 @@ def nodes(*slots):
 
 
 def places(*node_ids):
-    return [Place(node_id=n, address="", pid=i) for i, n in enumerate(node_ids)]
+    return [WorkerLocation(node_id=n, address="", pid=i) for i, n in enumerate(node_ids)]
 
 
 def at(node_id, gpu):
-    return Place(node_id=node_id, address="", pid=gpu, gpus=(str(gpu),))
+    return WorkerLocation(node_id=node_id, address="", pid=gpu, gpus=(str(gpu),))
 
 
 def ranks(seats):
@@ -93,7 +93,10 @@ def test_assign_seats_gives_each_rank_once_and_tp_groups_one_node(grid, seed):
 
 
 def test_assign_seats_follows_the_gpus_of_a_node_as_numbers():
-    at = [Place(node_id="n", address="", pid=i, gpus=(g,)) for i, g in enumerate(["10", "2", "0"])]
+    at = [
+        WorkerLocation(node_id="n", address="", pid=i, gpus=(g,))
+        for i, g in enumerate(["10", "2", "0"])
+    ]
     assert ranks(assign_seats(at, Grid(dp=3), is_tp_across_nodes_allowed=False)) == [2, 1, 0]
 
 
@@ -168,7 +171,7 @@ def test_choose_ranks_keeps_groups_whole_and_survivors_seated(grid):
 
 def in_domains(**domain_of):
     return [
-        Place(node_id=node, address="", pid=pid, domain=domain)
+        WorkerLocation(node_id=node, address="", pid=pid, domain=domain)
         for node, domain in domain_of.items()
         for pid in range(2)
     ]

@@ -3,7 +3,7 @@ import pytest
 from raymega.config.schema import ElasticSection
 from raymega.messages import Evaluated, Progress, WorkerDied, Working
 from raymega.orchestrate.core.failure_policy import FailureKind
-from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S, SETTLE_S, Attempt
+from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S, SETTLE_S, AttemptMonitor
 from tests.support.fakes import FakeWorkers
 
 ELASTIC = ElasticSection(start_timeout_s=60.0, collective_timeout_s=100.0)
@@ -11,7 +11,7 @@ DEADLINE_S = 100.0 + PROGRESS_MARGIN_S
 
 
 def make_attempt(world_size=4):
-    return Attempt(world_size=world_size, first_step=10, elastic=ELASTIC, now_s=0.0)
+    return AttemptMonitor(world_size=world_size, first_step=10, elastic=ELASTIC, now_s=0.0)
 
 
 def feed(attempt, polls, now_s):
@@ -129,7 +129,7 @@ def test_beats_of_a_rank_that_stands_still_are_no_progress(running):
 
 
 def test_failure_of_many_names_only_some():
-    attempt = Attempt(world_size=100, first_step=0, elastic=ELASTIC, now_s=0.0)
+    attempt = AttemptMonitor(world_size=100, first_step=0, elastic=ELASTIC, now_s=0.0)
     assert "and 92 more" in attempt.failure(60.0).message
 
 

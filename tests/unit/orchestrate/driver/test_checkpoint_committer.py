@@ -5,7 +5,7 @@ import pytest
 
 from raymega.checkpoint.format.manifest import list_manifests, read_manifest
 from raymega.errors import StorageError
-from raymega.orchestrate.driver.checkpoint_committer import Committed, Refused, Saves
+from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Committed, Refused
 from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock, FakeWorkerGroup, FakeWorkers, InlineExecutor
 from tests.support.jobs import make_test_plan
@@ -13,7 +13,7 @@ from tests.support.jobs import make_test_plan
 
 def make_saves(store, executor=None, keep_last=3):
     plan = make_test_plan("parallel.dp=2", "parallel.pp=1", f"checkpoint.keep_last={keep_last}")
-    return Saves(
+    return CheckpointCommitter(
         plan=plan,
         attempt=1,
         store=store,

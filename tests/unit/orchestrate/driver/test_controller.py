@@ -26,7 +26,7 @@ from raymega.messages import (
     StepDoubted,
     TimelineRecorded,
 )
-from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S
 from raymega.orchestrate.driver.controller import Controller
@@ -753,7 +753,7 @@ def test_next_driver_of_a_killed_one_takes_the_smaller_grid_that_the_run_had(wor
     wide = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=4"]
     world.drive(lost_run(lambda w: w.die(3)), [], overrides=wide)
     world.tick_until(State.RESTARTING)
-    world.group.places = [Place(node_id="n", address="", pid=p) for p in range(2)]
+    world.group.places = [WorkerLocation(node_id="n", address="", pid=p) for p in range(2)]
     world.group.lacking = [LACKING] * 40
     world.tick_until(State.STARTING)
     world.group.places = []

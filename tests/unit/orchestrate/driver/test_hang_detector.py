@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from raymega.config.elastic import ElasticSection
-from raymega.orchestrate.core.worker_status import Answered, ProcessSeen, Standing
-from raymega.orchestrate.driver.hang_detector import Watch
+from raymega.orchestrate.core.worker_status import Heartbeat, ProcessStatus, ThreadStatus
+from raymega.orchestrate.driver.hang_detector import HangDetector
 
-WAITING = Standing(
+WAITING = ThreadStatus(
     rank=0, step=7, doing="forward 1/0", waits_for="all_reduce on group tp of ranks 0, 1",
     is_patient=False, state="S", cpu_s=3.0, stack=("comm.py:88 wait",),
 )  # fmt: skip
@@ -16,7 +16,7 @@ STUCK = replace(WAITING, rank=1, waits_for="", stack=("hooks.py:3 spoil",))
 
 
 def make_watch(steps=3, step_s=1.1 / 3, **fields):  # of which the deadline is 2.6 s
-    watch = Watch(ElasticSection(**fields))
+    watch = HangDetector(ElasticSection(**fields))
     for _ in range(steps):
         watch.add_step(step_s)
     return watch
@@ -49,7 +49,7 @@ def test_deadline_follows_the_newest_steps():
 
 def answer(watch, ranks, at_s):
     for rank in ranks:
-        watch.observe(Answered(rank=rank), at_s)
+        watch.observe(Heartbeat(rank=rank), at_s)
 
 
 def test_stopped_process_is_found_at_the_deadline_and_looked_at_before():
@@ -60,7 +60,7 @@ def test_stopped_process_is_found_at_the_deadline_and_looked_at_before():
     answer(watch, (0,), 12.2)
     assert watch.look_due(12.2, last_sign_s=12.2, is_training=True) == {1}
     assert watch.look_due(12.3, last_sign_s=12.2, is_training=True) is None, "a look takes its time"
-    watch.observe(ProcessSeen(rank=1, state="T"), 12.3)
+    watch.observe(ProcessStatus(rank=1, state="T"), 12.3)
     assert watch.hang(12.5, last_sign_s=12.0, is_training=True) is None
     answer(watch, (0,), 12.7)
     hang = watch.hang(12.7, last_sign_s=12.0, is_training=True)
@@ -71,7 +71,7 @@ def test_stopped_process_is_found_while_the_others_have_nothing_to_say():
     watch = make_watch()
     answer(watch, (0, 1), 10.0)
     answer(watch, (0,), 12.0)
-    watch.observe(ProcessSeen(rank=1, state="T"), 12.3)
+    watch.observe(ProcessStatus(rank=1, state="T"), 12.3)
     assert watch.hang(12.7, last_sign_s=12.0, is_training=True).rank == 1
 
 
@@ -79,7 +79,7 @@ def test_silent_process_that_is_not_stopped_has_until_the_upper_bound():
     watch = make_watch(hang_max_s=30.0)
     answer(watch, (0, 1), 0.0)
     answer(watch, (0,), 29.0)
-    watch.observe(ProcessSeen(rank=1, state="R"), 29.0)
+    watch.observe(ProcessStatus(rank=1, state="R"), 29.0)
     assert watch.hang(29.0, last_sign_s=29.0, is_training=True) is None
     answer(watch, (0,), 30.0)
     assert "elastic.hang_max_s=30" in watch.hang(30.0, last_sign_s=30.0, is_training=True).message
@@ -95,7 +95,7 @@ def test_driver_that_was_held_up_accuses_nobody():
 def test_process_that_goes_on_is_forgiven():
     watch = make_watch()
     answer(watch, (0, 1), 0.0)
-    watch.observe(ProcessSeen(rank=1, state="T"), 2.5)
+    watch.observe(ProcessStatus(rank=1, state="T"), 2.5)
     answer(watch, (0, 1), 3.0)
     assert watch.hang(3.1, last_sign_s=3.0, is_training=True) is None
 
@@ -129,7 +129,7 @@ def test_rank_that_has_not_said_where_it_stands_keeps_the_others_from_being_judg
         look(watch, at_s, WAITING)
     assert watch.hang(12.7, last_sign_s=10.0, is_training=True) is None
     answer(watch, (0,), 13.7)
-    watch.observe(ProcessSeen(rank=1, state="T"), 13.7)
+    watch.observe(ProcessStatus(rank=1, state="T"), 13.7)
     assert watch.hang(13.7, last_sign_s=10.0, is_training=True).rank == 1
 
 
@@ -161,7 +161,7 @@ def test_nothing_is_known_of_threads_before_some_steps_are():
 
 
 def test_threads_are_left_alone_until_all_ranks_have_their_state():
-    watch = Watch(ElasticSection(), steps_s=(0.2,) * 3)
+    watch = HangDetector(ElasticSection(), steps_s=(0.2,) * 3)
     assert watch.look_due(12.2, last_sign_s=10.0, is_training=False) is None
     assert watch.look_due(12.2, last_sign_s=10.0, is_training=True) == frozenset(), "known before"
     for at_s in (12.2, 12.7):

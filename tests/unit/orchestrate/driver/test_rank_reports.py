@@ -1,12 +1,12 @@
 import pytest
 
 from raymega.messages import ExpertsLoaded, TimelineRecorded
-from raymega.orchestrate.driver.rank_reports import Gather, RankReports
+from raymega.orchestrate.driver.rank_reports import RankCollector, RankReports
 from tests.support.jobs import layout_overrides, make_test_plan
 
 
 def test_add_hands_over_when_the_last_rank_has_come():
-    gather = Gather(2)
+    gather = RankCollector(2)
     assert gather.add(rank=1, step=5, value="b") == {}
     assert gather.add(rank=1, step=6, value="d") == {}
     assert gather.add(rank=0, step=5, value="a") == {0: "a", 1: "b"}

@@ -4,9 +4,9 @@ import pytest
 
 from raymega.errors import CapacityError
 from raymega.messages import Requests
-from raymega.orchestrate.core.rank_placement import Place
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.state import State
-from raymega.orchestrate.core.worker_group_api import Departure
+from raymega.orchestrate.core.worker_group_api import NodeDrain
 from raymega.plan.run_plan import read_plan
 from raymega.tracking.sink import AttemptStarted, FailureSeen, Recovered
 from tests.support.fakes import FakeWorkers
@@ -16,7 +16,7 @@ DP2 = ("parallel.pp=1", "parallel.dp=2", "elastic.replan_after_s=1.0", "run.step
 
 
 def processes(number):
-    return [Place(node_id="node", address="", pid=pid) for pid in range(number)]
+    return [WorkerLocation(node_id="node", address="", pid=pid) for pid in range(number)]
 
 
 def small_run(*, step, attempt):
@@ -118,7 +118,7 @@ def test_stop_while_the_grid_changes_ends_preempted(world):
 
 
 def leaving(seconds, *, is_ready):
-    return Departure(seconds=seconds, ranks=(2, 3), is_ready=is_ready)
+    return NodeDrain(seconds=seconds, ranks=(2, 3), is_ready=is_ready)
 
 
 def staying_run(*, step, attempt):

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from raymega.orchestrate.core.rank_placement import Place
-from raymega.orchestrate.driver.scaling_policy import FIRST_CHANGE_S, Grids, growth
+from raymega.orchestrate.core.rank_placement import WorkerLocation
+from raymega.orchestrate.driver.scaling_policy import FIRST_CHANGE_S, ScalingPolicy, growth
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.planner.cost.peak_memory import memory_use
 from tests.support.jobs import make_test_plan
@@ -19,7 +19,7 @@ FULL = (
 
 def places(*counts):
     return [
-        Place(node_id=f"n{node}", address="", pid=pid)
+        WorkerLocation(node_id=f"n{node}", address="", pid=pid)
         for node, count in enumerate(counts)
         for pid in range(count)
     ]
@@ -30,7 +30,7 @@ def memory_of(plan):
 
 
 def make(*overrides):
-    return Grids(make_test_plan(*FULL, *overrides))
+    return ScalingPolicy(make_test_plan(*FULL, *overrides))
 
 
 def test_shrink_drops_replicas_and_keeps_the_batch():
@@ -63,7 +63,7 @@ def test_shrink_keeps_to_min_workers(least):
     ids=["smaller", "fresh", "full", "grid", "too-few"],
 )  # fmt: skip
 def test_driver_without_processes_takes_the_grid_that_the_run_had(num_before, overrides, expected):
-    grids = Grids(make_test_plan(*FULL, *overrides), num_before=num_before)
+    grids = ScalingPolicy(make_test_plan(*FULL, *overrides), num_before=num_before)
     plan = grids.shrink(())
     assert (plan and plan.grid.world_size) == expected
 
@@ -102,7 +102,7 @@ def test_shrink_passes_over_what_does_not_fit_into_the_devices_memory():
     large = ("model.num_layers=96", "model.width=12288", "model.ffn_width=49152", "model.num_heads=96",
              "model.num_kv_heads=8", "parallel.tp=8", "parallel.pp=4", "precision.dtype=bfloat16",
              "parallel.sharding=optimizer")  # fmt: skip
-    grids = Grids(make_test_plan(*large, "parallel.dp=2"))
+    grids = ScalingPolicy(make_test_plan(*large, "parallel.dp=2"))
     where = places(*[8] * 7)
     gpus = [replace(place, accelerator="H100") for place in where]
     assert memory_of(grids.shrink(where)) > CATALOGUE["h100"].memory_bytes

@@ -3,10 +3,10 @@
 from threading import Thread
 
 from raymega.messages import Progress, Requests, StartWorker
-from raymega.orchestrate.core.rank_placement import Place
-from raymega.orchestrate.ray_train.mailbox import Guest, Mailbox
+from raymega.orchestrate.core.rank_placement import WorkerLocation
+from raymega.orchestrate.ray_train.mailbox import RemoteWorker, WorkerRendezvous
 
-PLACE = Place(node_id="n", address="10.0.0.1", pid=7)
+PLACE = WorkerLocation(node_id="n", address="10.0.0.1", pid=7)
 GUARD_S, ENDLESS_S = 100, 100_000
 """For what comes, and for what must end a wait that would outlive the test."""
 
@@ -19,15 +19,15 @@ def message(rank):
 
 
 def mailbox(num_workers=2):
-    box = Mailbox()
+    box = WorkerRendezvous()
     for index in range(num_workers):
-        box.come(index, Guest(place=PLACE, rendezvous=f"h:{index}"))
+        box.come(index, RemoteWorker(place=PLACE, rendezvous=f"h:{index}"))
     box.send({index: message(num_workers - 1 - index) for index in range(num_workers)})
     return box
 
 
 def test_workers_come_and_get_their_messages():
-    box = Mailbox()
+    box = WorkerRendezvous()
     assert box.start_of(0, 0.0) is None and box.is_open()
     box = mailbox()
     assert {index: guest.rendezvous for index, guest in box.guests().items()} == {
@@ -57,7 +57,7 @@ def test_driver_that_waits_hears_at_once():
 
 
 def test_closed_mailbox_lets_everybody_go():
-    box = Mailbox()
+    box = WorkerRendezvous()
     waiting = Thread(target=lambda: box.start_of(0, ENDLESS_S), daemon=True)
     waiting.start()
     box.close()

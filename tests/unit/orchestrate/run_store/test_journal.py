@@ -6,9 +6,9 @@ from raymega.errors import ConfigError, StorageError
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind
 from raymega.orchestrate.run_store.journal import (
     RECORD_KEY,
-    Entry,
-    Past,
-    Turn,
+    AttemptRecord,
+    RunHistory,
+    StateChange,
     open_record,
     read_past,
     read_record,
@@ -107,7 +107,7 @@ def test_read_record_refuses_another_version(store):
 
 def entry(attempt, *, state="running", num_failures=0):
     died = Failure(kind=FailureKind.DIED, rank=1, step=3, message="gone")
-    return Entry(
+    return AttemptRecord(
         attempt=attempt,
         grid={"tp": attempt},
         world_size=attempt,
@@ -116,7 +116,7 @@ def entry(attempt, *, state="running", num_failures=0):
         restored="",
         state=state,
         failures=(died,) * num_failures,
-        turns=(Turn(at=NOW, state=state, step=3, reason="so"),),
+        turns=(StateChange(at=NOW, state=state, step=3, reason="so"),),
     )
 
 
@@ -126,7 +126,7 @@ def put(store, *entries):
 
 
 def test_past_is_what_drivers_left_that_were_torn_away(store):
-    assert read_past(store) == Past()
+    assert read_past(store) == RunHistory()
     put(store, entry(1, num_failures=2), entry(2, num_failures=1))
     past = read_past(store)
     assert len(past.failures) == 3 and past.num_workers == 2
@@ -136,7 +136,7 @@ def test_past_is_what_drivers_left_that_were_torn_away(store):
 @pytest.mark.parametrize("state", ["finished", "failed", "preempted"])
 def test_past_begins_behind_the_last_good_end(store, state):
     put(store, entry(1, num_failures=2), entry(2, state=state, num_failures=1))
-    assert read_past(store) == Past()
+    assert read_past(store) == RunHistory()
     put(store, entry(3, num_failures=1))
     assert len(read_past(store).failures) == 1
 

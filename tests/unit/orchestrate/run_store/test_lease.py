@@ -8,7 +8,7 @@ import pytest
 from raymega.checkpoint.format.epochs import newest_epoch, newest_grant
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.errors import LeaseError, StorageError
-from raymega.orchestrate.run_store.lease import Lease, creates_once, held
+from raymega.orchestrate.run_store.lease import Lease, hold_lease, supports_conditional_put
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock
@@ -78,7 +78,7 @@ def test_number_is_above_those_of_checkpoints_that_were_copied_here(world):
 
 
 def test_driver_that_ended_keeps_nobody_waiting(world):
-    with held(world.lease("a")):
+    with hold_lease(world.lease("a")):
         pass
     assert world.taken("b").epoch == 2 and world.waited_s == 0
 
@@ -252,5 +252,5 @@ def test_probe_tells_a_store_that_creates_twice_and_leaves_nothing():
             super().put(key, chunks, overwrite=True)
 
     for store, expected in ((MemoryStore(), True), (Careless(), False)):
-        assert creates_once(store) is expected
+        assert supports_conditional_put(store) is expected
         assert list(store.list("")) == []

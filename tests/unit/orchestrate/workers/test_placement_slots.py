@@ -1,11 +1,11 @@
-"""Slots without Ray: who is ready, who hangs, who must leave, and that no two processes have one name."""
+"""WorkerSlots without Ray: who is ready, who hangs, who must leave, and that no two processes have one name."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from raymega.orchestrate.core.rank_placement import Place, Seat
-from raymega.orchestrate.workers.placement_slots import Slot, Slots, name_of
+from raymega.orchestrate.core.rank_placement import AssignedRank, WorkerLocation
+from raymega.orchestrate.workers.placement_slots import WorkerSlot, WorkerSlots, name_of
 from tests.support.jobs import make_test_plan
 
 PLAN = make_test_plan("parallel.tp=2")
@@ -13,10 +13,10 @@ NOW_S = 1000.0
 
 
 def slot(index, *, node="stays", is_warm=True, rank=-1, age_s=0.0, home=-1):
-    return Slot(
+    return WorkerSlot(
         index=index, group=None, home=home, actor=object(), is_warm=is_warm,
-        place=Place(node_id=node, address="", pid=index),
-        seat=Seat(rank=rank, local_rank=0) if rank >= 0 else None,
+        place=WorkerLocation(node_id=node, address="", pid=index),
+        seat=AssignedRank(rank=rank, local_rank=0) if rank >= 0 else None,
         ordered_s=NOW_S - age_s,
     )  # fmt: skip
 
@@ -33,7 +33,7 @@ class Drains:
 
 @pytest.fixture
 def slots():
-    slots = Slots(PLAN.job.cluster, can_grow=True)
+    slots = WorkerSlots(PLAN.job.cluster, can_grow=True)
     slots._departures, slots.asked = Drains(), []
     slots._reserve = lambda number, block, *, is_spare: slots.asked.append(number)
     return slots

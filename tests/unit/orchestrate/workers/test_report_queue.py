@@ -1,5 +1,5 @@
 from raymega.messages import Progress, Requests, StepDone, Working
-from raymega.orchestrate.workers.report_queue import Outbox
+from raymega.orchestrate.workers.report_queue import ReportQueue
 
 
 def step(number):
@@ -11,7 +11,7 @@ def beat(number):
 
 
 def test_take_returns_reports_in_order_and_once():
-    outbox = Outbox()
+    outbox = ReportQueue()
     for number in (1, 2):
         outbox.report(step(number))
     assert outbox.take(0.0) == [step(1), step(2)]
@@ -19,14 +19,14 @@ def test_take_returns_reports_in_order_and_once():
 
 
 def test_take_keeps_only_the_newest_progress():
-    outbox = Outbox()
+    outbox = ReportQueue()
     for number in (1, 2, 3):
         outbox.report(beat(number))
     assert outbox.take(0.0) == [beat(3)]
 
 
 def test_take_has_one_sign_of_life_and_never_instead_of_a_step():
-    outbox, alive = Outbox(), Working(rank=1)
+    outbox, alive = ReportQueue(), Working(rank=1)
     for report in (alive, alive):
         outbox.report(report)
     assert outbox.take(0.0) == [alive] and outbox.take(0.0) == []
@@ -39,21 +39,21 @@ def test_take_has_one_sign_of_life_and_never_instead_of_a_step():
 
 
 def test_close_drops_later_reports_and_waits_for_nobody():
-    outbox = Outbox()
+    outbox = ReportQueue()
     outbox.close()
     outbox.report(step(1))
     assert outbox.take(60.0) == []
 
 
 def test_requests_are_the_last_ones_set():
-    outbox = Outbox()
+    outbox = ReportQueue()
     assert outbox.requests() == Requests()
     outbox.set_requests(Requests(stop=True))
     assert outbox.requests().stop
 
 
 def test_save_is_wished_for_once_and_a_stop_for_good():
-    outbox = Outbox()
+    outbox = ReportQueue()
     outbox.set_requests(Requests(stop=True, save=True))
     assert outbox.requests() == Requests(stop=True, save=True)
     assert outbox.requests() == Requests(stop=True)

@@ -9,8 +9,8 @@ from threading import Event, Thread
 import pytest
 
 from raymega.orchestrate.workers.thread_status import process_state, stand_of
-from raymega.parallel.comm.process_groups import Waited
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.process_groups import WaitTimer
+from raymega.parallel.comm.work import Work
 from raymega.pipeline.executor import Executor
 from raymega.schedule.instructions import Instruction, Op
 
@@ -69,8 +69,8 @@ def test_seconds_of_cpu_are_the_threads_own(stand):
 
 
 def test_collective_and_instruction_are_named(stand):
-    pending = Pending(
-        lambda: "all_reduce on group tp", object(), lambda *_: LET_GO.wait(), Waited()
+    pending = Work(
+        lambda: "all_reduce on group tp", object(), lambda *_: LET_GO.wait(), WaitTimer()
     )
     task = Instruction(op=Op.FORWARD, micro_batch=2)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from raymega.parallel.context_parallel.attention_blocks import (
-    Block,
+    AttentionTile,
     Cpu,
-    WrittenOut,
+    MathAttention,
     masked_forward,
     merge,
 )
@@ -29,15 +29,16 @@ def _inputs(groups, dtype=torch.float64, keys=S):
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_kernel_for_cpus_is_the_written_out_softmax(groups, is_causal):
     q, k, v = _inputs(groups)
-    fused, plain = (kernel.forward(q, k, v, is_causal=is_causal) for kernel in (Cpu, WrittenOut))
+    fused, plain = (kernel.forward(q, k, v, is_causal=is_causal) for kernel in (Cpu, MathAttention))
     grad = _draw(3, H)
     by_fused, by_plain = (
-        kernel.backward(grad, q, k, v, plain, is_causal=is_causal) for kernel in (Cpu, WrittenOut)
+        kernel.backward(grad, q, k, v, plain, is_causal=is_causal)
+        for kernel in (Cpu, MathAttention)
     )
     for found, wanted in zip((*fused, *by_fused), (*plain, *by_plain), strict=True):
         assert plain_models.difference(found, wanted) < FLOAT64_LAYER
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    WrittenOut.forward(*leaves, is_causal=is_causal).out.backward(grad)
+    MathAttention.forward(*leaves, is_causal=is_causal).out.backward(grad)
     for found, leaf in zip(by_plain, leaves, strict=True):
         assert plain_models.difference(found, leaf.grad) < FLOAT64_LAYER
 
@@ -46,12 +47,12 @@ def test_kernel_for_cpus_is_the_written_out_softmax(groups, is_causal):
 def test_merged_blocks_are_attention_over_all_keys(dtype):
     q, k, v = _inputs(H, dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    total = Block(
+    total = AttentionTile(
         torch.zeros(B, H, S, K, dtype=wide), torch.full((B, H, S), -torch.inf, dtype=wide)
     )
     for keys in (slice(0, 1), slice(1, 4), slice(4, 6)):
         merge(total, Cpu.forward(q, k[:, :, keys], v[:, :, keys], is_causal=False))
-    wanted = WrittenOut.forward(*(t.double() for t in (q, k, v)), is_causal=False)
+    wanted = MathAttention.forward(*(t.double() for t in (q, k, v)), is_causal=False)
     limit = FLOAT64_LAYER if dtype == torch.float64 else BFLOAT16_ROUNDING
     assert total.out.dtype == wide
     assert all(plain_models.difference(a, b) < limit for a, b in zip(total, wanted, strict=True))
@@ -64,16 +65,16 @@ def test_row_without_keys_is_zero_and_adds_nothing():
     blind = masked_forward(q, k, v, mask)
     assert not blind.out[:, :, 2].any() and (blind.log_sum_exp[:, :, 2] == -torch.inf).all()
     seeing = [row for row in range(S) if row != 2]
-    wanted = WrittenOut.forward(q, k, v, is_causal=False)
+    wanted = MathAttention.forward(q, k, v, is_causal=False)
     assert (
         plain_models.difference(blind.out[:, :, seeing], wanted.out[:, :, seeing]) < FLOAT64_LAYER
     )
-    plain = WrittenOut.forward(q, k, v, is_causal=False, mask=mask)
+    plain = MathAttention.forward(q, k, v, is_causal=False, mask=mask)
     assert plain_models.difference(plain.out, blind.out) < FLOAT64_LAYER
-    total = Block(wanted.out.clone(), wanted.log_sum_exp.clone())
+    total = AttentionTile(wanted.out.clone(), wanted.log_sum_exp.clone())
     merge(total, blind)
     assert torch.equal(total.out[:, :, 2], wanted.out[:, :, 2])
-    nothing = Block(blind.out.clone(), blind.log_sum_exp.clone())
+    nothing = AttentionTile(blind.out.clone(), blind.log_sum_exp.clone())
     merge(nothing, blind)
     assert not nothing.out[:, :, 2].any() and (nothing.log_sum_exp[:, :, 2] == -torch.inf).all()
     assert nothing.out.isfinite().all()

@@ -16,7 +16,7 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.data_parallel.state_tensors import blocks_of
 from raymega.plan.flat_boxes import boxes_of_range
 from raymega.plan.grid import ExpertPlace
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 from tests.support.params import make_param, make_tensor
 
 
@@ -76,7 +76,7 @@ def test_shares_of_all_ranks_hold_each_element_once(dp, bucket_bytes):
 
 def test_rank_owns_its_share_only_when_sharded():
     for is_sharded, owned in ((False, (0, 24)), (True, (8, 16))):
-        table = make_buckets([_params()], _dp(3, 1), level=Level(is_sharded))
+        table = make_buckets([_params()], _dp(3, 1), level=ZeroLevel(is_sharded))
         part, share = table.owned(table.buckets[0]), table.share(table.buckets[0])
         assert (part.begin, part.end) == owned and (share.begin, share.end) == (8, 16)
 
@@ -107,7 +107,7 @@ def test_blocks_of_all_ranks_are_the_global_tensors(dp):
         pieces = [whole[p.tensor.name][p.box.within(p.tensor.whole)] for p in spec.pieces]
         for index in range(dp):
             param = ShardedParameter(torch.cat(pieces), spec)
-            table = make_buckets([[param]], _dp(dp, index), level=Level.OPTIMIZER)
+            table = make_buckets([[param]], _dp(dp, index), level=ZeroLevel.OPTIMIZER)
             part = table.owned(table.buckets[0])
             flat = torch.cat((param.detach().flatten(), torch.full((dp,), torch.nan)))
             values = flat[part.begin : part.end]
@@ -130,7 +130,9 @@ def test_blocks_of_experts_whose_gate_and_up_lie_together_are_the_global_tensors
         for piece in spec.pieces:
             param.data[piece.place] = whole[piece.tensor.name][piece.box.within(piece.tensor.whole)]
         for index in range(dp):
-            table = make_buckets([[param]], _dp(1), experts=_dp(dp, index), level=Level.OPTIMIZER)
+            table = make_buckets(
+                [[param]], _dp(1), experts=_dp(dp, index), level=ZeroLevel.OPTIMIZER
+            )
             part = table.owned(table.buckets[0])
             flat = torch.cat((param.detach().flatten(), torch.full((dp,), torch.nan)))
             values = flat[part.begin : part.end]

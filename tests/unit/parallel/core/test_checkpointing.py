@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu
 
-from raymega.parallel.core.checkpointing import consume, produce
+from raymega.parallel.core.checkpointing import checkpoint_output, recompute_input
 
 
 class _Counted(nn.Module):
@@ -39,7 +39,10 @@ def _gradients(norm, linear, x, y):
 
 def _both(make, linear, x, params=()):
     x = x.clone().requires_grad_()
-    plain, again = linear(make(x)), consume(linear, produce(make, x, params=params))
+    plain, again = (
+        linear(make(x)),
+        recompute_input(linear, checkpoint_output(make, x, params=params)),
+    )
     assert torch.equal(plain, again)
     return x, plain, again
 
@@ -74,7 +77,7 @@ def test_layer_keeps_no_produced_tensor():
         kept.append(weakref.ref(y.untyped_storage()))
         return y
 
-    y = consume(linear, produce(make, x.requires_grad_()))
+    y = recompute_input(linear, checkpoint_output(make, x.requires_grad_()))
     gc.collect()
     assert kept[0]() is None
     y.sum().backward()
@@ -89,7 +92,7 @@ def test_nothing_is_left_when_backward_never_runs():
     try:
         inner = x.requires_grad_() * 2
         ref = weakref.ref(inner)
-        consume(linear, produce(gelu, inner))
+        recompute_input(linear, checkpoint_output(gelu, inner))
         del inner
         assert ref() is None, "a cycle keeps what the graph saved"
     finally:
@@ -99,13 +102,13 @@ def test_nothing_is_left_when_backward_never_runs():
 def test_evaluation_and_tensors_from_elsewhere_are_left_alone():
     norm, linear, x = _parts()
     with torch.no_grad():
-        assert not consume(linear, produce(norm, x)).requires_grad
-    assert torch.equal(consume(linear, x), linear(x))
+        assert not recompute_input(linear, checkpoint_output(norm, x)).requires_grad
+    assert torch.equal(recompute_input(linear, x), linear(x))
 
 
 def test_inputs_without_gradient_and_keys_pass():
     _, linear, x = _parts()
     numbers = torch.arange(6)
-    y = consume(linear, produce(lambda a, n: a * n, x.requires_grad_(), numbers))
+    y = recompute_input(linear, checkpoint_output(lambda a, n: a * n, x.requires_grad_(), numbers))
     y.sum().backward()
     torch.testing.assert_close(x.grad, (linear.weight.sum(0) * numbers).expand_as(x))

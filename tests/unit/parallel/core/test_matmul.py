@@ -7,7 +7,7 @@ from raymega.parallel.context_parallel.attention import attend
 from raymega.parallel.context_parallel.context import make_places, no_context, whole_rows
 from raymega.parallel.core import matmul
 from raymega.parallel.core.matmul import add_outer, outer, product, project
-from raymega.parallel.core.output_cache import KeptMemory
+from raymega.parallel.core.output_cache import CpuOutputCache
 from tests.support.references.plain_models import draw_batch, make_model
 from tests.unit.model.parts import make_stage_modules, run_stages
 
@@ -51,7 +51,7 @@ def test_wide_products_are_not_emulated():
 
 def test_large_results_lie_in_memory_that_comes_back(monkeypatch):
     monkeypatch.setattr(matmul, "LEAST_BYTES", 8 * 6 * 5)
-    kept, x, weight, bias = KeptMemory(), _draw(3, 2, 4), _draw(5, 4), _draw(5)
+    kept, x, weight, bias = CpuOutputCache(), _draw(3, 2, 4), _draw(5, 4), _draw(5)
     wanted = torch.nn.functional.linear(x, weight, bias)
     first = project(x, weight, bias, kept)
     second = project(x, weight, bias, kept)

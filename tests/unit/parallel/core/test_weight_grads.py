@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raymega.model.pipeline_stage import StageModule
-from raymega.parallel.core.weight_grads import Debt, Made, make_owed
+from raymega.parallel.core.weight_grads import ComputedTerm, DeferredGrad, run_deferred
 from raymega.plan.stages import even_stages
 from tests.support.params import make_buffer
 from tests.support.references.plain_models import draw_batch, make_model
@@ -42,7 +42,7 @@ def test_put_off_gradients_equal_those_that_come_at_once(stage):
     assert before == set(matrices), "linear layers put off, and nobody else"
     # The tied table has its gradient as an embedding at once, and as the head's weight later.
     assert len(owed) == len(matrices) + 1
-    make_owed(owed)
+    run_deferred(owed)
     for name, grad in _gradients(stage).items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-13, atol=1e-13, msg=name)
     assert owed == []
@@ -58,7 +58,7 @@ def test_hooks_of_parameters_see_owed_gradients(stage):
     with stage.deferral.collecting() as owed:
         stage(*draw_batch(model), None).backward()
     early = len(seen)
-    make_owed(owed)
+    run_deferred(owed)
     assert len(seen) > early
     assert set(seen) == {name for name, _ in stage.named_parameters()}
 
@@ -75,8 +75,10 @@ def test_a_weight_that_is_used_twice_gets_one_gradient():
     weight = torch.zeros(2, requires_grad=True)
     seen = []
     weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.tolist()))
-    owed = [Debt(weight, Made(lambda by=by: torch.full((2,), by))) for by in (1.0, 2.0)]
-    make_owed(owed)
+    owed = [
+        DeferredGrad(weight, ComputedTerm(lambda by=by: torch.full((2,), by))) for by in (1.0, 2.0)
+    ]
+    run_deferred(owed)
     assert seen == [[3.0, 3.0]] and owed == []
 
 
@@ -87,7 +89,7 @@ def _work(stage, batches, *, is_put_off):
             continue
         with stage.deferral.collecting() as owed:
             stage(*batch, None).backward()
-        make_owed(owed)
+        run_deferred(owed)
 
 
 @pytest.mark.parametrize("is_put_off", [False, True], ids=["at once", "put off"])

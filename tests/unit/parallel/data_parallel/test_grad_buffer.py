@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from raymega.errors import InternalError
-from raymega.parallel.comm.process_groups import Waited
-from raymega.parallel.comm.work import Pending
+from raymega.parallel.comm.process_groups import WaitTimer
+from raymega.parallel.comm.work import Work
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from tests.support.params import ALONE, make_buffer, make_param, make_table, make_tensor
 
@@ -80,7 +80,7 @@ def sent(monkeypatch):
 
     def launch(bucket, _group):
         buckets.append(bucket.numel())
-        return Pending(str, None, None, Waited())
+        return Work(str, None, None, WaitTimer())
 
     monkeypatch.setattr("raymega.parallel.data_parallel.grad_buffer.start_all_reduce", launch)
     return buckets

@@ -8,7 +8,7 @@ from torch import nn
 
 from raymega.errors import InternalError
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
-from raymega.plan.zero_levels import Level
+from raymega.plan.zero_levels import ZeroLevel
 from tests.support.params import ALONE, make_param, make_table, make_tensor
 
 PAIR = replace(ALONE.dp, ranks=(0, 1))
@@ -32,7 +32,7 @@ def test_parameters_become_views_and_keep_values_and_identity():
 def test_old_weights_are_refused_until_a_gather_was_started():
     module = nn.Module()
     module.weight = _params()[0]
-    buffer = WeightBuffer(make_table([[module.weight]], TWO, level=Level.OPTIMIZER))
+    buffer = WeightBuffer(make_table([[module.weight]], TWO, level=ZeroLevel.OPTIMIZER))
     buffer.wait_for(module)
     buffer.mark_updated()
     with pytest.raises(InternalError, match="call start_gather"):

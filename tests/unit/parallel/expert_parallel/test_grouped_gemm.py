@@ -5,7 +5,7 @@ import torch
 
 from raymega.parallel.expert_parallel.grouped_gemm import (
     FRESH_BYTES,
-    OuterProducts,
+    GroupedWeightGrad,
     group_sizes,
     grouped_product,
 )
@@ -52,7 +52,7 @@ def test_product_is_each_experts_own(counts, widths, dtype, limit):
 def test_weight_gradients_are_added_where_the_sums_lie(counts, widths, dtype, limit, is_first):
     rows, grad, weight, sizes = _draw(counts, widths, dtype)
     total = torch.full_like(weight, float("nan") if is_first else 2.0)
-    OuterProducts(grad, rows, sizes).add_to(total, is_first=is_first)
+    GroupedWeightGrad(grad, rows, sizes).add_to(total, is_first=is_first)
     parts = zip(_loop(grad.split(counts.tolist())), _loop(rows.split(counts.tolist())), strict=True)
     wanted = torch.stack([left.T @ right for left, right in parts]) + (0.0 if is_first else 2.0)
     assert (total.double() - wanted).abs().max() < limit

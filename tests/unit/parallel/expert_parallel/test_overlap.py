@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymega.parallel.expert_parallel.overlap import InTurn, Turns
+from raymega.parallel.expert_parallel.overlap import InterleavedWork, PassInterleaver
 
 
 class _Transfer:
@@ -19,14 +19,14 @@ class _Transfer:
 
 @pytest.fixture
 def turns():
-    return Turns(torch.device("cpu"))
+    return PassInterleaver(torch.device("cpu"))
 
 
 def _pass(turns, done, name, transfers):
     def work():
         for number in range(transfers):
             done.append(f"launch {name}{number}")
-            InTurn(turns, _Transfer(f"{name}{number}", done)).wait(5.0)
+            InterleavedWork(turns, _Transfer(f"{name}{number}", done)).wait(5.0)
         done.append(f"end {name}")
 
     return work
@@ -50,7 +50,7 @@ def test_a_pass_alone_only_waits(turns):
 
 def test_seconds_are_those_of_the_firsts_turns():
     readings = iter([0.0, 3.0, 10.0, 11.0, 12.0])
-    turns, done = Turns(torch.device("cpu"), clock=lambda: next(readings)), []
+    turns, done = PassInterleaver(torch.device("cpu"), clock=lambda: next(readings)), []
     assert turns.together(_pass(turns, done, "f", 1), _pass(turns, done, "b", 1)) == 4.0
 
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from raymega.parallel.core.weight_grads import Deferral
+from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.expert_parallel.fp8_grouped_gemm import expert_linear, expert_places
 from raymega.parallel.expert_parallel.grouped_gemm import group_sizes
-from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Place, WeightCopies, fp8_linear
+from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Fp8Placement, WeightCopies, fp8_linear
 from raymega.parallel.tensor_parallel.fp8_tensor import (
     FORWARD,
     GRADIENT,
-    Eight,
+    Fp8Tensor,
     largest,
     product,
     quantise,
@@ -74,7 +74,7 @@ def test_copies_are_kept_until_weights_change():
 
     def make():
         made.append(1)
-        return Eight(weight, weight)
+        return Fp8Tensor(weight, weight)
 
     for _ in range(2):
         copies.get(weight, "rows", make)
@@ -102,12 +102,12 @@ def _grown(multiply, x, weight, grad):
 @pytest.mark.parametrize("by_row", [True, False], ids=["rowwise", "tensorwise"])
 def test_an_expert_multiplies_its_rows_as_a_linear_layer_does_row_by_row(counts, by_row):
     """Under both recipes; experts without rows among them."""
-    fp8, deferral = Fp8(by_row=by_row, micro=ALONE.micro), Deferral()
+    fp8, deferral = Fp8(by_row=by_row, micro=ALONE.micro), WeightGradQueue()
     fp8.copies.is_kept = False
     up, down = expert_places(fp8, ALONE.etp)
     weight, rows, grad = _draw(3, 6, 8), _draw(sum(counts), 8), _draw(sum(counts), 6)
     sizes = group_sizes(rows, torch.tensor(counts), inner=6)
-    alone = Place(fp8=Fp8(by_row=True, micro=ALONE.micro))
+    alone = Fp8Placement(fp8=Fp8(by_row=True, micro=ALONE.micro))
     alone.fp8.copies.is_kept = False
     for place in (up, down):
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raymega.errors import PlanError
 from raymega.plan.packing.cost import PackCost, pairs_in
 from raymega.plan.packing.dynamic_cp import (
-    Limits,
+    PackLimits,
     finish_seconds,
     imbalance,
     least_size,
@@ -32,10 +32,10 @@ CASES = st.tuples(
 )
 
 
-def _limits(lengths: list[int], num_ranks: int, max_tokens: int, multiple: int) -> Limits:
+def _limits(lengths: list[int], num_ranks: int, max_tokens: int, multiple: int) -> PackLimits:
     """Widened until the longest document fits, as a job's rules demand."""
     needed = -(-max(lengths) // num_ranks)
-    return Limits(
+    return PackLimits(
         num_ranks=num_ranks, max_tokens=max(max_tokens, needed + 2 * multiple), multiple=multiple
     )
 
@@ -130,7 +130,7 @@ def test_ranks_that_run_their_lists_never_wait_for_ever(
 def test_work_is_even_when_there_are_documents_to_share_out(num_ranks: int, seed: int) -> None:
     random = Random(seed)
     lengths = [min(8192, int(random.lognormvariate(6.43, 1.0)) + 1) for _ in range(32 * num_ranks)]
-    limits = Limits(num_ranks=num_ranks, max_tokens=2048)
+    limits = PackLimits(num_ranks=num_ranks, max_tokens=2048)
     rounds = schedule_documents(lengths, limits, COST)
     assert imbalance(rounds, num_ranks) < 1.05
     least = sum(COST.token_s * n + COST.pair_s * n * (n + 1) / 2 for n in lengths) / num_ranks
@@ -138,27 +138,27 @@ def test_work_is_even_when_there_are_documents_to_share_out(num_ranks: int, seed
 
 
 def test_a_short_document_stays_on_one_rank_and_a_long_one_does_not() -> None:
-    limits = Limits(num_ranks=4, max_tokens=1024)
+    limits = PackLimits(num_ranks=4, max_tokens=1024)
     (packs,) = schedule_documents([2048, 700, 600], limits, replace(COST, hop_s=1e-3))
     assert [(pack.size, pack.documents) for pack in packs] == [(2, (0,)), (1, (1,)), (1, (2,))]
 
 
 def test_one_document_gets_the_ranks_that_nothing_else_needs() -> None:
-    (packs,) = schedule_documents([4000], Limits(num_ranks=4, max_tokens=4096), COST)
+    (packs,) = schedule_documents([4000], PackLimits(num_ranks=4, max_tokens=4096), COST)
     assert [pack.size for pack in packs] == [4]
 
 
 def test_a_rank_without_documents_still_has_a_micro_batch() -> None:
-    (packs,) = schedule_documents([3], Limits(num_ranks=4, max_tokens=8), COST)
+    (packs,) = schedule_documents([3], PackLimits(num_ranks=4, max_tokens=8), COST)
     assert sum(pack.size for pack in packs) == 4
     assert all(pack.tokens >= 1 for pack in packs)
 
 
 def test_least_size_is_what_memory_needs() -> None:
-    limits = Limits(num_ranks=8, max_tokens=100, multiple=4)
+    limits = PackLimits(num_ranks=8, max_tokens=100, multiple=4)
     assert [least_size(n, limits) for n in (1, 100, 101, 401)] == [1, 1, 2, 8]
 
 
 def test_a_document_that_fits_nowhere_is_refused() -> None:
     with pytest.raises(PlanError, match=r"a document of 401 tokens.*hold 400"):
-        schedule_documents([401], Limits(num_ranks=4, max_tokens=100), COST)
+        schedule_documents([401], PackLimits(num_ranks=4, max_tokens=100), COST)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.plan.packing.cost import PackCost, pairs_in
-from raymega.plan.packing.rebalance import Evening
+from raymega.plan.packing.rebalance import Rebalancer
 
 COST = PackCost(token_s=1.0, pair_s=1e-3, start_s=5.0)
 
@@ -39,7 +39,7 @@ def _cases(draw: st.DrawFn) -> tuple[list[float], list[list[list[int]]], list[in
 @given(_cases())
 def test_every_document_stays_somewhere_and_no_rank_ends_later(case) -> None:
     starts, held, lengths = case
-    found = Evening(starts, held, lengths, room=100, seconds=_seconds).run()
+    found = Rebalancer(starts, held, lengths, room=100, seconds=_seconds).run()
     assert sorted(chain(*chain(*found))) == list(range(len(lengths)))
     assert [len(rank) for rank in found] == [len(rank) for rank in held]
     assert all(sum(lengths[i] for i in pack) <= 100 for pack in chain(*found))
@@ -51,18 +51,20 @@ def test_every_document_stays_somewhere_and_no_rank_ends_later(case) -> None:
 def test_a_rank_that_begins_late_gives_work_away() -> None:
     lengths = [10] * 12
     held = [[list(range(6))], [list(range(6, 12))]]
-    found = Evening([40.0, 0.0], held, lengths, room=100, seconds=_seconds).run()
+    found = Rebalancer([40.0, 0.0], held, lengths, room=100, seconds=_seconds).run()
     assert [len(pack) for (pack,) in found] == [4, 8]
 
 
 def test_two_documents_change_places_where_there_is_no_room_for_one() -> None:
     lengths = [60, 39, 50, 40]
-    found = Evening([12.0, 0.0], [[[0, 1]], [[2, 3]]], lengths, room=100, seconds=_seconds).run()
+    found = Rebalancer([12.0, 0.0], [[[0, 1]], [[2, 3]]], lengths, room=100, seconds=_seconds).run()
     assert [sorted(pack) for (pack,) in found] == [[1, 2], [0, 3]]
 
 
 def test_what_is_exchanged_does_not_depend_on_anything_but_its_arguments() -> None:
     lengths = [(7 * i) % 23 + 1 for i in range(40)]
     held = [[list(range(10 * r, 10 * r + 10))] for r in range(4)]
-    runs = [Evening([0.0] * 4, held, lengths, room=200, seconds=_seconds).run() for _ in range(2)]
+    runs = [
+        Rebalancer([0.0] * 4, held, lengths, room=200, seconds=_seconds).run() for _ in range(2)
+    ]
     assert runs[0] == runs[1]

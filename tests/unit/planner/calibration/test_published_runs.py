@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from raymega.plan.hardware.catalog import CATALOGUE
-from raymega.planner.calibration.comparison import Comparison, compare
+from raymega.planner.calibration.comparison import PublishedComparison, compare
 from raymega.planner.calibration.published_runs import published_run, read_runs
 
 TABLE = Path(__file__).parents[4] / "benchmarks" / "published_runs.csv"
@@ -18,16 +18,16 @@ FITTED = ("Narayanan2021-SC21-T1", "Korthikanti2022", "Megatron-LM README images
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Comparison]:
+def found() -> list[PublishedComparison]:
     runs = [run for run in read_runs(TABLE) if not run.skipped and run.gpu in CATALOGUE]
     return [compare(run, CATALOGUE[run.gpu]) for run in runs]
 
 
-def error(each: Comparison) -> float:
+def error(each: PublishedComparison) -> float:
     return abs(each.iter_s / each.run.iter_s - 1)
 
 
-def is_seen(each: Comparison) -> bool:
+def is_seen(each: PublishedComparison) -> bool:
     return each.run.source.startswith(FITTED)
 
 
@@ -58,7 +58,7 @@ def test_no_run_that_ran_is_refused_for_its_memory_and_every_one_that_did_not_fi
 
 
 def test_ways_to_cut_a_model_with_experts_are_ordered_as_published(found):
-    by_model: dict[str, list[Comparison]] = {}
+    by_model: dict[str, list[PublishedComparison]] = {}
     for each in found:
         if each.run.source.startswith("MoE-Parallel-Folding") and each.run.iter_s:
             by_model.setdefault(each.run.model.split(" [")[0], []).append(each)
@@ -106,7 +106,7 @@ def test_pipelines_of_a_source_have_the_micro_batches_that_its_default_gives_the
 
 
 def test_schedules_of_one_model_are_ordered_as_published(found):
-    by_model: dict[tuple[str, int], list[Comparison]] = {}
+    by_model: dict[tuple[str, int], list[PublishedComparison]] = {}
     for each in found:
         if each.run.source.startswith("ZeroBubble"):
             name = each.run.model.split(" [")[0], each.plan.batch.global_batch_size

@@ -19,7 +19,7 @@ from raymega.planner.cost.expert_time import expert_time
 from raymega.planner.cost.layer_time import block_times
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.step_time import step_time
-from raymega.planner.kernels.collective_time import Span, exchange_s
+from raymega.planner.kernels.collective_time import GroupSpan, exchange_s
 from raymega.planner.kernels.kernel_time import grouped_matmul_s, matmul_s, memory_s
 from raymega.planner.kernels.system_traits import RAYMEGA
 
@@ -72,11 +72,11 @@ def test_a_group_that_does_not_fill_its_tile_costs_a_whole_one():
 def test_an_exchange_inside_a_node_takes_its_links_and_between_nodes_the_network():
     far = replace(H100.fitted, link_latency_s=0.0, network_latency_s=0.0)
     device = replace(H100, fitted=far)
-    inside = exchange_s(device, Span(size=8, per_node=8), 8e9)
+    inside = exchange_s(device, GroupSpan(size=8, per_node=8), 8e9)
     assert inside == pytest.approx(7e9 / (450e9 * 0.81))
-    between = exchange_s(device, Span(size=16, per_node=8), 16e9)
+    between = exchange_s(device, GroupSpan(size=16, per_node=8), 16e9)
     assert between == pytest.approx(8e9 / (50e9 * 0.8))
-    assert exchange_s(device, Span(size=1, per_node=1), 1e9) == 0.0
+    assert exchange_s(device, GroupSpan(size=1, per_node=1), 1e9) == 0.0
 
 
 def test_rows_follow_choices_capacity_and_etp():

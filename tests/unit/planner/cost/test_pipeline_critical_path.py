@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from raymega.planner.cost.pipeline_bubble_time import PacedRank, Passes, waiting_s
+from raymega.planner.cost.pipeline_bubble_time import Passes, RankTimes, waiting_s
 from raymega.planner.cost.pipeline_critical_path import own_paths, waiting_paths
 from raymega.schedule.instructions import Instruction
 from raymega.schedule.order import make_sizes
@@ -40,12 +40,12 @@ def played(name: str, chunks: int, pp: int, num: int, durations) -> float:
 def closed(name: str, chunks: int, pp: int, num: int, *, passes, slow=None, message_s=0.0) -> float:
     """The whole step; ``slow`` are the rank that takes longer and how many times as long."""
     usual = Passes(*(chunks * each for each in passes))
-    ranks = [PacedRank((0, pp - 1), usual)]
+    ranks = [RankTimes((0, pp - 1), usual)]
     busiest, mean = usual, usual
     if slow:
         busiest = Passes(*(each * slow[1] for each in usual))
         mean = Passes(*(each * (1 + (slow[1] - 1) / pp) for each in usual))
-        ranks = [PacedRank((slow[0],), busiest)]
+        ranks = [RankTimes((slow[0],), busiest)]
     waits = waiting_s(
         name, chunks=chunks, num_micro_batches=num, ranks=ranks, mean=mean, pp=pp,
         message_s=chunks * message_s,
