@@ -75,23 +75,21 @@ def published(recomputed: str, sizes: Sizes, tp: int, *, is_cut: bool) -> float 
 
 def kept_bytes(env: RankEnv, sizes: Sizes, *, is_cut: bool) -> dict[tuple[str, str], int]:
     """What a block in the middle of the model keeps on this rank, by model and recompute."""
-    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_cut)
+    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_cut)
     return {
-        (name, recomputed): _kept(sizes.model(name), memory, sizes, stream)
+        (name, recomputed): _kept(sizes.model(name), memory, sizes, sp)
         for name in MODELS
         for recomputed, memory in MEMORIES.items()
     }
 
 
-def _kept(
-    model: ModelSection, memory: MemorySection, sizes: Sizes, stream: SequenceParallel
-) -> int:
+def _kept(model: ModelSection, memory: MemorySection, sizes: Sizes, sp: SequenceParallel) -> int:
     _, stage, _ = make_stages((1, 1, 1))
     cpu = torch.device("cpu")
-    module = StageModule(model, stage, stream=stream, dtype=torch.bfloat16, device=cpu, seed=1)
+    module = StageModule(model, stage, sp=sp, dtype=torch.bfloat16, device=cpu, seed=1)
     module.recompute(memory)
     tokens = torch.zeros(sizes.batch, sizes.seq_len, dtype=torch.int64)
-    shape = sizes.seq_len // stream.degree, sizes.batch, model.width
+    shape = sizes.seq_len // sp.degree, sizes.batch, model.width
     hidden = torch.randn(shape).bfloat16().requires_grad_()
     with SavedBytes([*module.parameters(), *module.buffers()]) as kept:
         module(tokens, tokens, tokens, hidden, torch.arange(sizes.batch))

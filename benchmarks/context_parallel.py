@@ -27,7 +27,7 @@ from raymega.parallel.context_parallel.context import (
     Rows,
     TokenLayout,
     held_positions,
-    make_places,
+    make_token_layout,
 )
 from raymega.plan.grid import Grid
 from tests.support.ranks import RankEnv, run_grid
@@ -88,7 +88,7 @@ def _run(env: RankEnv, method: str, tokens: int, heads: int, rounds: int) -> dic
     if method == "all_to_all":
         context = Context(inner=groups.cp, outer=nobody)
     documents = ((tokens * context.degree,),)
-    places = make_places(Rows(held_positions(documents, context), documents), context)
+    places = make_token_layout(Rows(held_positions(documents, context), documents), context)
     meter = Meter(context.degree)
     for name in STARTS:
         call = getattr(transfers, name)
@@ -96,7 +96,7 @@ def _run(env: RankEnv, method: str, tokens: int, heads: int, rounds: int) -> dic
     shape = (tokens, 1, heads, K)
     leaves = [torch.randn(shape).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape)
-    small = make_places(Rows(places.positions[:4].t(), ((4 * context.degree,),)), context)
+    small = make_token_layout(Rows(places.positions[:4].t(), ((4 * context.degree,),)), context)
     _step([t[:4].detach().requires_grad_() for t in leaves], grad[:4], small)
     before, seconds = _peak(), []
     for _ in range(rounds):

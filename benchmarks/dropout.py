@@ -61,7 +61,12 @@ def make_step(
     alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
     _, stage, _ = make_stages((layers, layers, layers))
     module = StageModule(
-        model, stage, stream=SequenceParallel(tp=alone), dtype=torch.float32, device=CPU, seed=1
+        model,
+        stage,
+        sp=SequenceParallel(tp=alone),
+        dtype=torch.float32,
+        device=CPU,
+        seed=1,
     )
     tokens, samples = torch.zeros(batch, seq_len, dtype=torch.int64), torch.arange(batch)
     hidden = torch.randn(seq_len, batch, width, requires_grad=True)

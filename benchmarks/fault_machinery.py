@@ -167,7 +167,7 @@ def measure(plan: RunPlan, folder: str) -> tuple[list[tuple[Sample, Sample]], Me
     with hold_lease(lease), ThreadPoolExecutor(1) as executor:
         group = RayWorkerGroup(
             plan, log_dir=Path(folder), can_grow=True, entry="benchmarks.fault_machinery",
-            keepers=SnapshotServers(plan, clock=clock) if plan.job.elastic.snapshot_every else None,
+            snapshot_servers=SnapshotServers(plan, clock=clock) if plan.job.elastic.snapshot_every else None,
         )  # fmt: skip
         Controller(plan, lease=lease, group=group, sink=meter, clock=clock, executor=executor).run()
     blocks = json.loads((Path(folder) / plan.job.run.name / TIMES).read_text())

@@ -34,7 +34,7 @@ class Bare:
         self.module = StageModule(
             plan.job.model,
             plan.stages[0],
-            stream=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
+            sp=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
             dtype=torch.float32,
             device=CPU,
             seed=plan.job.run.seed,

@@ -34,8 +34,8 @@ from raymega.parallel.comm.process_groups import alone, build_groups
 from raymega.parallel.context_parallel.context import (
     Rows,
     TokenLayout,
-    make_places,
-    mark_tokens,
+    make_token_ids,
+    make_token_layout,
     no_context,
 )
 from raymega.parallel.core.buckets import Sharing, make_buckets
@@ -118,7 +118,7 @@ def _factory(moe: MoeSection, *, width: int, ffn_width: int) -> ParameterFactory
     )  # fmt: skip
     return ParameterFactory(
         table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
-        stream=SequenceParallel(tp=alone(0)),
+        sp=SequenceParallel(tp=alone(0)),
         dtype=torch.float32,
         device=torch.device("cpu"),
         seed=1,
@@ -162,8 +162,8 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
 
     shapes = ((64, 16, 256), (256, 16, 512), (512, 8, 256))[: 1 if quick else None]
     for width, num_experts, tokens in shapes:
-        nobody, stream = alone(0), SequenceParallel(tp=alone(0))
-        groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, stream=stream)
+        nobody, sp = alone(0), SequenceParallel(tp=alone(0))
+        groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, sp=sp)
         moe = MoeSection(num_experts=num_experts)
         factory = _factory(moe, width=width, ffn_width=2 * width)
         layer = MoeLayer(factory, "layers.0.moe", moe, groups)
@@ -198,14 +198,18 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
 
 
 def _experts_alone(
-    summed: Summed, layer: MoeLayer, block: torch.nn.Module, x: Tensor, places: TokenLayout
+    extra_reductions: Summed,
+    layer: MoeLayer,
+    block: torch.nn.Module,
+    x: Tensor,
+    places: TokenLayout,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Both ways from tokens and their choices to weighted sums, for the same choices."""
     tokens = x.detach().flatten(0, 1).requires_grad_()
     with torch.no_grad():
-        routing = layer.router(tokens, places.marks)[1]
+        routing = layer.router(tokens, places.token_ids)[1]
     routing = replace(routing, weights=routing.weights.clone().requires_grad_())
-    ours = copy(summed)
+    ours = copy(extra_reductions)
     ours.forward = lambda: run_local_experts(tokens, routing, layer.experts)
 
     def theirs() -> Tensor:
@@ -219,8 +223,8 @@ def _experts_alone(
 def _whole_places(tokens: int) -> TokenLayout:
     """As a stage makes them once a micro-batch, for all layers."""
     rows, context = Rows(torch.arange(tokens)[None], ((tokens,),)), no_context()
-    marks = mark_tokens(rows, torch.ones(1, tokens), context, SequenceParallel(tp=alone(0)))
-    return replace(make_places(rows, context), marks=marks)
+    token_ids = make_token_ids(rows, torch.ones(1, tokens), context, SequenceParallel(tp=alone(0)))
+    return replace(make_token_layout(rows, context), token_ids=token_ids)
 
 
 def _output(found: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -296,13 +300,13 @@ def _rank_step(env: RankEnv, variant: Variant) -> Callable[[], None]:
     groups, here = env.groups, env.grid.expert_coords(env.rank)
     moe = MoeSection(**{**RANK_MOE, **variant.moe})
     weights = draw_weights(moe, width=RANK_WIDTH, ffn_width=RANK_FFN)
-    stream = SequenceParallel(tp=groups.tp, is_sequence_parallel=True)
+    sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=True)
     factory = Factory(
-        weights, stream, ep=(groups.ep.size, here.ep), etp=(groups.etp.size, here.etp),
+        weights, sp, ep=(groups.ep.size, here.ep), etp=(groups.etp.size, here.etp),
         dtype=torch.float32,
     )  # fmt: skip
     ranks = ExpertGroups(
-        ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream,
+        ep=groups.ep, etp=groups.etp, micro=groups.micro, sp=sp,
         is_gathered=variant.is_gathered,
     )  # fmt: skip
     layer = MoeLayer(factory, "moe", moe, ranks)  # a factory's stand-in
@@ -313,12 +317,12 @@ def _rank_step(env: RankEnv, variant: Variant) -> Callable[[], None]:
 
 def _places(env: RankEnv) -> Any:
     rows = Rows(torch.arange(RANK_TOKENS)[None], ((RANK_TOKENS,),))
-    context, stream = (
+    context, sp = (
         no_context(env.rank),
         SequenceParallel(tp=env.groups.tp, is_sequence_parallel=True),
     )
-    marks = mark_tokens(rows, torch.ones(1, RANK_TOKENS), context, stream)
-    return replace(make_places(rows, context), marks=marks)
+    token_ids = make_token_ids(rows, torch.ones(1, RANK_TOKENS), context, sp)
+    return replace(make_token_layout(rows, context), token_ids=token_ids)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -46,9 +46,9 @@ class _Sleeper(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, unit_s: float, deferral: WeightGradQueue
+        ctx: Any, x: Tensor, weight: Tensor, unit_s: float, grad_queue: WeightGradQueue
     ) -> Tensor:
-        ctx.unit_s, ctx.deferral, ctx.param = unit_s, deferral, weight
+        ctx.unit_s, ctx.grad_queue, ctx.param = unit_s, grad_queue, weight
         time.sleep(unit_s)
         return x.clone()
 
@@ -61,7 +61,7 @@ class _Sleeper(torch.autograd.Function):
             return torch.zeros_like(param)
 
         time.sleep(unit_s)
-        return grad, ctx.deferral.settle_or_owe(param, ComputedTerm(make)), None, None
+        return grad, ctx.grad_queue.accumulate_or_defer(param, ComputedTerm(make)), None, None
 
 
 def sizes_of(name: str, pp: int) -> Sizes:
@@ -85,20 +85,20 @@ def _executor(name: str, rank: int, pp: int, unit_s: float, groups) -> tuple[Exe
     deferrals = [WeightGradQueue() for _ in range(sizes.chunks)]
 
     def stage_fn(
-        _: int, hidden: Tensor | None, *, stage: int, deferral: WeightGradQueue, weight: Tensor
+        _: int, hidden: Tensor | None, *, stage: int, grad_queue: WeightGradQueue, weight: Tensor
     ) -> Tensor:
         x = torch.zeros(SHAPE) if hidden is None else hidden
-        output = _Sleeper.apply(x, weight, own_s, deferral)
+        output = _Sleeper.apply(x, weight, own_s, grad_queue)
         return output.sum() if stage == placement.num_stages - 1 else output
 
     fns = [
         partial(
             stage_fn,
             stage=placement.stage(rank, chunk),
-            deferral=deferral,
+            grad_queue=grad_queue,
             weight=torch.zeros(1, requires_grad=True),
         )
-        for chunk, deferral in enumerate(deferrals)
+        for chunk, grad_queue in enumerate(deferrals)
     ]
     p2p = PointToPoint(
         groups, placement=placement, shape=SHAPE, dtype=torch.float32, device=CPU, timeout_s=TIMEOUT_S

@@ -152,17 +152,17 @@ def make_ours(
     placement = program.placement
     stages = [placement.stage(rank, chunk) for chunk in range(chunks)]
     deferrals = [WeightGradQueue() for _ in stages]
-    stream = SequenceParallel(tp=groups.tp)
+    sp = SequenceParallel(tp=groups.tp)
 
-    def multiply(x: Tensor, weight: Tensor, *, deferral: WeightGradQueue) -> Tensor:
+    def multiply(x: Tensor, weight: Tensor, *, grad_queue: WeightGradQueue) -> Tensor:
         if name not in CUT_IN_TWO:
             return nn.functional.linear(x, weight)
-        return column_linear(x, weight, None, stream, deferral)
+        return column_linear(x, weight, None, sp, grad_queue)
 
     side = Side()
     side.modules = [
-        make_stage(stage, shape, chunks, partial(multiply, deferral=deferral))
-        for stage, deferral in zip(stages, deferrals, strict=True)
+        make_stage(stage, shape, chunks, partial(multiply, grad_queue=grad_queue))
+        for stage, grad_queue in zip(stages, deferrals, strict=True)
     ]
     p2p = PointToPoint(
         groups, placement=placement, shape=tuple(batches[0].shape), dtype=torch.float32, device=CPU,

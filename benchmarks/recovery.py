@@ -187,7 +187,7 @@ def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = EN
             plan,
             lease=lease,
             group=RayWorkerGroup(
-                plan, log_dir=Path(folder), can_grow=True, keepers=SnapshotServers(plan, clock=clock), entry=entry
+                plan, log_dir=Path(folder), can_grow=True, snapshot_servers=SnapshotServers(plan, clock=clock), entry=entry
             ),
             sink=killer, clock=clock, executor=executor,
         )  # fmt: skip

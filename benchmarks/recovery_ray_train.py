@@ -115,7 +115,7 @@ def _module(plan: RunPlan) -> torch.nn.Module:
     return StageModule(
         one.job.model,
         one.stages[0],
-        stream=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
+        sp=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
         dtype=torch.float64,
         device=torch.device("cpu"),
         seed=one.job.run.seed,

@@ -109,7 +109,7 @@ class Theirs:
         plan = ours.parts.plan
         self.loader, self.batch = ours.parts.loader, plan.batch
         self.module = StageModule(
-            plan.job.model, plan.stages[0], stream=SequenceParallel(tp=alone(rank)), dtype=torch.float32,
+            plan.job.model, plan.stages[0], sp=SequenceParallel(tp=alone(rank)), dtype=torch.float32,
             device=CPU, seed=plan.job.run.seed,
         )  # fmt: skip
         is_resharded = level == "parameters"

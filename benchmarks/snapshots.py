@@ -101,30 +101,30 @@ class Trainer:
         )
         self.snapshots = SnapshotWriter(plan, rank=rank, attempt=1, replicas=replicas)
         writer = CheckpointWriter(MemoryStore(), rank=rank, attempt=1, report=print)
-        self.saving = SaveScheduler(
+        self.save_scheduler = SaveScheduler(
             self.parts, channel=ReportQueue(), writer=writer, snapshots=self.snapshots, rank=rank
         )  # fmt: skip
         self.stalls_s: list[float] = []
 
     def step(self, *, with_snapshot: bool) -> None:
         outcome = train_step(
-            self.parts, self.state, Requests(), is_recording=False, summed=self.saving.summed()
+            self.parts, self.state, Requests(), is_recording=False, extra_reductions=self.save_scheduler.extra_reductions()
         )  # fmt: skip
         self.state = outcome.state
         if with_snapshot:
-            metrics = self.saving.observe(outcome)
+            metrics = self.save_scheduler.observe(outcome)
             self.stalls_s.append(metrics.get("checkpoint/snapshot_stall_s", 0.0))
-            self.saving.save_what_is_due(outcome, is_last=False)
+            self.save_scheduler.save_what_is_due(outcome, is_last=False)
 
 
-def measure(rank: int, folder: str, plan: RunPlan, keepers, options, results) -> None:
+def measure(rank: int, folder: str, plan: RunPlan, snapshot_servers, options, results) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), RANKS)
     open_world(
         rank=rank, world_size=RANKS, rendezvous="", store=store, timeout_s=120.0, device=CPU
     )  # fmt: skip
-    trainer = Trainer(plan, rank, [address for _, address in keepers])
-    pids = [os.getpid(), keepers[rank][0]]
+    trainer = Trainer(plan, rank, [address for _, address in snapshot_servers])
+    pids = [os.getpid(), snapshot_servers[rank][0]]
     sides: dict[bool, list[Sample]] = {True: [], False: []}
     for number in range(options.rounds + 1):
         for is_on in (True, False) if number % 2 else (False, True):
@@ -149,11 +149,13 @@ def run(plan: RunPlan, options) -> None:
     servers = [context.Process(target=keep, args=(addresses,), daemon=True) for _ in range(RANKS)]
     for server in servers:
         server.start()
-    keepers = [addresses.get(timeout=120) for _ in servers]
-    before = [peak_bytes(pid) for pid, _ in keepers]
+    snapshot_servers = [addresses.get(timeout=120) for _ in servers]
+    before = [peak_bytes(pid) for pid, _ in snapshot_servers]
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=measure, args=(rank, folder, plan, keepers, options, results))
+            context.Process(
+                target=measure, args=(rank, folder, plan, snapshot_servers, options, results)
+            )
             for rank in range(RANKS)
         ]
         for rank in ranks:
@@ -161,7 +163,9 @@ def run(plan: RunPlan, options) -> None:
         rows = sorted(results.get(timeout=3000) for _ in ranks)
         for rank in ranks:
             rank.join()
-    kept = [peak_bytes(pid) - first for (pid, _), first in zip(keepers, before, strict=True)]
+    kept = [
+        peak_bytes(pid) - first for (pid, _), first in zip(snapshot_servers, before, strict=True)
+    ]
     for server in servers:
         server.terminate()
         server.join()

@@ -87,7 +87,7 @@ def make_ours(model: ModelSection, rank: int, *, is_fused: bool) -> nn.Module:
     groups = _groups(rank)
     factory = ParameterFactory(
         table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
-        stream=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
+        sp=SequenceParallel(tp=groups.tp, is_sequence_parallel=False),
         dtype=torch.float32,
         device=CPU,
         seed=1,
@@ -125,7 +125,7 @@ class Floor:
         ]
         heads = (batch, model.num_heads // RANKS, positions, model.head_width)
         self.qkv = [torch.randn(heads).requires_grad_() for _ in range(3)]
-        self.stream, self.tp = torch.zeros(tokens, D), _groups(rank).tp
+        self.sp, self.tp = torch.zeros(tokens, D), _groups(rank).tp
         self.weight, self.is_fused = torch.ones(D, requires_grad=True), is_fused
         self.gate_up = torch.randn(tokens, 2 * F // RANKS).requires_grad_()
         self.x = torch.randn(tokens, D).requires_grad_()
@@ -146,7 +146,7 @@ class Floor:
 
     def all_reduces(self) -> None:
         for _ in range(4):
-            all_reduce(self.stream, self.tp)
+            all_reduce(self.sp, self.tp)
 
     def arithmetic(self) -> None:
         y = swiglu(self.gate_up, is_fused=self.is_fused)
@@ -154,8 +154,8 @@ class Floor:
         for _ in range(2):
             y = rms_norm(self.x, self.weight, 1e-5, is_fused=self.is_fused)
             (grad, _) = torch.autograd.grad(y, (self.x, self.weight), y.detach())
-            torch.add(self.stream, self.stream)
-            grad.add_(self.stream)
+            torch.add(self.sp, self.sp)
+            grad.add_(self.sp)
         parts = self.rope.split(self.heads, None, sizes=self.sizes)
         torch.autograd.grad(parts, self.heads, [part.detach() for part in parts])
 

@@ -227,7 +227,7 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
     has_snapshots = job.elastic.snapshot_every > 0
     return RayWorkerGroup(
         plan,
-        keepers=SnapshotServers(plan, clock=SystemClock()) if has_snapshots else None,
+        snapshot_servers=SnapshotServers(plan, clock=SystemClock()) if has_snapshots else None,
         log_dir=folder / "logs",
         can_grow=can_grow,
         entry=entry,

@@ -104,7 +104,7 @@ class StartWorker:
         restore: Key of the manifest to restore from, relative to the run; empty for a fresh start.
         device: ``cpu`` or ``cuda``.
         replicas: State in other nodes' memory.
-        passed_over: Ranges of global samples, first and end, that the run is not to train on: where it
+        skipped_samples: Ranges of global samples, first and end, that the run is not to train on: where it
             comes upon the first one, it goes on at the end.
     """
 
@@ -117,7 +117,7 @@ class StartWorker:
     restore: str
     device: str
     replicas: Replicas = field(default_factory=Replicas)
-    passed_over: tuple[tuple[int, int], ...] = ()
+    skipped_samples: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,7 @@ class StepDoubted:
     """The first pass of the step just done had numbers that are no good; reported by rank 0.
 
     ``kind`` is ``nan`` or ``spike``, ``fact`` the numbers, ``where`` the first that is not finite, if
-    it was found, and ``ruling`` what became of the step.
+    it was found, and ``action`` what became of the step.
     """
 
     rank: int
@@ -155,7 +155,7 @@ class StepDoubted:
     kind: str
     fact: str
     where: str
-    ruling: str
+    action: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,9 +46,9 @@ class ChaosRun:
         inflicter: Does the faults.
         world_size: Of the job's own grid.
         faults: Each comes when the one before has come.
-        blows: By chance; each comes so long after the one before was made good.
+        scheduled_faults: By chance; each comes so long after the one before was made good.
         stop_after_s: By chance only: no more faults then, and the run is stopped.
-        strikes: Faults that came.
+        injected_faults: Faults that came.
         memory: What the run's processes held after each recovery.
         is_stopped: It was stopped by that time.
     """
@@ -57,9 +57,9 @@ class ChaosRun:
     inflicter: FaultInjector
     world_size: int
     faults: Sequence[ChaosFault] = ()
-    blows: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
+    scheduled_faults: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
     stop_after_s: float = float("inf")
-    strikes: list[InjectedFault] = field(default_factory=list)
+    injected_faults: list[InjectedFault] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     is_stopped: bool = False
     _pids: Mapping[int, int] = field(default_factory=dict)
@@ -81,12 +81,12 @@ class ChaosRun:
         finally:
             self.inflicter.undo()
             self.driver.end()
-            self.driver.listen()
+            self.driver.read_output()
         return -1
 
     def _tick(self) -> int | None:
-        for heard in self.driver.listen():
-            self._hear(heard)
+        for output in self.driver.read_output():
+            self._hear(output)
         self.inflicter.undo_what_is_due()
         if self.faults:
             self._strike_at_the_gate()
@@ -101,14 +101,14 @@ class ChaosRun:
             return None
         return code
 
-    def _hear(self, heard: DriverOutput) -> None:
-        match heard.name:
+    def _hear(self, output: DriverOutput) -> None:
+        match output.name:
             case "workers":
-                self._pids = {int(rank): pid for rank, pid in heard.event["pids"].items()}
+                self._pids = {int(rank): pid for rank, pid in output.event["pids"].items()}
             case "step":
-                self._step = heard.event["step"]
+                self._step = output.event["step"]
                 if self._calm_since_s is None:
-                    self._calm_since_s = heard.at_s
+                    self._calm_since_s = output.at_s
             case "attempt":
                 self._calm_since_s = None
             case "recovered":
@@ -136,7 +136,7 @@ class ChaosRun:
         if arrival is None:
             return
         name = self._gate_name
-        answer = self._strike(self.faults[self._num_closed], arrival)
+        answer = self._injected(self.faults[self._num_closed], arrival)
         self._num_closed += 1
         self._close_next()
         open_gate(self.inflicter.folder, name, answer=answer)
@@ -152,22 +152,22 @@ class ChaosRun:
         if now_s - self.driver.begun_s[0] > self.stop_after_s:
             self._stop()
             return
-        self._next = self._next or next(self.blows, None)
+        self._next = self._next or next(self.scheduled_faults, None)
         if self._next is None or self._calm_since_s is None:
             return
         if now_s - self._calm_since_s < self._next.after_s:
             return
-        blow, self._next, self._calm_since_s = self._next, None, None
-        rank = blow.rank if blow.rank in self._pids else next(iter(self._pids))
-        fault = ChaosFault(kind=blow.kind, phase="step", at=self._step, rank=rank)
-        if blow.kind == "raise":
+        scheduled, self._next, self._calm_since_s = self._next, None, None
+        rank = scheduled.rank if scheduled.rank in self._pids else next(iter(self._pids))
+        fault = ChaosFault(kind=scheduled.kind, phase="step", at=self._step, rank=rank)
+        if scheduled.kind == "raise":
             self._raise_somewhere(fault)
             return
-        self._strike(fault, Arrival(pid=self._pids[rank], rank=rank, attempt=0, step=self._step))
+        self._injected(fault, Arrival(pid=self._pids[rank], rank=rank, attempt=0, step=self._step))
 
     def _raise_somewhere(self, fault: ChaosFault) -> None:
         """The worker meets the gate at its next step, and finds it open with the answer."""
-        name = f"{len(self.strikes):04d}"
+        name = f"{len(self.injected_faults):04d}"
         open_gate(self.inflicter.folder, name, answer=RAISE)
         gate = Gate(name=name, phase="step", at=0, rank=fault.rank)
         close_gate(self.inflicter.folder, gate)
@@ -178,7 +178,7 @@ class ChaosRun:
             self.is_stopped = True
             self.driver.signal(15)
 
-    def _strike(self, fault: ChaosFault, arrival: Arrival) -> str:
+    def _injected(self, fault: ChaosFault, arrival: Arrival) -> str:
         target = FaultTarget(pid=arrival.pid, node=self.inflicter.box.node_of(arrival.pid))
         family = KINDS[fault.kind].family
         done = arrival.step - (fault.phase == "step")  # the driver may not have said so yet
@@ -189,7 +189,7 @@ class ChaosRun:
         return self.inflicter.inflict(fault.kind, target)
 
     def _note(self, fault: ChaosFault, rank: int) -> None:
-        self.strikes.append(
+        self.injected_faults.append(
             InjectedFault(fault=fault, at_s=time.monotonic(), rank=rank, step=self._step)
         )
 
@@ -197,6 +197,6 @@ class ChaosRun:
         """The process that ended now was hit since it was started."""
         begun_s = self.driver.begun_s[-1]
         return any(
-            KINDS[strike.fault.kind].family == "driver" and strike.at_s > begun_s
-            for strike in self.strikes
+            KINDS[injected.fault.kind].family == "driver" and injected.at_s > begun_s
+            for injected in self.injected_faults
         )

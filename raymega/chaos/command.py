@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 
 from raymega.chaos.experiment import ChaosExperiment, Verdict, run_baseline, run_drill
-from raymega.chaos.fault_schedule import DRAWN, ScheduledFault, draw_blows, draw_victims
+from raymega.chaos.fault_schedule import DRAWN, ScheduledFault, draw_faults, draw_victims
 from raymega.chaos.faults import KINDS, ChaosFault, parse_faults
 from raymega.chaos.network import missing
 from raymega.chaos.plot import draw_verdict
@@ -51,7 +51,7 @@ def drill(
         ConfigError: The faults are not what can be, or the job is none for this machine.
         RaymegaError: The undisturbed run failed.
     """
-    faults, blows = _faults(job, options)
+    faults, scheduled_faults = _faults(job, options)
     out = options.out or Path(tempfile.mkdtemp(prefix="raymega-chaos-"))
     plan = ChaosExperiment(
         job_file=job_file.absolute(),
@@ -60,7 +60,7 @@ def drill(
         out=out.absolute(),
         num_nodes=options.nodes,
         faults=faults,
-        blows=blows,
+        scheduled_faults=scheduled_faults,
         stop_after_s=options.seconds or float("inf"),
         hold_s=options.hold_s,
         return_s=options.return_s,
@@ -105,8 +105,10 @@ def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator
             mistakes += error.args
     raise_faults(ConfigError, mistakes)
     raise_faults(ConfigError, _cable_faults(_kinds_of(listed, options)))
-    blows = draw_blows(mtbf_s=options.mtbf_s or 1.0, seed=seed, world_size=world_size, kinds=kinds)
-    return listed, blows if is_drawn else islice(blows, 0)
+    scheduled_faults = draw_faults(
+        mtbf_s=options.mtbf_s or 1.0, seed=seed, world_size=world_size, kinds=kinds
+    )
+    return listed, scheduled_faults if is_drawn else islice(scheduled_faults, 0)
 
 
 def _names(words: str) -> list[str]:

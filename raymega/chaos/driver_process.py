@@ -40,13 +40,13 @@ class DriverProcess:
     Attributes:
         command: What to run.
         errors: Where its stderr goes.
-        heard: All lines so far, of all its processes.
+        output: All lines so far, of all its processes.
         begun_s: When each process was started.
     """
 
     command: Sequence[str]
     errors: Path
-    heard: list[DriverOutput] = field(default_factory=list)
+    output: list[DriverOutput] = field(default_factory=list)
     begun_s: list[float] = field(default_factory=list)
     _process: subprocess.Popen[str] | None = None
     _lines: queue.SimpleQueue[DriverOutput] = field(default_factory=queue.SimpleQueue)
@@ -76,12 +76,12 @@ class DriverProcess:
         self._reader = Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 
-    def listen(self) -> list[DriverOutput]:
+    def read_output(self) -> list[DriverOutput]:
         """Lines that came since the last call."""
         new = []
         while not self._lines.empty():
             new.append(self._lines.get())
-        self.heard += new
+        self.output += new
         return new
 
     def signal(self, number: int) -> None:

@@ -39,7 +39,7 @@ class ChaosExperiment:
         out: Folder of all that is written; both runs lie in it.
         num_nodes: Nodes of the cluster, those that are spare included.
         faults: A list of faults; or
-        blows: faults by chance, until
+        scheduled_faults: faults by chance, until
         stop_after_s: so long after the start.
         hold_s: See FaultInjector.
         return_s: See FaultInjector.
@@ -52,7 +52,7 @@ class ChaosExperiment:
     out: Path
     num_nodes: int
     faults: Sequence[ChaosFault] = ()
-    blows: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
+    scheduled_faults: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
     stop_after_s: float = float("inf")
     hold_s: float = 3.0
     return_s: float = 10.0
@@ -95,50 +95,50 @@ def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence
         RaymegaError: It did not come to its end.
     """
     box.fill(drill.num_nodes)
-    ordeal = _ordeal(drill, box, CALM_NAME, more=_until(drill.job, last), is_calm=True)
-    code = ordeal.run(timeout_s=drill.timeout_s)
+    chaos_run = _chaos_run(drill, box, CALM_NAME, more=_until(drill.job, last), is_calm=True)
+    code = chaos_run.run(timeout_s=drill.timeout_s)
     if code != 0:
         raise RaymegaError(
             Fault(
                 fact=f"the undisturbed run ended with code {code}",
                 rule="a drill compares with a run that comes to its end within "
                 f"{drill.timeout_s:g} s",
-                remedy=f"read {ordeal.driver.errors}",
+                remedy=f"read {chaos_run.driver.errors}",
             )
         )
-    return ordeal.driver.heard
+    return chaos_run.driver.output
 
 
 def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) -> Verdict:
     """The run under faults, and its verdict; ``undisturbed`` says what to compare it with."""
     box.fill(drill.num_nodes)
-    ordeal = _ordeal(drill, box, TRIED_NAME, is_calm=False)
-    code = ordeal.run(timeout_s=drill.timeout_s)
+    chaos_run = _chaos_run(drill, box, TRIED_NAME, is_calm=False)
+    code = chaos_run.run(timeout_s=drill.timeout_s)
     ended_s = time.monotonic()
-    heard, begun_s = ordeal.driver.heard, ordeal.driver.begun_s
-    found = incidents(heard, ordeal.strikes, begun_s)
+    output, begun_s = chaos_run.driver.output, chaos_run.driver.begun_s
+    found = incidents(output, chaos_run.injected_faults, begun_s)
     box.clear()
-    forget_gates(ordeal.inflicter.folder)
-    is_tidy = all(KINDS[s.fault.kind].family == "service" for s in ordeal.strikes)
-    run = ordeal.inflicter.folder.parent if is_tidy else None
-    left = find_leftovers(box, heard, driver=ordeal.driver.pid, run=run)
-    calm = undisturbed(max(surviving(heard), default=0))
-    comparison = compare_runs(calm, heard, dtype=drill.job.precision.dtype)
-    missed = drill.faults[len(ordeal.strikes) :]
+    forget_gates(chaos_run.inflicter.folder)
+    is_tidy = all(KINDS[s.fault.kind].family == "service" for s in chaos_run.injected_faults)
+    run = chaos_run.inflicter.folder.parent if is_tidy else None
+    left = find_leftovers(box, output, driver=chaos_run.driver.pid, run=run)
+    calm = undisturbed(max(surviving(output), default=0))
+    comparison = compare_runs(calm, output, dtype=drill.job.precision.dtype)
+    missed = drill.faults[len(chaos_run.injected_faults) :]
     return Verdict(
         code=code,
         incidents=found,
         missed=missed,
-        sheet=time_sheet(heard, found, begun_s=begun_s[0], ended_s=ended_s),
+        sheet=time_sheet(output, found, begun_s=begun_s[0], ended_s=ended_s),
         comparison=comparison,
         leftovers=left,
-        memory=ordeal.memory,
+        memory=chaos_run.memory,
         calm=calm,
-        tried=heard,
+        tried=output,
         faults=[
-            *_ends(code, is_stopped=ordeal.is_stopped),
+            *_ends(code, is_stopped=chaos_run.is_stopped),
             *(f"the moment of {fault.describe()} never came" for fault in missed),
-            *_unrecovered(found, is_stopped=ordeal.is_stopped),
+            *_unrecovered(found, is_stopped=chaos_run.is_stopped),
             *comparison.faults,
             *(f"left behind: {name}" for name in left),
         ],
@@ -156,7 +156,7 @@ def _unrecovered(found: Sequence[Incident], *, is_stopped: bool) -> list[str]:
     """Faults that were not noticed or not made good; the last one before a stop may be open."""
     wrong = []
     for each in found[:-1] if is_stopped else found:
-        fault = each.strike.fault
+        fault = each.injected.fault
         if KINDS[fault.kind].ends_attempt and each.detection_s < 0:
             wrong.append(f"{fault.describe()} was never noticed")
         elif each.detection_s >= 0 and each.recovery_s < 0:
@@ -173,7 +173,7 @@ def _until(job: Job, last: int) -> list[str]:
     return [f"run.steps={last}", f"optimizer.lr_decay_steps={end}"]
 
 
-def _ordeal(
+def _chaos_run(
     drill: ChaosExperiment, box: Sandbox, name: str, *, more: Sequence[str] = (), is_calm: bool
 ) -> ChaosRun:
     folder = drill.out / name
@@ -197,6 +197,6 @@ def _ordeal(
         inflicter=inflicter,
         world_size=make_plan(drill.job).grid.world_size,
         faults=() if is_calm else drill.faults,
-        blows=iter(()) if is_calm else drill.blows,
+        scheduled_faults=iter(()) if is_calm else drill.scheduled_faults,
         stop_after_s=float("inf") if is_calm else drill.stop_after_s,
     )

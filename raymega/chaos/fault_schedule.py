@@ -23,7 +23,7 @@ class ScheduledFault:
     rank: int
 
 
-def draw_blows(
+def draw_faults(
     *, mtbf_s: float, seed: int, world_size: int, kinds: Sequence[str] = DRAWN
 ) -> Iterator[ScheduledFault]:
     """Without end: exponential times of mean ``mtbf_s``, kinds and victims alike by chance."""

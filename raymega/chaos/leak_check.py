@@ -20,17 +20,17 @@ PATIENCE_S = 15.0
 
 
 def find_leftovers(
-    box: Sandbox, heard: Sequence[DriverOutput], *, driver: int, run: Path | None
+    box: Sandbox, output: Sequence[DriverOutput], *, driver: int, run: Path | None
 ) -> list[str]:
     """After some time for it to go; by a word each.
 
     Args:
         box: The cluster, on which nothing else runs.
-        heard: All that the run's drivers said.
+        output: All that the run's drivers said.
         driver: Pid of the last of them.
         run: The run's folder, if it may hold no half-written file.
     """
-    workers = [e.event["pids"].values() for e in heard if e.name == "workers"]
+    workers = [e.event["pids"].values() for e in output if e.name == "workers"]
     pids = {driver, *(pid for started in workers for pid in started)}
     deadline_s = time.monotonic() + PATIENCE_S
     while (left := _left(box, pids, run)) and time.monotonic() < deadline_s:

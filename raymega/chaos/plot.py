@@ -19,19 +19,19 @@ def draw_verdict(verdict: Verdict, path: Path, *, title: str) -> None:
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
     curves, times = figure.subplots(2, 1, height_ratios=(3, 1))
-    for heard, color, width, label in (
+    for output, color, width, label in (
         (verdict.calm, GREY, 4.0, "undisturbed"),
         (verdict.tried, BLUE, 1.2, "under faults"),
     ):
-        steps = surviving(heard)
+        steps = surviving(output)
         curves.plot(
             [*steps], [e["loss"] for e in steps.values()], color=color, lw=width, label=label
         )
     for each in verdict.incidents:
-        curves.axvline(each.strike.step, color=RED, lw=0.8, ls=":")
+        curves.axvline(each.injected.step, color=RED, lw=0.8, ls=":")
         curves.annotate(
-            each.strike.fault.kind,
-            (each.strike.step, 1.0),
+            each.injected.fault.kind,
+            (each.injected.step, 1.0),
             xycoords=("data", "axes fraction"),
             rotation=90,
             ha="right",

@@ -30,12 +30,12 @@ def verdict_object(verdict: Verdict, *, seed: int) -> dict[str, object]:
 
 
 def _incident_object(each: Incident) -> dict[str, object]:
-    strike = each.strike
+    injected = each.injected
     return {
-        "kind": strike.fault.kind,
-        "phase": strike.fault.phase,
-        "rank": strike.rank,
-        "step": strike.step,
+        "kind": injected.fault.kind,
+        "phase": injected.fault.phase,
+        "rank": injected.rank,
+        "step": injected.step,
         "detection_s": _known(each.detection_s),
         "recovery_s": _known(each.recovery_s),
         "lost_steps": each.lost_steps,

@@ -56,10 +56,10 @@ def compare_runs(
     )
 
 
-def surviving(heard: Sequence[DriverOutput]) -> Mapping[int, Mapping[str, object]]:
+def surviving(output: Sequence[DriverOutput]) -> Mapping[int, Mapping[str, object]]:
     """The steps of the history that survived: an attempt undoes those beyond the one it begins from."""
     steps: dict[int, Mapping[str, object]] = {}
-    for each in heard:
+    for each in output:
         if each.name == "attempt":
             begun = each.event["step"]
             steps = {step: event for step, event in steps.items() if step <= begun}

@@ -21,7 +21,7 @@ class Incident:
     """A fault and what came of it.
 
     Attributes:
-        strike: When, whom, and how far the run was.
+        injected: When, whom, and how far the run was.
         detection_s: Until the driver said that the attempt was lost, or was itself gone; -1 for a
             fault that no attempt was lost by.
         recovery_s: From the fault to the first step that had not been done before; -1 when there was none.
@@ -32,7 +32,7 @@ class Incident:
         cause: What the driver said.
     """
 
-    strike: InjectedFault
+    injected: InjectedFault
     detection_s: float = -1.0
     recovery_s: float = -1.0
     lost_steps: int = 0
@@ -56,49 +56,51 @@ class TimeBreakdown:
 
 
 def incidents(
-    heard: Sequence[DriverOutput], strikes: Sequence[InjectedFault], begun_s: Sequence[float]
+    output: Sequence[DriverOutput],
+    injected_faults: Sequence[InjectedFault],
+    begun_s: Sequence[float],
 ) -> list[Incident]:
     """One for each fault, in their order."""
-    return [_incident(heard, strike, begun_s) for strike in strikes]
+    return [_incident(output, injected, begun_s) for injected in injected_faults]
 
 
 def _incident(
-    heard: Sequence[DriverOutput], strike: InjectedFault, begun_s: Sequence[float]
+    output: Sequence[DriverOutput], injected: InjectedFault, begun_s: Sequence[float]
 ) -> Incident:
-    before = [each for each in heard if each.at_s <= strike.at_s]
-    after = [each for each in heard if each.at_s > strike.at_s]
+    before = [each for each in output if each.at_s <= injected.at_s]
+    after = [each for each in output if each.at_s > injected.at_s]
     grid = _grid(before)
-    end = _end_of_attempt(after, strike, begun_s)
+    end = _end_of_attempt(after, injected, begun_s)
     if end is None:
-        return Incident(strike=strike, grid_before=grid, grid_after=grid)
+        return Incident(injected=injected, grid_before=grid, grid_after=grid)
     ended_s, cause = end
     later = [each for each in after if each.at_s >= ended_s]
-    done = max((each.event["step"] for each in heard if _is_step(each, ended_s)), default=0)
+    done = max((each.event["step"] for each in output if _is_step(each, ended_s)), default=0)
     again = next((each for each in later if each.name == "attempt"), None)
     good = next((each for each in later if each.name == "step" and each.event["step"] > done), None)
     return Incident(
-        strike=strike,
-        detection_s=ended_s - strike.at_s,
-        recovery_s=good.at_s - strike.at_s if good else -1.0,
+        injected=injected,
+        detection_s=ended_s - injected.at_s,
+        recovery_s=good.at_s - injected.at_s if good else -1.0,
         lost_steps=max(0, done - again.event["step"]) if again else 0,
         source=again.event["source"] if again else "",
         grid_before=grid,
-        grid_after=_grid([each for each in heard if good and each.at_s <= good.at_s]),
+        grid_after=_grid([each for each in output if good and each.at_s <= good.at_s]),
         cause=cause,
     )
 
 
 def _end_of_attempt(
-    after: Sequence[DriverOutput], strike: InjectedFault, begun_s: Sequence[float]
+    after: Sequence[DriverOutput], injected: InjectedFault, begun_s: Sequence[float]
 ) -> tuple[float, str] | None:
     """When the fault showed, and as what: a lost attempt, a new one, or another driver."""
-    if KINDS[strike.fault.kind].family == "driver":
-        again = [at_s for at_s in begun_s if at_s > strike.at_s]
+    if KINDS[injected.fault.kind].family == "driver":
+        again = [at_s for at_s in begun_s if at_s > injected.at_s]
         return (again[0], "the driver was ended") if again else None
     for each in after:
         if each.name == "failure":
             return each.at_s, str(each.event["cause"])
-        if each.name == "attempt" and KINDS[strike.fault.kind].ends_attempt:
+        if each.name == "attempt" and KINDS[injected.fault.kind].ends_attempt:
             return each.at_s, str(each.event["reason"])
     return None
 
@@ -107,18 +109,18 @@ def _is_step(each: DriverOutput, until_s: float) -> bool:
     return each.name == "step" and each.at_s < until_s
 
 
-def _grid(heard: Sequence[DriverOutput]) -> Mapping[str, int]:
+def _grid(output: Sequence[DriverOutput]) -> Mapping[str, int]:
     """Of the last attempt; the order of lines is the order in time."""
-    attempts = [each for each in heard if each.name == "attempt"]
+    attempts = [each for each in output if each.name == "attempt"]
     return dict(attempts[-1].event["grid"]) if attempts else {}
 
 
 def time_sheet(
-    heard: Sequence[DriverOutput], found: Sequence[Incident], *, begun_s: float, ended_s: float
+    output: Sequence[DriverOutput], found: Sequence[Incident], *, begun_s: float, ended_s: float
 ) -> TimeBreakdown:
     """Where the time went: each second once, to the fault that came first where two overlap."""
     spans = _spans(found, ended_s)
-    steps = _surviving_steps(heard)
+    steps = _surviving_steps(output)
     by_cause: dict[str, float] = defaultdict(float)
     by_cause[STEPPING] = sum(seconds for _, seconds in steps)
     lost_s = 0.0
@@ -142,17 +144,17 @@ def _spans(found: Sequence[Incident], ended_s: float) -> list[tuple[str, float, 
     for each in found:
         if each.detection_s < 0:
             continue
-        at_s = each.strike.at_s
+        at_s = each.injected.at_s
         from_s = max(at_s, spans[-1][2]) if spans else at_s
         to_s = at_s + each.recovery_s if each.recovery_s >= 0 else ended_s
         if to_s > from_s:
-            spans.append((each.strike.fault.kind, from_s, to_s))
+            spans.append((each.injected.fault.kind, from_s, to_s))
     return spans
 
 
-def _surviving_steps(heard: Sequence[DriverOutput]) -> list[tuple[float, float]]:
+def _surviving_steps(output: Sequence[DriverOutput]) -> list[tuple[float, float]]:
     """When each step of the history that survived was over, and how long it took."""
-    last = {each.event["step"]: each for each in heard if each.name == "step"}
+    last = {each.event["step"]: each for each in output if each.name == "step"}
     return [(last[step].at_s, last[step].event["step_time_s"]) for step in sorted(last)]
 
 

@@ -100,13 +100,13 @@ def _show(verdict: Verdict, folder: Path) -> None:
 
 
 def _row(each: Incident) -> tuple[object, ...]:
-    strike = each.strike
+    injected = each.injected
     before, after = _short(each.grid_before), _short(each.grid_after)
     return (
-        strike.fault.kind,
-        strike.fault.phase,
-        str(strike.rank) if strike.rank >= 0 else "-",
-        strike.step,
+        injected.fault.kind,
+        injected.fault.phase,
+        str(injected.rank) if injected.rank >= 0 else "-",
+        injected.step,
         _seconds(each.detection_s),
         _seconds(each.recovery_s),
         each.lost_steps,

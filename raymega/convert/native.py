@@ -206,15 +206,17 @@ def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
 def _write_file(
     store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
-    shares = [share for i, source in enumerate(sources) for share in _shares(i, source)]
-    layout, checksums = layout_file(shares), list[int]()
+    assignments = [
+        assignment for i, source in enumerate(sources) for assignment in _assignments(i, source)
+    ]
+    layout, checksums = layout_file(assignments), list[int]()
     header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)
     file = key.rpartition("/")[2]
     return saved_boxes(layout, checksums, file=file, header_bytes=len(header))
 
 
-def _shares(index: int, source: TensorSource) -> Iterator[WriteAssignment]:
+def _assignments(index: int, source: TensorSource) -> Iterator[WriteAssignment]:
     """The source in blocks of rows of bounded size."""
     num_rows, *rest = source.box.shape
     row_bytes = prod(rest) * element_type(source.dtype).num_bytes
@@ -222,7 +224,7 @@ def _shares(index: int, source: TensorSource) -> Iterator[WriteAssignment]:
     for row in range(0, num_rows, step):
         offset = (source.box.offset[0] + row, *source.box.offset[1:])
         yield WriteAssignment(
-            holding=index, tensor=source.tensor, dtype=source.dtype,
+            local_block=index, tensor=source.tensor, dtype=source.dtype,
             global_shape=source.global_shape,
             box=Box(offset=offset, shape=(min(step, num_rows - row), *rest)),
         )  # fmt: skip
@@ -233,13 +235,13 @@ def _chunks(
 ) -> Iterator[memoryview]:
     """The blocks' bytes, and meanwhile the checksum of each; a source's blocks are together."""
     held, values = -1, np.empty(0)
-    for share in layout.shares:
-        source = sources[share.holding]
-        if share.holding != held:
-            held, values = share.holding, np.ascontiguousarray(source.read())
+    for assignment in layout.assignments:
+        source = sources[assignment.local_block]
+        if assignment.local_block != held:
+            held, values = assignment.local_block, np.ascontiguousarray(source.read())
             assert values.shape == source.box.shape, f"{source.tensor} came as {values.shape}"
-        first = share.box.offset[0] - source.box.offset[0]
-        rows = values[first : first + share.box.shape[0]]
+        first = assignment.box.offset[0] - source.box.offset[0]
+        rows = values[first : first + assignment.box.shape[0]]
         block = rows.reshape(-1).view(np.uint8).data
         checksums.append(crc32(block))
         yield block

@@ -130,7 +130,7 @@ class DynamicLoader:
             positions=take(positions.clip(max=self.source.seq_len - 1)),
             documents=(row.documents,),
             context=context,
-            places=take(starts + positions),
+            row_positions=take(starts + positions),
             later=(take(labels), take(masks).float()) if self._depth else None,
         )
 

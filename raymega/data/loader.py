@@ -31,8 +31,8 @@ class MicroBatch:
         documents: By row, lengths of its whole documents end to end; they add up to S. A single entry
             stands for all rows.
         context: The ranks that share this micro-batch out where not all have the same; then samples
-            are [B, S/cp] and ``places`` [B, S/cp] int64 those of the tokens in them.
-        places: See there.
+            are [B, S/cp] and ``row_positions`` [B, S/cp] int64 those of the tokens in them.
+        row_positions: See there.
         later: Labels and mask of as many tokens further ahead as the model predicts, [depth, B, S/cp]
             each; None where it predicts the next one alone.
     """
@@ -44,7 +44,7 @@ class MicroBatch:
     positions: torch.Tensor
     documents: tuple[tuple[int, ...], ...]
     context: Context | None = None
-    places: torch.Tensor | None = None
+    row_positions: torch.Tensor | None = None
     later: tuple[torch.Tensor, torch.Tensor] | None = None
 
 

@@ -89,6 +89,6 @@ def _make_mlp(
     """The feed-forward layer, or the layer of experts in its place."""
     mlp, name = FAMILIES[model.family].mlp, block_name(model, layer)
     if model.moe.holds_experts(layer):
-        ranks = experts or no_expert_groups(factory.stream)
+        ranks = experts or no_expert_groups(factory.sp)
         return MoeLayer(factory, f"{name}.moe", model.moe, ranks, mlp)
     return mlp(factory, f"{name}.mlp")

@@ -22,8 +22,8 @@ from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.tensor_parallel.layers import (
     ParameterFactory,
     ReplicatedLinear,
-    vocab_embedding,
 )
+from raymega.parallel.tensor_parallel.vocab_embedding import vocab_embedding
 from raymega.plan.tensor_table import block_name
 
 FutureLabels = tuple[Tensor, Tensor]
@@ -80,7 +80,7 @@ class MultiTokenPrediction(nn.Module):
         self.depths = nn.ModuleList(
             MtpLayer(factory, depth, model, positions, experts) for depth in range(model.mtp_depth)
         )
-        self.table, self.stream = table, factory.stream
+        self.table, self.sp = table, factory.sp
         self.weight = model.mtp_weight / model.mtp_depth
 
     def loss_sum(
@@ -104,7 +104,7 @@ class MultiTokenPrediction(nn.Module):
         for depth, next_labels, next_mask in zip(self.depths, *later, strict=True):
             # Where a label does not count it is any number, and then nothing after it counts.
             tokens = labels.masked_fill(mask == 0, 0)
-            token = vocab_embedding(tokens.t(), self.table, self.stream)
+            token = vocab_embedding(tokens.t(), self.table, self.sp)
             hidden = depth(token, hidden, run)
             labels, mask = next_labels, next_mask
             total = total + head.loss_sum_after_norm(hidden, labels, mask)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,14 @@ from raymega.model.layers.lm_head import Head
 from raymega.model.layers.residual_dropout import ResidualDropout
 from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.model.mtp import FutureLabels, MultiTokenPrediction, with_gradient
+from raymega.model.stage_input import Tokens, rows_of
 from raymega.parallel.context_parallel.context import (
     Context,
     Rows,
     TokenLayout,
     held_positions,
-    make_places,
-    mark_tokens,
+    make_token_ids,
+    make_token_layout,
     no_context,
     whole_rows,
 )
@@ -47,52 +47,6 @@ from raymega.plan.tensor_table import stage_tensors
 TOKEN_TABLE = "embedding.tokens.weight"
 
 
-class Tokens(Protocol):
-    """What a stage reads of a micro-batch; tensors are [B, S/cp] where nothing else is said."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64."""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64; any number where the mask is 0."""
-
-    @property
-    def mask(self) -> Tensor:
-        """1 where the token's loss counts, else 0."""
-
-    @property
-    def samples(self) -> Tensor:
-        """[B] int64, global sample indices; or one a token."""
-
-    @property
-    def positions(self) -> Tensor:
-        """int64, in the tokens' documents; [1, S/cp] where all rows have the same."""
-
-    @property
-    def documents(self) -> Sequence[Sequence[int]]:
-        """Lengths of each row's whole documents; a single entry stands for all rows."""
-
-    @property
-    def context(self) -> Context | None:
-        """The ranks that share the rows, where that differs between micro-batches."""
-
-    @property
-    def places(self) -> Tensor | None:
-        """[B, S/cp] int64, of the tokens in their samples; None where documents tell."""
-
-    @property
-    def later(self) -> FutureLabels | None:
-        """Labels and mask further ahead, [depth, B, S/cp] each; None where none are predicted."""
-
-
-def _rows_of(micro_batch: Tokens) -> Rows:
-    return Rows(
-        micro_batch.positions, micro_batch.documents, micro_batch.context, micro_batch.places
-    )
-
-
 class StageModule(nn.Module):
     """Stage ``stage`` of ``model`` as one rank holds it, with its initial values.
 
@@ -100,7 +54,7 @@ class StageModule(nn.Module):
     ``before_use`` is called with the embedding, each block and the head before their weights are
     used: whoever fills these from other ranks waits there; where they are gone before backward
     (``are_weights_passing``), also with each block and the head before that uses them again.
-    ``deferral`` takes the weight gradients of linear layers when a schedule puts them off.
+    ``grad_queue`` takes the weight gradients of linear layers when a schedule puts them off.
 
     Args:
         context: The ranks that share the tokens of a sequence; None where there are no others.
@@ -109,7 +63,7 @@ class StageModule(nn.Module):
             on the same rank; a tied head uses it.
         is_fused: Compile what layers compute between matrix products.
         precision: Which blocks multiply in fp8, and how; None is no block.
-        is_filled_later: As ParameterFactory has it.
+        is_meta: As ParameterFactory has it.
     """
 
     blocks_together = 0
@@ -121,7 +75,7 @@ class StageModule(nn.Module):
         model: ModelSection,
         stage: Stage,
         *,
-        stream: SequenceParallel,
+        sp: SequenceParallel,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
@@ -130,27 +84,27 @@ class StageModule(nn.Module):
         token_table: ShardedParameter | None = None,
         is_fused: bool = False,
         precision: PrecisionSection | None = None,
-        is_filled_later: bool = False,
+        is_meta: bool = False,
     ) -> None:
         super().__init__()
         self.context = context or no_context()
-        experts = experts or no_expert_groups(stream)
+        experts = experts or no_expert_groups(sp)
         is_copied = model.needs_token_table_last and not stage.are_ends_together
-        self.deferral = WeightGradQueue()
+        self.grad_queue = WeightGradQueue()
         factory = ParameterFactory(
             table={tensor.name: tensor for tensor in stage_tensors(model, stage)},
-            stream=stream,
+            sp=sp,
             dtype=dtype,
             device=device,
             seed=seed,
             tied=TOKEN_TABLE if is_copied else "",
             is_tied_copy=stage.is_last,
             experts=experts.place,
-            deferral=self.deferral,
+            grad_queue=self.grad_queue,
             is_fused=is_fused,
-            is_filled_later=is_filled_later,
+            is_meta=is_meta,
         )
-        self.seed, self.tp_stream = seed, stream
+        self.seed, self.tp_stream = seed, sp
         drawn = model.residual_dropout, model.attention_dropout, model.moe.jitter
         self.has_random, self.has_experts = max(drawn) > 0, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
@@ -176,7 +130,7 @@ class StageModule(nn.Module):
             self._make_last(factory, model, experts, token_table)
         self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
-        self.away: ActivationOffloader | None = None
+        self.offloader: ActivationOffloader | None = None
 
     def _make_last(
         self,
@@ -215,7 +169,9 @@ class StageModule(nn.Module):
     def recompute(self, memory: MemorySection) -> None:
         """Choose what is made again in backward, and what waits on the host; nothing until then."""
         is_away, first = "activations" in memory.offload, next(self.parameters(), None)
-        self.away = ActivationOffloader(first.device) if is_away and first is not None else None
+        self.offloader = (
+            ActivationOffloader(first.device) if is_away and first is not None else None
+        )
         self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
         for block in self._blocks():
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
@@ -251,8 +207,10 @@ class StageModule(nn.Module):
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
             scalar in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
-        places = self._places(rows or whole_rows(tokens.shape[1], tokens.device), mask, samples)
-        x = self._stream(tokens, hidden, places)
+        token_layout = self._token_layout(
+            rows or whole_rows(tokens.shape[1], tokens.device), mask, samples
+        )
+        x = self._residual_stream(tokens, hidden, token_layout)
         if self.head is None:
             return x
         self.before_use(self.head)
@@ -260,7 +218,7 @@ class StageModule(nn.Module):
             return self._used(self.head, self.head.loss_sum(x, labels, mask))
         x = self.head.norm(x)
         loss = self.head.loss_sum_after_norm(x, labels, mask)
-        run = partial(self._run_further, places=places)
+        run = partial(self._run_further, token_layout=token_layout)
         further = self.mtp.loss_sum(x, self.head, (labels, mask), later, run)
         self.mtp_loss_sum = self.mtp_loss_sum + further.detach()
         return self._used(self.head, with_gradient(loss, further, self.mtp.weight))
@@ -289,13 +247,13 @@ class StageModule(nn.Module):
 
     def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as training calls it."""
-        rows = _rows_of(micro_batch)
+        rows = rows_of(micro_batch)
         parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
         return self(*parts, hidden, micro_batch.samples, rows, micro_batch.later)
 
     def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
-        rows = _rows_of(micro_batch)
+        rows = rows_of(micro_batch)
         self.eval()
         try:
             parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
@@ -307,39 +265,45 @@ class StageModule(nn.Module):
         """This rank's columns of the logits, [S, B, V/tp], no padding; only on the last stage."""
         assert self.head is not None, "only the last stage makes logits"
         rows = whole_rows(tokens.shape[1], tokens.device)
-        x = self._stream(tokens, hidden, self._places(rows, torch.ones_like(tokens), None))
+        x = self._residual_stream(
+            tokens, hidden, self._token_layout(rows, torch.ones_like(tokens), None)
+        )
         self.before_use(self.head)
         return self.head(x)
 
-    def _stream(self, tokens: Tensor, hidden: Tensor | None, places: TokenLayout) -> Tensor:
+    def _residual_stream(
+        self, tokens: Tensor, hidden: Tensor | None, token_layout: TokenLayout
+    ) -> Tensor:
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
-            x = self.embedding_dropout(self.embedding(tokens, places.positions), places.keys)
+            x = self.embedding_dropout(
+                self.embedding(tokens, token_layout.positions), token_layout.keys
+            )
         assert x is not None, "a stage that is not the first needs the hidden state before it"
-        return self._run_layers(x, places)
+        return self._run_layers(x, token_layout)
 
     def take_mtp_loss_sum(self) -> float:
         """Sum of the losses further ahead of all depths since it was asked last; none is weighed."""
         taken, self.mtp_loss_sum = float(self.mtp_loss_sum), 0.0
         return taken
 
-    def _places(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
+    def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
         """Everything that all layers need to know of the tokens' places."""
         context = rows.context or self.context
-        places = make_places(rows, context)
-        keys = turns = marks = None
+        token_layout = make_token_layout(rows, context)
+        keys = rotations = token_ids = None
         if isinstance(self.rope, Rope):
-            turns = self.rope.turns(places.positions)
+            rotations = self.rope.rotations(token_layout.positions)
         if samples is not None and self.has_random:
             keys = self._keys(rows, samples)
         if self.has_experts:
-            marks = mark_tokens(rows, mask, context, self.tp_stream)
-        return replace(places, keys=keys, turns=turns, marks=marks)
+            token_ids = make_token_ids(rows, mask, context, self.tp_stream)
+        return replace(token_layout, keys=keys, rotations=rotations, token_ids=token_ids)
 
     def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
         """By sample and place in it."""
-        at = rows.places
+        at = rows.row_positions
         if at is None:
             at = held_positions(rows.documents, self.context).to(samples.device)
         own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
@@ -348,43 +312,47 @@ class StageModule(nn.Module):
         everywhere = whole_rows(sum(rows.documents[0]), samples.device).positions.t()
         return TokenKeys(own=own, rows=row_keys(self.seed, samples, everywhere))
 
-    def _run_layers(self, x: Tensor, places: TokenLayout) -> Tensor:
+    def _run_layers(self, x: Tensor, token_layout: TokenLayout) -> Tensor:
         blocks = list(self.layers.values())
-        if not torch.is_grad_enabled() or not (self.blocks_together or self.away):
-            return self._run_blocks(blocks, x, places)
+        if not torch.is_grad_enabled() or not (self.blocks_together or self.offloader):
+            return self._run_blocks(blocks, x, token_layout)
         for start in range(0, len(blocks), self.blocks_together or 1):
             some = blocks[start : start + (self.blocks_together or 1)]
-            run = partial(self._run_blocks, some, x, places)
+            run = partial(self._run_blocks, some, x, token_layout)
             if self.blocks_together:
                 run = partial(
-                    checkpoint, self._run_blocks, some, x, places, use_reentrant=False,
+                    checkpoint, self._run_blocks, some, x, token_layout, use_reentrant=False,
                     preserve_rng_state=False,
                 )  # fmt: skip
-            x = run() if self.away is None else self.away.run(run, self._staying(some, places))
-        if self.away is not None:
-            self.away.end()
+            x = (
+                run()
+                if self.offloader is None
+                else self.offloader.run(run, self._staying(some, token_layout))
+            )
+        if self.offloader is not None:
+            self.offloader.end()
         return x
 
-    def _staying(self, blocks: Sequence[nn.Module], places: TokenLayout) -> Iterator[Tensor]:
+    def _staying(self, blocks: Sequence[nn.Module], token_layout: TokenLayout) -> Iterator[Tensor]:
         """What backward of ``blocks`` reads that is there anyway."""
         for block in blocks:
             yield from block.parameters()
-        yield from tensors_in(places)
+        yield from tensors_in(token_layout)
 
-    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, places: TokenLayout) -> Tensor:
+    def _run_blocks(self, blocks: list[nn.Module], x: Tensor, token_layout: TokenLayout) -> Tensor:
         for block in blocks:
             self.before_use(block)
-            x = block(x, places)
+            x = block(x, token_layout)
             # Where blocks run again in backward, the last of them has just been used when it begins.
             if not self.blocks_together or block is not blocks[-1]:
                 x = self._used(block, x)
         return x
 
-    def _run_further(self, block: nn.Module, x: Tensor, *, places: TokenLayout) -> Tensor:
+    def _run_further(self, block: nn.Module, x: Tensor, *, token_layout: TokenLayout) -> Tensor:
         """A block that predicts further ahead; its weights are the head's to wait for."""
         if not self.blocks_together or not torch.is_grad_enabled():
-            return block(x, places)
-        return checkpoint(block, x, places, use_reentrant=False, preserve_rng_state=False)
+            return block(x, token_layout)
+        return checkpoint(block, x, token_layout, use_reentrant=False, preserve_rng_state=False)
 
     def _used(self, unit: nn.Module, output: Tensor) -> Tensor:
         """A unit has made its output; before its backward it uses its weights again."""

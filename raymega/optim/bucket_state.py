@@ -30,20 +30,20 @@ class Member:
     Attributes:
         place: Of what.
         within: Selects them in a flat tensor of the owned part.
-        slot: What updates them, with the state of formats that need no opening.
+        param_state: What updates them, with the state of formats that need no opening.
         kept: Their state between steps, a kind each.
     """
 
     place: StatePlacement
     within: slice
-    slot: ParamState
+    param_state: ParamState
     kept: tuple[StateStorage, ...]
 
     def open(self) -> ParamState:
         """The slot with its state opened."""
         if all(isinstance(each, FullPrecisionState) for each in self.kept):
-            return self.slot
-        return replace(self.slot, state=tuple(each.open() for each in self.kept))
+            return self.param_state
+        return replace(self.param_state, state=tuple(each.open() for each in self.kept))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class BucketState:
     def blocks(self) -> Iterator[TensorBlock]:
         """Masters, then state, each kind of all extents in turn."""
         for member in self.members:
-            yield from member.place.blocks("model", member.slot.master)
+            yield from member.place.blocks("model", member.param_state.master)
         for number in range(MOST_KINDS):
             for member in self.members:
                 for kept in member.kept[number : number + 1]:
@@ -80,13 +80,13 @@ class BucketState:
     def values(self, name: str) -> Iterator[TensorBlock]:
         """The same as an update named ``name`` works on it: state in the masters' format."""
         for member in self.members:
-            yield from member.place.blocks("model", member.slot.master)
-            kinds = kinds_of(name, member.slot.param.spec.role)
+            yield from member.place.blocks("model", member.param_state.master)
+            kinds = kinds_of(name, member.param_state.param.spec.role)
             for kind, kept in zip(kinds, member.kept, strict=True):
                 yield from member.place.blocks(kind, kept.open())
 
 
-def hold(
+def make_bucket_state(
     part: Range,
     weights: torch.Tensor,
     gradient: torch.Tensor,
@@ -100,26 +100,26 @@ def hold(
         place = StatePlacement(part=part, extent=extent, dtype=master.dtype)
         form = format_of(section, role)
         kept = tuple(make_state_storage(form, kind, place) for kind in kinds_of(section.name, role))
-        slot = ParamState(
+        param_state = ParamState(
             param=extent.param,
             master=master[within],
             gradient=gradient[within],
             state=tuple(each.open() for each in kept) if form == "master" else (),
             num_steps=next(counts),
         )
-        members.append(Member(place=place, within=within, slot=slot, kept=kept))
+        members.append(Member(place=place, within=within, param_state=param_state, kept=kept))
     return BucketState(
         part=part, weights=weights, gradient=gradient, master=master, members=tuple(members)
     )
 
 
-def portions(held: Sequence[BucketState]) -> Iterator[list[BucketState]]:
+def update_chunks(bucket_state: Sequence[BucketState]) -> Iterator[list[BucketState]]:
     """In order, a portion as soon as it has PORTION_ELEMENTS or more; on all ranks the same buckets."""
-    portion: list[BucketState] = []
-    for each in held:
-        portion.append(each)
-        if sum(other.master.numel() for other in portion) >= PORTION_ELEMENTS:
-            yield portion
-            portion = []
-    if portion:
-        yield portion
+    update_chunk: list[BucketState] = []
+    for each in bucket_state:
+        update_chunk.append(each)
+        if sum(other.master.numel() for other in update_chunk) >= PORTION_ELEMENTS:
+            yield update_chunk
+            update_chunk = []
+    if update_chunk:
+        yield update_chunk

@@ -23,15 +23,15 @@ class _Piece:
         self.tensor, self.host = tensor, memory.empty_like(tensor)
         self._memory = memory
         self._moving: AsyncCopy | None = None
-        self.leave()
+        self.evict()
 
-    def come(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring it."""
         self.wait()
         self.tensor.untyped_storage().resize_(self.tensor.nbytes)
         self._moving = self._memory.start_in(self.host, self.tensor)
 
-    def leave(self) -> None:
+    def evict(self) -> None:
         """Begin to send it away; the device's memory is gone when that is done."""
         self._moving = self._memory.start_out(self.tensor, self.host)
         self.tensor.untyped_storage().resize_(0)
@@ -46,30 +46,32 @@ class HostState:
     """Some portions of flat tensors, each of which is all of its memory; they leave at once.
 
     Args:
-        portions: What is needed together.
+        update_chunks: What is needed together.
         device: Where they are needed.
     """
 
-    def __init__(self, portions: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+    def __init__(self, update_chunks: Sequence[Sequence[Tensor]], device: torch.device) -> None:
         memory = HostMemory(device)
-        self._portions = [[_Piece(tensor, memory) for tensor in some] for some in portions]
+        self._update_chunks = [
+            [_Piece(tensor, memory) for tensor in some] for some in update_chunks
+        ]
         self._pieces = {
             piece.tensor.untyped_storage()._cdata: piece
-            for some in self._portions
+            for some in self._update_chunks
             for piece in some
         }
 
     def turns(self) -> Iterator[int]:
         """Numbers of the portions in order, each while its tensors are on the device."""
-        for number, some in enumerate(self._portions):
-            for each in self._portions[number + (number > 0) : number + 2]:
+        for number, some in enumerate(self._update_chunks):
+            for each in self._update_chunks[number + (number > 0) : number + 2]:
                 for piece in each:
-                    piece.come()
+                    piece.prefetch()
             for piece in some:
                 piece.wait()
             yield number
             for piece in some:
-                piece.leave()
+                piece.evict()
 
     def on_host(self, view: Tensor) -> Tensor:
         """What ``view``, made before, of one of these tensors is on the host; another tensor is itself."""
@@ -83,10 +85,10 @@ class HostState:
     def all_here(self) -> Iterator[None]:
         """All of them on the device at once, for reading."""
         for piece in self._pieces.values():
-            piece.come()
+            piece.prefetch()
             piece.wait()
         try:
             yield
         finally:
             for piece in self._pieces.values():
-                piece.leave()
+                piece.evict()

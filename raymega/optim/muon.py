@@ -24,13 +24,16 @@ ROOT_MEAN_SQUARE = 0.2
 
 
 def begin_muon(
-    slots: Sequence[ParamState],
+    param_states: Sequence[ParamState],
     directions: Sequence[torch.Tensor],
     section: OptimizerSection,
     divisor: torch.Tensor | None,
 ) -> None:
     """Take the gradients into the momentum; ``directions``, one a slot, are Nesterov's look ahead."""
-    gradients, momenta = [slot.gradient for slot in slots], [slot.state[0] for slot in slots]
+    gradients, momenta = (
+        [param_state.gradient for param_state in param_states],
+        [param_state.state[0] for param_state in param_states],
+    )
     if divisor is not None:
         torch._foreach_div_(gradients, divisor)
     torch._foreach_mul_(momenta, section.momentum)
@@ -40,14 +43,14 @@ def begin_muon(
 
 
 def end_muon(
-    slots: Sequence[ParamState],
+    param_states: Sequence[ParamState],
     directions: Sequence[torch.Tensor],
     *,
     lr: float,
     weight_decay: float,
 ) -> None:
     """Decay, and step along what the directions have become."""
-    masters = [slot.master for slot in slots]
+    masters = [param_state.master for param_state in param_states]
     torch._foreach_mul_(masters, 1 - lr * weight_decay)
     torch._foreach_add_(masters, list(directions), alpha=-lr)
 

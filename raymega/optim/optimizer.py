@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.optim.bucket_state import BucketState, hold, portions
+from raymega.optim.bucket_state import BucketState, make_bucket_state, update_chunks
 from raymega.optim.cpu_offload import HostState
 from raymega.optim.update_chunk import UpdateChunk
 from raymega.parallel.comm.process_groups import Groups
@@ -57,8 +57,8 @@ class Optimizer:
         device = table.buckets[0].spans[0].param.device
         self._num_steps = torch.zeros(num_extents, device=device)
         counts = iter(self._num_steps)
-        self._held = [
-            hold(
+        self._bucket_state = [
+            make_bucket_state(
                 table.owned(bucket),
                 weights.owned(bucket),
                 gradients.owned(bucket),
@@ -67,16 +67,19 @@ class Optimizer:
             )
             for bucket in table.buckets
         ]
-        self._portions = list(portions(self._held))
+        self._update_chunks = list(update_chunks(self._bucket_state))
         log = log or CommLog()
         self._updates = [
-            UpdateChunk(held, table, section, model, groups, log) for held in self._portions
+            UpdateChunk(bucket_state, table, section, model, groups, log)
+            for bucket_state in self._update_chunks
         ]
         # Views are made while there is memory.
-        self._blocks = [block for held in self._held for block in held.blocks()]
-        on_host = self._portions if is_on_host else []
+        self._blocks = [
+            block for bucket_state in self._bucket_state for block in bucket_state.blocks()
+        ]
+        on_host = self._update_chunks if is_on_host else []
         self._host = HostState(
-            [[t for held in some for t in held.memory] for some in on_host], device
+            [[t for bucket_state in some for t in bucket_state.memory] for some in on_host], device
         )
 
     def step(self, *, lr: float, step: int, gradient_factor: float = 1.0) -> None:
@@ -87,9 +90,9 @@ class Optimizer:
         self._weights.wait_for_all()
         self._num_steps.fill_(step - 1)
         divisor = self._divisor(gradient_factor)
-        for number in self._host.turns() if self._is_on_host else range(len(self._portions)):
+        for number in self._host.turns() if self._is_on_host else range(len(self._update_chunks)):
             self._updates[number].update(lr=lr, divisor=divisor)
-            self._round(self._portions[number])
+            self._round(self._update_chunks[number])
         self._weights.mark_updated()
 
     def _divisor(self, factor: float) -> torch.Tensor | None:
@@ -98,8 +101,8 @@ class Optimizer:
             return None
         if self._table.dtype == torch.float32:
             return torch.tensor(1 / factor, device=self._num_steps.device)
-        for held in self._held:
-            held.gradient.mul_(factor)
+        for bucket_state in self._bucket_state:
+            bucket_state.gradient.mul_(factor)
         return None
 
     def blocks(self) -> Iterator[TensorBlock]:
@@ -114,8 +117,8 @@ class Optimizer:
         for state in self._states:
             yield from state.blocks()
         with self._host.all_here():
-            for held in self._held:
-                for block in held.values(self._section.name):
+            for bucket_state in self._bucket_state:
+                for block in bucket_state.values(self._section.name):
                     # numpy forbids for ever to resize what it was shown.
                     yield replace(
                         block, values=block.values.clone() if self._is_on_host else block.values
@@ -123,19 +126,21 @@ class Optimizer:
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Masters that this rank counts, flat, by tensor: over all ranks each element once."""
-        for held in self._held:
-            part = self._table.share(held.part.bucket)
-            master = self._host.on_host(held.master).to(held.weights.device)
-            yield from counted(part, master, begin=held.part.begin)
+        for bucket_state in self._bucket_state:
+            part = self._table.share(bucket_state.part.bucket)
+            master = self._host.on_host(bucket_state.master).to(bucket_state.weights.device)
+            yield from counted(part, master, begin=bucket_state.part.begin)
 
     def sync_weights(self) -> None:
         """Round the masters into the weights that are not their own masters."""
-        self._round(self._held)
+        self._round(self._bucket_state)
         self._weights.mark_updated()
 
     @torch.no_grad()
     def _round(self, some: Sequence[BucketState]) -> None:
-        for held in some:
-            if held.weights.dtype != held.master.dtype:
-                is_here = held.master.untyped_storage().nbytes() > 0
-                held.weights.copy_(held.master if is_here else self._host.on_host(held.master))
+        for bucket_state in some:
+            if bucket_state.weights.dtype != bucket_state.master.dtype:
+                is_here = bucket_state.master.untyped_storage().nbytes() > 0
+                bucket_state.weights.copy_(
+                    bucket_state.master if is_here else self._host.on_host(bucket_state.master)
+                )

@@ -29,20 +29,20 @@ class UpdateChunk:
 
     def __init__(  # the optimizer is the one place that calls it
         self,
-        held: Sequence[BucketState],
+        bucket_state: Sequence[BucketState],
         table: BucketTable,
         section: OptimizerSection,
         model: ModelSection,
         groups: Groups,
         log: CommLog,
     ) -> None:
-        self._held, self._section = held, section
+        self._bucket_state, self._section = bucket_state, section
         self._groups: dict[tuple[str, Rates], list[Member]] = defaultdict(list)
-        for member in (member for each in held for member in each.members):
-            spec = member.slot.param.spec
+        for member in (member for each in bucket_state for member in each.members):
+            spec = member.param_state.param.spec
             rates = rates_of(spec.pieces[0].tensor, section, model)  # fused ones are alike
             self._groups[update_of(section.name, spec.role), rates].append(member)
-        buckets = [each.part.bucket for each in held]
+        buckets = [each.part.bucket for each in bucket_state]
         with_matrices = [b for b in buckets if any(map(self._is_whole, (p for p, _ in b.spans)))]
         self._matrices = None
         if with_matrices:
@@ -53,10 +53,10 @@ class UpdateChunk:
     def update(self, *, lr: float, divisor: torch.Tensor | None) -> None:
         """One update at ``lr``, with gradients divided by ``divisor`` in place."""
         opened = {key: [m.open() for m in members] for key, members in self._groups.items()}
-        for (name, rates), slots in opened.items():
+        for (name, rates), param_states in opened.items():
             if name in UPDATES:
                 UPDATES[name](
-                    slots,
+                    param_states,
                     self._section,
                     lr=lr * rates.lr_scale,
                     weight_decay=rates.weight_decay,
@@ -74,7 +74,7 @@ class UpdateChunk:
         buckets = {m.place.part.bucket.index for members in muon.values() for m in members}
         flats = {
             each.part.bucket.index: torch.empty_like(each.gradient)
-            for each in self._held
+            for each in self._bucket_state
             if each.part.bucket.index in buckets
         }
         for key, members in muon.items():
@@ -88,7 +88,7 @@ class UpdateChunk:
         for (name, rates), members in self._groups.items():
             if name == "muon":
                 end_muon(
-                    [member.slot for member in members],
+                    [member.param_state for member in members],
                     _of(members, directions),
                     lr=lr * rates.lr_scale,
                     weight_decay=rates.weight_decay,
@@ -99,8 +99,8 @@ class UpdateChunk:
         changed = [
             (kept, values)
             for key, members in self._groups.items()
-            for member, slot in zip(members, opened[key], strict=True)
-            for kept, values in zip(member.kept, slot.state, strict=True)
+            for member, param_state in zip(members, opened[key], strict=True)
+            for kept, values in zip(member.kept, param_state.state, strict=True)
         ]
         self._shared.forget()
         for kept, values in changed:

@@ -38,11 +38,11 @@ class ParamState:
 
 
 class Apply(Protocol):
-    """Moves the masters of ``slots`` in place."""
+    """Moves the masters of ``param_states`` in place."""
 
     def __call__(
         self,
-        slots: Sequence[ParamState],
+        param_states: Sequence[ParamState],
         section: OptimizerSection,
         *,
         lr: float,
@@ -56,7 +56,7 @@ class Apply(Protocol):
 
 
 def apply_adamw(
-    slots: Sequence[ParamState],
+    param_states: Sequence[ParamState],
     section: OptimizerSection,
     *,
     lr: float,
@@ -66,12 +66,12 @@ def apply_adamw(
     """Loshchilov and Hutter's decoupled weight decay, by torch's fused function."""
     # The function, not torch.optim.AdamW: making one imports torch._dynamo, which takes 2 s.
     adamw(
-        [slot.master for slot in slots],
-        [slot.gradient for slot in slots],
-        [slot.state[0] for slot in slots],
-        [slot.state[1] for slot in slots],
+        [param_state.master for param_state in param_states],
+        [param_state.gradient for param_state in param_states],
+        [param_state.state[0] for param_state in param_states],
+        [param_state.state[1] for param_state in param_states],
         [],
-        [slot.num_steps for slot in slots],
+        [param_state.num_steps for param_state in param_states],
         fused=True,
         grad_scale=divisor,
         amsgrad=False,
@@ -85,7 +85,7 @@ def apply_adamw(
 
 
 def apply_sgd(
-    slots: Sequence[ParamState],
+    param_states: Sequence[ParamState],
     section: OptimizerSection,
     *,
     lr: float,
@@ -97,9 +97,9 @@ def apply_sgd(
     A buffer of zeros before the first update makes it the first gradient, as in torch.optim.SGD.
     """
     sgd(
-        [slot.master for slot in slots],
-        [slot.gradient for slot in slots],
-        [slot.state[0] for slot in slots],
+        [param_state.master for param_state in param_states],
+        [param_state.gradient for param_state in param_states],
+        [param_state.state[0] for param_state in param_states],
         fused=True,
         grad_scale=divisor,
         weight_decay=weight_decay,
@@ -112,7 +112,7 @@ def apply_sgd(
 
 
 def apply_lion(
-    slots: Sequence[ParamState],
+    param_states: Sequence[ParamState],
     section: OptimizerSection,
     *,
     lr: float,
@@ -120,8 +120,11 @@ def apply_lion(
     divisor: torch.Tensor | None = None,
 ) -> None:
     """Chen et al. 2023, program 1: the sign of a moment that is older than the one that is kept."""
-    masters, gradients = [slot.master for slot in slots], [slot.gradient for slot in slots]
-    moments = [slot.state[0] for slot in slots]
+    masters, gradients = (
+        [param_state.master for param_state in param_states],
+        [param_state.gradient for param_state in param_states],
+    )
+    moments = [param_state.state[0] for param_state in param_states]
     if divisor is not None:
         torch._foreach_div_(gradients, divisor)
     directions = torch._foreach_lerp(moments, gradients, 1 - section.beta1)

@@ -67,9 +67,9 @@ class Executor(Generic[MicroBatch]):
         p2p: The rank's transfers.
         deferrals: By chunk, where the stage's layers leave weight gradients that are put off; for
             schedules that cut backwards in two.
-        turns: By which a forward and the backward after it run together where the schedule lets
+        interleaver: By which a forward and the backward after it run together where the schedule lets
             them, see schedule.transfers; None runs one after the other.
-        pulse: Called after each instruction, for whoever watches whether work goes on.
+        progress: Called after each instruction, for whoever watches whether work goes on.
         clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
             here, recorded events show when instructions were issued; CUDA events are needed there
             for when they ran.
@@ -82,19 +82,19 @@ class Executor(Generic[MicroBatch]):
         p2p: PointToPoint,
         *,
         deferrals: Sequence[WeightGradQueue] = (),
-        turns: PassInterleaver | None = None,
-        pulse: Callable[[], None] = lambda: None,
+        interleaver: PassInterleaver | None = None,
+        progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pulse = pulse
+        self._progress = progress
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
-        self._deferrals, self._turns = deferrals, turns
+        self._deferrals, self._interleaver = deferrals, interleaver
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
         self._is_training = any(task.op in FREES_ACTIVATIONS for task in schedule)
         planned = iter(_plan(schedule))
         self._rounds = [
             tuple(next(planned) for _ in tasks)
-            for tasks in rounds(schedule, is_paired=turns is not None)
+            for tasks in rounds(schedule, is_paired=interleaver is not None)
         ]
         self._receives = [task for task in schedule if task.op in RECEIVE]
 
@@ -159,17 +159,17 @@ class Executor(Generic[MicroBatch]):
                         _event(planned.task, a - began, b - began)
                         for planned, (a, b) in zip(together, pairwise(times), strict=True)
                     ]
-                self._pulse()
+                self._progress()
             self._p2p.wait_all()
         return StepOutput(loss_sum=step.loss_sum, events=tuple(events), began_s=began)
 
     def _carry_out_all(self, together: tuple[_Planned, ...], step: _Step[MicroBatch]) -> float:
         """One task, or two that take turns; seconds that the first of two worked."""
-        if self._turns is None or len(together) == 1:
+        if self._interleaver is None or len(together) == 1:
             self._carry_out(together[0], step)
             return 0.0
         first, second = (partial(self._carry_out, planned, step) for planned in together)
-        return self._turns.together(first, second)
+        return self._interleaver.together(first, second)
 
     def _carry_out(self, planned: _Planned, step: _Step[MicroBatch]) -> None:
         task = planned.task

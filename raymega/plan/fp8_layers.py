@@ -31,7 +31,7 @@ ALL_IN_EIGHT = Fp8Coverage(linears=True, weight_gradients=True, experts=True, ex
 NONE_IN_EIGHT = Fp8Coverage()
 
 
-def in_eight(precision: PrecisionSection) -> Fp8Coverage:
+def fp8_coverage(precision: PrecisionSection) -> Fp8Coverage:
     """What the job asks for, of a block that is not kept in the compute dtype."""
     is_by_row = precision.fp8 == "rowwise"
     return Fp8Coverage(

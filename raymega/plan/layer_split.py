@@ -54,7 +54,7 @@ def layer_counts(
 def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: int) -> list[Fault]:
     """What keeps the layers from being placed so."""
     if parallel.stages != "even":
-        faults = _unread_faults(parallel)
+        faults = _unused_faults(parallel)
         if parallel.stages not in KINDS:
             faults += _text_faults(parallel.stages, num_layers, num_stages)
         return faults
@@ -72,7 +72,7 @@ def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: 
     return []
 
 
-def _unread_faults(parallel: ParallelSection) -> list[Fault]:
+def _unused_faults(parallel: ParallelSection) -> list[Fault]:
     """Fields that are set and that only the even split goes by."""
     return [
         Fault(

@@ -127,7 +127,7 @@ def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
     return faults
 
 
-def unread_size_faults(
+def unused_size_faults(
     name: str, *, chunks: int, given: Mapping[str, int | float | str]
 ) -> list[Fault]:
     """Numbers that the job sets, ``given`` by field, and that schedule ``name`` does not go by."""

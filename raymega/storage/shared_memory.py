@@ -62,7 +62,7 @@ class SharedMemories:
     def __init__(self) -> None:
         self._memories: WeakSet[SharedMemory] = WeakSet()
 
-    def take(self, num_bytes: int) -> SharedMemory:
+    def allocate(self, num_bytes: int) -> SharedMemory:
         """More, for as long as the caller holds it; raises what SharedMemory does."""
         memory = SharedMemory(num_bytes)
         self._memories.add(memory)

@@ -170,7 +170,7 @@ def _trouble(
         )
     if isinstance(event, DoubtSeen):
         where = f"; {event.where}" if event.where else ""
-        return f"Step {event.step} was done once more, and {event.ruling}: {event.fact}{where}"
+        return f"Step {event.step} was done once more, and {event.action}: {event.fact}{where}"
     return f"Attempt {event.attempt} was lost after step {event.step}: {event.cause}"
 
 

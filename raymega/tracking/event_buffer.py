@@ -48,7 +48,7 @@ class EventBuffer:
             self._items.append(item)
             self._make_room()
 
-    def take(self, limit: int) -> list[Stamped]:
+    def pop(self, limit: int) -> list[Stamped]:
         """Remove and return the head: up to ``limit`` step records in a row, or one other event."""
         with self._lock:
             steps = sum(1 for _ in takewhile(_is_step, islice(self._items, limit)))

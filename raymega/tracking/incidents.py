@@ -155,7 +155,7 @@ def _ranks(first: FailureSeen, nodes: Mapping[int, str]) -> Iterator[str]:
 
 def _sign(sign: DoubtSeen | StragglerSeen) -> str:
     if isinstance(sign, DoubtSeen):
-        return f"step {sign.step}: {_line(sign.fact)}; {sign.ruling}"
+        return f"step {sign.step}: {_line(sign.fact)}; {sign.action}"
     return f"step {sign.step}: rank {sign.rank} worked {sign.ratio:.1f} times as long as the others"
 
 

@@ -106,7 +106,7 @@ class MlflowSink:
 
     def _drain(self) -> bool:
         """Write the queue until it is empty; false when the server is away."""
-        while batch := self._spool.take(MAX_STEPS_PER_REQUEST):
+        while batch := self._spool.pop(MAX_STEPS_PER_REQUEST):
             self._num_in_flight = len(batch)
             try:
                 self._record(batch)

@@ -255,7 +255,7 @@ def _sign_tag(event: DoubtSeen | StragglerSeen | RoutingCollapsed) -> dict[str, 
     if isinstance(event, RoutingCollapsed):
         return {f"collapse.{event.layer}": collapse_warning(event.layer, event.experts, event.step)}
     if isinstance(event, DoubtSeen):
-        return {f"doubt.{event.step}": f"{event.ruling}: {event.fact} {event.where}".strip()}
+        return {f"doubt.{event.step}": f"{event.action}: {event.fact} {event.where}".strip()}
     told = f"{event.ratio:.2f} at step {event.step}, node {event.node}"
     return {f"straggler.{event.rank}": told}
 

@@ -184,7 +184,7 @@ class DoubtSeen:
         kind: ``nan`` or ``spike``.
         fact: The number, and what it is held against.
         where: The first number that is not finite, when it was looked for.
-        ruling: What became of the step, such as ``used the second pass`` or ``left out``.
+        action: What became of the step, such as ``used the second pass`` or ``left out``.
     """
 
     attempt: int
@@ -192,7 +192,7 @@ class DoubtSeen:
     kind: str
     fact: str
     where: str
-    ruling: str
+    action: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

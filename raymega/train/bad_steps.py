@@ -66,13 +66,13 @@ def detect_bad_step(
     return None
 
 
-def decide(section: ElasticSection, state: TrainState, doubt: BadStep) -> BadStepAction:
-    """What becomes of a step whose second pass leaves ``doubt`` too, or that gets none."""
-    match doubt.policy:
+def decide(section: ElasticSection, state: TrainState, bad_step: BadStep) -> BadStepAction:
+    """What becomes of a step whose second pass leaves ``bad_step`` too, or that gets none."""
+    match bad_step.policy:
         case "skip" if state.bad_steps < section.max_bad_steps:
             return BadStepAction.SKIP
         case "rollback":
             return BadStepAction.ROLL_BACK
-        case "rerun" if doubt.kind == "spike":
+        case "rerun" if bad_step.kind == "spike":
             return BadStepAction.KEEP
     return BadStepAction.STOP

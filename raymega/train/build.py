@@ -95,24 +95,24 @@ def build_parts(
     rank: int,
     groups: Groups,
     device: torch.device,
-    pulse: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> TrainingComponents:
     """Assemble rank ``rank`` of ``plan``; parameters get their initial values.
 
-    ``pulse`` is called after each portion of a step or an evaluation.
+    ``progress`` is called after each portion of a step or an evaluation.
     """
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
-    stream = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
+    sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     comm_log = CommLog()
     context = make_context(groups, job.parallel, comm_log)
     experts = ExpertGroups(
         ep=groups.ep,
         etp=groups.etp,
         micro=groups.micro,
-        stream=stream,
+        sp=sp,
         is_gathered=job.parallel.dispatch == "all_gather",
         log=comm_log,
-        turns=PassInterleaver(device) if job.parallel.overlap_experts else None,
+        interleaver=PassInterleaver(device) if job.parallel.overlap_experts else None,
     )
     model = build_model(
         plan, stages, groups=groups, context=context, experts=experts, device=device
@@ -123,7 +123,7 @@ def build_parts(
         groups,
         placement=plan.placement,
         shape=(
-            job.data.seq_len // (context.degree * stream.degree),
+            job.data.seq_len // (context.degree * sp.degree),
             plan.batch.micro_batch_size,
             job.model.width,
         ),
@@ -140,7 +140,12 @@ def build_parts(
         modules=modules,
         loader=_build_loader(plan, "train", rank=rank, groups=groups, log=comm_log, device=device),
         executors=_build_executors(
-            plan, coords, modules=modules, p2p=p2p, turns=experts.turns, pulse=pulse
+            plan,
+            coords,
+            modules=modules,
+            p2p=p2p,
+            interleaver=experts.interleaver,
+            progress=progress,
         ),
         gradients=model.gradients,
         weights=model.weights,
@@ -158,7 +163,7 @@ def build_parts(
         routers=find_routers(job.model, modules, device),
         comm_log=comm_log,
         evaluation=_build_evaluation(
-            plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, pulse=pulse
+            plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, progress=progress
         ),
     )
 
@@ -226,8 +231,8 @@ def _build_executors(
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
-    turns: PassInterleaver | None,
-    pulse: Callable[[], None],
+    interleaver: PassInterleaver | None,
+    progress: Callable[[], None],
 ) -> Mapping[int, Executor]:
     def make(num_micro_batches: int) -> Executor:
         sizes = plan.sizes(replace(plan.batch, num_micro_batches=num_micro_batches))
@@ -236,9 +241,9 @@ def _build_executors(
             program.lists[coords.pp],
             [module.run for module in modules],
             p2p,
-            deferrals=[module.deferral for module in modules],
-            turns=turns,
-            pulse=pulse,
+            deferrals=[module.grad_queue for module in modules],
+            interleaver=interleaver,
+            progress=progress,
         )
 
     return _Executors(make)
@@ -252,7 +257,7 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
     p2p: PointToPoint,
     groups: Groups,
     log: CommLog,
-    pulse: Callable[[], None],
+    progress: Callable[[], None],
 ) -> Evaluation | None:
     """One pass over the evaluation samples, or None when the job asks for none."""
     job = plan.job
@@ -268,6 +273,8 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
 
     def make(num_micro_batches: int) -> Executor:
         program = make_forward_only(plan.placement, num_micro_batches)
-        return Executor(program.lists[pp_rank], [m.evaluate for m in modules], p2p, pulse=pulse)
+        return Executor(
+            program.lists[pp_rank], [m.evaluate for m in modules], p2p, progress=progress
+        )
 
     return Evaluation(batch=batch, loader=loader, executors=_Executors(make))

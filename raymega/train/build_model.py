@@ -107,7 +107,7 @@ def _build_modules(
             StageModule(
                 job.model,
                 stage,
-                stream=experts.stream,
+                sp=experts.sp,
                 dtype=DTYPES[job.precision.dtype],
                 device=device,
                 seed=job.run.seed,
@@ -116,7 +116,7 @@ def _build_modules(
                 token_table=first.tokens.weight if first is not None else None,
                 is_fused=job.run.kernels == "compile" and can_fuse(device),
                 precision=job.precision,
-                is_filled_later=True,
+                is_meta=True,
             )
         )
         modules[-1].recompute(job.memory)

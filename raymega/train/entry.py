@@ -125,10 +125,10 @@ def _train(
     if device.type == "cuda":
         open_communicators(groups, device)
     phases.passed("rendezvous")
-    pulse = ProgressReporter(channel, start.rank)
-    parts = build_parts(plan, rank=start.rank, groups=groups, device=device, pulse=pulse)
+    progress = ProgressReporter(channel, start.rank)
+    parts = build_parts(plan, rank=start.rank, groups=groups, device=device, progress=progress)
     phases.passed("built")
-    state = _restore(parts, start, pulse)
+    state = _restore(parts, start, progress)
     phases.passed("restored")
     writer = CheckpointWriter(
         open_store(start.run_uri),
@@ -136,18 +136,23 @@ def _train(
         attempt=start.attempt,
         report=channel.report,
         limits=_limits(plan),
-        near=_near_tier(plan.job),
+        local_cache=_near_tier(plan.job),
     )
     snapshots = None
     if plan.job.elastic.snapshot_every:
         snapshots = SnapshotWriter(
             plan, rank=start.rank, attempt=start.attempt, replicas=start.replicas
         )
-    saving = SaveScheduler(
+    save_scheduler = SaveScheduler(
         parts, channel=channel, writer=writer, snapshots=snapshots, rank=start.rank
     )
     run_loop(
-        parts, state, channel=channel, saving=saving, rank=start.rank, passed_over=start.passed_over
+        parts,
+        state,
+        channel=channel,
+        save_scheduler=save_scheduler,
+        rank=start.rank,
+        skipped_samples=start.skipped_samples,
     )
 
 
@@ -169,22 +174,24 @@ def _near_store(job: Job) -> StateStore | None:
 
 
 def _near_tier(job: Job) -> Near:
-    near = _near_store(job)
-    return NO_NEAR_TIER if near is None else LocalCache(near)
+    local_cache = _near_store(job)
+    return NO_NEAR_TIER if local_cache is None else LocalCache(local_cache)
 
 
-def _restore(parts: TrainingComponents, start: StartWorker, pulse: ProgressReporter) -> TrainState:
+def _restore(
+    parts: TrainingComponents, start: StartWorker, progress: ProgressReporter
+) -> TrainState:
     precision = parts.plan.job.precision
     if not start.restore:
-        start_from(parts, parts.plan.job.checkpoint, pulse=pulse)
+        start_from(parts, parts.plan.job.checkpoint, progress=progress)
         return first_state(precision)
     *others, last = _stores_to_restore_from(start)
     for store in others:
         try:
-            return _restore_from(store, parts, start.restore, pulse)
+            return _restore_from(store, parts, start.restore, progress)
         except CheckpointError as error:
             log.warning("the other copy is next: %s", error)
-    return _restore_from(last, parts, start.restore, pulse)
+    return _restore_from(last, parts, start.restore, progress)
 
 
 def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
@@ -193,25 +200,27 @@ def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
     if not replicas.read_from:
         return [open_store(start.run_uri)]
     addresses = sorted({name for names in replicas.read_from.values() for name in names})
-    keepers = {address: RemoteMemoryStore(address, replicas.token) for address in addresses}
+    snapshot_servers = {
+        address: RemoteMemoryStore(address, replicas.token) for address in addresses
+    }
     return [
-        ReplicatedStore(keepers, holders=replicas.read_from, first=start.rank + number)
+        ReplicatedStore(snapshot_servers, holders=replicas.read_from, first=start.rank + number)
         for number in range(MAX_COPIES)
     ]
 
 
 def _restore_from(
-    store: StateStore, parts: TrainingComponents, key: str, pulse: ProgressReporter
+    store: StateStore, parts: TrainingComponents, key: str, progress: ProgressReporter
 ) -> TrainState:
     manifest = read_manifest(store, key)
-    near = _near_store(parts.plan.job)
+    local_cache = _near_store(parts.plan.job)
     source = store
-    if near is not None and not isinstance(
+    if local_cache is not None and not isinstance(
         store, ReplicatedStore
     ):  # what memory holds needs no disk
-        source = CachedReader(near, store, manifest)
+        source = CachedReader(local_cache, store, manifest)
     blocks = list(parts.optimizer.blocks())
-    load(source, manifest, blocks, expected=_all_names(parts.plan.job), pulse=pulse)
+    load(source, manifest, blocks, expected=_all_names(parts.plan.job), progress=progress)
     parts.optimizer.sync_weights()
     files_near = source.num_near if isinstance(source, CachedReader) else 0
     log.info(
@@ -224,7 +233,7 @@ def start_from(
     parts: TrainingComponents,
     section: CheckpointSection,
     *,
-    pulse: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Take another checkpoint's weights, rounded where the masters have fewer digits."""
     if section.start_from == "none":
@@ -240,7 +249,7 @@ def start_from(
         and block.tensor.name not in upcycling.routers
     ]
     source = starting_manifest(manifest, section, model)
-    load(store, source, taken, is_narrowing_allowed=True, pulse=pulse)
+    load(store, source, taken, is_narrowing_allowed=True, progress=progress)
     _finish_upcycling(upcycling, weights, seed)
     parts.optimizer.sync_weights()
     log.info("started from the weights of step %d in %s", manifest.step, section.start_from)

@@ -45,4 +45,4 @@ def forward_backward(
         after_backward=parts.gradients.launch,
     )
     parts.gradients.finish()
-    return replace(output, events=parts.comm_log.take(output.events, began_s=output.began_s))
+    return replace(output, events=parts.comm_log.pause(output.events, began_s=output.began_s))

@@ -45,13 +45,13 @@ def run_loop(
     state: TrainState,
     *,
     channel: Channel,
-    saving: SaveScheduler,
+    save_scheduler: SaveScheduler,
     rank: int,
-    passed_over: Sequence[tuple[int, int]] = (),
+    skipped_samples: Sequence[tuple[int, int]] = (),
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop.
 
-    ``passed_over`` are ranges of samples that the run is to leave out; see StartWorker.
+    ``skipped_samples`` are ranges of samples that the run is to leave out; see StartWorker.
     """
     job = parts.plan.job
     speed = ThroughputMeter(parts.plan, parts.device, context=parts.loader.source.context)
@@ -59,21 +59,21 @@ def run_loop(
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
     while state.step < job.run.steps and not stopped:
-        state = state.past(passed_over)
+        state = state.past(skipped_samples)
         is_recording = _is_due(state.step + 1, job.tracking.timeline_every)
         if is_recording:
             barrier(parts.groups.world)
         watches_activations = _is_due(state.step + 1, job.tracking.activations_every)
         with activations_of(parts, is_due=watches_activations) as activations, work:
             began = time.monotonic()
-            wishes = channel.requests()
+            requests = channel.requests()
             outcome = train_step(
                 parts,
                 state,
-                replace(wishes, save=wishes.save and rank == 0),
+                replace(requests, save=requests.save and rank == 0),
                 is_recording=is_recording,
-                summed=saving.summed(),
-                before_update=saving.fence,
+                extra_reductions=save_scheduler.extra_reductions(),
+                before_update=save_scheduler.fence,
             )
             seconds = time.monotonic() - began
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
@@ -85,21 +85,21 @@ def run_loop(
         metrics |= expert_metrics(outcome.loads) | _rates(outcome.lr, job)
         state, stopped = outcome.state, outcome.stop
         is_last = stopped or state.step == job.run.steps
-        metrics |= saving.observe(outcome, is_last=is_last)
-        is_saving = saving.is_checkpoint_due(outcome, is_last=is_last)
-        metrics |= check.look(state.step, is_saving=is_saving)
+        metrics |= save_scheduler.observe(outcome, is_last=is_last)
+        is_saving = save_scheduler.is_checkpoint_due(outcome, is_last=is_last)
+        metrics |= check.check(state.step, is_saving=is_saving)
         _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
-            own = memory_metrics(parts.device) | work.take()
+            own = memory_metrics(parts.device) | work.pop_metrics()
             channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=own))
             if rank == 0 and outcome.loads:
                 channel.report(expert_report(outcome.loads, rank=rank, step=state.step))
 
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
-        saving.save_what_is_due(outcome, is_last=is_last)
+        save_scheduler.save_what_is_due(outcome, is_last=is_last)
     parts.weights.wait_for_all()
-    saving.wait()
+    save_scheduler.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
     return state
 
@@ -191,7 +191,7 @@ def _rates(lr: float, job: Job) -> dict[str, float]:
 def _doubted(doubted: BadStepOutcome, *, rank: int, step: int) -> StepDoubted:
     return StepDoubted(
         rank=rank, step=step, kind=doubted.kind, fact=doubted.fact, where=doubted.where,
-        ruling=doubted.ruling.value,
+        action=doubted.action.value,
     )  # fmt: skip
 
 

@@ -31,13 +31,15 @@ FORMS = {
 }
 
 
-def refuse_step(fact: str, *, doubt: BadStep, roll_back_to: int = -1) -> NumericsError:
+def refuse_step(fact: str, *, bad_step: BadStep, roll_back_to: int = -1) -> NumericsError:
     """The error that ends the attempt at a step whose numbers are no good, as the job wishes.
 
     With ``roll_back_to``, a sample, the run goes back and passes over the data before it.
     """
     rule = (
-        "both must be finite numbers" if doubt.kind == "nan" else f"elastic.on_spike={doubt.policy}"
+        "both must be finite numbers"
+        if bad_step.kind == "nan"
+        else f"elastic.on_spike={bad_step.policy}"
     )
     remedy = "lower optimizer.lr, raise precision.dtype or look at the data of this step"
     fault = Fault(fact=fact, rule=f"{rule}; the parameters were not updated", remedy=remedy)

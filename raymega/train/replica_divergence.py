@@ -47,7 +47,7 @@ class DivergenceCheck:
         self._parts, self._section = parts, parts.plan.job.elastic
         self._every = self._section.divergence_every
 
-    def look(self, step: int, *, is_saving: bool) -> dict[str, float]:
+    def check(self, step: int, *, is_saving: bool) -> dict[str, float]:
         """After ``step`` steps, when it is time or a checkpoint is about to be written.
 
         Returns:

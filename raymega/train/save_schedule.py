@@ -39,9 +39,9 @@ class SaveScheduler:
         self._is_writing = False
         self._is_shared = snapshots is not None and shares_snapshot(parts.plan.job)
 
-    def summed(self) -> tuple[float, ...]:
+    def extra_reductions(self) -> tuple[float, ...]:
         """What the other ranks must know of this one's saves; goes into the next step's sums."""
-        numbers = self._snapshots.summed() if self._snapshots else NO_SNAPSHOTS
+        numbers = self._snapshots.extra_reductions() if self._snapshots else NO_SNAPSHOTS
         return float(self._writer.is_busy), *numbers
 
     def fence(self) -> None:
@@ -58,7 +58,7 @@ class SaveScheduler:
         Returns:
             Metrics of snapshots.
         """
-        num_writing, *others = outcome.summed
+        num_writing, *others = outcome.extra_reductions
         self._is_writing = num_writing > 0
         if not self._snapshots:
             return {}
@@ -67,7 +67,7 @@ class SaveScheduler:
         is_needed = self._is_shared and self.is_checkpoint_due(outcome, is_last=is_last)
         if self._snapshots.is_late or (is_needed and self._snapshots.is_under_way):
             self._snapshots.wait()
-            again = sum_over_world(self._parts, self._snapshots.summed())
+            again = sum_over_world(self._parts, self._snapshots.extra_reductions())
             self._snapshots.observe(again, step=step, is_lent=is_lent)
         return self._snapshots.metrics()
 

@@ -37,7 +37,7 @@ class StepOutcome:
     ``state`` is where the run stands after it. ``loss`` is in nats per token, ``mtp_loss`` that of
     tokens further ahead, mean of depths, by the same count; None without them. ``grad_norm`` is the
     global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
-    ``save`` are true when the driver asked any rank for it. ``summed`` is what the ranks gave to be
+    ``save`` are true when the driver asked any rank for it. ``extra_reductions`` is what the ranks gave to be
     summed, ``loads`` by layer what the routing of all tokens was. ``doubted`` says what was wrong with
     the step's first pass, if anything was.
     """
@@ -52,7 +52,7 @@ class StepOutcome:
     is_skipped: bool
     stop: bool
     save: bool
-    summed: tuple[float, ...]
+    extra_reductions: tuple[float, ...]
     loads: Mapping[int, Load]
     events: tuple[Event, ...]
     doubted: BadStepOutcome | None = None
@@ -64,7 +64,7 @@ class BadStepOutcome:
 
     kind: str
     fact: str
-    ruling: BadStepAction
+    action: BadStepAction
     where: str = ""
 
 
@@ -75,15 +75,15 @@ def _do_nothing() -> None:
 def train_step(
     parts: TrainingComponents,
     state: TrainState,
-    wishes: Requests,
+    requests: Requests,
     *,
     is_recording: bool,
-    summed: Sequence[float] = (),
+    extra_reductions: Sequence[float] = (),
     before_update: Callable[[], None] = _do_nothing,
 ) -> StepOutcome:
     """Forward, backward, reduce, clip, update.
 
-    ``summed`` are numbers of this rank whose sums over all ranks it asks for beside; they leave with
+    ``extra_reductions`` are numbers of this rank whose sums over all ranks it asks for beside; they leave with
     the totals, before the update.
 
     A float16 gradient that overflows shows in the norm, hence on every rank: the step updates
@@ -98,15 +98,15 @@ def train_step(
     job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
     micro_batches = parts.loader.micro_batches(batch, state.samples)
     scale = loss_gradient(parts.plan, state)
-    asked = (wishes.stop, wishes.save, *summed)
+    asked = (requests.stop, requests.save, *extra_reductions)
     do_pass = partial(_do_pass, parts, state, micro_batches, asked, scale)
     seen, doubted = do_pass(is_recording=is_recording), None
-    doubt = _doubt(parts, state, seen)
-    if doubt:
-        seen, doubted = _settle(parts, state, doubt, seen, do_pass, micro_batches)
+    bad_step = _bad_step(parts, state, seen)
+    if bad_step:
+        seen, doubted = _settle(parts, state, bad_step, seen, do_pass, micro_batches)
     totals = seen.totals
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
-    is_left_out = doubted is not None and doubted.ruling is BadStepAction.SKIP
+    is_left_out = doubted is not None and doubted.action is BadStepAction.SKIP
     events = list(seen.events)
     if not (seen.is_overflow or is_left_out):
         factor = clip_factor(seen.grad_norm, job.optimizer.clip_norm)
@@ -122,7 +122,7 @@ def train_step(
         loss=seen.loss, mtp_loss=seen.mtp_loss, grad_norm=seen.grad_norm, lr=lr,
         samples=batch.global_batch_size, tokens=round(totals.tokens),
         is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save,
-        summed=totals.summed, loads=totals.loads, events=tuple(events), doubted=doubted,
+        extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), doubted=doubted,
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def _do_pass(
     )
 
 
-def _doubt(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadStep | None:
+def _bad_step(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadStep | None:
     if seen.is_overflow:
         return None
     section = parts.plan.job.elastic
@@ -174,7 +174,7 @@ def _doubt(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadStep
 def _settle(  # all of a step
     parts: TrainingComponents,
     state: TrainState,
-    doubt: BadStep,
+    bad_step: BadStep,
     seen: _Pass,
     do_pass: Callable[..., _Pass],
     micro_batches: Sequence[MicroBatch],
@@ -184,27 +184,27 @@ def _settle(  # all of a step
     No weight has changed, and a pass depends on weights and samples alone: the second one has the
     bits that the first would have had without a fault.
     """
-    if doubt.policy != "stop":
-        first = doubt
+    if bad_step.policy != "stop":
+        first = bad_step
         seen = replace(do_pass(is_recording=False), events=seen.events)
-        left = _doubt(parts, state, seen)
+        left = _bad_step(parts, state, seen)
         if left is None:
             return seen, BadStepOutcome(
-                kind=first.kind, fact=first.fact, ruling=BadStepAction.SECOND_PASS
+                kind=first.kind, fact=first.fact, action=BadStepAction.SECOND_PASS
             )
-        doubt = left
+        bad_step = left
     where = ""
-    if doubt.kind == "nan":
+    if bad_step.kind == "nan":
         scale = loss_gradient(parts.plan, state)
         where = locate_non_finite(parts, micro_batches, loss_gradient=scale)
-    ruling = decide(parts.plan.job.elastic, state, doubt)
-    fact = f"step {state.step + 1}: {doubt.fact}" + (f"; {where}" if where else "")
-    if ruling is BadStepAction.STOP:
-        raise refuse_step(fact, doubt=doubt)
-    if ruling is BadStepAction.ROLL_BACK:
+    action = decide(parts.plan.job.elastic, state, bad_step)
+    fact = f"step {state.step + 1}: {bad_step.fact}" + (f"; {where}" if where else "")
+    if action is BadStepAction.STOP:
+        raise refuse_step(fact, bad_step=bad_step)
+    if action is BadStepAction.ROLL_BACK:
         end = state.samples + parts.plan.batch_at(state.samples).global_batch_size
-        raise refuse_step(fact, doubt=doubt, roll_back_to=end)
-    return seen, BadStepOutcome(kind=doubt.kind, fact=doubt.fact, ruling=ruling, where=where)
+        raise refuse_step(fact, bad_step=bad_step, roll_back_to=end)
+    return seen, BadStepOutcome(kind=bad_step.kind, fact=bad_step.fact, action=action, where=where)
 
 
 def _state_after(
@@ -258,7 +258,7 @@ class _Totals:
     norm_sq: float
     stop: bool
     save: bool
-    summed: tuple[float, ...]
+    extra_reductions: tuple[float, ...]
     loads: Mapping[int, Load]
 
 
@@ -293,6 +293,6 @@ def _totals_of(
         norm_sq=total[3],
         stop=total[4] > 0,
         save=total[5] > 0,
-        summed=tuple(total[6:]),
+        extra_reductions=tuple(total[6:]),
         loads=parts.routers.loads(everything[len(mine) :].view_as(routing)),
     )

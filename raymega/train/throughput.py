@@ -64,7 +64,7 @@ class BusyTimeMeter:
         self._work_s += wall_s - (self._waited.seconds - self._waited_s)
         self._num_steps += 1
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Mean of the steps since the last call."""
         mean_s = self._work_s / max(1, self._num_steps)
         self._work_s, self._num_steps = 0.0, 0

@@ -33,7 +33,7 @@ class LayoutFailedError(Exception):
 
 
 class ForkServer:
-    """Runs one layout at a time; made by :func:`open_nursery`."""
+    """Runs one layout at a time; made by :func:`open_fork_server`."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path, *, timeout_s: float) -> None:
         self._process, self._folder, self._timeout_s = process, folder, timeout_s
@@ -91,7 +91,7 @@ class ForkServer:
 
 
 @contextmanager
-def open_nursery(*, timeout_s: float) -> Iterator[ForkServer]:
+def open_fork_server(*, timeout_s: float) -> Iterator[ForkServer]:
     """Start the process that forks ranks; afterwards it, the ranks and their files are gone.
 
     Args:

@@ -14,7 +14,7 @@ from raymega.data.checks import data_faults
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, WorkerError
 from raymega.verify.compare import LIMIT, LayoutComparison, Reference, compare, make_reference
-from raymega.verify.launch import ForkServer, LayoutFailedError, open_nursery
+from raymega.verify.launch import ForkServer, LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
 from raymega.verify.layout_sampling import draw_layouts
 from raymega.verify.legal_layouts import layout_of, reference_layout
@@ -127,10 +127,12 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
     if not layouts:
         raise ConfigError(_no_layouts(options))
     watcher.on_start(shrunk, len(layouts))
-    with open_nursery(timeout_s=options.timeout_s) as nursery:
-        reference = _train_reference(nursery, shrunk.job, options.steps)
+    with open_fork_server(timeout_s=options.timeout_s) as fork_server:
+        reference = _train_reference(fork_server, shrunk.job, options.steps)
         watcher.on_reference()
-        trial = _Trial(nursery=nursery, job=shrunk.job, reference=reference, options=options)
+        trial = _Trial(
+            fork_server=fork_server, job=shrunk.job, reference=reference, options=options
+        )
         outcomes = []
         for layout in layouts:
             outcomes.append(trial.run(layout))
@@ -151,7 +153,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    nursery: ForkServer
+    fork_server: ForkServer
     job: Job
     reference: Reference
     options: Options
@@ -160,7 +162,7 @@ class _Trial:
         """Train a layout and hold it against the reference; a failure of its ranks is a value."""
         began, comparison, failure = time.monotonic(), None, ""
         try:
-            with self.nursery.run(self.job, layout, steps=self.options.steps) as results:
+            with self.fork_server.run(self.job, layout, steps=self.options.steps) as results:
                 comparison = compare(results, self.reference, limit=self.options.limit)
         except LayoutFailedError as error:
             failure = str(error)
@@ -172,9 +174,9 @@ class _Trial:
         )
 
 
-def _train_reference(nursery: ForkServer, job: Job, steps: int) -> Reference:
+def _train_reference(fork_server: ForkServer, job: Job, steps: int) -> Reference:
     try:
-        with nursery.run(job, reference_layout(job), steps=steps) as results:
+        with fork_server.run(job, reference_layout(job), steps=steps) as results:
             return make_reference(results[0])
     except LayoutFailedError as error:
         raise WorkerError(

@@ -12,9 +12,9 @@ def test_run_lives_through_a_fault_of_each_class(drills, record_property):
     faults = parse_faults("kill-worker@3,raise@snapshot:5,kill-node@6,kill-driver@7,disk-full@8")
     verdict = drills(faults, *PATIENT)
     assert verdict.faults == [], "; ".join(verdict.faults)
-    kinds = [each.strike.fault.kind for each in verdict.incidents]
+    kinds = [each.injected.fault.kind for each in verdict.incidents]
     assert kinds == ["kill-worker", "raise", "kill-node", "kill-driver", "disk-full"]
-    by_kind = {each.strike.fault.kind: each for each in verdict.incidents}
+    by_kind = {each.injected.fault.kind: each for each in verdict.incidents}
     assert by_kind["kill-worker"].lost_steps <= 1
     assert by_kind["raise"].source == "memory", (
         "the first fault may come before a snapshot is whole"

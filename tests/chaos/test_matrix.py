@@ -37,7 +37,7 @@ def settings_for(faults):
 def check(verdict, record_property):
     for each in verdict.incidents:
         print(
-            f"  {each.strike.fault.describe()}: rank {each.strike.rank}, noticed {each.detection_s:.2f} s, "
+            f"  {each.injected.fault.describe()}: rank {each.injected.rank}, noticed {each.detection_s:.2f} s, "
             f"recovered {each.recovery_s:.2f} s, {each.lost_steps} steps lost, from {each.source or '-'}"
         )
     record_property("goodput", verdict.sheet.goodput)

@@ -21,7 +21,7 @@ from raymega.errors import ConfigError, RaymegaError, raise_faults
 from raymega.messages import ShardSaved
 from raymega.orchestrate.cluster.node_probes import version_fault
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_up_error
-from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_seats, place_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.driver.exit_errors import nothing_readable, stopped
 from raymega.orchestrate.driver.rollbacks import ROLLBACKS, read_rollbacks
@@ -119,7 +119,7 @@ def _no_room(_folder: Path) -> None:
 
 def _group_is_parted(_folder: Path) -> None:
     places = [WorkerLocation(node_id=name, address="", pid=0) for name in ("a", "b")]
-    assign_seats(places, make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
+    assign_ranks(places, make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
 
 
 def _no_digits_dropped(_folder: Path) -> None:
@@ -237,19 +237,19 @@ def _two_drivers() -> Iterator[tuple[Lease, Lease]]:
         )  # fmt: skip
 
     first = lease("a")
-    first.take()
+    first.acquire()
     yield first, lease("b")
 
 
 def _run_is_held(_folder: Path) -> None:
     with _two_drivers() as (_, second):
-        second.take()
+        second.acquire()
 
 
 def _run_was_taken(_folder: Path) -> None:
     with _two_drivers() as (first, second):
         first.release()
-        second.take()
+        second.acquire()
         first.begin_attempt()
 
 

@@ -15,7 +15,7 @@ from raymega.config.load import parse_job, parse_mapping
 from raymega.config.schema import Job
 from raymega.errors import RaymegaError
 from raymega.plan.validation.registry import RULES, Rule
-from raymega.plan.validation.unused_fields import PARTNERS, unread_values
+from raymega.plan.validation.unused_fields import PARTNERS, unused_values
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
 
@@ -60,7 +60,7 @@ def idle_rules() -> list[str]:
         values = parse_job(VERIFY, case["set"]).values
         for reads in [reads for reads, rule in idle.items() if _refuses(rule, values)]:
             del idle[reads]
-        unread -= unread_values(values).keys()
+        unread -= unused_values(values).keys()
     return [*map(", ".join, idle), *sorted(unread)]
 
 

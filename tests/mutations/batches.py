@@ -49,8 +49,8 @@ BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="dropout in a pack goes by the place in the pack's document",
         file="data/dynamic_loader.py",
-        old="places=take(starts + positions),",
-        new="places=take(positions),",
+        old="row_positions=take(starts + positions),",
+        new="row_positions=take(positions),",
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
         job=PACKED + DROPOUT,
     ),

@@ -43,8 +43,8 @@ EXPERTS: tuple[Mutation, ...] = (
     Mutation(
         name="the load that balances is that of one context-parallel rank",
         file="model/moe/router.py",
-        old="        return all_reduce(torch.cat((counts, marks.num_counted[None])), self.micro)",
-        new="        return torch.cat((counts, marks.num_counted[None]))",
+        old="        return all_reduce(torch.cat((counts, token_ids.num_counted[None])), self.micro)",
+        new="        return torch.cat((counts, token_ids.num_counted[None]))",
         layout=Layout(cp=2, ep=2, micro_batch_size=2),
         job=BALANCED,
     ),
@@ -83,9 +83,9 @@ EXPERTS: tuple[Mutation, ...] = (
     Mutation(
         name="probabilities are applied on both ends where tokens are exchanged",
         file="parallel/expert_parallel/dispatcher.py",
-        old="        return unpermute(land(self.flight), self.routing.weights, self.arrangement)",
+        old="        return unpermute(wait_for(self.transfer), self.routing.weights, self.arrangement)",
         new="        weights = self.routing.weights.square()\n"
-        "        return unpermute(land(self.flight), weights, self.arrangement)",
+        "        return unpermute(wait_for(self.transfer), weights, self.arrangement)",
         layout=Layout(dp=2, ep=2, micro_batch_size=2),
         job=EXPERTS,
     ),

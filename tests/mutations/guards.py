@@ -48,7 +48,7 @@ GUARD_MUTATIONS = (
     GuardMutation(
         name="a second pass is taken whatever it gave",
         file="train/bad_steps.py",
-        old='case "rerun" if doubt.kind == "spike":',
+        old='case "rerun" if bad_step.kind == "spike":',
         new='case "rerun":',
         caught="numbers that are not finite are kept",
     ),
@@ -69,8 +69,8 @@ GUARD_MUTATIONS = (
     GuardMutation(
         name="looks of before the last sign count",
         file="orchestrate/driver/hang_detector.py",
-        old="if len(looks) < 2 or looks[0][0] < since_s:",
-        new="if len(looks) < 2:",
+        old="if len(samples) < 2 or samples[0][0] < since_s:",
+        new="if len(samples) < 2:",
         caught="a rank that has moved since is accused",
     ),
     GuardMutation(
@@ -104,8 +104,8 @@ GUARD_MUTATIONS = (
     GuardMutation(
         name="one look makes a straggler",
         file="orchestrate/driver/straggler_detector.py",
-        old="if looks == NUM_LOOKS]",
-        new="if looks == 1]",
+        old="if samples == NUM_SAMPLES",
+        new="if samples == 1",
         caught="a passing disturbance is a straggler",
     ),
     GuardMutation(
@@ -113,7 +113,7 @@ GUARD_MUTATIONS = (
         file="orchestrate/driver/straggler_detector.py",
         old="if other != rank and grid.coords(other).pp == stage",
         new="if other != rank",
-        caught="a stage with more work is a straggler",
+        caught="a stage with more attempt_context is a straggler",
     ),
 )
 
@@ -195,10 +195,10 @@ def _stragglers() -> Iterator[str]:
     from raymega.orchestrate.driver.straggler_detector import Stragglers
     from tests.unit.orchestrate.driver.test_straggler_detector import EVEN, GRID
 
-    if Stragglers(GRID, ratio=1.5).take(EVEN | {1: 9.0}):
+    if Stragglers(GRID, ratio=1.5).observe(EVEN | {1: 9.0}):
         yield "a passing disturbance is a straggler"
     watched = Stragglers(GRID, ratio=1.5)
-    if watched.take(EVEN) or watched.take(EVEN):
+    if watched.observe(EVEN) or watched.observe(EVEN):
         yield "a stage with more work is a straggler"
 
 

@@ -9,19 +9,19 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="gradient of a column layer's input is not summed",
         file="parallel/tensor_parallel/layers.py",
-        old="        grad_x, summing = ctx.stream.start_sum(product(grad, weight))",
+        old="        grad_x, summing = ctx.sp.start_sum(product(grad, weight))",
         new="        grad_x = product(grad, weight)\n"
-        "        _, summing = ctx.stream.start_sum(grad_x.clone())",
+        "        _, summing = ctx.sp.start_sum(grad_x.clone())",
         layout=Layout(tp=2),
     ),
     Mutation(
         name="every rank adds a row layer's bias",
         file="parallel/tensor_parallel/layers.py",
-        old="        y, summing = stream.start_sum(project(x, weight, None))\n"
-        "        summing.wait(stream.tp.timeout_s)\n"
+        old="        y, summing = sp.start_sum(project(x, weight, None))\n"
+        "        summing.wait(sp.tp.timeout_s)\n"
         "        return y if bias is None else y.add_(bias)",
-        new="        y, summing = stream.start_sum(linear(x, weight, bias))\n"
-        "        summing.wait(stream.tp.timeout_s)\n"
+        new="        y, summing = sp.start_sum(linear(x, weight, bias))\n"
+        "        summing.wait(sp.tp.timeout_s)\n"
         "        return y",
         layout=Layout(tp=2),
         job=GPT2,
@@ -37,7 +37,7 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="positions start at zero on every rank",
         file="model/layers/embedding.py",
-        old="embedding(self.stream.own(positions), self.positions)",
+        old="embedding(self.sp.own(positions), self.positions)",
         new="embedding(positions[: x.shape[0]], self.positions)",
         layout=Layout(tp=2, sequence_parallel=True),
         job=GPT2,
@@ -174,7 +174,7 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="gradients of the keys that all heads share are not summed",
         file="model/attention/latent_attention.py",
-        old="        k_turned = self.stream.enter(k_turned)\n",
+        old="        k_turned = self.sp.enter(k_turned)\n",
         new="",
         layout=Layout(tp=2),
         job=LATENT,

@@ -102,8 +102,8 @@ def outcome() -> str:
         return "a late checkpoint is chosen"
     saves, workers = make_saves(world.store), FakeWorkers(2, step=30)
     for rank in range(2):
-        saves.take(workers.shard(rank))
-    if isinstance(saves.take_outcomes()[0], Committed):
+        saves.handle_report(workers.shard(rank))
+    if isinstance(saves.pop_outcomes()[0], Committed):
         return "the first driver takes its late checkpoint for committed"
     world.meanwhile = [second.renew] * 3
     for goes_on, ending in (

@@ -222,10 +222,10 @@ def _space() -> Iterator[str]:
 
 
 def _even_ranks() -> Iterator[str]:
-    from tests.unit.plan.packing.test_rebalance import Evening, _seconds
+    from tests.unit.plan.packing.test_rebalance import Rebalancer, _seconds
 
     def evened(starts: list[float], held: list, lengths: list[int], seconds=_seconds) -> list:
-        return Evening(starts, held, lengths, room=100, seconds=seconds).run()
+        return Rebalancer(starts, held, lengths, room=100, seconds=seconds).run()
 
     six = [[list(range(6))], [list(range(6, 12))]]
     if [len(pack) for (pack,) in evened([40.0, 0.0], six, [10] * 12)] != [4, 8]:

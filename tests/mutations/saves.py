@@ -46,15 +46,15 @@ SAVE_MUTATIONS = (
     SaveMutation(
         name="tensor-parallel ranks all write what they share",
         file="checkpoint/format/write_plan.py",
-        old="        if holding.is_primary:\n",
+        old="        if local_block.is_primary:\n",
         new="        if True:\n",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="the first tensor is left out",
         file="checkpoint/format/write_plan.py",
-        old="        if holding.is_primary:\n",
-        new="        if holding.is_primary and holding.tensor != holdings[0].tensor:\n",
+        old="        if local_block.is_primary:\n",
+        new="        if local_block.is_primary and local_block.tensor != local_blocks[0].tensor:\n",
         caught="load: CheckpointError",
     ),
     SaveMutation(
@@ -133,10 +133,10 @@ def snapshot_outcome() -> str:
         homes = Replicas(token="token", write_to=(keeper.uri,), num_copies=1, home=keeper.uri)
         writer = SnapshotWriter(plan, rank=0, attempt=1, replicas=homes)
         for step in (1, 2):
-            writer.observe(writer.summed(), step=step)
+            writer.observe(writer.extra_reductions(), step=step)
             writer.save(step, blocks, {**support.STATE, "step": step})
             writer.wait()
-        writer.observe(writer.summed(), step=3, is_lent=True)
+        writer.observe(writer.extra_reductions(), step=3, is_lent=True)
         if writer.is_due:
             return "snapshot: over a checkpoint"
         store = RemoteMemoryStore(keeper.uri, "token")

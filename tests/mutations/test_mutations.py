@@ -13,7 +13,7 @@ import torch
 from raymega.errors import NumericsError
 from raymega.parallel.core.compile import can_fuse
 from raymega.verify.compare import LIMIT, Reference, compare, make_reference
-from raymega.verify.launch import LayoutFailedError, open_nursery
+from raymega.verify.launch import LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
 from raymega.verify.legal_layouts import is_legal, reference_layout
 from tests.mutations.table import KINDS, MUTATIONS
@@ -35,14 +35,14 @@ def _job(overrides: tuple[str, ...]):
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[dict]:
     """The nursery of the package as it is, and the references it has trained by overrides."""
-    with open_nursery(timeout_s=TIMEOUT_S) as nursery:
-        yield {"nursery": nursery}
+    with open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
+        yield {"fork_server": fork_server}
 
 
 def _reference(healthy: dict, overrides: tuple[str, ...]) -> Reference:
     if overrides not in healthy:
         job = _job(overrides)
-        with healthy["nursery"].run(job, reference_layout(job), steps=STEPS) as results:
+        with healthy["fork_server"].run(job, reference_layout(job), steps=STEPS) as results:
             healthy[overrides] = make_reference(results[0])
     return healthy[overrides]
 
@@ -62,13 +62,15 @@ def _planted(mutation, folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def _is_same_run(nursery, overrides: tuple[str, ...], layout: Layout, reference: Reference) -> bool:
+def _is_same_run(
+    fork_server, overrides: tuple[str, ...], layout: Layout, reference: Reference
+) -> bool:
     """Ranks that raise are a failure of the test: a mistake that is loud needs no comparison.
 
     But for numbers that are not finite: memory that is read too early may hold any.
     """
     try:
-        with nursery.run(_job(overrides), layout, steps=STEPS) as results:
+        with fork_server.run(_job(overrides), layout, steps=STEPS) as results:
             return compare(results, reference, limit=LIMIT).first is None
     except LayoutFailedError as error:
         if NumericsError.__name__ not in str(error):
@@ -98,6 +100,6 @@ def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, heal
         pytest.skip("torch.compile finds no C++ compiler on this machine")
     assert is_legal(_job(mutation.job), mutation.layout)
     reference = _reference(healthy, mutation.job)
-    assert _is_same_run(healthy["nursery"], mutation.job, mutation.layout, reference)
-    with _planted(mutation, tmp_path), open_nursery(timeout_s=TIMEOUT_S) as nursery:
-        assert not _is_same_run(nursery, mutation.job, mutation.layout, reference)
+    assert _is_same_run(healthy["fork_server"], mutation.job, mutation.layout, reference)
+    with _planted(mutation, tmp_path), open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
+        assert not _is_same_run(fork_server, mutation.job, mutation.layout, reference)

@@ -88,7 +88,7 @@ def test_run_through_all_faults_ends_with_the_bits_of_the_calm_one(tmp_path, cal
 
     assert {event.rank for event in seen.of(StragglerSeen)} == {1}
     (doubt,) = seen.of(DoubtSeen)
-    assert (doubt.step, doubt.kind, doubt.ruling) == (3, "nan", "used the second pass")
+    assert (doubt.step, doubt.kind, doubt.action) == (3, "nan", "used the second pass")
     flipped, hung, stopped = seen.of(FailureSeen)
     assert flipped.is_rollback and "one of ranks 0, 1 differs" in flipped.cause
     assert hung.rank == 1 and "faulty_entry.py" in hung.cause, hung.cause

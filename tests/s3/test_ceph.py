@@ -163,7 +163,7 @@ def test_two_drivers_at_once_get_two_epochs_and_what_the_older_commits_late_is_n
         def contend(host, world=world, ready=ready, leases=leases):
             lease = world.lease(host, gone=("a", "b"))
             ready.wait(timeout=200)
-            lease.take()
+            lease.acquire()
             leases.append(lease)
 
         drivers = [threading.Thread(target=contend, args=(host,)) for host in ("a", "b")]

@@ -29,14 +29,14 @@ class Drills:
         self._calm = {}
         self._num = 0
 
-    def __call__(self, faults, *more, layout="pp2", num_nodes=3, blows=(), **options):
+    def __call__(self, faults, *more, layout="pp2", num_nodes=3, scheduled_faults=(), **options):
         self._num += 1
         layout_settings = LAYOUTS[layout] if isinstance(layout, str) else layout
         overrides = (*COMMON, *layout_settings, *more)
         job = api.load_job(VERIFY, overrides)
         drill = ChaosExperiment(
             job_file=VERIFY, overrides=overrides, job=job, num_nodes=num_nodes, faults=faults,
-            out=self.folder / f"{self._num:03d}", blows=iter(blows) if blows else islice((), 0),
+            out=self.folder / f"{self._num:03d}", scheduled_faults=iter(scheduled_faults) if scheduled_faults else islice((), 0),
             timeout_s=options.pop("timeout_s", 240.0), **options,
         )  # fmt: skip
         return run_drill(drill, self.box, lambda last: self._undisturbed(drill, layout, last))

@@ -96,13 +96,13 @@ class FakeWorkerGroup:
     what successive reserves return before the slots are there.
     """
 
-    def __init__(self, clock, store, *, world_size, script, lacking=(), keeping=None):
-        self.keeping = keeping or NoSnapshots()
+    def __init__(self, clock, store, *, world_size, script, lacking=(), snapshot_manager=None):
+        self.snapshot_manager = snapshot_manager or NoSnapshots()
         self.clock, self.store, self.world_size = clock, store, world_size
         self.script = [list(polls) for polls in script]
         self.lacking = list(lacking)
         self.orders, self.requested, self.releases, self.plans = [], [], [], []
-        self.places, self.departures, self.looks = [], [], []
+        self.locations, self.drains, self.looks = [], [], []
         self.loads = False
         self._polls = []
 
@@ -115,13 +115,13 @@ class FakeWorkerGroup:
         self.world_size = plan.grid.world_size
 
     def ready(self):
-        return tuple(self.places)
+        return tuple(self.locations)
 
     def is_loading(self):
         return self.loads
 
-    def departure(self):
-        return self.departures.pop(0) if self.departures else None
+    def drain(self):
+        return self.drains.pop(0) if self.drains else None
 
     def reserve(self, timeout_s):
         if not self.lacking:
@@ -153,7 +153,7 @@ class FakeWorkerGroup:
     def request(self, requests):
         self.requested.append(requests)
 
-    def look(self, silent):
+    def probe(self, silent):
         self.looks.append(silent)
 
     def release(self, *, keep_warm):

@@ -14,5 +14,5 @@ def take_lease(store, clock=None):
         clock=clock or SystemClock(),
         knows_gone=lambda _holder: True,
     )
-    lease.take()
+    lease.acquire()
     return lease

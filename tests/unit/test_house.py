@@ -91,7 +91,7 @@ def test_every_error_pickles_with_its_faults(kind):
 
 
 def test_pytest_looks_into_every_folder_of_tests(request):
-    passed_over = request.config.getini("norecursedirs")
+    skipped_samples = request.config.getini("norecursedirs")
     folders = [path for path in (ROOT / "tests").rglob("*") if path.is_dir()]
-    assert not [path for path in folders if any(path.match(name) for name in passed_over)
+    assert not [path for path in folders if any(path.match(name) for name in skipped_samples)
                 and path.name != "__pycache__"]  # fmt: skip

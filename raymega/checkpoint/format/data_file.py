@@ -27,46 +27,46 @@ class FileLayout:
     """Where each block lies.
 
     Attributes:
-        shares: The blocks in the order of the file.
+        assignments: The blocks in the order of the file.
         starts: First byte of each block, counted from the header's end.
         num_bytes: Length of all blocks together.
     """
 
-    shares: tuple[WriteAssignment, ...]
+    assignments: tuple[WriteAssignment, ...]
     starts: tuple[int, ...]
     num_bytes: int
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
         """The file's first bytes; ``metadata`` stands in them for whoever opens it."""
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
-        for share, start in zip(self.shares, self.starts, strict=True):
-            entries[_entry_name(share)] = {
-                "dtype": element_type(share.dtype).safetensors_code,
-                "shape": share.box.shape,
-                "data_offsets": (start, start + share.num_bytes),
+        for assignment, start in zip(self.assignments, self.starts, strict=True):
+            entries[_entry_name(assignment)] = {
+                "dtype": element_type(assignment.dtype).safetensors_code,
+                "shape": assignment.box.shape,
+                "data_offsets": (start, start + assignment.num_bytes),
             }
         return _header(entries)
 
 
-def layout_file(shares: Iterable[WriteAssignment]) -> FileLayout:
+def layout_file(assignments: Iterable[WriteAssignment]) -> FileLayout:
     """Put the widest element types first, so that every block begins at a multiple of its own."""
-    ordered = sorted(shares, key=lambda share: -element_type(share.dtype).num_bytes)
-    *starts, end = accumulate((share.num_bytes for share in ordered), initial=0)
-    return FileLayout(shares=tuple(ordered), starts=tuple(starts), num_bytes=end)
+    ordered = sorted(assignments, key=lambda assignment: -element_type(assignment.dtype).num_bytes)
+    *starts, end = accumulate((assignment.num_bytes for assignment in ordered), initial=0)
+    return FileLayout(assignments=tuple(ordered), starts=tuple(starts), num_bytes=end)
 
 
 def saved_boxes(
     layout: FileLayout, checksums: Iterable[int], *, file: str, header_bytes: int
 ) -> tuple[SavedBox, ...]:
     """The manifest's entries for ``layout``'s shares; ``checksums`` are their crc32, in order."""
-    entries = zip(layout.shares, layout.starts, checksums, strict=True)
+    entries = zip(layout.assignments, layout.starts, checksums, strict=True)
     return tuple(
         SavedBox(
-            tensor=share.tensor, dtype=share.dtype, global_shape=share.global_shape, box=share.box,
-            file=file, start=header_bytes + start, num_bytes=share.num_bytes,
+            tensor=assignment.tensor, dtype=assignment.dtype, global_shape=assignment.global_shape, box=assignment.box,
+            file=file, start=header_bytes + start, num_bytes=assignment.num_bytes,
             crc32=checksum,
         )
-        for share, start, checksum in entries
+        for assignment, start, checksum in entries
     )  # fmt: skip
 
 
@@ -102,9 +102,9 @@ def missing_file(key: str, saved: SavedBox) -> CheckpointError:
     return _corrupt(key, saved, "the file is missing")
 
 
-def _entry_name(share: WriteAssignment) -> str:
+def _entry_name(assignment: WriteAssignment) -> str:
     """Such as ``model/layers.0.attention.q.weight@128,0``: the tensor and the block's first index."""
-    return f"{share.tensor}@{','.join(map(str, share.box.offset))}"
+    return f"{assignment.tensor}@{','.join(map(str, assignment.box.offset))}"
 
 
 def _header(entries: Mapping[str, object]) -> bytes:

@@ -50,14 +50,14 @@ class WriteAssignment:
     """A part of a holding that one replica writes.
 
     Attributes:
-        holding: Index of the holding.
+        local_block: Index of the holding.
         tensor: Saved name, ``kind/name``.
         dtype: Element type.
         global_shape: Shape of the whole tensor.
         box: Which block of it.
     """
 
-    holding: int
+    local_block: int
     tensor: str
     dtype: str
     global_shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class WriteAssignment:
 
 
 def share_boxes(
-    holdings: Sequence[LocalBlock], *, max_box_bytes: int = MAX_BOX_BYTES
+    local_blocks: Sequence[LocalBlock], *, max_box_bytes: int = MAX_BOX_BYTES
 ) -> tuple[WriteAssignment, ...]:
     """The blocks that a rank writes, of what it holds and is primary for.
 
@@ -81,18 +81,18 @@ def share_boxes(
     cannot be more than MAX_BOX_BYTES, or one row if that is more.
     """
     together: dict[tuple[tuple[int, ...], int], list[WriteAssignment]] = defaultdict(list)
-    for index, holding in enumerate(holdings):
-        if holding.is_primary:
-            together[holding.holders, holding.replica].append(_whole(index, holding))
+    for index, local_block in enumerate(local_blocks):
+        if local_block.is_primary:
+            together[local_block.holders, local_block.replica].append(_whole(index, local_block))
     max_box_bytes = min(max_box_bytes, MAX_BOX_BYTES)
-    shares: list[WriteAssignment] = []
+    assignments: list[WriteAssignment] = []
     for (holders, replica), wholes in sorted(together.items(), key=lambda at: -len(at[0][0])):
-        total = sum(share.num_bytes for share in wholes)
+        total = sum(assignment.num_bytes for assignment in wholes)
         begin, end = (total * place // len(holders) for place in (replica, replica + 1))
-        for share in wholes:
-            shares += _rows_between(share, begin, end, max_box_bytes)
-            begin, end = begin - share.num_bytes, end - share.num_bytes
-    return tuple(shares)
+        for assignment in wholes:
+            assignments += _rows_between(assignment, begin, end, max_box_bytes)
+            begin, end = begin - assignment.num_bytes, end - assignment.num_bytes
+    return tuple(assignments)
 
 
 def pack(sizes: Sequence[int], limit: int) -> tuple[slice, ...]:
@@ -110,26 +110,26 @@ def pack(sizes: Sequence[int], limit: int) -> tuple[slice, ...]:
     return (*stretches, slice(begin, len(sizes))) if sizes else ()
 
 
-def _whole(index: int, holding: LocalBlock) -> WriteAssignment:
+def _whole(index: int, local_block: LocalBlock) -> WriteAssignment:
     return WriteAssignment(
-        holding=index,
-        tensor=holding.tensor,
-        dtype=holding.dtype,
-        global_shape=holding.global_shape,
-        box=holding.box,
+        local_block=index,
+        tensor=local_block.tensor,
+        dtype=local_block.dtype,
+        global_shape=local_block.global_shape,
+        box=local_block.box,
     )
 
 
 def _rows_between(
-    share: WriteAssignment, begin: int, end: int, max_bytes: int
+    assignment: WriteAssignment, begin: int, end: int, max_bytes: int
 ) -> Iterator[WriteAssignment]:
-    """Rows that begin in bytes [begin, end) of ``share``, in blocks of bounded size.
+    """Rows that begin in bytes [begin, end) of ``assignment``, in blocks of bounded size.
 
     Of an expert tensor a row is one feature of one expert: a whole expert may be more than a box.
     """
-    outer, inner = _rows_of(share.box.shape)
+    outer, inner = _rows_of(assignment.box.shape)
     num_rows = prod(outer)
-    row_bytes = share.num_bytes // num_rows
+    row_bytes = assignment.num_bytes // num_rows
     first, last = (min(max(-(-byte // row_bytes), 0), num_rows) for byte in (begin, end))
     step = max(1, max_bytes // row_bytes)
     if step > outer[-1]:
@@ -137,8 +137,8 @@ def _rows_between(
     for row in range(first, last, step):
         for box in boxes_of_range(outer, row, min(row + step, last)):
             offset, shape = (*box.offset, *(0 for _ in inner)), (*box.shape, *inner)
-            place = tuple(map(add, share.box.offset, offset))
-            yield replace(share, box=Box(offset=place, shape=shape))
+            place = tuple(map(add, assignment.box.offset, offset))
+            yield replace(assignment, box=Box(offset=place, shape=shape))
 
 
 def _rows_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

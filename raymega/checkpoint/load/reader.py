@@ -34,7 +34,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
     is_narrowing_allowed: bool = False,
     expected: Collection[str] = (),
     num_fetches: int = NUM_FETCHES,
-    pulse: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> int:
     """Fill every block and return how many bytes were fetched.
 
@@ -49,7 +49,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
         expected: Names of everything that all ranks hold together, so that what the checkpoint has
             beside it is refused; without them only what is missing is.
         num_fetches: Requests at once.
-        pulse: Called after each box and each part of one, for whoever watches whether work goes on.
+        progress: Called after each box and each part of one, for whoever watches whether work goes on.
 
     Raises:
         CheckpointError: With everything that the manifest lacks, before anything is read; or with
@@ -82,7 +82,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
         if data is not None:
             for target in by_tensor[saved.tensor]:
                 _copy(data, saved.dtype, part, target)
-        pulse()
+        progress()
 
     return fetch(store, manifest, wanted, use, num_fetches=num_fetches, place_of=place_of)
 

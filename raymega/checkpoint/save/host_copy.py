@@ -61,7 +61,7 @@ class HostCopy:
             if not is_pinned:
                 _ask_for_huge_pages(self._buffer)
 
-    def take(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy each tensor to its first byte in the buffer, a multiple of its element's bytes.
 
         On a GPU this returns at once: see :meth:`fence` and :meth:`wait`.
@@ -96,7 +96,7 @@ class HostCopy:
         if self._shared is None or not num_bytes:
             return None
         try:
-            return self._shared.take(num_bytes)
+            return self._shared.allocate(num_bytes)
         except OSError as error:
             log.warning("no shared memory for %d bytes: %s", num_bytes, error)
             return None

@@ -32,7 +32,7 @@ class LocalCache:
         self._newest = ""
         self._lock = Lock()
 
-    def keep(self, key: str, chunks: Iterable[memoryview]) -> None:
+    def put(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Write a copy. A tier that has failed once is not used again by this process."""
         if not self._is_sound:
             return
@@ -62,8 +62,8 @@ class LocalCache:
 class CachedReader:
     """Reads one checkpoint: from the near tier file by file where it is whole; for one restore."""
 
-    def __init__(self, near: Store, far: Store, manifest: Manifest) -> None:
-        self._near, self._far, self._manifest = near, far, manifest
+    def __init__(self, local_cache: Store, far: Store, manifest: Manifest) -> None:
+        self._local_cache, self._far, self._manifest = local_cache, far, manifest
         self._is_whole: dict[str, bool] = {}
         self._locks = {key: Lock() for key in manifest.file_sizes()}
 
@@ -85,7 +85,7 @@ class CachedReader:
         """See Store."""
         if self._has_near(key):
             try:
-                return self._near.get(key, start=start, num_bytes=num_bytes)
+                return self._local_cache.get(key, start=start, num_bytes=num_bytes)
             except (KeyError, StorageError) as error:  # lost since it was found whole
                 log.warning("the near copy of %s is not used: %r", key, error)
                 self._is_whole[key] = False
@@ -114,10 +114,10 @@ class CachedReader:
     def _is_right(self, key: str) -> bool:
         """Every block of the near file is the manifest's: another run's file of that name is not."""
         try:
-            self._near.size(key)
+            self._local_cache.size(key)
             for box in self._manifest.boxes:
                 if self._manifest.file_key(box) == key:
-                    read_block(self._near, self._manifest, box)
+                    read_block(self._local_cache, self._manifest, box)
         except KeyError:
             return False
         except CheckpointError as error:

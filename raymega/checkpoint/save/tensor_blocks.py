@@ -9,7 +9,7 @@ from raymega.messages import Box
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 
 
-def holding_of(block: TensorBlock) -> LocalBlock:
+def local_block_of(block: TensorBlock) -> LocalBlock:
     """The block without its values."""
     return LocalBlock(
         tensor=block.name,

@@ -22,7 +22,7 @@ from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, LocalBlock, pack
 from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.rate_limit import RateLimiter
-from raymega.checkpoint.save.tensor_blocks import holding_of, values_at
+from raymega.checkpoint.save.tensor_blocks import local_block_of, values_at
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
@@ -72,12 +72,12 @@ class SaveLimits:
 class Near(Protocol):
     """Keeps copies of data files close by; tiers.NearTier does, unless there is no such tier."""
 
-    def keep(self, key: str, chunks: Iterable[memoryview]) -> None:
+    def put(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Called from the background, for several files at once; may block, may not raise."""
 
 
 class _NoNearTier:
-    def keep(self, key: str, chunks: Iterable[memoryview]) -> None:
+    def put(self, key: str, chunks: Iterable[memoryview]) -> None:
         pass
 
 
@@ -98,11 +98,11 @@ class _Division:
     """A rank's share of what it holds.
 
     Attributes:
-        holdings: What it holds.
+        local_blocks: What it holds.
         portions: The share in files, and files by what the buffer holds at once.
     """
 
-    holdings: tuple[LocalBlock, ...] = ()
+    local_blocks: tuple[LocalBlock, ...] = ()
     portions: tuple[tuple[_File, ...], ...] = ()
 
     @property
@@ -144,20 +144,20 @@ class CheckpointWriter:
         rank: int,
         attempt: int,
         report: Callable[[ShardSaved | SaveAdvanced], None],
-        patience: RetryPolicy = RetryPolicy(),
+        retry_policy: RetryPolicy = RetryPolicy(),
         limits: SaveLimits = SaveLimits(),
-        near: Near = NO_NEAR_TIER,
+        local_cache: Near = NO_NEAR_TIER,
     ) -> None:
         """Make the writer of global rank ``rank`` in worker group ``attempt``.
 
         ``report`` gets one ShardSaved a save, from the background thread unless the save is given up
         at once, and before it how far it is; it may not raise.
-        ``near`` is offered each file before the store is, and may not raise either.
+        ``local_cache`` is offered each file before the store is, and may not raise either.
         """
         self._store = store
         self._rank, self._attempt = rank, attempt
         self._report = report
-        self._patience, self._limits, self._near = patience, limits, near
+        self._retry_policy, self._limits, self._local_cache = retry_policy, limits, local_cache
         self._pace = RateLimiter(limits.bytes_per_s)
         self._host = self._last = HostCopy()
         self._background = Background("checkpoint")
@@ -195,7 +195,9 @@ class CheckpointWriter:
             step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic()
         )  # fmt: skip
         if not self.wait():
-            error = f"the save before is still being written after {self._patience.timeout_s:g} s"
+            error = (
+                f"the save before is still being written after {self._retry_policy.timeout_s:g} s"
+            )
             return self._give_up(save, error)
         save.host = self._last = copy or (into() if into else self._host)
         division = self._divide(blocks)
@@ -214,7 +216,7 @@ class CheckpointWriter:
             assert copy is None, "a copy holds the whole share"
             self._start(save, files, blocks, is_last=False)
             if not self.wait():
-                save.error = f"its first part was not written in {self._patience.timeout_s:g} s"
+                save.error = f"its first part was not written in {self._retry_policy.timeout_s:g} s"
             if save.error:
                 return self._give_up(save, save.error)
         self._start(save, last, () if copy else blocks, is_last=True)
@@ -226,24 +228,24 @@ class CheckpointWriter:
 
     def wait(self) -> bool:
         """Wait until nothing is being written; false when that took longer than the patience."""
-        return self._background.wait(self._patience.timeout_s)
+        return self._background.wait(self._retry_policy.timeout_s)
 
     def _divide(self, blocks: Sequence[TensorBlock]) -> _Division:
         """The rank's share, which is that of the save before unless other blocks came."""
-        holdings = tuple(map(holding_of, blocks))
-        if holdings != self._division.holdings:
-            portions = tuple(self._portions(holdings))
-            self._division = _Division(holdings=holdings, portions=portions)
+        local_blocks = tuple(map(local_block_of, blocks))
+        if local_blocks != self._division.local_blocks:
+            portions = tuple(self._portions(local_blocks))
+            self._division = _Division(local_blocks=local_blocks, portions=portions)
         return self._division
 
-    def _portions(self, holdings: Sequence[LocalBlock]) -> Iterator[tuple[_File, ...]]:
+    def _portions(self, local_blocks: Sequence[LocalBlock]) -> Iterator[tuple[_File, ...]]:
         buffer_bytes = self._limits.buffer_bytes
         limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
-        shares = share_boxes(holdings, max_box_bytes=min([MAX_BOX_BYTES, *limits]))
-        sizes = [share.num_bytes for share in shares]
+        assignments = share_boxes(local_blocks, max_box_bytes=min([MAX_BOX_BYTES, *limits]))
+        sizes = [assignment.num_bytes for assignment in assignments]
         total = sum(sizes)
         parts = pack(sizes, min([total, *limits]))
-        layouts = [layout_file(shares[part]) for part in parts]
+        layouts = [layout_file(assignments[part]) for part in parts]
         portions = pack(
             [_aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
         )
@@ -261,10 +263,12 @@ class CheckpointWriter:
         self, save: _Save, files: Sequence[_File], blocks: Sequence[TensorBlock], *, is_last: bool
     ) -> None:
         if blocks:
-            save.host.take(
-                (file.base + start, values_at(blocks[share.holding], share.box))
+            save.host.copy(
+                (file.base + start, values_at(blocks[assignment.local_block], assignment.box))
                 for file in files
-                for share, start in zip(file.layout.shares, file.layout.starts, strict=True)
+                for assignment, start in zip(
+                    file.layout.assignments, file.layout.starts, strict=True
+                )
             )
         save.stall_s = time.monotonic() - save.began_s
         self._background.run(lambda: self._write(save, files, is_last=is_last))
@@ -302,12 +306,12 @@ class CheckpointWriter:
 
     def _put(self, save: _Save, file: _File) -> tuple[SavedBox, ...]:
         """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
-        spans = zip(file.layout.starts, file.layout.shares, strict=True)
-        blocks = [save.host.chunk(file.base + at, share.num_bytes) for at, share in spans]
+        spans = zip(file.layout.starts, file.layout.assignments, strict=True)
+        blocks = [save.host.chunk(file.base + at, assignment.num_bytes) for at, assignment in spans]
         header = file.layout.header({"step": str(save.step), "attempt": str(self._attempt)})
         key = folder_of(save.step) + file.name
         chunks = [memoryview(header), *blocks]
-        self._near.keep(key, chunks)
+        self._local_cache.put(key, chunks)
 
         def put() -> None:
             self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
@@ -339,7 +343,7 @@ class CheckpointWriter:
                 )  # fmt: skip
 
     def _retry(self, put: Callable[[], None]) -> None:
-        for delay_s in self._patience.retry_delays_s:
+        for delay_s in self._retry_policy.retry_delays_s:
             try:
                 return put()
             except (StorageError, OSError) as error:

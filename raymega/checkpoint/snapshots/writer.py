@@ -50,7 +50,7 @@ class _Newest:
 class SnapshotWriter:
     """A rank's snapshots, one at a time; every method but the writer's report is the loop's to call.
 
-    With each step: :meth:`summed` goes into the step's sums and :meth:`observe` takes their totals,
+    With each step: :meth:`extra_reductions` goes into the step's sums and :meth:`observe` takes their totals,
     both once more after :meth:`wait` where the newest snapshot :attr:`is_late`; :meth:`save` begins
     the next one where it :attr:`is_due`.
     """
@@ -78,7 +78,7 @@ class SnapshotWriter:
         self._tidied = [stores[address] for address in replicas.tidies]
         self._writer = CheckpointWriter(
             self._copies, rank=rank, attempt=attempt, report=self._finish,
-            patience=PATIENCE,
+            retry_policy=PATIENCE,
             limits=SaveLimits(file_bytes=plan.job.checkpoint.file_bytes, report_every_s=inf),
         )  # fmt: skip
         self._newest = _Newest(step=0)
@@ -89,7 +89,7 @@ class SnapshotWriter:
         self._is_lent = False
         self._waited_s = 0.0
 
-    def summed(self) -> tuple[float, ...]:
+    def extra_reductions(self) -> tuple[float, ...]:
         """What all ranks must know of this one: is it writing, has it failed, is a keeper lost."""
         newest = self._newest
         is_lacking = self._copies.num_stores < self._replicas.num_copies

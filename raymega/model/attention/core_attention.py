@@ -34,18 +34,20 @@ class CoreAttention(nn.Module):
         head_keys = torch.tensor(keys, device=factory.device)
         self.register_buffer("head_keys", head_keys, persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, places: TokenLayout) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, token_layout: TokenLayout) -> Tensor:
         """q: [S/cp, B, H/tp, K], k: [S/cp, B, G/tp, K], v: like k or narrower -> [S/cp, B, H/tp * V]."""
-        is_dropped = places.keys is not None and places.keys.rows is not None
-        drop = partial(self._drop, places=places) if is_dropped else None
-        return attend(q, k, v, places, on_whole_rows=drop).flatten(2)
+        is_dropped = token_layout.keys is not None and token_layout.keys.rows is not None
+        drop = partial(self._drop, token_layout=token_layout) if is_dropped else None
+        return attend(q, k, v, token_layout, on_whole_rows=drop).flatten(2)
 
-    def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, places: TokenLayout) -> Tensor:
+    def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout) -> Tensor:
         """Over whole rows with dropout on the weights. q: [S, B, h, K], some heads of this tp rank."""
-        assert places.keys is not None and places.keys.rows is not None, "there is dropout"
-        first = places.context.inner.index * q.shape[2]
+        assert token_layout.keys is not None and token_layout.keys.rows is not None, (
+            "there is dropout"
+        )
+        first = token_layout.context.inner.index * q.shape[2]
         heads = self.head_keys[first : first + q.shape[2]]
-        rows = places.keys.rows.t()[:, None] + heads[:, None]
+        rows = token_layout.keys.rows.t()[:, None] + heads[:, None]
         q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         y_BHSK = dropped_attention(q_BHSK, k_BGSK, v_BGSK, rows, rate=self.dropout)
         return y_BHSK.permute(2, 0, 1, 3)

@@ -18,7 +18,7 @@ from raymega.model.attention.rope import score_scale
 from raymega.model.layers.norms import RmsNorm
 from raymega.parallel.context_parallel.context import (
     TokenLayout,
-    make_places,
+    make_token_layout,
     no_context,
     whole_rows,
 )
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         self.q_parts = (mla.nope_features, mla.rope_features)
         self.kv_parts = (mla.nope_features, mla.value_features)
         self.score_scale = score_scale(model)
-        self.stream = factory.stream
+        self.sp = factory.sp
         self.positions = positions
         q_down = (f"{name}.q_down",) if mla.q_rank else ()
         self.down = ReplicatedLinear(factory, *q_down, f"{name}.kv_down")
@@ -61,26 +61,30 @@ class LatentAttention(nn.Module):
         self.core = CoreAttention(factory, name, model)
         self.out = RowParallelLinear(factory, f"{name}.out")
 
-    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
         q_latent, kv_latent, k_turned = recompute_input(self.down, x).split(self.latents, dim=-1)
         q = self.q(self.q_norm(q_latent)) if self.q_norm is not None else recompute_input(self.q, x)
         kv = self.kv(self.kv_norm(kv_latent))
-        k_turned = self.stream.enter(k_turned)
+        k_turned = self.sp.enter(k_turned)
         rows = whole_rows(q.shape[0], q.device)
-        inside = partial(self._attend, places=places or make_places(rows, no_context()))
+        inside = partial(
+            self._attend, token_layout=token_layout or make_token_layout(rows, no_context())
+        )
         if not self.is_remade:
             return self.out(inside(q, kv, k_turned))
         return recompute_input(self.out, checkpoint_output(inside, q, kv, k_turned))
 
-    def _attend(self, q: Tensor, kv: Tensor, k_turned: Tensor, *, places: TokenLayout) -> Tensor:
+    def _attend(
+        self, q: Tensor, kv: Tensor, k_turned: Tensor, *, token_layout: TokenLayout
+    ) -> Tensor:
         """Heads from what the linears made of the latents, and attention between them.
 
         Args:
             q: [S/cp, B, H/tp * (N + R)], of each head N features without position and R turned ones.
             kv: [S/cp, B, H/tp * (N + V)], of each head the key's N and the value's V.
             k_turned: [S/cp, B, R].
-            places: Where these tokens lie.
+            token_layout: Where these tokens lie.
 
         Returns:
             [S/cp, B, H/tp * V].
@@ -88,8 +92,10 @@ class LatentAttention(nn.Module):
         H = self.num_heads
         q_plain, q_turned = q.unflatten(-1, (H, -1)).split(self.q_parts, dim=-1)
         k_plain, v = kv.unflatten(-1, (H, -1)).split(self.kv_parts, dim=-1)
-        q_turned = self.positions(q_turned, places.turns)
-        k_turned = self.positions(k_turned.unsqueeze(2), places.turns).expand(-1, -1, H, -1)
+        q_turned = self.positions(q_turned, token_layout.rotations)
+        k_turned = self.positions(k_turned.unsqueeze(2), token_layout.rotations).expand(
+            -1, -1, H, -1
+        )
         q_SBHK = torch.cat((q_plain, q_turned), dim=-1)
         if self.score_scale != 1:
             q_SBHK = q_SBHK.mul_(self.score_scale)
@@ -98,4 +104,4 @@ class LatentAttention(nn.Module):
             v = (
                 v.contiguous()
             )  # or it would keep the keys' part of kv too; a narrower one is copied
-        return self.core(q_SBHK, k_SBHK, v, places)
+        return self.core(q_SBHK, k_SBHK, v, token_layout)

@@ -47,29 +47,29 @@ class Rope(nn.Module):
             self.register_buffer(name, (table * scale).to(wide)[:, None, None], persistent=False)
         self.is_by_neighbours = model.mla.kv_rank > 0
 
-    def turns(self, positions: Tensor) -> Turns:
+    def rotations(self, positions: Tensor) -> Turns:
         """Cosines and sines for tokens at ``positions`` [S, B] or [S, 1]; for all layers of a stage."""
         return self.cos[positions, 0], self.sin[positions, 0]
 
-    def forward(self, x: Tensor, turns: Turns | None = None) -> Tensor:
-        """x: [S, B, heads, K] -> the same, at ``turns`` or 0 to S - 1; computed in max(fp32, dtype)."""
+    def forward(self, x: Tensor, rotations: Turns | None = None) -> Tensor:
+        """x: [S, B, heads, K] -> the same, at ``rotations`` or 0 to S - 1; computed in max(fp32, dtype)."""
         if self.is_by_neighbours:
             # Queries and keys in another order of features have the same products.
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        return _Turn.apply(x, turns or self._first(x.shape[0]), self.is_fused)
+        return _Turn.apply(x, rotations or self._first(x.shape[0]), self.is_fused)
 
-    def split(self, qkv: Tensor, turns: Turns | None, *, sizes: tuple[int, int]) -> HeadParts:
+    def split(self, qkv: Tensor, rotations: Turns | None, *, sizes: tuple[int, int]) -> HeadParts:
         """Queries, keys and values, the first two turned as in :meth:`forward`.
 
         Args:
             qkv: [S, B, H + 2 G, K], not kept.
-            turns: See there.
+            rotations: See there.
             sizes: H and G.
 
         Returns:
             [S, B, H, K], and [S, B, G, K] twice.
         """
-        return _Split.apply(qkv, turns or self._first(qkv.shape[0]), sizes, self.is_fused)
+        return _Split.apply(qkv, rotations or self._first(qkv.shape[0]), sizes, self.is_fused)
 
     def _first(self, num_positions: int) -> Turns:
         return self.cos[:num_positions], self.sin[:num_positions]
@@ -79,14 +79,14 @@ class _Turn(torch.autograd.Function):
     """Backward turns the other way, so nothing of x is kept; autograd's own takes twice as long."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, turns: Turns, is_fused: bool) -> Tensor:  # noqa: FBT001
-        ctx.turns, ctx.is_fused = turns, is_fused
-        return _turn_heads(x, *turns, is_fused=is_fused)
+    def forward(ctx: Any, x: Tensor, rotations: Turns, is_fused: bool) -> Tensor:  # noqa: FBT001
+        ctx.rotations, ctx.is_fused = rotations, is_fused
+        return _turn_heads(x, *rotations, is_fused=is_fused)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.turns
+        cos, sin = ctx.rotations
         return _turn_heads(grad, cos, -sin, is_fused=ctx.is_fused), None, None
 
 
@@ -97,22 +97,22 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any,
         qkv: Tensor,
-        turns: Turns,
+        rotations: Turns,
         sizes: tuple[int, int],
         is_fused: bool,  # noqa: FBT001
     ) -> HeadParts:
-        ctx.turns, ctx.is_fused = turns, is_fused
+        ctx.rotations, ctx.is_fused = rotations, is_fused
         H, G = sizes
         if is_fused:
-            return fused(_split, is_on=True)(qkv.detach(), *turns, H, G)
+            return fused(_split, is_on=True)(qkv.detach(), *rotations, H, G)
         q, k, v = qkv.split((H, G, G), dim=2)
         # A copy of v, or it would keep q and k too as they were before they were turned.
-        return _turn_in_steps(q, *turns), _turn_in_steps(k, *turns), v.contiguous()
+        return _turn_in_steps(q, *rotations), _turn_in_steps(k, *rotations), v.contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.turns
+        cos, sin = ctx.rotations
         if ctx.is_fused:
             q, k, v = grads
             return fused(_join, is_on=True)(q, k, v, cos, -sin), None, None, None
@@ -186,8 +186,8 @@ def _frequencies(model: ModelSection) -> Tensor:
         share = _kept_by_yarn(model, low, high)
     else:
         # Llama 3.1: how often a pair turns within the original length decides: plain, slow, between.
-        turns = model.rope_original_positions * plain / (2 * pi)
-        share = ((turns - low) / (high - low)).clamp(0, 1)
+        rotations = model.rope_original_positions * plain / (2 * pi)
+        share = ((rotations - low) / (high - low)).clamp(0, 1)
     return plain * (share + (1 - share) / model.rope_factor)
 
 
@@ -196,11 +196,11 @@ def _kept_by_yarn(model: ModelSection, low: float, high: float) -> Tensor:
     ``high`` times within the original length, 0 after the last one that turns ``low`` times."""
     width = model.turned_width
 
-    def pair(turns: float) -> float:
-        wave = model.rope_original_positions / (turns * 2 * pi)
+    def pair(rotations: float) -> float:
+        wave = model.rope_original_positions / (rotations * 2 * pi)
         return width * log(wave) / (2 * log(model.rope_base))
 
     first, last = max(floor(pair(high)), 0), min(ceil(pair(low)), width - 1)
-    places = torch.arange(width // 2, dtype=torch.float64)
+    token_layout = torch.arange(width // 2, dtype=torch.float64)
     # No step function where both are the same pair, as in the authors' code.
-    return 1 - ((places - first) / max(last - first, 0.001)).clamp(0, 1)
+    return 1 - ((token_layout - first) / max(last - first, 0.001)).clamp(0, 1)

@@ -17,7 +17,7 @@ from raymega.model.attention.rope import HeadParts, Rope
 from raymega.model.layers.norms import HeadNorms
 from raymega.parallel.context_parallel.context import (
     TokenLayout,
-    make_places,
+    make_token_layout,
     no_context,
     whole_rows,
 )
@@ -53,36 +53,38 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(factory, f"{name}.out")
         self.core = CoreAttention(factory, name, model)
 
-    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
         qkv = recompute_input(self.qkv, x)
         rows = whole_rows(qkv.shape[0], qkv.device)
-        inside = partial(self._attend, places=places or make_places(rows, no_context()))
+        inside = partial(
+            self._attend, token_layout=token_layout or make_token_layout(rows, no_context())
+        )
         if not self.is_remade:
             return self.out(inside(qkv))
         params = () if self.norms is None else tuple(self.norms.parameters())
         return recompute_input(self.out, checkpoint_output(inside, qkv, params=params))
 
-    def _attend(self, qkv: Tensor, places: TokenLayout) -> Tensor:
+    def _attend(self, qkv: Tensor, token_layout: TokenLayout) -> Tensor:
         """qkv: [S/cp, B, (H + 2 G)/tp * K] -> [S/cp, B, H/tp * K]."""
-        q_SBHK, k_SBGK, v_SBGK = self._heads(qkv, places)
-        return self.core(q_SBHK, k_SBGK, v_SBGK, places)
+        q_SBHK, k_SBGK, v_SBGK = self._heads(qkv, token_layout)
+        return self.core(q_SBHK, k_SBGK, v_SBGK, token_layout)
 
-    def _heads(self, qkv: Tensor, places: TokenLayout) -> HeadParts:
+    def _heads(self, qkv: Tensor, token_layout: TokenLayout) -> HeadParts:
         """Queries [S/cp, B, H/tp, K], keys and values [S/cp, B, G/tp, K], normalised and turned."""
         H, G = self.num_heads, self.num_kv_heads
         qkv_SBhK = qkv.unflatten(-1, (H + 2 * G, -1))
         if self.norms is None:
             if isinstance(self.positions, Rope):
-                return self.positions.split(qkv_SBhK, places.turns, sizes=(H, G))
+                return self.positions.split(qkv_SBhK, token_layout.rotations, sizes=(H, G))
             q_SBHK, k_SBGK, v_SBGK = qkv_SBhK.split((H, G, G), dim=2)
             return q_SBHK, k_SBGK, v_SBGK
         qk_SBhK, v_SBGK = qkv_SBhK.split((H + G, G), dim=2)
-        if not places.is_whole:
+        if not token_layout.is_whole:
             # Attention keeps copies then, and the norms what they read: alone, or v is kept twice.
             qk_SBhK, v_SBGK = qk_SBhK.contiguous(), v_SBGK.contiguous()
         qk_SBhK = self.norms(qk_SBhK, num_heads=H)
         if isinstance(self.positions, Rope):
-            qk_SBhK = self.positions(qk_SBhK, places.turns)
+            qk_SBhK = self.positions(qk_SBhK, token_layout.rotations)
         q_SBHK, k_SBGK = qk_SBhK.split((H, G), dim=2)
         return q_SBHK, k_SBGK, v_SBGK

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from raymega.parallel.tensor_parallel.layers import ParameterFactory, VocabParallelEmbedding
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.parallel.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
 
 class Embedding(nn.Module):
@@ -14,7 +15,7 @@ class Embedding(nn.Module):
 
     def __init__(self, factory: ParameterFactory) -> None:
         super().__init__()
-        self.stream = factory.stream
+        self.sp = factory.sp
         self.tokens = VocabParallelEmbedding(factory, "embedding.tokens")
         self.positions = factory.make_if_any("embedding.positions.weight")
 
@@ -33,4 +34,4 @@ class Embedding(nn.Module):
             return x
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
-        return x + embedding(self.stream.own(positions), self.positions)
+        return x + embedding(self.sp.own(positions), self.positions)

@@ -44,14 +44,14 @@ class Head(nn.Module):
         self.norm = norm
         self.weight = weight
         self.logit_scale = 1 / model.width_ratio  # muP
-        self.stream = factory.stream
-        self.deferral, self.is_fused = factory.deferral, factory.is_fused
+        self.sp = factory.sp
+        self.grad_queue, self.is_fused = factory.grad_queue, factory.is_fused
         self.kept = CpuOutputCache()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, D] -> logits [S, B, V/tp] of this rank's tokens, padding left out."""
         logits = self._padded_logits(self.norm(x))
-        tp, vocab_size = self.stream.tp, self.plain_terms.vocab_size
+        tp, vocab_size = self.sp.tp, self.plain_terms.vocab_size
         return logits[..., : num_real_columns(logits.shape[-1], tp, vocab_size)]
 
     def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -72,11 +72,11 @@ class Head(nn.Module):
         terms = self.training_terms if self.training else self.plain_terms
         logits = self._padded_logits(x)
         losses = vocab_parallel_cross_entropy(
-            logits, labels.t(), self.stream.tp, terms, is_fused=self.is_fused
+            logits, labels.t(), self.sp.tp, terms, is_fused=self.is_fused
         )
         return (losses * mask.t().to(losses.dtype)).sum()
 
     def _padded_logits(self, x: Tensor) -> Tensor:
         if self.logit_scale != 1.0:
             x = x * self.logit_scale
-        return column_linear(x, self.weight, None, self.stream, self.deferral, kept=self.kept)
+        return column_linear(x, self.weight, None, self.sp, self.grad_queue, kept=self.kept)

@@ -31,7 +31,7 @@ class GeluMlp(nn.Module):
         self.up = ColumnParallelLinear(factory, f"{name}.up", adds_bias=not factory.is_fused)
         self.down = RowParallelLinear(factory, f"{name}.down")
 
-    def forward(self, x: Tensor, _places: TokenLayout | None = None) -> Tensor:
+    def forward(self, x: Tensor, _token_layout: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
         return self.finish(self.start(x))
 
@@ -64,7 +64,7 @@ class SwigluMlp(nn.Module):
         self.gate_up = ColumnParallelLinear(factory, f"{name}.gate", f"{name}.up")
         self.down = RowParallelLinear(factory, f"{name}.down")
 
-    def forward(self, x: Tensor, _places: TokenLayout | None = None) -> Tensor:
+    def forward(self, x: Tensor, _token_layout: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
         return self.finish(self.start(x))
 

@@ -52,12 +52,12 @@ class TransformerBlock(nn.Module):
         self.attention.is_remade = "attention" in parts
         self.mlp.is_remade = "activation" in parts
 
-    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
         """x: [S/sp, B, D] -> [S/sp, B, D]; without places nothing is dropped, and none is elsewhere."""
-        keys = None if places is None else places.keys
-        y = self.attention(self._normal(self.attention_norm, x), places)
+        keys = None if token_layout is None else token_layout.keys
+        y = self.attention(self._normal(self.attention_norm, x), token_layout)
         x = x + self.attention_dropout(y, keys)
-        y = self.mlp(self._normal(self.mlp_norm, x), places)
+        y = self.mlp(self._normal(self.mlp_norm, x), token_layout)
         return x + self.mlp_dropout(y, keys)
 
     def _normal(self, norm: nn.Module, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from raymega.parallel.expert_parallel.token_ids import TokenIds
 def apply_capacity(  # what one choice is ordered by
     chosen: Tensor,
     weights: Tensor,
-    marks: TokenIds,
+    token_ids: TokenIds,
     capacity: Tensor,
     moe: MoeSection,
     micro: Group,
@@ -31,7 +31,7 @@ def apply_capacity(  # what one choice is ordered by
     Args:
         chosen: [T, k] int64.
         weights: [T, k].
-        marks: Of the T tokens.
+        token_ids: Of the T tokens.
         capacity: A scalar, of the micro-batch.
         moe: Of which it reads drop_by.
         micro: The ranks that share the micro-batch, with T tokens each.
@@ -41,7 +41,7 @@ def apply_capacity(  # what one choice is ordered by
         above that of the one that was not, at the least: a scalar, infinite where no weight decided.
     """
     num_tokens, k = chosen.shape
-    numbers = torch.where(marks.is_counted, marks.numbers, marks.numbers + UNCOUNTED)
+    numbers = torch.where(token_ids.is_counted, token_ids.numbers, token_ids.numbers + UNCOUNTED)
     of_all = all_gather(torch.cat((chosen, numbers[:, None]), 1), micro)
     experts, keys = of_all[:, :k].flatten(), of_all[:, k].repeat_interleave(k)
     order = keys.argsort(stable=True)
@@ -53,12 +53,12 @@ def apply_capacity(  # what one choice is ordered by
     order = order[experts[order].argsort(stable=True)]
     ordered = experts[order]
     starts = torch.searchsorted(ordered, torch.arange(moe.num_experts, device=chosen.device))
-    places = torch.arange(order.shape[0], device=chosen.device) - starts[ordered]
-    kept = torch.empty_like(ordered, dtype=torch.bool).scatter_(0, order, places < capacity)
+    token_layout = torch.arange(order.shape[0], device=chosen.device) - starts[ordered]
+    kept = torch.empty_like(ordered, dtype=torch.bool).scatter_(0, order, token_layout < capacity)
     own = kept.view(micro.size, num_tokens, k)[micro.index]
     gap = weights.new_tensor(torch.inf)
     if weight is not None:
-        is_border = (places[1:] == capacity) & (ordered[1:] == ordered[:-1])
+        is_border = (token_layout[1:] == capacity) & (ordered[1:] == ordered[:-1])
         is_border &= keys[order[1:]] < UNCOUNTED
         steps = weight[order[:-1]] - weight[order[1:]]
         gap = torch.cat((torch.where(is_border, steps, torch.inf), gap[None])).min()

@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str, etp: Group | None = None) -> None:
         super().__init__()
-        self.deferral = factory.deferral
+        self.grad_queue = factory.grad_queue
         self.up_place, self.down_place = expert_places(factory.fp8, etp)
         gate_up = factory.make_if_any(f"{name}.gate.weight", f"{name}.up.weight")
         self.inside: Callable[[Tensor], Tensor] = gelu_tanh if gate_up is None else swiglu
@@ -45,14 +45,16 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
-        sizes, deferral = group_sizes(rows, counts, inner=self.down.shape[2]), self.deferral
+        sizes, grad_queue = group_sizes(rows, counts, inner=self.down.shape[2]), self.grad_queue
         # Where no cache is won, several nodes let go of more on their way back.
         if self.can_be_one_node and rows.device.type == "cpu":
-            return gated_experts(rows, self.up, self.down, sizes, deferral)
-        up = expert_linear(rows, self.up, sizes, deferral, self.up_place)
+            return gated_experts(rows, self.up, self.down, sizes, grad_queue)
+        up = expert_linear(rows, self.up, sizes, grad_queue, self.up_place)
         inside, place = self.inside, self.down_place
         inner = checkpoint_output(inside, up) if self.is_remade else inside(up)
-        return recompute_input(lambda x: expert_linear(x, self.down, sizes, deferral, place), inner)
+        return recompute_input(
+            lambda x: expert_linear(x, self.down, sizes, grad_queue, place), inner
+        )
 
 
 class SharedExpert(nn.Module):

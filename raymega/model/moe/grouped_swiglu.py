@@ -28,7 +28,7 @@ PART_BYTES = 2**18
 
 
 def gated_experts(
-    rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, deferral: WeightGradQueue
+    rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, grad_queue: WeightGradQueue
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)), each row by its expert.
 
@@ -37,12 +37,12 @@ def gated_experts(
         up: [E, 2 F, D], of each expert gate first.
         down: [E, D, F].
         sizes: Of the experts' rows.
-        deferral: Takes the weights' gradients when they are put off.
+        grad_queue: Takes the weights' gradients when they are put off.
 
     Returns:
         [R, D].
     """
-    return _GatedExperts.apply(rows, up, down, sizes, deferral)
+    return _GatedExperts.apply(rows, up, down, sizes, grad_queue)
 
 
 def gated_product(rows: Tensor, up: Tensor, sizes: GroupSizes) -> tuple[Tensor, Tensor]:
@@ -80,21 +80,25 @@ class _GatedExperts(torch.autograd.Function):
         up: Tensor,
         down: Tensor,
         sizes: GroupSizes,
-        deferral: WeightGradQueue,
+        grad_queue: WeightGradQueue,
     ) -> Tensor:
         gate_up, inner = gated_product(rows, up, sizes)
         ctx.save_for_backward(rows, gate_up, inner, up, down)
-        ctx.params, ctx.sizes, ctx.deferral = (up, down), sizes, deferral
+        ctx.params, ctx.sizes, ctx.grad_queue = (up, down), sizes, grad_queue
         return grouped_product(inner, down.mT, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, gate_up, inner, up, down = ctx.saved_tensors
-        sizes, settle_or_owe, grad = ctx.sizes, ctx.deferral.settle_or_owe, grad.contiguous()
-        grad_down = settle_or_owe(ctx.params[1], GroupedWeightGrad(grad, inner, sizes))
+        sizes, accumulate_or_defer, grad = (
+            ctx.sizes,
+            ctx.grad_queue.accumulate_or_defer,
+            grad.contiguous(),
+        )
+        grad_down = accumulate_or_defer(ctx.params[1], GroupedWeightGrad(grad, inner, sizes))
         grad_gate_up = gated_product_gradient(grad, down, gate_up, sizes)
-        grad_up = settle_or_owe(ctx.params[0], GroupedWeightGrad(grad_gate_up, rows, sizes))
+        grad_up = accumulate_or_defer(ctx.params[0], GroupedWeightGrad(grad_gate_up, rows, sizes))
         return grouped_product(grad_gate_up, up, sizes), grad_up, grad_down, None, None
 
 

@@ -15,7 +15,7 @@ from raymega.model.moe.local_experts import is_one_node, run_local_experts
 from raymega.model.moe.router import Router
 from raymega.parallel.context_parallel.context import TokenLayout
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, dispatch_tokens
-from raymega.parallel.expert_parallel.token_ids import TokenIds, plain_marks
+from raymega.parallel.expert_parallel.token_ids import TokenIds, plain_token_ids
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.mappings import gather_rows, scatter_rows
 
@@ -48,38 +48,41 @@ class MoeLayer(nn.Module):
         if self.shared is not None:
             self.shared.mlp.is_remade = is_remade
 
-    def forward(self, x: Tensor, places: TokenLayout | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
         """x: [S/(cp*sp), B, D] -> the same; without places rows are whole and every token counts."""
-        own, marks, keys = self._own_tokens(x, places)
-        own, routing = self.router(own, marks, keys)
+        own, token_ids, keys = self._own_tokens(x, token_layout)
+        own, routing = self.router(own, token_ids, keys)
         if is_one_node(self.experts, routing, self.groups):
-            y = self._stream(run_local_experts(own, routing, self.experts)).view_as(x)
+            y = self._to_stream(run_local_experts(own, routing, self.experts)).view_as(x)
             return y if self.shared is None else y + self.shared.finish(self.shared.start(x), x)
-        trip = dispatch_tokens(own, routing, self.groups)
+        dispatch = dispatch_tokens(own, routing, self.groups)
         inner = x if self.shared is None else self.shared.start(x)
-        trip.start_back(self.experts(*trip.arrive()))
+        dispatch.start_back(self.experts(*dispatch.arrive()))
         shared = None if self.shared is None else self.shared.finish(inner, x)
-        y = self._stream(trip.result()).view_as(x)
+        y = self._to_stream(dispatch.result()).view_as(x)
         return y if shared is None else y + shared
 
     def _own_tokens(
-        self, x: Tensor, places: TokenLayout | None
+        self, x: Tensor, token_layout: TokenLayout | None
     ) -> tuple[Tensor, TokenIds, Tensor | None]:
         """[T, D]: what this rank holds or, where tp ranks hold the same, its part of that."""
-        stream, marks = self.groups.stream, None if places is None else places.marks
-        keys = None if places is None or places.keys is None else places.keys.own
+        sp, token_ids = (
+            self.groups.sp,
+            None if token_layout is None else token_layout.token_ids,
+        )
+        keys = None if token_layout is None or token_layout.keys is None else token_layout.keys.own
         tokens = x.flatten(0, 1)
-        if not stream.is_sequence_parallel and stream.tp.size > 1:
-            tokens = scatter_rows(tokens, stream.tp)
+        if not sp.is_sequence_parallel and sp.tp.size > 1:
+            tokens = scatter_rows(tokens, sp.tp)
         return (
             tokens,
-            marks or plain_marks(x, self.groups.micro),
-            None if keys is None else stream.share(keys.flatten()),
+            token_ids or plain_token_ids(x, self.groups.micro),
+            None if keys is None else sp.share(keys.flatten()),
         )
 
-    def _stream(self, y: Tensor) -> Tensor:
+    def _to_stream(self, y: Tensor) -> Tensor:
         """From own tokens to what the rank holds of the stream."""
-        tp = self.groups.stream.tp
-        if self.groups.stream.is_sequence_parallel or tp.size == 1:
+        tp = self.groups.sp.tp
+        if self.groups.sp.is_sequence_parallel or tp.size == 1:
             return y
         return gather_rows(y, tp)

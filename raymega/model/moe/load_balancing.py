@@ -27,14 +27,14 @@ class LoadStats:
     """What is told of one micro-batch's routing on this rank besides its scores and choices.
 
     Attributes:
-        marks: Of the tokens.
+        token_ids: Of the tokens.
         gaps: [T], by how much the last choice was better than the next, or kept before another by its
             weight.
         kept: Choices of counted tokens that were not dropped, a scalar; None where none can be.
         losses: The router's, by their names in :class:`Load`, scalars; autograd does not see them.
     """
 
-    marks: TokenIds
+    token_ids: TokenIds
     gaps: Tensor
     kept: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -93,25 +93,25 @@ class Record:
         self.loss_gradient = loss_gradient
         self._sums = self._margin = None
 
-    def add(self, tally: LoadStats, shares: Tensor, chosen: Tensor) -> None:
+    def add(self, load_stats: LoadStats, shares: Tensor, chosen: Tensor) -> None:
         """One micro-batch, in its backward: shares [T, E] that add up to 1, choices [T, k] before any is dropped."""
         if self._sums is None:
             self._begin(chosen.device)
-        marks, parts, top_k = tally.marks, self._parts, chosen.shape[1]
-        add_load(chosen, marks, parts["counts"])
-        parts["tokens"].add_(marks.num_counted)
-        if tally.kept is None:
-            parts["kept"].add_(marks.num_counted, alpha=top_k)
+        token_ids, parts, top_k = load_stats.token_ids, self._parts, chosen.shape[1]
+        add_load(chosen, token_ids, parts["counts"])
+        parts["tokens"].add_(token_ids.num_counted)
+        if load_stats.kept is None:
+            parts["kept"].add_(token_ids.num_counted, alpha=top_k)
         else:
-            parts["kept"].add_(tally.kept)
-        parts["entropy"].add_(entropy(shares, marks))
-        for name, loss in tally.losses.items():
+            parts["kept"].add_(load_stats.kept)
+        parts["entropy"].add_(entropy(shares, token_ids))
+        for name, loss in load_stats.losses.items():
             parts[name].add_(loss)
-        if tally.gaps.numel():
-            margin = torch.where(marks.is_counted, tally.gaps, torch.inf).min()
+        if load_stats.gaps.numel():
+            margin = torch.where(token_ids.is_counted, load_stats.gaps, torch.inf).min()
             self._margin = margin if self._margin is None else torch.minimum(self._margin, margin)
 
-    def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def drain(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Sums [E + 5] and the least margin since the last call, in float64; forgets both."""
         if self._sums is None:
             self._begin(device)
@@ -138,16 +138,16 @@ def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:
     return scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
 
 
-def add_load(chosen: Tensor, marks: TokenIds, counts: Tensor) -> Tensor:
+def add_load(chosen: Tensor, token_ids: TokenIds, counts: Tensor) -> Tensor:
     """Add to ``counts`` [E] float64, and return, how many choices of counted tokens each expert is."""
-    return counts.scatter_add_(0, chosen.flatten(), marks.counted_choices(chosen.shape[1]))
+    return counts.scatter_add_(0, chosen.flatten(), token_ids.counted_choices(chosen.shape[1]))
 
 
 def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
     moe: MoeSection,
     scores: Tensor,
     chosen: Tensor,
-    marks: TokenIds,
+    token_ids: TokenIds,
     *,
     totals: Tensor | None,
     last: Tensor | None,
@@ -162,7 +162,7 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
         moe: Which of them, and how much.
         scores: [T, E].
         chosen: [T, k] int64.
-        marks: Of the tokens.
+        token_ids: Of the tokens.
         totals: [E + 1], load and tokens of the micro-batch.
         last: [E], load of the last step.
         micro: The ranks that share the micro-batch.
@@ -172,22 +172,22 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
     """
     if not moe.has_aux_loss:
         return None
-    load = _load(moe, chosen, marks, totals=totals, last=last, micro=micro)
+    load = _load(moe, chosen, token_ids, totals=totals, last=last, micro=micro)
     share = load / load.sum(-1, keepdim=True).clamp(min=1)
     per_token = (shares_of(scores, moe) * share.to(scores.dtype)).sum(-1)
-    return moe.balance_coefficient * moe.num_experts * (per_token * marks.is_counted).sum()
+    return moe.balance_coefficient * moe.num_experts * (per_token * token_ids.is_counted).sum()
 
 
-def z_loss(moe: MoeSection, logits: Tensor, marks: TokenIds) -> Tensor | None:
+def z_loss(moe: MoeSection, logits: Tensor, token_ids: TokenIds) -> Tensor | None:
     """coefficient * logsumexp(logits)^2 of each counted token (ST-MoE, Zoph et al. 2022, eq. 5)."""
     if not moe.z_coefficient:
         return None
-    return moe.z_coefficient * (logits.logsumexp(-1).square() * marks.is_counted).sum()
+    return moe.z_coefficient * (logits.logsumexp(-1).square() * token_ids.is_counted).sum()
 
 
-def entropy(shares: Tensor, marks: TokenIds) -> Tensor:
+def entropy(shares: Tensor, token_ids: TokenIds) -> Tensor:
     """Sum over counted tokens of the entropy of their scores, in nats."""
-    return torch.special.entr(shares).sum(-1, dtype=torch.float64) @ marks.counted
+    return torch.special.entr(shares).sum(-1, dtype=torch.float64) @ token_ids.counted
 
 
 @torch.no_grad()
@@ -201,7 +201,7 @@ def update_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
 def _load(
     moe: MoeSection,
     chosen: Tensor,
-    marks: TokenIds,
+    token_ids: TokenIds,
     *,
     totals: Tensor | None,
     last: Tensor | None,
@@ -214,15 +214,15 @@ def _load(
     if moe.balance == "micro_batch":
         assert totals is not None, "the router adds them up"
         return totals[:-1]
-    num_rows = _num_rows(marks, micro)
+    num_rows = _num_rows(token_ids, micro)
     table = torch.zeros(num_rows * moe.num_experts, dtype=torch.float64, device=chosen.device)
-    places = marks.rows[:, None] * moe.num_experts + chosen
-    table.scatter_add_(0, places.flatten(), marks.counted_choices(chosen.shape[1]))
-    return all_reduce(table, micro).view(num_rows, moe.num_experts)[marks.rows]
+    token_layout = token_ids.rows[:, None] * moe.num_experts + chosen
+    table.scatter_add_(0, token_layout.flatten(), token_ids.counted_choices(chosen.shape[1]))
+    return all_reduce(table, micro).view(num_rows, moe.num_experts)[token_ids.rows]
 
 
-def _num_rows(marks: TokenIds, micro: Group) -> int:
-    return marks.numbers.shape[0] * micro.size // marks.row_length
+def _num_rows(token_ids: TokenIds, micro: Group) -> int:
+    return token_ids.numbers.shape[0] * micro.size // token_ids.row_length
 
 
 class _Join(torch.autograd.Function):

@@ -43,7 +43,7 @@ def run_local_experts(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     chosen = routing.experts
     counts = count_choices(chosen, routing.num_experts)
     arrangement = permute(chosen, counts, num_rows=chosen.numel())
-    return _Mix.apply(x, routing.weights, experts.up, experts.down, arrangement, experts.deferral)
+    return _Mix.apply(x, routing.weights, experts.up, experts.down, arrangement, experts.grad_queue)
 
 
 class _Mix(torch.autograd.Function):
@@ -57,18 +57,18 @@ class _Mix(torch.autograd.Function):
         up: Tensor,
         down: Tensor,
         arrangement: Permutation,
-        deferral: WeightGradQueue,
+        grad_queue: WeightGradQueue,
     ) -> Tensor:
         rows = rows_of_tokens(x, arrangement)
         sizes = group_sizes(rows, arrangement.counts, inner=down.shape[2])
         gate_up, inner = gated_product(rows, up, sizes)
         made = grouped_product(inner, down.mT, sizes)
         ctx.save_for_backward(weights, rows, gate_up, inner, made, up, down)
-        ctx.params, ctx.arrangement, ctx.sizes, ctx.deferral = (
+        ctx.params, ctx.arrangement, ctx.sizes, ctx.grad_queue = (
             (up, down),
             arrangement,
             sizes,
-            deferral,
+            grad_queue,
         )
         return weighed_sum(made, weights, arrangement)
 
@@ -76,10 +76,10 @@ class _Mix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, rows, gate_up, inner, made, up, down = ctx.saved_tensors
-        sizes, settle_or_owe = ctx.sizes, ctx.deferral.settle_or_owe
+        sizes, accumulate_or_defer = ctx.sizes, ctx.grad_queue.accumulate_or_defer
         grad_made, grad_weights = weighed_sum_gradients(grad, made, weights, ctx.arrangement)
-        grad_down = settle_or_owe(ctx.params[1], GroupedWeightGrad(grad_made, inner, sizes))
+        grad_down = accumulate_or_defer(ctx.params[1], GroupedWeightGrad(grad_made, inner, sizes))
         grad_gate_up = gated_product_gradient(grad_made, down, gate_up, sizes)
-        grad_up = settle_or_owe(ctx.params[0], GroupedWeightGrad(grad_gate_up, rows, sizes))
+        grad_up = accumulate_or_defer(ctx.params[0], GroupedWeightGrad(grad_gate_up, rows, sizes))
         grad_x = sum_of_rows(grouped_product(grad_gate_up, up, sizes), ctx.arrangement)
         return grad_x, grad_weights, grad_up, grad_down, None, None

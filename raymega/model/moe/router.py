@@ -52,13 +52,13 @@ class Router(nn.Module):
         self.record = Record(name, moe.num_experts)
 
     def forward(
-        self, x: Tensor, marks: TokenIds, keys: Tensor | None = None
+        self, x: Tensor, token_ids: TokenIds, keys: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """Route tokens.
 
         Args:
             x: [T, D], this rank's share of the micro-batch's tokens.
-            marks: Of the same.
+            token_ids: Of the same.
             keys: [T] int64 that jitter goes by; None for none.
 
         Returns:
@@ -68,18 +68,18 @@ class Router(nn.Module):
         logits = self._logits(x, keys)
         with torch.set_grad_enabled(moe.has_aux_loss and torch.is_grad_enabled()):
             scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
-        chosen, gaps = self._choose(logits, scores, marks)
-        tally = LoadStats(marks=marks, gaps=gaps)
-        tell = partial(self.record.add, tally)
+        chosen, gaps = self._choose(logits, scores, token_ids)
+        load_stats = LoadStats(token_ids=token_ids, gaps=gaps)
+        tell = partial(self.record.add, load_stats)
         weights = gate_weights(logits, scores.detach(), chosen, moe, tell)
-        totals = self._totals(chosen, marks)
-        routing = self._routing(chosen, weights, totals, tally)
+        totals = self._totals(chosen, token_ids)
+        routing = self._routing(chosen, weights, totals, load_stats)
         balance = auxiliary_loss(
-            moe, scores, chosen, marks, totals=totals, last=self.counts, micro=self.micro
+            moe, scores, chosen, token_ids, totals=totals, last=self.counts, micro=self.micro
         )
-        for name, loss in (("balance", balance), ("z", z_loss(moe, logits, marks))):
+        for name, loss in (("balance", balance), ("z", z_loss(moe, logits, token_ids))):
             if loss is not None:
-                x, tally.losses[name] = join(x, loss, self.record), loss.detach()
+                x, load_stats.losses[name] = join(x, loss, self.record), loss.detach()
         return x, routing
 
     def _logits(self, x: Tensor, keys: Tensor | None) -> Tensor:
@@ -90,35 +90,35 @@ class Router(nn.Module):
         return linear(seen, self.weight.to(wide))
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, scores: Tensor, marks: TokenIds) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, scores: Tensor, token_ids: TokenIds) -> tuple[Tensor, Tensor]:
         moe = self.moe
         if moe.balance == "sinkhorn" and self.training:
-            is_counted = marks.is_counted
+            is_counted = token_ids.is_counted
             choice = logits + sinkhorn(logits, is_counted, self.micro, rounds=moe.sinkhorn_rounds)
         else:
             choice = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         return choose(choice, moe)
 
-    def _totals(self, chosen: Tensor, marks: TokenIds) -> Tensor | None:
+    def _totals(self, chosen: Tensor, token_ids: TokenIds) -> Tensor | None:
         """[E + 1]: load by expert and tokens of the whole micro-batch; None where nobody asks."""
         moe = self.moe
         is_level = moe.has_aux_loss and moe.balance == "micro_batch"
         if not is_level and not moe.capacity_factor:
             return None
-        counts = add_load(chosen, marks, marks.counted.new_zeros(moe.num_experts))
-        return all_reduce(torch.cat((counts, marks.num_counted[None])), self.micro)
+        counts = add_load(chosen, token_ids, token_ids.counted.new_zeros(moe.num_experts))
+        return all_reduce(torch.cat((counts, token_ids.num_counted[None])), self.micro)
 
     def _routing(
-        self, chosen: Tensor, weights: Tensor, totals: Tensor | None, tally: LoadStats
+        self, chosen: Tensor, weights: Tensor, totals: Tensor | None, load_stats: LoadStats
     ) -> Routing:
-        """Where each token goes; ``tally`` is told of what is dropped."""
-        moe, marks, num_tokens = self.moe, tally.marks, chosen.shape[0]
+        """Where each token goes; ``load_stats`` is told of what is dropped."""
+        moe, token_ids, num_tokens = self.moe, load_stats.token_ids, chosen.shape[0]
         if totals is None or not moe.capacity_factor:
             return Routing(experts=chosen, weights=weights, num_experts=moe.num_experts)
         capacity = (totals[-1] * capacity_share(moe)).ceil()
-        experts, gap = apply_capacity(chosen, weights, marks, capacity, moe, self.micro)
-        tally.gaps = torch.minimum(tally.gaps, gap)
-        tally.kept = ((experts < moe.num_experts) & marks.is_counted[:, None]).sum()
+        experts, gap = apply_capacity(chosen, weights, token_ids, capacity, moe, self.micro)
+        load_stats.gaps = torch.minimum(load_stats.gaps, gap)
+        load_stats.kept = ((experts < moe.num_experts) & token_ids.is_counted[:, None]).sum()
         rows = reserved_rows(moe, num_tokens=num_tokens, num_ranks=self.micro.size)
         return Routing(
             experts=experts,
@@ -243,12 +243,12 @@ NONE = (None, None, None, None)
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Places of the k largest of each row, the lower first where two are equal; gap to the next."""
     if k == scores.shape[1]:
-        places = scores.sort(dim=1, descending=True, stable=True).indices
-        return places, scores.new_full(scores.shape[:1], torch.inf)
+        token_layout = scores.sort(dim=1, descending=True, stable=True).indices
+        return token_layout, scores.new_full(scores.shape[:1], torch.inf)
     if scores.device.type == "cpu" and scores.numel():
-        ordered, places = scores.topk(k + 1, dim=1)
+        ordered, token_layout = scores.topk(k + 1, dim=1)
         gaps = ordered[:, :-1] - ordered[:, 1:]
         if gaps.min() > 0:  # no two are equal, so there is one order
-            return places[:, :k].contiguous(), gaps[:, -1]
-    ordered, places = scores.sort(dim=1, descending=True, stable=True)
-    return places[:, :k].contiguous(), ordered[:, k - 1] - ordered[:, k]
+            return token_layout[:, :k].contiguous(), gaps[:, -1]
+    ordered, token_layout = scores.sort(dim=1, descending=True, stable=True)
+    return token_layout[:, :k].contiguous(), ordered[:, k - 1] - ordered[:, k]

@@ -56,7 +56,7 @@ class Routers:
         )
         for row, layer in enumerate(self.layers):
             if layer in self.held:
-                sums[row], margin = self.held[layer].record.take(self.device)
+                sums[row], margin = self.held[layer].record.drain(self.device)
                 self.smallest_margin = min(self.smallest_margin, float(margin))
         return sums
 

@@ -19,14 +19,14 @@ class DrainingNodes:
     """Asks Ray once a second, from one thread."""
 
     def __init__(self) -> None:
-        self._looked_s = -LOOK_EVERY_S
+        self._probed_s = -LOOK_EVERY_S
         self._seconds: dict[str, float] = {}
 
-    def look(self) -> dict[str, float]:
+    def poll(self) -> dict[str, float]:
         """Seconds that are left, by node id; infinite for a drain without a deadline."""
         now_s = time.monotonic()
-        if now_s - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s, before = now_s, self._seconds
+        if now_s - self._probed_s >= LOOK_EVERY_S:
+            self._probed_s, before = now_s, self._seconds
             self._seconds = _draining_nodes()
             for node in self._seconds.keys() - before.keys():
                 log.warning("node %s leaves in %.0f s", node[:8], self._seconds[node])

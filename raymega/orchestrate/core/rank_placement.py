@@ -74,9 +74,13 @@ def place_ranks(
     ][: grid.world_size]
     if len(workers) < grid.world_size:
         raise CapacityError(_no_room(nodes, grid, block))
-    places = [WorkerLocation(node_id=node_id, address="", pid=0) for node_id in workers]
-    seats = assign_seats(places, grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
-    by_rank = {seat.rank: node_id for seat, node_id in zip(seats, workers, strict=True)}
+    locations = [WorkerLocation(node_id=node_id, address="", pid=0) for node_id in workers]
+    assigned_ranks = assign_ranks(
+        locations, grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed
+    )
+    by_rank = {
+        assigned.rank: node_id for assigned, node_id in zip(assigned_ranks, workers, strict=True)
+    }
     return tuple(by_rank[rank] for rank in range(grid.world_size))
 
 
@@ -85,10 +89,10 @@ def _roomiest_first(node: NodeSlots, room: Counter[str]) -> tuple[int, str, int,
     return (-room[domain], domain, -node.num_slots, node.node_id)
 
 
-def assign_seats(
-    places: Sequence[WorkerLocation], grid: Grid, *, is_tp_across_nodes_allowed: bool
+def assign_ranks(
+    locations: Sequence[WorkerLocation], grid: Grid, *, is_tp_across_nodes_allowed: bool
 ) -> tuple[AssignedRank, ...]:
-    """Seats in the order of ``places``: domain after domain, node after node, tp group after tp group.
+    """Seats in the order of ``locations``: domain after domain, node after node, tp group after tp group.
 
     So what neighbours on the grid say to each other stays on a node, or else inside a domain, as far as
     it can. The result depends on domains, node ids and GPU indices alone, so the
@@ -99,41 +103,41 @@ def assign_seats(
     """
     block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
     queue: list[int] = []
-    for node_id, workers in _by_node(places):
+    for node_id, workers in _by_node(locations):
         if len(workers) % block:
             raise InternalError(_broken_block(node_id, len(workers), block))
         queue += workers
     ranks = [rank for group in grid.groups("tp") for rank in group]
     rank_of = dict(zip(queue, ranks, strict=True))
-    return _with_local_ranks(places, rank_of)
+    return _with_local_ranks(locations, rank_of)
 
 
 def choose_ranks(
-    places: Sequence[WorkerLocation],
+    locations: Sequence[WorkerLocation],
     ranks: Sequence[int],
     grid: Grid,
     *,
     is_tp_across_nodes_allowed: bool,
 ) -> tuple[int, ...] | None:
-    """Ranks for some of ``places``, -1 for those that are not needed; None where they do not suffice.
+    """Ranks for some of ``locations``, -1 for those that are not needed; None where they do not suffice.
 
     Who had a rank keeps it where it can. A tp group that lacks a member takes a process without a
     rank on its own node; where there is none, it moves as a whole to a node that has room.
 
     Args:
-        places: Processes that could train, at least as many as the grid has ranks or not.
+        locations: Processes that could train, at least as many as the grid has ranks or not.
         ranks: What they had last; -1 for none.
         grid: What is to be filled.
         is_tp_across_nodes_allowed: A tp group need not be whole on a node.
     """
     holder = {rank: index for index, rank in enumerate(ranks) if 0 <= rank < grid.world_size}
     free = {node: [i for i in here if ranks[i] not in range(grid.world_size)]
-            for node, here in _by_node(places)}  # fmt: skip
+            for node, here in _by_node(locations)}  # fmt: skip
     block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
     groups = list(grid.groups("tp")) if block > 1 else [(r,) for r in range(grid.world_size)]
     moving = []
     for group in groups:
-        nodes = {places[holder[rank]].node_id for rank in group if rank in holder}
+        nodes = {locations[holder[rank]].node_id for rank in group if rank in holder}
         lacking = [rank for rank in group if rank not in holder]
         if len(nodes) == 1 and len(free[min(nodes)]) >= len(lacking):
             holder |= {rank: free[min(nodes)].pop(0) for rank in lacking}
@@ -141,22 +145,22 @@ def choose_ranks(
             moving.append(group)
     for group in moving:
         for index in (holder.pop(rank) for rank in group if rank in holder):
-            free[places[index].node_id].append(index)
-    domains = {place.node_id: place.domain for place in places}
+            free[locations[index].node_id].append(index)
+    domains = {location.node_id: location.domain for location in locations}
     for group in moving:  # node after node, the roomiest first, so that neighbours stay together
         room = [node for node in free if len(free[node]) >= len(group)]
         if not room:
             return None
-        last = places[holder[group[0] - 1]].node_id if group[0] - 1 in holder else ""
+        last = locations[holder[group[0] - 1]].node_id if group[0] - 1 in holder else ""
         near = domains.get(last, "")
         node = min(room, key=lambda n: (n != last, domains[n] != near, -len(free[n]), n))
         holder |= {rank: free[node].pop(0) for rank in group}
     rank_of = {index: rank for rank, index in holder.items()}
-    return tuple(rank_of.get(index, -1) for index in range(len(places)))
+    return tuple(rank_of.get(index, -1) for index in range(len(locations)))
 
 
-def keep_seats(
-    places: Sequence[WorkerLocation],
+def keep_ranks(
+    locations: Sequence[WorkerLocation],
     ranks: Sequence[int],
     grid: Grid,
     *,
@@ -167,26 +171,26 @@ def keep_seats(
     A tp group must still be whole on a node, and on a node ranks must rise with the GPUs' indices,
     so that ranks which talk across nodes sit behind the same network card.
     """
-    node_of = {rank: place.node_id for rank, place in zip(ranks, places, strict=True)}
+    node_of = {rank: location.node_id for rank, location in zip(ranks, locations, strict=True)}
     for group in grid.groups("tp"):
         if not is_tp_across_nodes_allowed and len({node_of[rank] for rank in group}) > 1:
             return None
-    for _, workers in _by_node(places):
+    for _, workers in _by_node(locations):
         here = sorted(workers, key=lambda index: ranks[index])
-        gpus = [[_number(gpu) for gpu in places[index].gpus] for index in here]
+        gpus = [[_number(gpu) for gpu in locations[index].gpus] for index in here]
         if gpus != sorted(gpus):
             return None
-    return _with_local_ranks(places, dict(enumerate(ranks)))
+    return _with_local_ranks(locations, dict(enumerate(ranks)))
 
 
-def _by_node(places: Sequence[WorkerLocation]) -> list[tuple[str, list[int]]]:
+def _by_node(locations: Sequence[WorkerLocation]) -> list[tuple[str, list[int]]]:
     """Indices of the workers of each node, in order of their GPUs; nodes of a domain together."""
     nodes: dict[str, list[int]] = defaultdict(list)
-    for index, place in enumerate(places):
-        nodes[place.node_id].append(index)
+    for index, location in enumerate(locations):
+        nodes[location.node_id].append(index)
     for workers in nodes.values():
-        workers.sort(key=lambda index: ([_number(gpu) for gpu in places[index].gpus], index))
-    return sorted(nodes.items(), key=lambda item: (places[item[1][0]].domain, item[0]))
+        workers.sort(key=lambda index: ([_number(gpu) for gpu in locations[index].gpus], index))
+    return sorted(nodes.items(), key=lambda item: (locations[item[1][0]].domain, item[0]))
 
 
 def _number(gpu: str) -> tuple[int, str]:
@@ -195,15 +199,15 @@ def _number(gpu: str) -> tuple[int, str]:
 
 
 def _with_local_ranks(
-    places: Sequence[WorkerLocation], rank_of: dict[int, int]
+    locations: Sequence[WorkerLocation], rank_of: dict[int, int]
 ) -> tuple[AssignedRank, ...]:
     num_seated: dict[str, int] = defaultdict(int)
-    seats: dict[int, AssignedRank] = {}
+    assigned_ranks: dict[int, AssignedRank] = {}
     for index in sorted(rank_of, key=lambda index: rank_of[index]):
-        node_id = places[index].node_id
-        seats[index] = AssignedRank(rank=rank_of[index], local_rank=num_seated[node_id])
+        node_id = locations[index].node_id
+        assigned_ranks[index] = AssignedRank(rank=rank_of[index], local_rank=num_seated[node_id])
         num_seated[node_id] += 1
-    return tuple(seats[index] for index in range(len(places)))
+    return tuple(assigned_ranks[index] for index in range(len(locations)))
 
 
 def _no_room(nodes: Sequence[NodeSlots], grid: Grid, block: int) -> Fault:

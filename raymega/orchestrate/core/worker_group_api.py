@@ -11,8 +11,8 @@ from typing import Protocol
 
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.errors import Fault
-from raymega.messages import Report, Requests
-from raymega.orchestrate.core.rank_placement import WorkerLocation
+from raymega.messages import Replicas, Report, Requests, StartWorker
+from raymega.orchestrate.core.rank_placement import AssignedRank, WorkerLocation
 from raymega.orchestrate.core.worker_status import WorkerStatus
 from raymega.plan.run_plan import RunPlan
 
@@ -26,7 +26,24 @@ class AttemptSpec:
     attempt: int
     restore: str
     holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    passed_over: tuple[tuple[int, int], ...] = ()
+    skipped_samples: tuple[tuple[int, int], ...] = ()
+
+    def start_message(
+        self, assigned: AssignedRank, *, rendezvous: str, device: str, replicas: Replicas
+    ) -> StartWorker:
+        """Return what the worker with this rank is told."""
+        return StartWorker(
+            plan_json=self.plan_json,
+            run_uri=self.run_uri,
+            attempt=self.attempt,
+            rank=assigned.rank,
+            local_rank=assigned.local_rank,
+            rendezvous=rendezvous,
+            restore=self.restore,
+            device=device,
+            replicas=replicas,
+            skipped_samples=self.skipped_samples,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +97,7 @@ class WorkerGroup(Protocol):
     """The workers of a run, one attempt after the other; called from one thread."""
 
     @property
-    def keeping(self) -> SnapshotManager:
+    def snapshot_manager(self) -> SnapshotManager:
         """What their nodes keep in memory, from one attempt to the next."""
 
     def use(self, plan: RunPlan) -> None:
@@ -92,7 +109,7 @@ class WorkerGroup(Protocol):
     def is_loading(self) -> bool:
         """More processes will soon be ready, on nodes that are there already. Never blocks."""
 
-    def departure(self) -> NodeDrain | None:
+    def drain(self) -> NodeDrain | None:
         """Whether ranks must leave their nodes; asks for slots in their place. Never blocks."""
 
     def reserve(self, timeout_s: float) -> Fault | None:
@@ -107,7 +124,7 @@ class WorkerGroup(Protocol):
             ConfigError: The nodes have no memory for the job's snapshots.
         """
 
-    def start(self, order: AttemptSpec) -> None:
+    def start(self, spec: AttemptSpec) -> None:
         """Begin an attempt on the reserved slots. Never blocks: what happens shows in poll."""
 
     def members(self) -> Mapping[int, WorkerLocation]:
@@ -126,7 +143,7 @@ class WorkerGroup(Protocol):
     def request(self, requests: Requests) -> None:
         """Tell every worker what to do at its next step boundary. Never blocks."""
 
-    def look(self, silent: Collection[int]) -> None:
+    def probe(self, silent: Collection[int]) -> None:
         """Ask ranks where they stand, and of ``silent`` ones how their process is; what is found shows
         in poll. Never blocks."""
 

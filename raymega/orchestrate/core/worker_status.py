@@ -43,10 +43,10 @@ class ThreadStatus:
     stack: tuple[str, ...]
 
     def __str__(self) -> str:
-        place = self.waits_for or " of ".join(self.stack[:-4:-1]) or "nowhere"
+        location = self.waits_for or " of ".join(self.stack[:-4:-1]) or "nowhere"
         verb = "waits for" if self.waits_for else "is in"
         doing = f" at {self.doing}" if self.doing else ""
-        return f"after step {self.step}{doing} it {verb} {place}"
+        return f"after step {self.step}{doing} it {verb} {location}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

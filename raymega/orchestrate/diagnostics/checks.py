@@ -261,7 +261,7 @@ def _links(
 ) -> dict[int, tuple[str, float]]:
     """By rank, its node and its GPU's NVLink; ranks without a known one are left out."""
     speeds = {node: nvlink_bytes_per_s(name) for node, name in gpus.items()}
-    nodes = {rank: place.node_id for rank, place in homes.items() if place.gpus}
+    nodes = {rank: location.node_id for rank, location in homes.items() if location.gpus}
     return {rank: (node, speed) for rank, node in nodes.items() if (speed := speeds.get(node))}
 
 

@@ -21,7 +21,7 @@ class AttemptContext:
 
     plan: RunPlan
     attempt: AttemptMonitor
-    saves: CheckpointCommitter
+    committer: CheckpointCommitter
     ranks: RankReports
     is_announced: bool = False
 
@@ -40,7 +40,7 @@ def begin_work(
             now_s=clock.monotonic(),
             steps_s=grids.steps_s(),
         ),
-        saves=CheckpointCommitter(
+        committer=CheckpointCommitter(
             plan=plan, attempt=state.attempt, store=store, executor=executor, clock=clock
         ),
         ranks=RankReports(plan),

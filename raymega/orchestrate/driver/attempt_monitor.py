@@ -113,10 +113,10 @@ class AttemptMonitor:
             return self._late_start(now_s)
         return self._standstill(now_s)
 
-    def look_due(self, now_s: float) -> frozenset[int] | None:
+    def probe_due(self, now_s: float) -> frozenset[int] | None:
         """Ranks that do not answer, when it is time to look where everybody stands; else None."""
         is_training = self.has_passed("restored")
-        return self._watch.look_due(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
+        return self._watch.probe_due(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
 
     def whereabouts(self) -> dict[int, str]:
         """By rank where it was last seen."""

@@ -87,7 +87,7 @@ class CheckpointCommitter:
         """Every save that all ranks have reported has an outcome, and it was taken."""
         return not self._under_way
 
-    def take(self, report: Report | WorkerStatus) -> list[SaveUnderWay | SavePassedOver]:
+    def handle_report(self, report: Report | WorkerStatus) -> list[SaveUnderWay | SavePassedOver]:
         """Take in what concerns saves, and return what is to be told of it. Never blocks."""
         match report:
             case ShardSaved():
@@ -100,11 +100,11 @@ class CheckpointCommitter:
                 return [SavePassedOver(attempt=self._attempt, step=report.step)]
         return []
 
-    def is_wished_for(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         """Whether somebody has asked for a save since ``step``, the last one, was complete."""
         return self._requests.has_new(step)
 
-    def take_outcomes(self) -> list[Outcome]:
+    def pop_outcomes(self) -> list[Outcome]:
         """What became of saves since the last call; never blocks."""
         done = [future for future in self._under_way if future.done()]
         self._under_way = [future for future in self._under_way if not future.done()]

@@ -52,7 +52,7 @@ class Controller:
             CheckpointError: The run has checkpoints, and none can be restored.
         """
         self._job, self._lease, self._group = plan.job, lease, group
-        self._course = RunContext(
+        self._context = RunContext(
             plan, lease=lease, group=group, sink=sink, clock=clock, executor=executor
         )
         self._clock, self._stop_asked_s = clock, inf
@@ -68,7 +68,7 @@ class Controller:
     @property
     def state(self) -> RunState:
         """Where the run stands."""
-        return self._course.state
+        return self._context.state
 
     def request_stop(self) -> None:
         """Ask for a stop with a save at the next step; callable from a signal handler."""
@@ -82,15 +82,15 @@ class Controller:
             LeaseError: Another driver has taken the run.
             RaymegaError: The driver gave up; the class tells the exit code.
         """
-        self._course.open()
+        self._context.open()
         try:
             while not self.state.state.is_end:
                 self.tick()
         except RaymegaError as error:
-            self._course.fail(error)
+            self._context.fail(error)
         finally:
-            ended = self._course.end()
-        self._course.raise_what_ended_it()
+            ended = self._context.end()
+        self._context.raise_what_ended_it()
         return ended
 
     def tick(self) -> None:
@@ -101,73 +101,73 @@ class Controller:
     # One handler a state.
 
     def _schedule(self) -> None:
-        course, steps = self._course, self._job.run.steps
-        if course.state.saved_step >= steps:
-            done = f"step {course.state.saved_step} of {steps} is saved"
-            course.move(State.FINISHED, f"nothing is left to do: {done}")
+        context, steps = self._context, self._job.run.steps
+        if context.state.saved_step >= steps:
+            done = f"step {context.state.saved_step} of {steps} is saved"
+            context.move(State.FINISHED, f"nothing is left to do: {done}")
             return
         if self._is_stop_due():
-            course.move(State.PREEMPTED, "stopped before its workers started")
+            context.move(State.PREEMPTED, "stopped before its workers started")
             return
         lacking = self._group.reserve(TICK_S)
         if lacking is None:
-            course.begin_attempt()
+            context.begin_attempt()
         elif self._shrink():
             return
-        elif course.seconds_here > self._job.cluster.capacity_timeout_s:
+        elif context.seconds_here > self._job.cluster.capacity_timeout_s:
             raise CapacityError(lacking)
 
     def _wait_for_start(self) -> None:
-        course = self._course
-        failure = course.listen()
+        context = self._context
+        failure = context.poll_reports()
         if failure is not None:
-            course.lose(failure)
+            context.handle_failure(failure)
         elif self._is_stop_due():
-            course.move(State.PREEMPTED, "stopped before its first step")
-        elif course.work.attempt.has_met:
-            course.move(State.RUNNING, "all workers have met")
+            context.move(State.PREEMPTED, "stopped before its first step")
+        elif context.attempt_context.attempt.has_met:
+            context.move(State.RUNNING, "all workers have met")
 
     def _watch(self) -> None:
-        course = self._course
-        failure = course.listen() or course.bad_end
+        context = self._context
+        failure = context.poll_reports() or context.bad_end
         if failure is not None:
-            course.lose(failure)
-        elif course.is_done:
-            course.move(State.FINISHED, "every step is done and saved")
+            context.handle_failure(failure)
+        elif context.is_done:
+            context.move(State.FINISHED, "every step is done and saved")
         elif self._asked_s_ago >= 0:
             self._group.request(Requests(stop=True, save=True))
-            course.move(State.STOPPING, "asked to stop")
-        elif course.work.saves.is_wished_for(course.state.step):
+            context.move(State.STOPPING, "asked to stop")
+        elif context.attempt_context.committer.is_requested(context.state.step):
             self._group.request(Requests(save=True))
         else:
             self._leave_or_grow()
 
     def _wait_for_stop(self) -> None:
-        course, limit_s = self._course, self._job.elastic.stop_timeout_s
-        failure = course.listen()
+        context, limit_s = self._context, self._job.elastic.stop_timeout_s
+        failure = context.poll_reports()
         if failure is not None:
-            course.lose(failure)
-        elif course.is_done:
-            is_whole = course.state.saved_step >= self._job.run.steps
-            course.move(State.FINISHED if is_whole else State.PREEMPTED, "asked to stop")
+            context.handle_failure(failure)
+        elif context.is_done:
+            is_whole = context.state.saved_step >= self._job.run.steps
+            context.move(State.FINISHED if is_whole else State.PREEMPTED, "asked to stop")
         elif self._asked_s_ago > limit_s:
             reason = f"the last save took longer than elastic.stop_timeout_s={limit_s:g}"
-            course.move(State.PREEMPTED, reason)
+            context.move(State.PREEMPTED, reason)
 
     def _wait_for_resize(self) -> None:
         """A save that fails costs steps, not the change: the state before it is gone back to."""
-        course = self._course
-        failure = course.listen()
+        context = self._context
+        failure = context.poll_reports()
         if failure is not None:
-            course.lose(failure)
-        elif course.is_done and course.state.saved_step >= self._job.run.steps:
-            course.move(State.FINISHED, "every step is done and saved")
-        elif course.is_done or course.seconds_here > self._job.elastic.stop_timeout_s:
-            course.move(State.RESTARTING, course.state.reason)
+            context.handle_failure(failure)
+        elif context.is_done and context.state.saved_step >= self._job.run.steps:
+            context.move(State.FINISHED, "every step is done and saved")
+        elif context.is_done or context.seconds_here > self._job.elastic.stop_timeout_s:
+            context.move(State.RESTARTING, context.state.reason)
 
     def _clear_up(self) -> None:
-        self._course.clear_up()
-        self._course.move(State.SCHEDULING, self._course.state.reason)
+        self._context.abort_attempt()
+        self._context.move(State.SCHEDULING, self._context.state.reason)
 
     def _is_stop_due(self) -> bool:
         """A run that trains nothing stops when asked to; but first it saves what only snapshots hold."""
@@ -183,25 +183,25 @@ class Controller:
 
     def _shrink(self) -> bool:
         """When lost workers have not come back in time: take the best grid for those that are left."""
-        course = self._course
+        context = self._context
         patience_s = self._job.elastic.replan_after_s
-        if course.seconds_here <= patience_s:
+        if context.seconds_here <= patience_s:
             return False
-        if course.seconds_here <= LOADING_PATIENCE * patience_s and self._group.is_loading():
+        if context.seconds_here <= LOADING_PATIENCE * patience_s and self._group.is_loading():
             return False
-        plan = course.grids.shrink(self._group.ready())
-        if plan is None or plan == course.grids.now:
+        plan = context.grids.shrink(self._group.ready())
+        if plan is None or plan == context.grids.now:
             return False
-        course.change_grid(plan)
+        context.change_grid(plan)
         return True
 
     def _leave_or_grow(self) -> None:
         """Save and go on elsewhere: when nodes are taken away, or the job's own grid is worth it again."""
-        departure, margin_s = self._group.departure(), self._job.elastic.drain_margin_s
-        if departure is not None:
-            reason = departure.reason if departure.is_due(margin_s) else ""
+        drain, margin_s = self._group.drain(), self._job.elastic.drain_margin_s
+        if drain is not None:
+            reason = drain.reason if drain.is_due(margin_s) else ""
         else:
-            reason = self._course.grids.reason_to_grow(self._group.ready(), step=self.state.step)
+            reason = self._context.grids.reason_to_grow(self._group.ready(), step=self.state.step)
         if reason:
             self._group.request(Requests(stop=True, save=True))
-            self._course.move(State.RESIZING, reason)
+            self._context.move(State.RESIZING, reason)

@@ -88,7 +88,7 @@ def of_report(
         return NodesPassed(attempt=attempt, seconds=report.seconds, detail=report.detail)
     return DoubtSeen(
         attempt=attempt, step=report.step, kind=report.kind, fact=report.fact, where=report.where,
-        ruling=report.ruling,
+        action=report.action,
     )  # fmt: skip
 
 

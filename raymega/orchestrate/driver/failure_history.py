@@ -26,7 +26,7 @@ class FailureHistory:
         """``earlier`` are those of drivers that were torn away, oldest first: they count, too."""
         self._policy, self._clock = policy, clock
         self._failures = list(earlier)
-        self._outage: RecoveryTimer | None = None
+        self._recovery: RecoveryTimer | None = None
 
     def decide(self, failure: Failure) -> Decision:
         """What follows from one more failure."""
@@ -37,16 +37,16 @@ class FailureHistory:
     def begin(self, failure: Failure, attempt: AttemptMonitor) -> None:
         """``attempt`` is lost; when the one before never got as far as its loss, that goes on."""
         now_s = self._clock.monotonic()
-        if self._outage is None:
+        if self._recovery is None:
             detection_s = now_s - attempt.last_sign_s
-            self._outage = RecoveryTimer(
+            self._recovery = RecoveryTimer(
                 rank=failure.rank, step=attempt.step, seen_s=now_s, detection_s=detection_s
             )
 
     def mark(self, phase: str) -> None:
         """A phase of the recovery is over, if there is a recovery; see outage.PHASES."""
-        if self._outage is not None:
-            self._outage.passed(phase, self._clock.monotonic())
+        if self._recovery is not None:
+            self._recovery.passed(phase, self._clock.monotonic())
 
     def mark_start(self, phase: str, attempt: AttemptMonitor) -> None:
         """A rank has passed a phase of its start; the last one ends a phase of the recovery."""
@@ -57,10 +57,10 @@ class FailureHistory:
         self, attempt: AttemptMonitor, *, number: int, step: int, source: StateSource
     ) -> Recovered | None:
         """The event of the outage's end, when ``step`` completed steps make up for it."""
-        if self._outage is None or not self._outage.is_over(step):
+        if self._recovery is None or not self._recovery.is_over(step):
             return None
-        outage, self._outage = self._outage, None
-        return outage.recovered(
+        recovery, self._recovery = self._recovery, None
+        return recovery.recovered(
             attempt=number,
             step=step,
             restored_step=attempt.first_step,

@@ -51,7 +51,7 @@ class HangDetector:
         self._answered_s: dict[int, float] = {}
         self._states: dict[int, str] = {}
         self._stands: dict[int, list[tuple[float, ThreadStatus]]] = {}
-        self._looked_s = -inf
+        self._probed_s = -inf
 
     @property
     def deadline_s(self) -> float:
@@ -62,7 +62,7 @@ class HangDetector:
     @property
     def standings(self) -> dict[int, ThreadStatus]:
         """Where each rank stood when it was last asked."""
-        return {rank: looks[-1][1] for rank, looks in self._stands.items()}
+        return {rank: samples[-1][1] for rank, samples in self._stands.items()}
 
     def add_step(self, seconds: float) -> None:
         """A step is complete."""
@@ -78,11 +78,11 @@ class HangDetector:
             case ProcessStatus():
                 self._states[sign.rank] = sign.state
             case ThreadStatus():
-                looks = self._stands.setdefault(sign.rank, [])
-                looks.append((now_s, sign))
-                del looks[:-2]
+                samples = self._stands.setdefault(sign.rank, [])
+                samples.append((now_s, sign))
+                del samples[:-2]
 
-    def look_due(
+    def probe_due(
         self, now_s: float, *, last_sign_s: float, is_training: bool
     ) -> frozenset[int] | None:
         """Ranks whose process is silent, when it is time to look at all; None when it is not.
@@ -92,9 +92,9 @@ class HangDetector:
         near_s = self.deadline_s - LOOK_AHEAD_S
         silent = frozenset(self._silent(near_s, now_s))
         is_quiet = self._is_armed(is_training=is_training) and now_s - last_sign_s >= near_s
-        if not (silent or is_quiet) or now_s - self._looked_s < LOOK_EVERY_S:
+        if not (silent or is_quiet) or now_s - self._probed_s < LOOK_EVERY_S:
             return None
-        self._looked_s = now_s
+        self._probed_s = now_s
         return silent
 
     def hang(self, now_s: float, *, last_sign_s: float, is_training: bool) -> Hang | None:
@@ -140,11 +140,11 @@ def _standstill(
     stands: Mapping[int, list[tuple[float, ThreadStatus]]], *, since_s: float, limit_s: float
 ) -> Hang | None:
     """A hang, when since ``since_s`` every thread was found idle at one place, twice."""
-    pairs = {rank: looks for rank, looks in stands.items() if looks[-1][1].stack}
-    if not pairs or not all(_is_idle(looks, since_s) for looks in pairs.values()):
+    pairs = {rank: samples for rank, samples in stands.items() if samples[-1][1].stack}
+    if not pairs or not all(_is_idle(samples, since_s) for samples in pairs.values()):
         return None
-    last = {rank: looks[-1][1] for rank, looks in pairs.items()}
-    astray = sorted(rank for rank, stand in last.items() if not stand.waits_for)
+    last = {rank: samples[-1][1] for rank, samples in pairs.items()}
+    astray = sorted(rank for rank, thread_status in last.items() if not thread_status.waits_for)
     told = f"no rank has moved for {limit_s:.1f} s, three median steps and {MARGIN_S:g} s"
     if not astray:
         return Hang(rank=-1, message=f"{told}: each waits for another; {_words(last)}")
@@ -152,10 +152,10 @@ def _standstill(
     return Hang(rank=rank, message=f"{told}; {_words({each: last[each] for each in astray})}")
 
 
-def _is_idle(looks: list[tuple[float, ThreadStatus]], since_s: float) -> bool:
-    if len(looks) < 2 or looks[0][0] < since_s:
+def _is_idle(samples: list[tuple[float, ThreadStatus]], since_s: float) -> bool:
+    if len(samples) < 2 or samples[0][0] < since_s:
         return False
-    (before_s, first), (after_s, second) = looks
+    (before_s, first), (after_s, second) = samples
     is_still = first.stack == second.stack and second.state in IDLE_STATES
     busy_s = second.cpu_s - first.cpu_s
     return is_still and not second.is_patient and busy_s < BUSY_SHARE * (after_s - before_s)

@@ -53,7 +53,7 @@ class RankReports:
         self.nodes: Mapping[int, str] = {}
         """Of each rank, once it is known."""
 
-    def take(
+    def add(
         self, report: TimelineRecorded | MemoryMeasured | ExpertsLoaded, *, attempt: int
     ) -> list[Found]:
         """The event of all ranks when this was the last one missing."""
@@ -85,7 +85,7 @@ class RankReports:
         """The first look of an attempt is its first step, in which ranks load and compile."""
         self._num_looks += 1
         work_s = {r: own["worker/work_s"] for r, own in ranks.items() if "worker/work_s" in own}
-        slow = self._stragglers.take(work_s) if self._num_looks > 1 else []
+        slow = self._stragglers.observe(work_s) if self._num_looks > 1 else []
         worst = max((ratio for _, ratio in ratios(work_s, self._plan.grid)), default=0.0)
         told = [
             StragglerSeen(

@@ -48,10 +48,10 @@ class ResumePoint:
 class RestorePoint:
     """``start`` is what the next attempt starts from, ``key`` the newest checkpoint in the store."""
 
-    def __init__(self, store: Store, job: Job, keeping: SnapshotManager) -> None:
+    def __init__(self, store: Store, job: Job, snapshot_manager: SnapshotManager) -> None:
         self.key = ""
         self.start = ResumePoint()
-        self._store, self._job, self._keeping = store, job, keeping
+        self._store, self._job, self._snapshot_manager = store, job, snapshot_manager
         self._unreadable: dict[StateSource, set[str]] = {"store": set(), "memory": set()}
         self._rollbacks = read_rollbacks(store)
         self._going_back: Rollback | None = None
@@ -66,7 +66,7 @@ class RestorePoint:
         self._unreadable[self.start.source].add(self.start.key)
 
     @property
-    def passed_over(self) -> tuple[tuple[int, int], ...]:
+    def skipped_samples(self) -> tuple[tuple[int, int], ...]:
         """Ranges of samples that rollbacks left out; see StartWorker."""
         return tuple(each.samples for each in self._rollbacks if each.passes_over)
 
@@ -114,7 +114,7 @@ class RestorePoint:
         yet may finish it in the memory of a node.
         """
         skip, begun = set(self._unreadable["memory"]), checkpoint_of(self.start.key)
-        while (found := self._keeping.find(skip=skip)) is not None:
+        while (found := self._snapshot_manager.find(skip=skip)) is not None:
             if found.id.attempt >= attempt or (begun is not None and found.id <= begun):
                 return found
             key = found.manifest.key

@@ -59,7 +59,7 @@ class RunContext:
     Attributes:
         state: Where the run stands.
         grids: The grid that it has, and the one that it should have.
-        work: What belongs to the present attempt.
+        attempt_context: What belongs to the present attempt.
         losses: What failed so far, and the outage that is not made good.
         error: Why the driver gave up, if it did.
     """
@@ -82,14 +82,14 @@ class RunContext:
         past = self._journal.past
         self.grids = ScalingPolicy(plan, num_before=past.num_workers)
         self.losses = FailureHistory(policy_of(plan.job.elastic), clock, earlier=past.failures)
-        self._restore = RestorePoint(lease.store, plan.job, group.keeping)
+        self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
         self.error: RaymegaError | None = None
         self.state = self._journal.first_state()
         self._find_state()
         if self._restore.start.key and not self._journal.record.num_attempts:
             self.state = replace(self.state, reason="taken up from a checkpoint that was there")
         self._meter = GoodputMeter(first_step=self.state.step, now_s=clock.monotonic())
-        self.work = self._new_work()
+        self.attempt_context = self._new_work()
 
     @property
     def seconds_here(self) -> float:
@@ -99,14 +99,14 @@ class RunContext:
     @property
     def is_done(self) -> bool:
         """Every rank has left its loop, and no save is under way."""
-        return self.work.attempt.is_finished and self.work.saves.is_idle
+        return self.attempt_context.attempt.is_finished and self.attempt_context.committer.is_idle
 
     @property
     def bad_end(self) -> Failure | None:
         """The workers are done, and their last step is not saved."""
         if not self.is_done or self.state.saved_step >= self._job.run.steps:
             return None
-        return unsaved(step=self.work.attempt.step, saved_step=self.state.saved_step)
+        return unsaved(step=self.attempt_context.attempt.step, saved_step=self.state.saved_step)
 
     def open(self) -> None:
         """Tell the sink that the driver has taken up the run."""
@@ -134,7 +134,7 @@ class RunContext:
         self.move(State.STARTING, self.state.reason)
         start, spares = self._restore.start, self._num_spares()
         self._journal.begin(self.grids.now, self.state, restored=start.key, spares=spares)
-        self.work = self._new_work()
+        self.attempt_context = self._new_work()
         self._sink.emit(events.attempt_started(self.grids.now, self.state, source=start.source))
         self._group.start(
             AttemptSpec(
@@ -143,32 +143,34 @@ class RunContext:
                 attempt=self.state.attempt,
                 restore=start.key,
                 holders=start.holders,
-                passed_over=self._restore.passed_over,
+                skipped_samples=self._restore.skipped_samples,
             )
         )
 
-    def listen(self) -> Failure | None:
+    def poll_reports(self) -> Failure | None:
         """Take in what workers and commits have to say; why the attempt is lost, if it is."""
         reports = self._group.poll(TICK_S)
         self._announce_workers()
         for report in reports:
-            self.work.attempt.observe(report, self._clock.monotonic())
+            self.attempt_context.attempt.observe(report, self._clock.monotonic())
             self._take(report)
         self._take_outcomes()
         now_s = self._clock.monotonic()
-        if (silent := self.work.attempt.look_due(now_s)) is not None:
-            self._group.look(silent)
-        return self.work.attempt.failure(now_s)
+        if (silent := self.attempt_context.attempt.probe_due(now_s)) is not None:
+            self._group.probe(silent)
+        return self.attempt_context.attempt.failure(now_s)
 
-    def lose(self, failure: Failure) -> None:
+    def handle_failure(self, failure: Failure) -> None:
         """The attempt is lost; the policy says what follows."""
-        if self.state.state is State.RUNNING and self.work.attempt.could_not_restore(failure):
+        if self.state.state is State.RUNNING and self.attempt_context.attempt.could_not_restore(
+            failure
+        ):
             self._restore.give_up_on_newest()
             self._note(failure, decided := "the checkpoint cannot be read, the one before is next")
             self.move(State.RESTARTING, decided)
             return
         decision = self.losses.decide(failure)
-        self._journal.lose(failure)
+        self._journal.record_failure(failure)
         self._note(failure, decision.reason)
         if failure.traceback:
             log.error("%s; %s\n%s", failure.headline, decision.reason, failure.traceback)
@@ -182,12 +184,12 @@ class RunContext:
                 self._restore.roll_back(failure, attempt=self.state.attempt)
             self.move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
-    def clear_up(self) -> None:
+    def abort_attempt(self) -> None:
         """End the lost attempt on all ranks, and go back to the newest state that there is."""
-        self._journal.keep(self.state)
+        self._journal.record_state(self.state)
         self._group.release(keep_warm=True)
         self.losses.mark("abort")
-        self.work.saves.wait(DRAIN_S)
+        self.attempt_context.committer.wait(DRAIN_S)
         self._take_outcomes()
         self._find_state()
         self.losses.mark("find")
@@ -203,7 +205,7 @@ class RunContext:
     def end(self) -> RunFinished:
         """Release everything, write what is left to write, and tell the sink how it ended."""
         self._group.release(keep_warm=False)
-        self.work.saves.wait(DRAIN_S)
+        self.attempt_context.committer.wait(DRAIN_S)
         try:
             self._take_outcomes()
         except LeaseError as error:
@@ -230,21 +232,21 @@ class RunContext:
 
     def _announce_workers(self) -> None:
         members = self._group.members()
-        if members and not self.work.is_announced:
-            self.work.is_announced = True
-            self.work.ranks.nodes = {rank: members[rank].node_id for rank in members}
+        if members and not self.attempt_context.is_announced:
+            self.attempt_context.is_announced = True
+            self.attempt_context.ranks.nodes = {rank: members[rank].node_id for rank in members}
             self._sink.emit(events.workers_started(self.state, members))
 
     def _take(self, report: Report | WorkerStatus) -> None:
-        for told in self.work.saves.take(report):
+        for told in self.attempt_context.committer.handle_report(report):
             self._sink.emit(told)
         match report:
             case Entered():
-                self.losses.mark_start(report.phase, self.work.attempt)
+                self.losses.mark_start(report.phase, self.attempt_context.attempt)
             case StepDone():
                 self._take_step(report)
             case TimelineRecorded() | MemoryMeasured() | ExpertsLoaded():
-                for event in self.work.ranks.take(report, attempt=self.state.attempt):
+                for event in self.attempt_context.ranks.add(report, attempt=self.state.attempt):
                     self._sink.emit(event)
             case Evaluated() | NodesChecked() | StepDoubted():
                 self._sink.emit(events.of_report(self.state, report))
@@ -255,24 +257,24 @@ class RunContext:
         self._meter.add(step_s)
         self.grids.add_step(step_s)
         if report.metrics.get("checkpoint/snapshot_step"):
-            self._group.keeping.settle()
+            self._group.snapshot_manager.settle()
         spares, age_s = self._num_spares(), self._lease.age_s
         self._sink.emit(events.step_finished(self.state, report, spares=spares, age_s=age_s))
         source = self._restore.start.source
         recovered = self.losses.end(
-            self.work.attempt, number=self.state.attempt, step=report.step, source=source
+            self.attempt_context.attempt, number=self.state.attempt, step=report.step, source=source
         )
         if recovered is not None:
             self.grids.change_s = recovered.recovery_s
             self._sink.emit(recovered)
 
     def _take_outcomes(self) -> None:
-        for outcome in self.work.saves.take_outcomes():
+        for outcome in self.attempt_context.committer.pop_outcomes():
             match outcome:
                 case Committed():
                     self.state = replace(self.state, saved_step=outcome.step)
                     self._restore.key = outcome.key
-                    self._journal.keep(self.state)
+                    self._journal.record_state(self.state)
                     self._sink.emit(events.checkpoint_committed(self.state, outcome))
                 case Refused():
                     log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
@@ -282,11 +284,11 @@ class RunContext:
                     self._lease.refuse_if_lost()
 
     def _note(self, failure: Failure, decision: str) -> None:
-        where = self.work.attempt.whereabouts()
+        where = self.attempt_context.attempt.whereabouts()
         self._sink.emit(
             events.failure_seen(self.state, failure, decision=decision, whereabouts=where)
         )
-        self.losses.begin(failure, self.work.attempt)
+        self.losses.begin(failure, self.attempt_context.attempt)
 
     def _find_state(self) -> None:
         """Take the state back to the newest checkpoint or snapshot that can be restored."""

@@ -81,19 +81,19 @@ class ScalingPolicy:
         """Of the present grid, the newest last."""
         return tuple(self._step_s.get(self.now.grid.describe(), ()))
 
-    def shrink(self, places: Sequence[WorkerLocation]) -> RunPlan | None:
-        """The best plan for the processes in ``places``; None when no legal one needs so few."""
+    def shrink(self, locations: Sequence[WorkerLocation]) -> RunPlan | None:
+        """The best plan for the processes in ``locations``; None when no legal one needs so few."""
         least = self.full.job.elastic.min_workers
         if least == "grid":
             return None
-        if not places:
+        if not locations:
             return self._as_before(least)
         return smaller_plan(
             self.full.job,
-            most=len(places),
+            most=len(locations),
             least=least,
-            device=_device(places),
-            fits=lambda grid: self._fit(grid, places),
+            device=_device(locations),
+            fits=lambda grid: self._fit(grid, locations),
         )
 
     def _as_before(self, least: int) -> RunPlan | None:
@@ -102,21 +102,21 @@ class ScalingPolicy:
             return None
         return smaller_plan(self.full.job, most=self._num_before, least=self._num_before)
 
-    def can_be_full(self, places: Sequence[WorkerLocation]) -> bool:
+    def can_be_full(self, locations: Sequence[WorkerLocation]) -> bool:
         """The run has a smaller grid, and there are workers for the job's own."""
         may_grow = self.full.job.elastic.grow and not self.is_full
-        return may_grow and self._fit(self.full.grid, places)
+        return may_grow and self._fit(self.full.grid, locations)
 
-    def reason_to_grow(self, places: Sequence[WorkerLocation], *, step: int) -> str:
+    def reason_to_grow(self, locations: Sequence[WorkerLocation], *, step: int) -> str:
         """Why it is worth to have the job's own grid again; '' when it is not, or cannot be had."""
-        found = self.growth(places, step=step)
+        found = self.growth(locations, step=step)
         if found is None or not found.is_worth_it:
             return ""
         return f"there are workers for {self.full.grid.describe()} again: {found.reason}"
 
-    def growth(self, places: Sequence[WorkerLocation], *, step: int) -> ScaleUpDecision | None:
+    def growth(self, locations: Sequence[WorkerLocation], *, step: int) -> ScaleUpDecision | None:
         """What the job's own grid would bring at ``step``; None when it cannot be had, or is."""
-        if not self.can_be_full(places):
+        if not self.can_be_full(locations):
             return None
         now = self._step_s.get(self.now.grid.describe(), [])
         if len(now) < MIN_STEPS:
@@ -132,15 +132,15 @@ class ScalingPolicy:
             horizon_s=self.full.job.elastic.grow_horizon_s,
         )
 
-    def _fit(self, grid: Grid, places: Sequence[WorkerLocation]) -> bool:
+    def _fit(self, grid: Grid, locations: Sequence[WorkerLocation]) -> bool:
         is_free = self.full.job.parallel.is_tp_across_nodes_allowed
-        ranks = [-1] * len(places)
-        return choose_ranks(places, ranks, grid, is_tp_across_nodes_allowed=is_free) is not None
+        ranks = [-1] * len(locations)
+        return choose_ranks(locations, ranks, grid, is_tp_across_nodes_allowed=is_free) is not None
 
 
-def _device(places: Sequence[WorkerLocation]) -> Accelerator | None:
+def _device(locations: Sequence[WorkerLocation]) -> Accelerator | None:
     """What the workers have, the one with least memory; None when a node does not say it."""
-    kinds = {place.accelerator.lower() for place in places}
+    kinds = {location.accelerator.lower() for location in locations}
     if not kinds <= CATALOGUE.keys():
         return None
     return min((CATALOGUE[kind] for kind in kinds), key=lambda d: d.memory_bytes, default=None)

@@ -11,7 +11,7 @@ from statistics import median
 
 from raymega.plan.grid import Grid
 
-NUM_LOOKS = 2
+NUM_SAMPLES = 2
 """So many looks in a row make a straggler; one may be a passing disturbance."""
 
 
@@ -21,13 +21,15 @@ class Stragglers:
     def __init__(self, grid: Grid, *, ratio: float) -> None:
         """``ratio`` is the job's elastic.straggler_ratio, 0 for never."""
         self._grid, self._ratio = grid, ratio
-        self._looks: dict[int, int] = {}
+        self._samples: dict[int, int] = {}
 
-    def take(self, work_s: Mapping[int, float]) -> list[tuple[int, float]]:
+    def observe(self, work_s: Mapping[int, float]) -> list[tuple[int, float]]:
         """Ranks that have become stragglers with this look, each with its ratio; each is told once."""
         slow = {rank: ratio for rank, ratio in ratios(work_s, self._grid) if self._is_slow(ratio)}
-        self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in slow}
-        return [(rank, slow[rank]) for rank, looks in self._looks.items() if looks == NUM_LOOKS]
+        self._samples = {rank: self._samples.get(rank, 0) + 1 for rank in slow}
+        return [
+            (rank, slow[rank]) for rank, samples in self._samples.items() if samples == NUM_SAMPLES
+        ]
 
     def _is_slow(self, ratio: float) -> bool:
         return 0 < self._ratio < ratio

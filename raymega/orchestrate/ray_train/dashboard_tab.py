@@ -108,7 +108,7 @@ class _Tab:
                 self._attempt = self._new_attempt(event)
                 self._turn_run("SCHEDULING", event.reason)
             case WorkersStarted():
-                self._seat(event)
+                self._assigned(event)
             case FailureSeen():
                 self._end_attempt("ERRORED", event.cause)
                 self._turn_run("RESTARTING", event.cause)
@@ -138,7 +138,7 @@ class _Tab:
         for worker in self._attempt.workers:
             worker.status = self._schema.ActorStatus.DEAD
 
-    def _seat(self, event: WorkersStarted) -> None:
+    def _assigned(self, event: WorkersStarted) -> None:
         """The attempt's workers; Ray knows the actors by process."""
         actors = {(a["Address"]["NodeID"], a["Pid"]): a for a in _actors_of_this_driver()}
         ranks_of: dict[str, list[int]] = defaultdict(list)

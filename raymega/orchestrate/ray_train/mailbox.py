@@ -21,7 +21,7 @@ MAX_CONCURRENCY = 64
 class RemoteWorker:
     """A worker that has come: its place, and where it would host the rendezvous."""
 
-    place: WorkerLocation
+    location: WorkerLocation
     rendezvous: str
 
 
@@ -30,7 +30,7 @@ class WorkerRendezvous:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._guests: dict[int, RemoteWorker] = {}
+        self._remote_workers: dict[int, RemoteWorker] = {}
         self._starts: dict[int, StartWorker] = {}
         self._requests: dict[int, Requests] = {}
         self._reports: list[Report] = []
@@ -40,16 +40,16 @@ class WorkerRendezvous:
         """The attempt is not over."""
         return not self._is_closed
 
-    def come(self, index: int, guest: RemoteWorker) -> None:
+    def come(self, index: int, remote_worker: RemoteWorker) -> None:
         """A worker is here; ``index`` is its host's number for it."""
         with self._changed:
-            self._guests[index] = guest
+            self._remote_workers[index] = remote_worker
             self._changed.notify_all()
 
-    def guests(self) -> dict[int, RemoteWorker]:
+    def remote_workers(self) -> dict[int, RemoteWorker]:
         """All that have come."""
         with self._changed:
-            return dict(self._guests)
+            return dict(self._remote_workers)
 
     def send(self, starts: Mapping[int, StartWorker]) -> None:
         """The messages of all workers, by their host's numbers."""
@@ -72,16 +72,16 @@ class WorkerRendezvous:
             if reports:
                 self._reports += reports
                 self._changed.notify_all()
-            wishes = self._requests[rank]
-            self._requests[rank] = replace(wishes, save=False)
-            return wishes
+            requests = self._requests[rank]
+            self._requests[rank] = replace(requests, save=False)
+            return requests
 
     def wish(self, requests: Requests) -> None:
         """What every worker shall do at its next step boundary."""
         with self._changed:
             self._requests = dict.fromkeys(self._requests, requests)
 
-    def take(self, timeout_s: float) -> list[Report]:
+    def take_reports(self, timeout_s: float) -> list[Report]:
         """Reports in order of arrival, as soon as there are any; for the driver."""
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._is_closed, timeout_s)

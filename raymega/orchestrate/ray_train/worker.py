@@ -30,32 +30,32 @@ START_PATIENCE_S = 10.0
 """Of one call for the message; the driver bounds how often it is made."""
 
 
-def run_guest(config: Mapping[str, Any]) -> None:
+def run_worker(config: Mapping[str, Any]) -> None:
     """The training function of a TorchTrainer.
 
     Args:
-        config: ``mailbox``, the actor, and ``entry``, the module to run.
+        config: ``worker_rendezvous``, the actor, and ``entry``, the module to run.
 
     Raises:
         WorkerError: The attempt was over before it began.
     """
-    mailbox = config["mailbox"]
+    worker_rendezvous = config["worker_rendezvous"]
     entry = cast(EntryModule, importlib.import_module(config["entry"]))
     entry.abort()  # the trainer's own process group would be in the way
-    place = _place()
-    address, rendezvous = entry.host_rendezvous(place.address)
+    location = _location()
+    address, rendezvous = entry.host_rendezvous(location.address)
     index = ray.train.get_context().get_world_rank()
-    _ask(mailbox.come.remote(index, RemoteWorker(place=place, rendezvous=address)))
-    start = _await_start(mailbox, index)
-    outbox, is_over = ReportQueue(), Event()
+    _ask(worker_rendezvous.come.remote(index, RemoteWorker(location=location, rendezvous=address)))
+    start = _await_start(worker_rendezvous, index)
+    queue, is_over = ReportQueue(), Event()
     thread = Thread(
-        target=_exchange, args=(mailbox, start.rank, outbox, entry, is_over), daemon=True
+        target=_exchange, args=(worker_rendezvous, start.rank, queue, entry, is_over), daemon=True
     )
     thread.start()
     try:
-        entry.run_worker(start, outbox, rendezvous if start.rank == 0 else None)
+        entry.run_worker(start, queue, rendezvous if start.rank == 0 else None)
     except BaseException as error:
-        outbox.report(last_words(start.rank, 0, error))
+        queue.report(last_words(start.rank, 0, error))
         raise
     finally:
         is_over.set()
@@ -63,28 +63,28 @@ def run_guest(config: Mapping[str, Any]) -> None:
 
 
 def _exchange(
-    mailbox: Any, rank: int, outbox: ReportQueue, entry: EntryModule, is_over: Event
+    worker_rendezvous: Any, rank: int, queue: ReportQueue, entry: EntryModule, is_over: Event
 ) -> None:  # Any: an actor class made at run time has no static type
     """Reports there, wishes back, until both the work and the reports are at an end."""
     while True:
         is_last = is_over.is_set()
-        reports = outbox.take(0.0 if is_last else EXCHANGE_EVERY_S)
-        requests = _ask(mailbox.exchange.remote(rank, reports))
+        reports = queue.drain(0.0 if is_last else EXCHANGE_EVERY_S)
+        requests = _ask(worker_rendezvous.exchange.remote(rank, reports))
         if requests is None:
             entry.abort()
             return
         if is_last:
             return
         if requests.save or requests.stop:
-            outbox.set_requests(requests)
+            queue.set_requests(requests)
 
 
-def _await_start(mailbox: Any, index: int) -> StartWorker:
+def _await_start(worker_rendezvous: Any, index: int) -> StartWorker:
     while True:
-        start = _ask(mailbox.start_of.remote(index, START_PATIENCE_S))
+        start = _ask(worker_rendezvous.start_of.remote(index, START_PATIENCE_S))
         if start is not None:
             return cast(StartWorker, start)
-        if not _ask(mailbox.is_open.remote()):
+        if not _ask(worker_rendezvous.is_open.remote()):
             raise WorkerError("the attempt was over before its workers had met")
 
 
@@ -92,7 +92,7 @@ def _ask(ref: ray.ObjectRef[Any]) -> Any:
     return ray.get(ref, timeout=ANSWER_TIMEOUT_S)
 
 
-def _place() -> WorkerLocation:
+def _location() -> WorkerLocation:
     context = ray.get_runtime_context()
     labels = context.get_node_labels() or {}
     return WorkerLocation(

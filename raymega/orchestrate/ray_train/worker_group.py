@@ -18,14 +18,14 @@ import ray
 from ray.actor import ActorHandle
 
 from raymega.errors import CapacityError, Fault, InternalError
-from raymega.messages import Report, Requests, StartWorker, WorkerDied
+from raymega.messages import Replicas, Report, Requests, WorkerDied
 from raymega.orchestrate.cluster.node_inventory import (
     Device,
     find_device,
     list_nodes,
     worker_resources,
 )
-from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_seats, place_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
 from raymega.orchestrate.core.worker_group_api import (
     AttemptSpec,
     NodeDrain,
@@ -34,7 +34,7 @@ from raymega.orchestrate.core.worker_group_api import (
 )
 from raymega.orchestrate.core.worker_status import WorkerStatus
 from raymega.orchestrate.ray_train.mailbox import MAX_CONCURRENCY, RemoteWorker, WorkerRendezvous
-from raymega.orchestrate.ray_train.worker import run_guest
+from raymega.orchestrate.ray_train.worker import run_worker
 from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY
 from raymega.plan.run_plan import RunPlan
 
@@ -61,15 +61,17 @@ class RayTrainGroup:
             entry: Module that a worker runs; see worker.Entry.
         """
         self._plan, self._folder, self._can_grow, self._entry = plan, folder, can_grow, entry
-        self._order: AttemptSpec | None = None
-        self._mailbox: ActorHandle[Any] | None = None  # made at run time, without a static type
+        self._spec: AttemptSpec | None = None
+        self._worker_rendezvous: ActorHandle[Any] | None = (
+            None  # made at run time, without a static type
+        )
         self._thread = Thread()
         self._members: dict[int, WorkerLocation] = {}
         self._end: str | None = None
         self._device: Device = "cpu"
 
     @property
-    def keeping(self) -> SnapshotManager:
+    def snapshot_manager(self) -> SnapshotManager:
         """See WorkerGroup."""
         return NoSnapshots()
 
@@ -89,7 +91,7 @@ class RayTrainGroup:
         """See WorkerGroup; the trainer starts all at once."""
         return False
 
-    def departure(self) -> NodeDrain | None:
+    def drain(self) -> NodeDrain | None:
         """See WorkerGroup; a node that is taken away is lost when it goes."""
         return None
 
@@ -107,13 +109,15 @@ class RayTrainGroup:
             return fault if isinstance(fault, Fault) else None
         return None
 
-    def start(self, order: AttemptSpec) -> None:
+    def start(self, spec: AttemptSpec) -> None:
         """See WorkerGroup."""
-        self._order, self._members, self._end = order, {}, None
+        self._spec, self._members, self._end = spec, {}, None
         options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
         actor = ray.remote(WorkerRendezvous).options(**options).remote()
-        self._mailbox = cast(ActorHandle[Any], actor)
-        self._thread = Thread(target=self._fit, args=(self._mailbox, order.attempt), daemon=True)
+        self._worker_rendezvous = cast(ActorHandle[Any], actor)
+        self._thread = Thread(
+            target=self._fit, args=(self._worker_rendezvous, spec.attempt), daemon=True
+        )
         self._thread.start()
 
     def members(self) -> Mapping[int, WorkerLocation]:
@@ -122,14 +126,14 @@ class RayTrainGroup:
 
     def poll(self, timeout_s: float) -> list[Report | WorkerStatus]:
         """See WorkerGroup."""
-        if self._mailbox is None:
+        if self._worker_rendezvous is None:
             return []
         is_over = not self._thread.is_alive()  # before the last reports are taken
         reports: list[Report | WorkerStatus] = self._ask(
-            self._mailbox.take.remote(timeout_s), timeout_s
+            self._worker_rendezvous.take_reports.remote(timeout_s), timeout_s
         )
         if not self._members:
-            self._seat()
+            self._assigned()
         if is_over and self._end is not None:
             cause, self._end = self._end, None
             reports.append(WorkerDied(rank=-1, cause=cause))
@@ -137,32 +141,32 @@ class RayTrainGroup:
 
     def request(self, requests: Requests) -> None:
         """See WorkerGroup."""
-        if self._mailbox is not None:
-            self._mailbox.wish.remote(requests)
+        if self._worker_rendezvous is not None:
+            self._worker_rendezvous.wish.remote(requests)
 
-    def look(self, silent: Collection[int]) -> None:
+    def probe(self, silent: Collection[int]) -> None:
         """See WorkerGroup; Train's workers are not asked, so only the upper bounds end a hang."""
 
     def release(self, *, keep_warm: bool) -> None:  # noqa: ARG002  # Train keeps no process
         """See WorkerGroup."""
-        if self._mailbox is None:
+        if self._worker_rendezvous is None:
             return
-        self._ask(self._mailbox.close.remote(), 0.0)
+        self._ask(self._worker_rendezvous.close.remote(), 0.0)
         self._thread.join(END_PATIENCE_S)
         if self._thread.is_alive():
             log.warning("Ray Train has not ended its workers in %.0f s", END_PATIENCE_S)
-        ray.kill(self._mailbox)
-        self._mailbox, self._order, self._members = None, None, {}
+        ray.kill(self._worker_rendezvous)
+        self._worker_rendezvous, self._spec, self._members = None, None, {}
 
-    def _fit(self, mailbox: ActorHandle[Any], attempt: int) -> None:
+    def _fit(self, worker_rendezvous: ActorHandle[Any], attempt: int) -> None:
         """The trainer's life, in a thread of its own."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer  # loads torch, which the driver else does not need
 
         section, name = self._plan.job.cluster, self._plan.job.run.name
         trainer = TorchTrainer(
-            run_guest,
-            train_loop_config={"mailbox": mailbox, "entry": self._entry},
+            run_worker,
+            train_loop_config={"worker_rendezvous": worker_rendezvous, "entry": self._entry},
             scaling_config=ScalingConfig(
                 num_workers=self._plan.grid.world_size,
                 use_gpu=self._device == "cuda",
@@ -179,37 +183,38 @@ class RayTrainGroup:
         except Exception as error:  # noqa: BLE001 - the thread's edge: it becomes a report
             self._end = " ".join(str(error).split())[:MAX_CAUSE_LENGTH]
 
-    def _seat(self) -> None:
+    def _assigned(self) -> None:
         """Ranks by where the workers say that they live, never by Train's own order."""
-        assert self._mailbox is not None and self._order is not None, "an attempt has begun"
-        guests: dict[int, RemoteWorker] = self._ask(self._mailbox.guests.remote(), 0.0)
-        grid, order = self._plan.grid, self._order
-        if len(guests) < grid.world_size:
+        assert self._worker_rendezvous is not None and self._spec is not None, (
+            "an attempt has begun"
+        )
+        remote_workers: dict[int, RemoteWorker] = self._ask(
+            self._worker_rendezvous.remote_workers.remote(), 0.0
+        )
+        grid, spec = self._plan.grid, self._spec
+        if len(remote_workers) < grid.world_size:
             return
-        indices = sorted(guests)
-        places = [guests[index].place for index in indices]
+        indices = sorted(remote_workers)
+        locations = [remote_workers[index].location for index in indices]
         is_free = self._plan.job.parallel.is_tp_across_nodes_allowed
         try:
-            seats = assign_seats(places, grid, is_tp_across_nodes_allowed=is_free)
+            assigned_ranks = assign_ranks(locations, grid, is_tp_across_nodes_allowed=is_free)
         except InternalError as error:
             raise CapacityError(_parted_fault(str(error))) from error
-        host = next(i for i, seat in zip(indices, seats, strict=True) if seat.rank == 0)
+        host = next(
+            i for i, assigned in zip(indices, assigned_ranks, strict=True) if assigned.rank == 0
+        )
         starts = {
-            index: StartWorker(
-                plan_json=order.plan_json,
-                run_uri=order.run_uri,
-                attempt=order.attempt,
-                rank=seat.rank,
-                local_rank=seat.local_rank,
-                rendezvous=guests[host].rendezvous,
-                restore=order.restore,
+            index: spec.start_message(
+                assigned,
+                rendezvous=remote_workers[host].rendezvous,
                 device=self._device,
-                passed_over=order.passed_over,
+                replicas=Replicas(),
             )
-            for index, seat in zip(indices, seats, strict=True)
+            for index, assigned in zip(indices, assigned_ranks, strict=True)
         }
-        self._members = {s.rank: p for s, p in zip(seats, places, strict=True)}
-        self._mailbox.send.remote(starts)
+        self._members = {s.rank: p for s, p in zip(assigned_ranks, locations, strict=True)}
+        self._worker_rendezvous.send.remote(starts)
 
     def _ask(self, ref: ray.ObjectRef[Any], timeout_s: float) -> Any:
         return ray.get(ref, timeout=timeout_s + ANSWER_MARGIN_S)

@@ -151,7 +151,7 @@ class Journal:
         self._store, self._lease, self._executor, self._clock = lease.store, lease, executor, clock
         self._lock = Lock()
         self.record = open_record(lease.store, job, now=clock.timestamp())
-        self.past = read_past(lease.store)
+        self.past = read_history(lease.store)
         self._entry: AttemptRecord | None = None
 
     def first_state(self) -> RunState:
@@ -198,19 +198,19 @@ class Journal:
             turns = (*self._entry.turns, turn)[-MAX_TURNS:]
             self._entry = replace(self._entry, state=turn.state, turns=turns)
 
-    def lose(self, failure: Failure) -> None:
+    def record_failure(self, failure: Failure) -> None:
         """The present attempt is lost."""
         if self._entry is not None:
             failures = (*self._entry.failures, replace(failure, traceback=""))
             self._entry = replace(self._entry, failures=failures)
 
-    def keep(self, state: RunState) -> Future[None]:
+    def record_state(self, state: RunState) -> Future[None]:
         """Write what there is, beside the loop; a store that fails is only logged."""
         return self._executor.submit(self._write_quietly, self._record_at(state), self._entry)
 
     def end(self, state: RunState, timeout_s: float) -> None:
         """The same, and wait for it."""
-        wait([self.keep(state)], timeout=timeout_s)
+        wait([self.record_state(state)], timeout=timeout_s)
 
     def _record_at(self, state: RunState) -> RunRecord:
         status, step = state.state.value, state.saved_step
@@ -276,7 +276,7 @@ def write_record(store: Store, record: RunRecord) -> None:
     store.put(RECORD_KEY, [text.encode()], overwrite=True)
 
 
-def read_past(store: Store) -> RunHistory:
+def read_history(store: Store) -> RunHistory:
     """What is to be taken over: all attempts since a driver has last ended in good order."""
     failures: tuple[Failure, ...] = ()
     num_workers = 0

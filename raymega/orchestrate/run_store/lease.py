@@ -80,7 +80,7 @@ class Lease:
         """Since the store last said that the run is this driver's."""
         return self._clock.monotonic() - self._confirmed_s
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Become the run's driver. Blocks as long as the present one's lease lasts, at most.
 
         Raises:
@@ -252,7 +252,7 @@ def hold_lease(lease: Lease) -> Iterator[Lease]:
     Raises:
         LeaseError: Another driver holds the run, and lives.
     """
-    lease.take()
+    lease.acquire()
     is_over = Event()
     pause_s = lease.duration_s / RENEWALS
 

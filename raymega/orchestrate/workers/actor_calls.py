@@ -28,7 +28,7 @@ class _Call:
     """To whom, what to do with its answer, and whether it ends with the attempt."""
 
     slot: WorkerSlot
-    answered: Meet
+    on_result: Meet
     is_of_attempt: bool
 
 
@@ -43,20 +43,20 @@ class ActorCalls:
         """What to wait for."""
         return [*self._calls]
 
-    def make(
+    def submit(
         self,
         slot: WorkerSlot,
         method: str,
         *args: object,
-        answered: Meet,
+        on_result: Meet,
         is_of_attempt: bool = True,
     ) -> None:
         """Call the slot's process, if it has one."""
         if slot.actor is not None:
             ref = getattr(slot.actor, method).remote(*args)
-            self._calls[ref] = _Call(slot=slot, answered=answered, is_of_attempt=is_of_attempt)
+            self._calls[ref] = _Call(slot=slot, on_result=on_result, is_of_attempt=is_of_attempt)
 
-    def meet(self, ref: ray.ObjectRef[Any], died: Died) -> Reports:
+    def handle_result(self, ref: ray.ObjectRef[Any], died: Died) -> Reports:
         """Deal with one answer, or with its absence: then ``died`` is called, once a process."""
         call = self._calls.pop(ref, None)
         if call is None:
@@ -68,7 +68,7 @@ class ActorCalls:
             return [*died(call.slot, error)]
         except (RayTaskError, GetTimeoutError) as error:
             return [broken_call(call.slot.rank, error)]
-        return call.answered(call.slot, answer)
+        return call.on_result(call.slot, answer)
 
     def forget(self, slot: WorkerSlot) -> None:
         """Its process is gone, and so are its answers."""

@@ -24,12 +24,12 @@ class HangProbe:
         self._known: Reports = []
         self._stopped: set[WorkerSlot] = set()
 
-    def take(self) -> Reports:
+    def pop_results(self) -> Reports:
         """What was known at once, of processes on the driver's own node; the rest is an answer to a call."""
         known, self._known = self._known, []
         return known
 
-    def take_stopped(self) -> list[WorkerSlot]:
+    def pop_stopped(self) -> list[WorkerSlot]:
         """Whose process was stopped at the last look; forgets them."""
         stopped, self._stopped = self._stopped, set()
         return [*stopped]
@@ -37,10 +37,10 @@ class HangProbe:
     def ask(self, slots: Sequence[WorkerSlot], silent: Collection[int]) -> None:
         """Ask every rank."""
         for slot in slots:
-            if not (slot.seat and slot.place):
+            if not (slot.assigned and slot.location):
                 continue
             if slot.rank not in silent:
-                self._calls.make(slot, "stand", answered=_on_stand)
+                self._calls.submit(slot, "thread_status", on_result=_on_thread_status)
                 continue
             self._ask_about(slot, slots, silent)
 
@@ -48,15 +48,15 @@ class HangProbe:
         self, slot: WorkerSlot, slots: Sequence[WorkerSlot], silent: Collection[int]
     ) -> None:
         """The driver looks at what is on its node; elsewhere a process of the run does that answers."""
-        assert slot.place, "a rank has a place"
-        if slot.place.node_id == ray.get_runtime_context().get_node_id():
-            self._known += self._on_state(slot, slot, process_state(slot.place.pid))
+        assert slot.location, "a rank has a place"
+        if slot.location.node_id == ray.get_runtime_context().get_node_id():
+            self._known += self._on_state(slot, slot, process_state(slot.location.pid))
             return
         for other in slots:
-            is_near = other.place is not None and other.place.node_id == slot.place.node_id
+            is_near = other.location is not None and other.location.node_id == slot.location.node_id
             if is_near and other.is_warm and other.rank not in silent and other is not slot:
-                answered = partial(self._on_state, slot)
-                self._calls.make(other, "look_at", slot.place.pid, answered=answered)
+                on_result = partial(self._on_state, slot)
+                self._calls.submit(other, "process_status", slot.location.pid, on_result=on_result)
                 return
 
     def _on_state(self, about: WorkerSlot, _asked: WorkerSlot, state: str) -> Reports:
@@ -64,5 +64,5 @@ class HangProbe:
         return [ProcessStatus(rank=about.rank, state=state)]
 
 
-def _on_stand(_slot: WorkerSlot, standing: ThreadStatus) -> Reports:
+def _on_thread_status(_slot: WorkerSlot, standing: ThreadStatus) -> Reports:
     return [standing]

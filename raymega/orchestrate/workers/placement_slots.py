@@ -65,9 +65,9 @@ class WorkerSlot:
         is_spare: Beyond what the grid needs that was asked for.
         home: The rank that it had last, or is expected to get; -1 for none.
         actor: Its process, or the order for one; None when there is neither.
-        place: Where the process lives, once it has said so.
+        location: Where the process lives, once it has said so.
         is_warm: The process has loaded what it needs to train.
-        seat: Its rank in the present attempt, if it takes part.
+        assigned: Its rank in the present attempt, if it takes part.
         respawn_at_s: No new process before then.
         ordered_s: When its process was ordered.
     """
@@ -77,20 +77,20 @@ class WorkerSlot:
     is_spare: bool = False
     home: int = -1
     actor: ActorHandle[Any] | None = None  # an actor class made at run time has no static type
-    place: WorkerLocation | None = None
+    location: WorkerLocation | None = None
     is_warm: bool = False
-    seat: AssignedRank | None = None
+    assigned: AssignedRank | None = None
     respawn_at_s: float = 0.0
     ordered_s: float = 0.0
 
     @property
     def rank(self) -> int:
         """In the present attempt; -1 for none."""
-        return self.seat.rank if self.seat else -1
+        return self.assigned.rank if self.assigned else -1
 
     def clear(self) -> None:
         """Its process is gone."""
-        self.actor, self.place, self.is_warm = None, None, False
+        self.actor, self.location, self.is_warm = None, None, False
 
 
 class WorkerSlots:
@@ -102,7 +102,7 @@ class WorkerSlots:
         self.device: Device = "cpu"
         self.slots: list[WorkerSlot] = []
         self._patient_until_s = self._pause_until_s = 0.0
-        self._departures = DrainingNodes()
+        self._draining_nodes = DrainingNodes()
         self._replaced: set[int] = set()
 
     @property
@@ -166,7 +166,7 @@ class WorkerSlots:
 
     def lost(self) -> list[WorkerSlot]:
         """Those whose node is gone, as far as Ray knows."""
-        empty = _groups(slot for slot in self.slots if slot.place is None)
+        empty = _groups(slot for slot in self.slots if slot.location is None)
         gone = {group for group in empty if placement_group_table(group)["state"] == "RESCHEDULING"}
         return [slot for slot in self.slots if slot.group in gone]
 
@@ -180,7 +180,7 @@ class WorkerSlots:
                 if slot.group == group:
                     slot.group = other
 
-    def expected_places(self) -> list[WorkerLocation]:
+    def expected_locations(self) -> list[WorkerLocation]:
         """Where the process of each of the grid's slots will be: where Ray has put the groups."""
         node_of = {group: _node_of(group) for group in self._main}
         domains = {n.node_id: n.labels.get(DOMAIN_LABEL, "") for n in list_nodes(self._cluster)}
@@ -197,7 +197,7 @@ class WorkerSlots:
     @property
     def living(self) -> list[WorkerSlot]:
         """Those with a process, loaded or not, whose node stays."""
-        return [slot for slot in self.slots if slot.place and not self.is_leaving(slot)]
+        return [slot for slot in self.slots if slot.location and not self.is_leaving(slot)]
 
     def loading(self) -> list[WorkerSlot]:
         """Those on nodes that live whose process is not ready yet, ordered or about to be."""
@@ -214,20 +214,20 @@ class WorkerSlots:
 
     def is_leaving(self, slot: WorkerSlot) -> bool:
         """Its node will be taken away, as far as Ray was asked."""
-        return slot.place is not None and self._departures.is_leaving(slot.place.node_id)
+        return slot.location is not None and self._draining_nodes.is_leaving(slot.location.node_id)
 
-    def departure(self, block: int) -> NodeDrain | None:
+    def drain(self, block: int) -> NodeDrain | None:
         """Who has a rank and must leave, and how many seconds the first of them has; nobody is ready.
 
         Slots in their place are asked for, once: spares, which one of them becomes when it is lost.
         """
-        seconds = self._departures.look()
-        going = [slot for slot in self.slots if slot.seat and self.is_leaving(slot)]
+        seconds = self._draining_nodes.poll()
+        going = [slot for slot in self.slots if slot.assigned and self.is_leaving(slot)]
         new = {slot.index for slot in going} - self._replaced
         if new:
             self._replaced |= new
             self._reserve(-(-len(new) // block) * block, block, is_spare=True)
-        left = [seconds[slot.place.node_id] for slot in going if slot.place]
+        left = [seconds[slot.location.node_id] for slot in going if slot.location]
         ranks = tuple(sorted(slot.rank for slot in going))
         return NodeDrain(seconds=min(left), ranks=ranks, is_ready=False) if left else None
 
@@ -299,12 +299,12 @@ def _node_of(group: PlacementGroup) -> str:
     return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
 
 
-def abort(seated: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot]:
+def abort(assigned_slots: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot]:
     """Have workers let go of ``attempt``; the slots whose process did so in time."""
     refs: dict[ray.ObjectRef[bool], WorkerSlot] = {
         slot.actor.abort.remote(ABORT_PATIENCE_S, attempt): slot
-        for slot in seated
-        if slot.actor is not None and slot.place is not None
+        for slot in assigned_slots
+        if slot.actor is not None and slot.location is not None
     }
     if not refs:
         return []

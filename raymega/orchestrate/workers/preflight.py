@@ -63,20 +63,22 @@ class PreflightResult:
     sees_data: str = ""
 
 
-def answer_question(question: PreflightCheck, node_id: str) -> PreflightResult:
+def answer_question(preflight_check: PreflightCheck, node_id: str) -> PreflightResult:
     """Runs on the node. Where the driver's object is missing it writes nothing: no folder is made."""
     sees_driver = writes = ""
-    if question.store_uri:
-        store = open_store(question.store_uri)
-        sees_driver = _cause_of(lambda: _find(store, _driver_key(question)))
+    if preflight_check.store_uri:
+        store = open_store(preflight_check.store_uri)
+        sees_driver = _cause_of(lambda: _find(store, _driver_key(preflight_check)))
         if not sees_driver:
-            mine = _node_key(question, node_id)
+            mine = _node_key(preflight_check, node_id)
             writes = _cause_of(lambda: store.put(mine, [b"node"], overwrite=True))
     return PreflightResult(
         versions=local_versions(),
         sees_driver=sees_driver,
         writes=writes,
-        sees_data=_cause_of(lambda: _look_at_data(question)) if question.data_path else "",
+        sees_data=_cause_of(lambda: _look_at_data(preflight_check))
+        if preflight_check.data_path
+        else "",
     )
 
 
@@ -85,9 +87,9 @@ class _Round:
     """One round: which nodes (address by id) are asked what, and who has answered."""
 
     nodes: Mapping[str, str]
-    question: PreflightCheck
+    preflight_check: PreflightCheck
     begun_s: float
-    answers: dict[str, PreflightResult] = field(default_factory=dict)
+    node_results: dict[str, PreflightResult] = field(default_factory=dict)
 
 
 class Preflight:
@@ -118,13 +120,17 @@ class Preflight:
         """
         begun_s = time.monotonic()
         new = {node: address for node, address in nodes.items() if node not in self._sound}
-        question = self._question(is_elsewhere=any(node != self._driver_node for node in new))
-        self._round = _Round(nodes=new, question=question, begun_s=begun_s) if new else None
-        if new and question.store_uri:
-            self._store.put(_driver_key(question), [b"driver"], overwrite=True)
-        return question, list(new)
+        preflight_check = self._preflight_check(
+            is_elsewhere=any(node != self._driver_node for node in new)
+        )
+        self._round = (
+            _Round(nodes=new, preflight_check=preflight_check, begun_s=begun_s) if new else None
+        )
+        if new and preflight_check.store_uri:
+            self._store.put(_driver_key(preflight_check), [b"driver"], overwrite=True)
+        return preflight_check, list(new)
 
-    def take(self, node: str, answer: PreflightResult) -> list[NodesChecked]:
+    def add(self, node: str, node_result: PreflightResult) -> list[NodesChecked]:
         """Take in one answer; the last one closes the round.
 
         Raises:
@@ -132,22 +138,24 @@ class Preflight:
         """
         assert self._round, "only a node that was asked answers"
         asked = self._round
-        asked.answers[node] = answer
-        if len(asked.answers) < len(asked.nodes):
+        asked.node_results[node] = node_result
+        if len(asked.node_results) < len(asked.nodes):
             return []
         raise_faults(ConfigError, self._faults(asked))
         self._sound.update(asked.nodes)
         self._round = None
         seconds = time.monotonic() - asked.begun_s
-        return [NodesChecked(seconds=seconds, detail=_scope(asked.question, len(asked.nodes)))]
+        return [
+            NodesChecked(seconds=seconds, detail=_scope(asked.preflight_check, len(asked.nodes)))
+        ]
 
     def cancel(self) -> None:
         """Forget a round that is open: its attempt is over."""
         if self._round is not None:
-            self._tidy(self._round.question, list(self._round.nodes))
+            self._tidy(self._round.preflight_check, list(self._round.nodes))
         self._round = None
 
-    def _question(self, *, is_elsewhere: bool) -> PreflightCheck:
+    def _preflight_check(self, *, is_elsewhere: bool) -> PreflightCheck:
         """A local path on the driver's own node needs no question."""
         asks_store = is_elsewhere or local_path(self._store.uri) is None
         is_file = self._data_path != SYNTHETIC_PATH
@@ -161,46 +169,50 @@ class Preflight:
 
     def _faults(self, asked: _Round) -> list[Fault]:
         """Everything that is wrong with the nodes; takes the round's objects away."""
-        own, question = local_versions(), asked.question
+        own, preflight_check = local_versions(), asked.preflight_check
         faults = []
-        for node, answer in asked.answers.items():
-            other = version_fault(own, asked.nodes[node], answer.versions)
+        for node, node_result in asked.node_results.items():
+            other = version_fault(own, asked.nodes[node], node_result.versions)
             faults += [other] if other else []
-            faults += _answer_faults(asked.nodes[node], question, answer)
-        if question.store_uri:
-            wrote = [node for node, answer in asked.answers.items() if _has_written(answer)]
-            unseen = self._unseen(question, wrote)
-            faults += [
-                _unseen_by_driver(asked.nodes[n], question, why) for n, why in unseen.items()
+            faults += _answer_faults(asked.nodes[node], preflight_check, node_result)
+        if preflight_check.store_uri:
+            wrote = [
+                node
+                for node, node_result in asked.node_results.items()
+                if _has_written(node_result)
             ]
-            self._tidy(question, wrote)
+            unseen = self._unseen(preflight_check, wrote)
+            faults += [
+                _unseen_by_driver(asked.nodes[n], preflight_check, why) for n, why in unseen.items()
+            ]
+            self._tidy(preflight_check, wrote)
         return faults
 
-    def _unseen(self, question: PreflightCheck, wrote: list[str]) -> dict[str, str]:
+    def _unseen(self, preflight_check: PreflightCheck, wrote: list[str]) -> dict[str, str]:
         """By node whose object the driver does not find, why; all are looked for at once."""
         pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="preflight")
-        looks = {
-            node: pool.submit(_cause_of, _find, self._store, _node_key(question, node))
+        pending = {
+            node: pool.submit(_cause_of, _find, self._store, _node_key(preflight_check, node))
             for node in wrote
         }
-        done, _ = wait(looks.values(), timeout=READ_TIMEOUT_S)
+        done, _ = wait(pending.values(), timeout=READ_TIMEOUT_S)
         pool.shutdown(wait=False, cancel_futures=True)
         late = f"no answer in {READ_TIMEOUT_S:g} s"
-        causes = {node: look.result() if look in done else late for node, look in looks.items()}
+        causes = {node: look.result() if look in done else late for node, look in pending.items()}
         return {node: cause for node, cause in causes.items() if cause}
 
-    def _tidy(self, question: PreflightCheck, wrote: list[str]) -> None:
-        if not question.store_uri:
+    def _tidy(self, preflight_check: PreflightCheck, wrote: list[str]) -> None:
+        if not preflight_check.store_uri:
             return
-        keys = [_driver_key(question), *(_node_key(question, node) for node in wrote)]
+        keys = [_driver_key(preflight_check), *(_node_key(preflight_check, node) for node in wrote)]
         with ThreadPoolExecutor(NUM_READERS) as pool, suppress(RaymegaError):
             list(pool.map(self._store.delete, keys))
 
 
-def _scope(question: PreflightCheck, num_nodes: int) -> str:
+def _scope(preflight_check: PreflightCheck, num_nodes: int) -> str:
     """One line for people: what was checked, and what was not."""
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-    stores = {"the run's store": question.store_uri, "the data": question.data_path}
+    stores = {"the run's store": preflight_check.store_uri, "the data": preflight_check.data_path}
     asked = [name for name, uri in stores.items() if uri]
     if asked:
         return f"versions and {' and '.join(asked)} are right on {nodes}"
@@ -228,45 +240,49 @@ def _find(store: Store, key: str) -> None:
         raise FileNotFoundError("it is not there") from None
 
 
-def _look_at_data(question: PreflightCheck) -> None:
+def _look_at_data(preflight_check: PreflightCheck) -> None:
     """Description and, of a folder, sizes; an object store's shards are checked as they come."""
-    path = question.data_path
+    path = preflight_check.data_path
     found = dataset_identity(path)
-    if found != question.data_identity:
-        raise OSError(f"{path}/{META_FILE} describes dataset {found}, not {question.data_identity}")
+    if found != preflight_check.data_identity:
+        raise OSError(
+            f"{path}/{META_FILE} describes dataset {found}, not {preflight_check.data_identity}"
+        )
     if not is_remote(path):
         raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
 
 
-def _has_written(answer: PreflightResult) -> bool:
-    return not answer.sees_driver and not answer.writes
+def _has_written(node_result: PreflightResult) -> bool:
+    return not node_result.sees_driver and not node_result.writes
 
 
-def _answer_faults(name: str, question: PreflightCheck, answer: PreflightResult) -> Iterator[Fault]:
-    if answer.sees_driver:
+def _answer_faults(
+    name: str, preflight_check: PreflightCheck, node_result: PreflightResult
+) -> Iterator[Fault]:
+    if node_result.sees_driver:
         yield _not_shared(
-            f"node {name} does not see what the driver wrote to {question.store_uri} "
-            f"({answer.sees_driver})"
+            f"node {name} does not see what the driver wrote to {preflight_check.store_uri} "
+            f"({node_result.sees_driver})"
         )
-    if answer.writes:
+    if node_result.writes:
         yield Fault(
-            fact=f"node {name} cannot write to {question.store_uri} ({answer.writes})",
+            fact=f"node {name} cannot write to {preflight_check.store_uri} ({node_result.writes})",
             rule="every node that hosts workers writes its part of a checkpoint there",
             remedy="correct the permissions of the node's user or role, or free space",
         )
-    if answer.sees_data:
+    if node_result.sees_data:
         yield Fault(
-            fact=f"node {name} does not see the data of data.path={question.data_path!r} "
-            f"({answer.sees_data})",
+            fact=f"node {name} does not see the data of data.path={preflight_check.data_path!r} "
+            f"({node_result.sees_data})",
             rule="every node that hosts workers reads the dataset that the driver reads",
             remedy="put the dataset on an object store or a file system that all nodes share, or "
             "copy it to the same path on each node",
         )
 
 
-def _unseen_by_driver(name: str, question: PreflightCheck, why: str) -> Fault:
+def _unseen_by_driver(name: str, preflight_check: PreflightCheck, why: str) -> Fault:
     return _not_shared(
-        f"the driver does not see what node {name} wrote to {question.store_uri} ({why})"
+        f"the driver does not see what node {name} wrote to {preflight_check.store_uri} ({why})"
     )
 
 
@@ -279,9 +295,9 @@ def _not_shared(fact: str) -> Fault:
     )
 
 
-def _driver_key(question: PreflightCheck) -> str:
-    return f"{question.folder}/driver"
+def _driver_key(preflight_check: PreflightCheck) -> str:
+    return f"{preflight_check.folder}/driver"
 
 
-def _node_key(question: PreflightCheck, node_id: str) -> str:
-    return f"{question.folder}/{node_id}"
+def _node_key(preflight_check: PreflightCheck, node_id: str) -> str:
+    return f"{preflight_check.folder}/{node_id}"

@@ -13,10 +13,10 @@ from raymega.errors import CapacityError
 from raymega.messages import NodeSlots
 from raymega.orchestrate.core.rank_placement import (
     WorkerLocation,
-    assign_seats,
+    assign_ranks,
     block_size,
     choose_ranks,
-    keep_seats,
+    keep_ranks,
     place_ranks,
 )
 from raymega.orchestrate.workers.placement_slots import WorkerSlot, WorkerSlots
@@ -35,9 +35,9 @@ class RankAssignment:
         self._rule = {"is_tp_across_nodes_allowed": plan.job.parallel.is_tp_across_nodes_allowed}
 
     @property
-    def seated(self) -> list[WorkerSlot]:
+    def assigned_slots(self) -> list[WorkerSlot]:
         """Those with a rank in the present attempt."""
-        return [slot for slot in self._slots.slots if slot.seat]
+        return [slot for slot in self._slots.slots if slot.assigned]
 
     def block_of(self, grid: Grid) -> int:
         """Workers of ``grid`` that must be together on a node."""
@@ -75,11 +75,11 @@ class RankAssignment:
         if any(slot.home >= 0 for slot in self._slots.slots):
             return []
         main = [slot for slot in self._slots.slots if not slot.is_spare]
-        places = self._slots.expected_places()
-        seats = assign_seats(places, self.grid, **self._rule)
-        for slot, seat in zip(main, seats, strict=True):
-            slot.home = seat.rank
-        return places
+        locations = self._slots.expected_locations()
+        assigned_ranks = assign_ranks(locations, self.grid, **self._rule)
+        for slot, assigned in zip(main, assigned_ranks, strict=True):
+            slot.home = assigned.rank
+        return locations
 
     def warm_ranks(self) -> dict[int, WorkerSlot] | None:
         """By rank who could take it now, without any process that is still to come."""
@@ -91,9 +91,9 @@ class RankAssignment:
         return self._ranks_of(self._slots.living) if ranks is None else ranks
 
     def _ranks_of(self, slots: list[WorkerSlot]) -> dict[int, WorkerSlot] | None:
-        places = [slot.place for slot in slots if slot.place]
+        locations = [slot.location for slot in slots if slot.location]
         homes = [slot.home for slot in slots]
-        ranks = choose_ranks(places, homes, self.grid, **self._rule)
+        ranks = choose_ranks(locations, homes, self.grid, **self._rule)
         if ranks is None:
             return None
         return {rank: slot for rank, slot in zip(ranks, slots, strict=True) if rank >= 0}
@@ -101,20 +101,20 @@ class RankAssignment:
     def choose(self) -> dict[int, WorkerSlot] | None:
         """Every rank has a process: its own, or else one that is warm and has none; None before."""
         awaited = [s for s in self._slots.slots if s.home >= 0 and not self._slots.is_leaving(s)]
-        if len(awaited) == self.grid.world_size and all(slot.place for slot in awaited):
+        if len(awaited) == self.grid.world_size and all(slot.location for slot in awaited):
             return {slot.home: slot for slot in awaited}
         return self.warm_ranks()
 
-    def seat(self, chosen: dict[int, WorkerSlot]) -> list[WorkerSlot]:
+    def assigned(self, chosen: dict[int, WorkerSlot]) -> list[WorkerSlot]:
         """Give seats to those that were chosen; by rank, the first is who hosts the rendezvous."""
         taken = [chosen[rank] for rank in sorted(chosen)]
-        places = [slot.place for slot in taken if slot.place]
-        seats = keep_seats(places, sorted(chosen), self.grid, **self._rule)
-        if seats is None:
-            seats = assign_seats(places, self.grid, **self._rule)
+        locations = [slot.location for slot in taken if slot.location]
+        assigned_ranks = keep_ranks(locations, sorted(chosen), self.grid, **self._rule)
+        if assigned_ranks is None:
+            assigned_ranks = assign_ranks(locations, self.grid, **self._rule)
             log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
         for slot in self._slots.slots:
             slot.home = -1
-        for slot, seat in zip(taken, seats, strict=True):
-            slot.seat, slot.home = seat, seat.rank
+        for slot, assigned in zip(taken, assigned_ranks, strict=True):
+            slot.assigned, slot.home = assigned, assigned.rank
         return sorted(taken, key=lambda slot: slot.rank)

@@ -41,16 +41,16 @@ class ReportQueue:
     def requests(self) -> Requests:
         """See Channel."""
         with self._changed:
-            wishes = self._requests
-            self._requests = replace(wishes, save=False)
-            return wishes
+            requests = self._requests
+            self._requests = replace(requests, save=False)
+            return requests
 
     def set_requests(self, requests: Requests) -> None:
         """The driver's wishes from now on."""
         with self._changed:
             self._requests = requests
 
-    def take(self, timeout_s: float) -> list[Report]:
+    def drain(self, timeout_s: float) -> list[Report]:
         """All reports that wait; blocks until there is one beside heart beats, or ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._is_closed, timeout_s)

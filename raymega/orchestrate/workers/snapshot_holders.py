@@ -73,7 +73,7 @@ class SnapshotServers:
         self._wanted: set[str] = set()
         self._since_s = 0.0
 
-    def place(self, nodes: Collection[str]) -> None:
+    def location(self, nodes: Collection[str]) -> None:
         """Have a keeper on each of ``nodes``; those that live stay as they are. Never blocks."""
         self._drop_dead()
         self._wanted, self._since_s = set(nodes), self._clock.monotonic()

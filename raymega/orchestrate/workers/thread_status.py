@@ -29,7 +29,7 @@ RUNNING, STOPPED = "R", "T"
 UNKNOWN = ""
 
 
-def stand_of(thread: Thread, *, rank: int, step: int) -> ThreadStatus:
+def thread_status_of(thread: Thread, *, rank: int, step: int) -> ThreadStatus:
     """Where ``thread`` is now; step is the last that it has completed."""
     frames = _frames(thread)
     state, cpu_s = _books(PROC / "self" / "task" / str(thread.native_id) / "stat")
@@ -61,9 +61,9 @@ def _frames(thread: Thread) -> list[FrameType]:
     return found[::-1]
 
 
-def _local(frames: Sequence[FrameType], place: tuple[str, str, str]) -> str:
+def _local(frames: Sequence[FrameType], location: tuple[str, str, str]) -> str:
     """The innermost such variable as text; empty when the thread is not there."""
-    module, function, name = place
+    module, function, name = location
     for frame in reversed(frames):
         is_there = frame.f_code.co_name == function and frame.f_globals.get("__name__") == module
         if is_there and name in frame.f_locals:

@@ -33,7 +33,7 @@ from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LA
 from raymega.orchestrate.core.worker_status import ThreadStatus
 from raymega.orchestrate.workers.preflight import PreflightCheck, PreflightResult, answer_question
 from raymega.orchestrate.workers.report_queue import ReportQueue
-from raymega.orchestrate.workers.thread_status import process_state, stand_of
+from raymega.orchestrate.workers.thread_status import process_state, thread_status_of
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +63,15 @@ class Worker:
     def __init__(self, entry: str) -> None:
         self._entry_name = entry
         self._rendezvous: object = None
-        self._outbox = ReportQueue()
-        self._steps = _Steps(self._outbox)
+        self._queue = ReportQueue()
+        self._steps = _Steps(self._queue)
         self._rank = -1
         self._thread = Thread()
         self._loading = Lock()
         self._run_uri = ""
         self._attempt = 0
 
-    def place(self) -> WorkerLocation:
+    def location(self) -> WorkerLocation:
         """Where this process lives."""
         context = ray.get_runtime_context()
         labels = context.get_node_labels() or {}  # said to be lists, and are texts
@@ -102,9 +102,9 @@ class Worker:
                 gc.freeze()  # later looks leave it out too, 0.1 s at the end of an attempt
                 gc.enable()
 
-    def answer(self, question: PreflightCheck) -> PreflightResult:
+    def answer(self, preflight_check: PreflightCheck) -> PreflightResult:
         """What this node says before anything trains on it."""
-        return answer_question(question, ray.get_runtime_context().get_node_id())
+        return answer_question(preflight_check, ray.get_runtime_context().get_node_id())
 
     def host_rendezvous(self, host: str) -> str:
         """Rank 0 only: open the meeting place of the next attempt and return its address."""
@@ -121,8 +121,8 @@ class Worker:
             raise LeaseError(_stale_fault(start.attempt, self._attempt))
         self._attempt = start.attempt
         _write_output_to(Path(log_path), start)
-        self._outbox, self._run_uri, self._rank = ReportQueue(), start.run_uri, start.rank
-        self._steps = _Steps(self._outbox)
+        self._queue, self._run_uri, self._rank = ReportQueue(), start.run_uri, start.rank
+        self._steps = _Steps(self._queue)
         self._thread = Thread(
             target=self._train,
             args=(start, self._steps, self._rendezvous),
@@ -134,18 +134,18 @@ class Worker:
 
     def next_reports(self, timeout_s: float) -> list[Report]:
         """The long poll."""
-        return self._outbox.take(timeout_s)
+        return self._queue.drain(timeout_s)
 
     def set_requests(self, requests: Requests, attempt: int) -> None:
         """What the loop of ``attempt`` shall do at its next step boundary; calls may come late."""
         if not self._is_older(attempt):
-            self._outbox.set_requests(requests)
+            self._queue.set_requests(requests)
 
-    def stand(self) -> ThreadStatus:
+    def thread_status(self) -> ThreadStatus:
         """Where the training thread is; see ThreadStatus."""
-        return stand_of(self._thread, rank=self._rank, step=self._steps.step)
+        return thread_status_of(self._thread, rank=self._rank, step=self._steps.step)
 
-    def look_at(self, pid: int) -> str:
+    def process_status(self, pid: int) -> str:
         """What the kernel says of another process of this node."""
         return process_state(pid)
 
@@ -153,7 +153,7 @@ class Worker:
         """End ``attempt``; whether its training thread is gone, so that the process can go on."""
         if self._is_older(attempt):
             return True
-        self._outbox.close()
+        self._queue.close()
         if self._thread.is_alive():
             self._entry().abort()
             self._thread.join(timeout_s)

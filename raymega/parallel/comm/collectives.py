@@ -8,6 +8,7 @@ for whom. It owns no group, and differentiates nothing: that is parallel.collect
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -293,7 +294,8 @@ def _start(
     if group.handle is None:
         return Work(what, None, wait, group.waited)
     try:
-        return Work(what, launch(group.resolve()), wait, group.waited)
+        handle, launched_s = group.resolve(), time.perf_counter()
+        return Work(what, launch(handle), wait, group.waited, launched_s=launched_s)
     except RuntimeError as error:
         raise failure(what(), 0.0, group.timeout_s, error) from error
 

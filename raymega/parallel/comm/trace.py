@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -45,8 +45,7 @@ class CommLog:
     ranks, between experts and in the update have no bucket, and those of a name are counted from 0.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._flights: list[_Flight | _GpuFlight] = []
         self._numbers = Counter[str]()
         self._origin: _Origin | None = None
@@ -65,7 +64,7 @@ class CommLog:
     def start(self) -> None:
         """Record from now on, which is time 0."""
         self._flights, self._numbers = [], Counter()
-        self._origin, self._is_open = _Origin(self._clock), True
+        self._origin, self._is_open = _Origin(), True
 
     def track(self, name: str, bucket: Numbered, pending: Work) -> Waitable:
         """Watch an operation that was just launched, if a step is being recorded."""
@@ -86,7 +85,7 @@ class CommLog:
         self._flights.append(flight)
         return flight
 
-    def take(self, work: Sequence[Event], *, began_s: float) -> tuple[Event, ...]:
+    def pause(self, work: Sequence[Event], *, began_s: float) -> tuple[Event, ...]:
         """Pause recording; the time line of ``work`` and of what was tracked beside it.
 
         Args:
@@ -122,16 +121,16 @@ class CommLog:
 class _Origin:
     """Time 0 of a recording: a reading of the clock, and on a GPU an event at the same moment."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         self.marker: torch.cuda.Event | None = None
         self.side: torch.cuda.Stream | None = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self.marker, self.side = _mark(), torch.cuda.Stream()
-        self._clock, self._began = clock, clock()
+        self._began = time.perf_counter()
 
     def now(self) -> float:
-        return self.of_host(self._clock())
+        return self.of_host(time.perf_counter())
 
     def of_host(self, reading: float) -> float:
         return reading - self._began
@@ -148,7 +147,7 @@ class _Flight:
         self._name, self._at, self._origin = name, at, origin
         self._pending: Work | None = pending
         self._waited: list[tuple[float, float]] = []
-        self._launched_s = origin.now()
+        self._launched_s = origin.of_host(pending.launched_s)
         # The callback must not hold this object: the operation would keep itself and its tensors.
         self._done_s = done_s = list[float]()
         with suppress(RuntimeError):  # a reduce-scatter over gloo has nobody to tell

@@ -26,16 +26,25 @@ Wait = Callable[[dist.Work, float], None]
 class Work:
     """An operation under way; torch keeps its tensors alive until it is done.
 
+    ``launched_s`` is a reading of ``time.perf_counter`` from before its launch: this rank's part had
+    not been given then, however long the launch took or the thread was kept from reading a clock after it.
     On a GPU, waiting only orders the current stream behind it, and NCCL's watchdog keeps the
     timeout that the group was made with.
     """
 
-    __slots__ = ("_wait", "_waited", "_what", "_work")
+    __slots__ = ("_wait", "_waited", "_what", "_work", "launched_s")
 
     def __init__(
-        self, what: Callable[[], str], work: dist.Work | None, wait: Wait, waited: WaitTimer
+        self,
+        what: Callable[[], str],
+        work: dist.Work | None,
+        wait: Wait,
+        waited: WaitTimer,
+        *,
+        launched_s: float = 0.0,
     ) -> None:
         self._what, self._work, self._wait, self._waited = what, work, wait, waited
+        self.launched_s = launched_s
 
     def __str__(self) -> str:
         """Which operation on which ranks."""

@@ -32,7 +32,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: TokenLayout,
+    token_layout: TokenLayout,
     *,
     is_causal: bool = True,
     on_whole_rows: Attend | None = None,
@@ -43,7 +43,7 @@ def attend(
         q: [S/cp, B, H, K].
         k: [S/cp, B, G, K]; H / G neighbouring query heads read one key head.
         v: [S/cp, B, G, V], V at most K.
-        places: Where these tokens lie.
+        token_layout: Where these tokens lie.
         is_causal: A token sees those before it and itself; otherwise all of its document.
         on_whole_rows: Attends in place of torch's kernels, where no outer ranks are needed.
 
@@ -55,28 +55,30 @@ def attend(
         # Fused kernels and the ring want values as wide as keys. Zeros stay zeros, which are cut off.
         v = pad(v, (0, q.shape[-1] - width))
         return attend(
-            q, k, v, places, is_causal=is_causal, on_whole_rows=on_whole_rows
+            q, k, v, token_layout, is_causal=is_causal, on_whole_rows=on_whole_rows
         )[..., :width]  # fmt: skip
-    context = places.context
-    inside = on_whole_rows or partial(_across, places=places, is_causal=is_causal)
+    context = token_layout.context
+    inside = on_whole_rows or partial(_across, token_layout=token_layout, is_causal=is_causal)
     if context.inner.size == 1:
         return inside(q, k, v)
-    assert places.order is not None, "inner ranks have an order"
-    return ulysses(inside, q, k, v, ranks=context.inner, order=places.order, log=context.log)
+    assert token_layout.order is not None, "inner ranks have an order"
+    return ulysses(inside, q, k, v, ranks=context.inner, order=token_layout.order, log=context.log)
 
 
-def _across(q: Tensor, k: Tensor, v: Tensor, *, places: TokenLayout, is_causal: bool) -> Tensor:
+def _across(
+    q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout, is_causal: bool
+) -> Tensor:
     """Over the keys of the outer ranks, in documents or whole rows."""
-    outer, segments = places.context.outer, places.segments
+    outer, segments = token_layout.context.outer, token_layout.segments
     if outer.size == 1 and len(segments) == 1:
         return _whole_rows(q, k, v, is_causal=is_causal)
-    if places.ends is not None and has_one_kernel(q):
+    if token_layout.ends is not None and has_one_kernel(q):
         return attend_in_documents(
-            q, k, v, ends=places.ends, longest=max(segment.size for segment in segments),
+            q, k, v, ends=token_layout.ends, longest=max(segment.size for segment in segments),
             are_alike=segments[0].rows == slice(None), is_causal=is_causal,
         )  # fmt: skip
-    function = _Gathered if places.context.is_gathered and outer.size > 1 else _Ring
-    work = _Work(ranks=outer, segments=segments, is_causal=is_causal, log=places.context.log)
+    function = _Gathered if token_layout.context.is_gathered and outer.size > 1 else _Ring
+    work = _Work(ranks=outer, segments=segments, is_causal=is_causal, log=token_layout.context.log)
     return function.apply(q, k, v, work)
 
 

@@ -85,14 +85,14 @@ class Rows(NamedTuple):
 
     ``positions`` [B, S/cp] int64 are those of this rank's tokens in their documents, [1, S/cp] where
     all rows have the same; ``documents`` are lengths of the whole ones. ``context`` are the ranks
-    that share the rows where that differs between micro-batches, and then ``places`` [B, S/cp] are
+    that share the rows where that differs between micro-batches, and then ``row_positions`` [B, S/cp] are
     those of the tokens in their samples.
     """
 
     positions: Tensor
     documents: Documents
     context: Context | None = None
-    places: Tensor | None = None
+    row_positions: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +108,8 @@ class TokenLayout:
         ends: [N + 1] int32, where the documents of all rows end, the rows end to end; None unless there
             are several in a row, and no outer ranks.
         keys: What dropout goes by; None drops nothing.
-        turns: What RoPE turns by; None is positions 0 to S - 1.
-        marks: Which tokens of the micro-batch these are, and which count; None where no layer asks.
+        rotations: What RoPE turns by; None is positions 0 to S - 1.
+        token_ids: Which tokens of the micro-batch these are, and which count; None where no layer asks.
     """
 
     positions: Tensor
@@ -118,8 +118,8 @@ class TokenLayout:
     order: tuple[Tensor, Tensor] | None
     ends: Tensor | None = None
     keys: TokenKeys | None = None
-    turns: tuple[Tensor, Tensor] | None = None
-    marks: TokenIds | None = None
+    rotations: tuple[Tensor, Tensor] | None = None
+    token_ids: TokenIds | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -127,7 +127,7 @@ class TokenLayout:
         return self.context.degree == 1 and len(self.segments) == 1
 
 
-def make_places(rows: Rows, context: Context) -> TokenLayout:
+def make_token_layout(rows: Rows, context: Context) -> TokenLayout:
     """TokenLayout of ``rows``, cut over ``context``; neither dropout nor turns."""
     held = segments(rows.documents, cp=context.outer.size)
     return TokenLayout(
@@ -139,23 +139,23 @@ def make_places(rows: Rows, context: Context) -> TokenLayout:
     )
 
 
-def mark_tokens(rows: Rows, mask: Tensor, context: Context, stream: SequenceParallel) -> TokenIds:
+def make_token_ids(rows: Rows, mask: Tensor, context: Context, sp: SequenceParallel) -> TokenIds:
     """Marks of a micro-batch.
 
     Args:
         rows: What its rows are made of.
         mask: [B, S/cp], 1 where a token counts, else 0.
         context: The ranks that share the rows.
-        stream: How they lie on the tensor-parallel ranks.
+        sp: How they lie on the tensor-parallel ranks.
     """
-    at = rows.places
+    at = rows.row_positions
     if at is None:
         at = held_positions(rows.documents, context).to(mask.device)
     row_length = mask.shape[1] * context.degree
     first = torch.arange(mask.shape[0], device=mask.device)[:, None] * row_length
     return TokenIds(
-        numbers=stream.share(stream.own((first + at).t()).flatten()),
-        is_counted=stream.share(stream.own(mask.bool().t()).flatten()),
+        numbers=sp.share(sp.own((first + at).t()).flatten()),
+        is_counted=sp.share(sp.own(mask.bool().t()).flatten()),
         row_length=row_length,
     )
 

@@ -28,7 +28,7 @@ class GradientIntake(Protocol):
     def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
         """Where the caller now adds a term, and whether it is the first and overwrites."""
 
-    def take(self, param: torch.Tensor) -> None:
+    def collect(self, param: torch.Tensor) -> None:
         """A backward has come by all uses of the parameter."""
 
 
@@ -37,11 +37,11 @@ class ShardedParameter(torch.nn.Parameter):
 
     Attributes:
         spec: Which part, who else holds it, and who counts it.
-        intake: Where terms of its gradient go; None leaves them to autograd.
+        grad_sink: Where terms of its gradient go; None leaves them to autograd.
     """
 
     spec: ShardSpec
-    intake: GradientIntake | None
+    grad_sink: GradientIntake | None
 
     # By identity, as torch's own, which is Python: tables of parameters are asked in every backward.
     __hash__ = object.__hash__
@@ -50,7 +50,7 @@ class ShardedParameter(torch.nn.Parameter):
         """Wrap ``data`` ([*spec.shape]), which gets no values here."""
         param = super().__new__(cls, data)
         param.spec = spec
-        param.intake = None
+        param.grad_sink = None
         return param
 
 

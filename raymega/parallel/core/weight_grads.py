@@ -23,7 +23,7 @@ SMALL_BYTES = 2**20
 class GradTerm(Protocol):
     """What one use of a weight adds to its gradient, not yet computed."""
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         """The term itself, of the weight's shape and format."""
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
@@ -35,7 +35,7 @@ class ComputedTerm(NamedTuple):
 
     function: Callable[[], Tensor]
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         return self.function()
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
@@ -67,7 +67,7 @@ class WeightGradQueue:
         """What is made now is put off."""
         return self._owed is not None
 
-    def is_autograds(self, weight: Tensor) -> bool:
+    def leaves_to_autograd(self, weight: Tensor) -> bool:
         """A layer may leave the gradient of ``weight`` to torch: it is small, and wanted at once.
 
         torch makes a new matrix and adds it, in C++; a function of ours adds it where it belongs,
@@ -85,7 +85,7 @@ class WeightGradQueue:
         finally:
             self._owed = None
 
-    def settle_or_owe(self, weight: Tensor, term: GradTerm) -> Tensor | None:
+    def accumulate_or_defer(self, weight: Tensor, term: GradTerm) -> Tensor | None:
         """What backward returns for ``weight``: see :func:`accumulate_grad`; None too when it was put off."""
         if self._owed is None:
             return accumulate_grad(weight, term)
@@ -99,9 +99,13 @@ def accumulate_grad(weight: Tensor, term: GradTerm) -> Tensor | None:
     A product adds to a large matrix in the pass that makes it. Autograd would get a new matrix, which
     is written, read and added. It does where nobody sums, or a hook wants to see the gradient.
     """
-    if not isinstance(weight, ShardedParameter) or weight.intake is None or weight._backward_hooks:
-        return term.make()
-    total, is_first = weight.intake.place(weight)
+    if (
+        not isinstance(weight, ShardedParameter)
+        or weight.grad_sink is None
+        or weight._backward_hooks
+    ):
+        return term.compute()
+    total, is_first = weight.grad_sink.place(weight)
     term.add_to(total, is_first=is_first)
     return None
 
@@ -111,7 +115,7 @@ class _RowSums(NamedTuple):
 
     grad: Tensor
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         return self.grad.flatten(0, -2).sum(0)
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
@@ -119,7 +123,7 @@ class _RowSums(NamedTuple):
         add(self.grad.flatten(0, -2).sum(0, dtype=total.dtype), total, is_first=is_first)
 
 
-def settle_bias(bias: Tensor | None, grad: Tensor) -> Tensor | None:
+def accumulate_bias_grad(bias: Tensor | None, grad: Tensor) -> Tensor | None:
     """:func:`accumulate_grad` for a linear layer's bias [out], or None, of whose output ``grad`` is the gradient."""
     return None if bias is None else accumulate_grad(bias, _RowSums(grad))
 
@@ -143,10 +147,10 @@ def run_deferred(owed: list[DeferredGrad]) -> None:
         terms.setdefault(weight, []).append(term)
     owed.clear()
     for weight in list(terms):
-        _settle_all(weight, terms.pop(weight))
+        _accumulate_all(weight, terms.pop(weight))
 
 
-def _settle_all(weight: Tensor, terms: list[GradTerm]) -> None:
+def _accumulate_all(weight: Tensor, terms: list[GradTerm]) -> None:
     gradient: Tensor | None = None
     with torch.no_grad():
         for term in terms:
@@ -154,5 +158,5 @@ def _settle_all(weight: Tensor, terms: list[GradTerm]) -> None:
             gradient = made if gradient is None or made is None else gradient + made
     if gradient is not None:
         add_gradients(weight, gradient)
-    elif isinstance(weight, ShardedParameter) and weight.intake is not None:
-        weight.intake.take(weight)
+    elif isinstance(weight, ShardedParameter) and weight.grad_sink is not None:
+        weight.grad_sink.collect(weight)

@@ -85,7 +85,7 @@ class GradSink:
         self._added.add(param)
         return self._sums().place(param)
 
-    def take(self, param: torch.Tensor) -> None:
+    def collect(self, param: torch.Tensor) -> None:
         """All terms of a backward are there, in place or in ``param.grad``; or were put off."""
         param = cast(ShardedParameter, param)
         if param.grad is not None:

@@ -61,11 +61,11 @@ class GradBuffer:
         self._launched: dict[int, Waitable] = {}
         self._summing: _PartialSum | None = None
         for bucket in table.buckets:
-            intake = GradSink(partial(self._sum_of, bucket), partial(self._complete, bucket))
+            grad_sink = GradSink(partial(self._sum_of, bucket), partial(self._complete, bucket))
             for param, _ in bucket.spans:
                 if param.requires_grad:
-                    param.intake = intake
-                    param.register_post_accumulate_grad_hook(intake.take)
+                    param.grad_sink = grad_sink
+                    param.register_post_accumulate_grad_hook(grad_sink.collect)
         self._expect_all()
 
     def view(self, param: ShardedParameter) -> torch.Tensor:

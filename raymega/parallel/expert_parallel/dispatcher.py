@@ -21,9 +21,9 @@ from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.expert_parallel.overlap import PassInterleaver
 from raymega.parallel.expert_parallel.permutation import (
     Permutation,
-    arrange_evenly,
     count_choices,
     permute,
+    permute_evenly,
     reorder_rows,
     select_rows,
     unpermute,
@@ -33,11 +33,11 @@ from raymega.parallel.expert_parallel.transfers import (
     RowCounts,
     TransferStream,
     gather_parts,
-    land,
-    launch_exchange,
-    launch_gather,
-    launch_sum,
+    start_row_exchange,
+    start_row_gather,
+    start_row_sum,
     sum_parts,
+    wait_for,
 )
 from raymega.parallel.tensor_parallel.mappings import gather_positions
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
@@ -52,29 +52,31 @@ class ExpertGroups:
         ep: Each holds other experts.
         etp: Each holds a part of F of the same experts.
         micro: The tp x cp ranks that share the tokens of a micro-batch.
-        stream: How the residual stream lies on the tensor-parallel ranks.
+        sp: How the residual stream lies on the tensor-parallel ranks.
         is_gathered: Tokens are dispatched by all_gather instead of all_to_all.
         log: Sees what the ranks send each other.
-        turns: Where two passes take turns, who works while one waits for rows; None where one runs.
+        interleaver: Where two passes take turns, who works while one waits for rows; None where one runs.
     """
 
     ep: Group
     etp: Group
     micro: Group
-    stream: SequenceParallel
+    sp: SequenceParallel
     is_gathered: bool = False
     log: CommLog = field(default_factory=CommLog, compare=False, repr=False)
-    turns: PassInterleaver | None = field(default=None, compare=False, repr=False)
+    interleaver: PassInterleaver | None = field(default=None, compare=False, repr=False)
 
     @property
     def to_experts(self) -> TransferStream:
         """By which rows travel over ep."""
-        return TransferStream(group=self.ep, name="ep", log=self.log, turns=self.turns)
+        return TransferStream(group=self.ep, name="ep", log=self.log, interleaver=self.interleaver)
 
     @property
     def to_parts(self) -> TransferStream:
         """By which they travel over etp."""
-        return TransferStream(group=self.etp, name="etp", log=self.log, turns=self.turns)
+        return TransferStream(
+            group=self.etp, name="etp", log=self.log, interleaver=self.interleaver
+        )
 
     @property
     def place(self) -> ExpertPlace:
@@ -84,10 +86,10 @@ class ExpertGroups:
         )
 
 
-def no_expert_groups(stream: SequenceParallel) -> ExpertGroups:
+def no_expert_groups(sp: SequenceParallel) -> ExpertGroups:
     """Those of a rank that holds all experts whole, and of each sequence all that tp does not cut."""
-    nobody = alone(stream.tp.ranks[stream.tp.index])
-    return ExpertGroups(ep=nobody, etp=nobody, micro=stream.tp, stream=stream)
+    nobody = alone(sp.tp.ranks[sp.tp.index])
+    return ExpertGroups(ep=nobody, etp=nobody, micro=sp.tp, sp=sp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,14 +144,14 @@ class _ExchangedTrip:
     groups: ExpertGroups
     parts: RowCounts = field(init=False)
     arrangement: Permutation = field(init=False)
-    flight: AsyncTransfer = field(init=False)
+    transfer: AsyncTransfer = field(init=False)
     table: Tensor = field(init=False)
     order: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         routing, experts = self.routing, self.routing.experts
         if routing.capacity:
-            self.arrangement = arrange_evenly(
+            self.arrangement = permute_evenly(
                 experts, routing.num_experts, capacity=routing.capacity
             )
             self.table = _even_table(routing, self.groups, experts.device)
@@ -159,7 +161,7 @@ class _ExchangedTrip:
             counts = count_choices(experts, routing.num_experts)
             self.table = _count_table(counts, self.groups)
             rows = self._make_rows(counts)
-        self.flight = launch_exchange(rows, self.groups.to_experts, self.parts)
+        self.transfer = start_row_exchange(rows, self.groups.to_experts, self.parts)
 
     def _make_rows(self, counts: Tensor) -> Tensor:
         """Rows first, then the host's look at the counts, which says how many there are."""
@@ -176,7 +178,7 @@ class _ExchangedTrip:
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         groups, parts = self.groups, self.parts
-        rows = gather_parts(land(self.flight), groups.to_parts, parts.of_etp)
+        rows = gather_parts(wait_for(self.transfer), groups.to_parts, parts.of_etp)
         counts = self.table[0] if self.table.shape[0] == 1 else self.table.sum(0)
         if self.table.shape[0] > 1 and self.table.shape[1] > 1:
             self.order = _by_expert(self.table, num_rows=rows.shape[0])
@@ -189,10 +191,10 @@ class _ExchangedTrip:
             order, back = self.order
             rows = reorder_rows(rows, back, order)
         own = sum_parts(rows, groups.to_parts, parts.of_etp)
-        self.flight = launch_exchange(own, groups.to_experts, parts.reversed)
+        self.transfer = start_row_exchange(own, groups.to_experts, parts.reversed)
 
     def result(self) -> Tensor:
-        return unpermute(land(self.flight), self.routing.weights, self.arrangement)
+        return unpermute(wait_for(self.transfer), self.routing.weights, self.arrangement)
 
 
 @dataclass
@@ -204,15 +206,15 @@ class _GatheredTrip:
     groups: ExpertGroups
     weights: Tensor = field(init=False)
     arrangement: Permutation = field(init=False)
-    flight: AsyncTransfer = field(init=False)
+    transfer: AsyncTransfer = field(init=False)
 
     def __post_init__(self) -> None:
         groups, routing = self.groups, self.routing
         experts = all_gather(all_gather(routing.experts, groups.etp), groups.ep)
         weights = gather_positions(routing.weights, groups.etp)
         self.weights = gather_positions(weights, groups.ep)
-        x = land(launch_gather(self.x, groups.to_parts))
-        self.flight = launch_gather(x, groups.to_experts)
+        x = wait_for(start_row_gather(self.x, groups.to_parts))
+        self.transfer = start_row_gather(x, groups.to_experts)
         self.arrangement = self._arrange(experts)
 
     def _arrange(self, experts: Tensor) -> Permutation:
@@ -223,20 +225,20 @@ class _GatheredTrip:
         held = torch.where((held >= 0) & (held < num_held), held, num_held)
         if routing.capacity:
             capacity = routing.capacity * groups.ep.size * groups.etp.size
-            return arrange_evenly(held, num_held, capacity=capacity)
+            return permute_evenly(held, num_held, capacity=capacity)
         is_all = groups.ep.size == 1 and not routing.is_dropping
         num_rows = held.numel() if is_all else int((held < num_held).sum())
         return permute(held, count_choices(held, num_held), num_rows=num_rows)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
-        return select_rows(land(self.flight), self.arrangement), self.arrangement.counts
+        return select_rows(wait_for(self.transfer), self.arrangement), self.arrangement.counts
 
     def start_back(self, rows: Tensor) -> None:
         terms = unpermute(rows, self.weights, self.arrangement)
-        self.flight = launch_sum(terms, self.groups.to_experts)
+        self.transfer = start_row_sum(terms, self.groups.to_experts)
 
     def result(self) -> Tensor:
-        return land(launch_sum(land(self.flight), self.groups.to_parts))
+        return wait_for(start_row_sum(wait_for(self.transfer), self.groups.to_parts))
 
 
 def _count_table(counts: Tensor, groups: ExpertGroups) -> Tensor:
@@ -248,11 +250,11 @@ def _count_table(counts: Tensor, groups: ExpertGroups) -> Tensor:
     return all_gather(own, groups.etp)
 
 
-def _read_parts(trip: _ExchangedTrip, counts: Tensor) -> RowCounts:
+def _read_parts(dispatch: _ExchangedTrip, counts: Tensor) -> RowCounts:
     """The one wait of the host for the device."""
-    groups = trip.groups
+    groups = dispatch.groups
     sent = counts.view(groups.ep.size, -1).sum(1)
-    received = trip.table.view(groups.etp.size, groups.ep.size, -1).sum(2)
+    received = dispatch.table.view(groups.etp.size, groups.ep.size, -1).sum(2)
     numbers = torch.cat((sent, received.flatten())).tolist()
     own = numbers[groups.ep.size :][groups.etp.index * groups.ep.size :][: groups.ep.size]
     of_etp = [

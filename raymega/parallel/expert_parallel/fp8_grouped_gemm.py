@@ -47,7 +47,7 @@ def expert_linear(
     rows: Tensor,
     weight: Tensor,
     sizes: GroupSizes,
-    deferral: WeightGradQueue,
+    grad_queue: WeightGradQueue,
     place: Fp8Placement | None,
 ) -> Tensor:
     """:func:`grouped.grouped_linear`, in fp8 where there is a ``place``.
@@ -55,8 +55,8 @@ def expert_linear(
     Kept for backward are the rows, in the compute dtype.
     """
     if place is None:
-        return grouped_linear(rows, weight, sizes, deferral)
-    return _Fp8GroupedLinear.apply(rows, weight, sizes, deferral, place)
+        return grouped_linear(rows, weight, sizes, grad_queue)
+    return _Fp8GroupedLinear.apply(rows, weight, sizes, grad_queue, place)
 
 
 class _Fp8GroupedLinear(torch.autograd.Function):
@@ -66,11 +66,11 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         sizes: GroupSizes,
-        deferral: WeightGradQueue,
+        grad_queue: WeightGradQueue,
         place: Fp8Placement,
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.param, ctx.sizes, ctx.deferral, ctx.place = weight, sizes, deferral, place
+        ctx.param, ctx.sizes, ctx.grad_queue, ctx.place = weight, sizes, grad_queue, place
         eight = place.fp8.quantise(rows, place.inner, FORWARD)
         return product_by_expert(eight, place.fp8.rows(weight, place), sizes, rows.dtype)
 
@@ -79,7 +79,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), sizes, place, grad = ctx.saved_tensors, ctx.sizes, ctx.place, grad.contiguous()
         term = ComputedTerm(lambda: grouped_outer(grad, rows, sizes))
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, term)
+        grad_weight = ctx.grad_queue.accumulate_or_defer(ctx.param, term)
         eight = place.fp8.quantise(grad, place.outer, place.fp8.gradient_format)
         grad_rows = product_by_expert(eight, place.fp8.columns(ctx.param, place), sizes, rows.dtype)
         return grad_rows, grad_weight, None, None, None

@@ -54,7 +54,7 @@ def group_sizes(rows: Tensor, counts: Tensor, *, inner: int) -> GroupSizes:
 
 
 def grouped_linear(
-    rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: WeightGradQueue
+    rows: Tensor, weight: Tensor, sizes: GroupSizes, grad_queue: WeightGradQueue
 ) -> Tensor:
     """y = x W^T, expert by expert.
 
@@ -62,12 +62,12 @@ def grouped_linear(
         rows: [R, in], sorted by expert.
         weight: [E, out, in].
         sizes: Of the experts' rows.
-        deferral: Takes the weight's gradient when it is put off.
+        grad_queue: Takes the weight's gradient when it is put off.
 
     Returns:
         [R, out].
     """
-    return _GroupedLinear.apply(rows, weight, sizes, deferral)
+    return _GroupedLinear.apply(rows, weight, sizes, grad_queue)
 
 
 def grouped_product(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
@@ -93,7 +93,7 @@ class GroupedWeightGrad(NamedTuple):
     rows: Tensor
     sizes: GroupSizes
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         return grouped_outer(self.grad, self.rows, self.sizes)
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
@@ -101,7 +101,7 @@ class GroupedWeightGrad(NamedTuple):
         is_uneven = self.sizes.largest < 0
         is_short = total.device.type != "cpu" or total.nbytes < FRESH_BYTES
         if total.dtype != self.rows.dtype or (is_uneven and is_short):
-            add(self.make(), total, is_first=is_first)
+            add(self.compute(), total, is_first=is_first)
             return
         if is_uneven:
             self._add_one_by_one(total, is_first=is_first)
@@ -122,17 +122,19 @@ class GroupedWeightGrad(NamedTuple):
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, sizes: GroupSizes, deferral: WeightGradQueue
+        ctx: Any, rows: Tensor, weight: Tensor, sizes: GroupSizes, grad_queue: WeightGradQueue
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.param, ctx.sizes, ctx.deferral = weight, sizes, deferral
+        ctx.param, ctx.sizes, ctx.grad_queue = weight, sizes, grad_queue
         return grouped_product(rows, weight.mT, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (rows, weight), sizes, grad = ctx.saved_tensors, ctx.sizes, grad.contiguous()
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, GroupedWeightGrad(grad, rows, sizes))
+        grad_weight = ctx.grad_queue.accumulate_or_defer(
+            ctx.param, GroupedWeightGrad(grad, rows, sizes)
+        )
         return grouped_product(grad, weight, sizes), grad_weight, None, None
 
 

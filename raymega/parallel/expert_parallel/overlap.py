@@ -102,12 +102,12 @@ class PassInterleaver:
 class InterleavedWork(NamedTuple):
     """An operation under way that is waited for by :meth:`PassInterleaver.wait`."""
 
-    turns: PassInterleaver
+    interleaver: PassInterleaver
     pending: Waitable
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is complete; meanwhile the other pass may have worked."""
-        self.turns.wait(self.pending, timeout_s)
+        self.interleaver.wait(self.pending, timeout_s)
 
 
 class _OtherFailedError(Exception):

@@ -62,7 +62,7 @@ def permute(experts: Tensor, counts: Tensor, *, num_rows: int) -> Permutation:
     )
 
 
-def arrange_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Permutation:
+def permute_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Permutation:
     """The same with ``capacity`` rows for each expert, of which the last stay empty."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)

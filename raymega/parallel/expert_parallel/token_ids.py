@@ -51,7 +51,7 @@ class TokenIds:
         return self._repeated[top_k]
 
 
-def plain_marks(x: Tensor, micro: Group) -> TokenIds:
+def plain_token_ids(x: Tensor, micro: Group) -> TokenIds:
     """For whole rows on one rank of which every token counts. x: [S, B, D]."""
     assert micro.size == 1, "which tokens other ranks hold must be told"
     length, num_rows = x.shape[:2]

@@ -57,13 +57,13 @@ class TransferStream:
         group: They.
         name: How names of transfers begin: ``ep`` or ``etp``.
         log: Sees them.
-        turns: Where two passes take turns, who works while one waits; None where one pass runs.
+        interleaver: Where two passes take turns, who works while one waits; None where one pass runs.
     """
 
     group: Group
     name: str
     log: CommLog
-    turns: PassInterleaver | None = None
+    interleaver: PassInterleaver | None = None
 
     def exchange(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, what: str = "exchange"
@@ -88,7 +88,7 @@ class TransferStream:
 
     def _under_way(self, what: str, pending: Work, sent_bytes: int) -> Waitable:
         tracked = self.log.track_transfer(f"{self.name}_{what}", pending, sent_bytes=sent_bytes)
-        return tracked if self.turns is None else InterleavedWork(self.turns, tracked)
+        return tracked if self.interleaver is None else InterleavedWork(self.interleaver, tracked)
 
 
 class AsyncTransfer:
@@ -103,123 +103,133 @@ class AsyncTransfer:
         self.returned: tuple[Tensor, Waitable] | None = None
 
 
-def launch_exchange(x: Tensor, lane: TransferStream, parts: RowCounts) -> AsyncTransfer:
+def start_row_exchange(
+    x: Tensor, transfer_stream: TransferStream, parts: RowCounts
+) -> AsyncTransfer:
     """Uneven all-to-all of rows, [sum of sent, N] -> [sum of received, N]; backward the reverse."""
     sent, received = parts.sent, parts.received
     return _launch(
         x,
-        lane,
-        lambda rows: lane.exchange(rows, sent, received),
-        lambda rows: lane.exchange(rows, received, sent),
+        transfer_stream,
+        lambda rows: transfer_stream.exchange(rows, sent, received),
+        lambda rows: transfer_stream.exchange(rows, received, sent),
     )
 
 
-def launch_gather(x: Tensor, lane: TransferStream) -> AsyncTransfer:
+def start_row_gather(x: Tensor, transfer_stream: TransferStream) -> AsyncTransfer:
     """All-gather of equal parts, [T, N] -> [n T, N]; backward a reduce-scatter."""
-    return _launch(x, lane, lane.gather, lane.reduce)
+    return _launch(x, transfer_stream, transfer_stream.gather, transfer_stream.reduce)
 
 
-def launch_sum(x: Tensor, lane: TransferStream) -> AsyncTransfer:
+def start_row_sum(x: Tensor, transfer_stream: TransferStream) -> AsyncTransfer:
     """Reduce-scatter, [n T, N] -> [T, N]; backward an all-gather."""
-    return _launch(x, lane, lane.reduce, lane.gather)
+    return _launch(x, transfer_stream, transfer_stream.reduce, transfer_stream.gather)
 
 
-def land(flight: AsyncTransfer) -> Tensor:
+def wait_for(transfer: AsyncTransfer) -> Tensor:
     """Wait for it.
 
     The flight lets go of all that holds its tensor: autograd's node of the start has the flight, and
     a node that reaches its own output is never freed.
     """
-    arriving = flight.tensor
-    del flight.tensor
-    return arriving if flight.group.size == 1 else _Land.apply(arriving, flight)
+    arriving = transfer.tensor
+    del transfer.tensor
+    return arriving if transfer.group.size == 1 else _Land.apply(arriving, transfer)
 
 
-def gather_parts(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
+def gather_parts(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
     """Uneven all-gather: [parts[own], N] -> [sum of parts, N]; backward :func:`sum_parts`."""
-    return x if lane.group.size == 1 else _GatherParts.apply(x, lane, parts)
+    return x if transfer_stream.group.size == 1 else _GatherParts.apply(x, transfer_stream, parts)
 
 
-def sum_parts(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
+def sum_parts(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
     """Uneven reduce-scatter: [sum of parts, N] -> [parts[own], N]; backward a gather."""
-    return x if lane.group.size == 1 else _SumParts.apply(x, lane, parts)
+    return x if transfer_stream.group.size == 1 else _SumParts.apply(x, transfer_stream, parts)
 
 
-def _launch(x: Tensor, lane: TransferStream, start: Start, start_gradient: Start) -> AsyncTransfer:
+def _launch(
+    x: Tensor, transfer_stream: TransferStream, start: Start, start_gradient: Start
+) -> AsyncTransfer:
     """A rank that is alone has its rows already, and autograd nothing to see."""
-    flight = AsyncTransfer(lane.group, start, start_gradient)
-    flight.tensor = x if lane.group.size == 1 else _Launch.apply(x, flight)
-    return flight
+    transfer = AsyncTransfer(transfer_stream.group, start, start_gradient)
+    transfer.tensor = x if transfer_stream.group.size == 1 else _Launch.apply(x, transfer)
+    return transfer
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: AsyncTransfer) -> Tensor:
-        ctx.flight = flight
-        arriving, flight.pending = flight.start(x.contiguous())
+    def forward(ctx: Any, x: Tensor, transfer: AsyncTransfer) -> Tensor:
+        ctx.transfer = transfer
+        arriving, transfer.pending = transfer.start(x.contiguous())
         return arriving
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
         """The gradient has the other shape, so it comes by the flight and not by autograd."""
-        gradient, pending = ctx.flight.returned
-        pending.wait(ctx.flight.group.timeout_s)
-        ctx.flight.returned = None
+        gradient, pending = ctx.transfer.returned
+        pending.wait(ctx.transfer.group.timeout_s)
+        ctx.transfer.returned = None
         return gradient, None
 
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: AsyncTransfer) -> Tensor:
-        ctx.flight = flight
-        flight.pending.wait(flight.group.timeout_s)
-        del flight.pending
+    def forward(ctx: Any, x: Tensor, transfer: AsyncTransfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.pending.wait(transfer.group.timeout_s)
+        del transfer.pending
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
-        ctx.flight.returned = ctx.flight.start_gradient(grad)
+        ctx.transfer.returned = ctx.transfer.start_gradient(grad)
         return grad, None
 
 
 class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
-        ctx.lane, ctx.parts = lane, parts
-        return _gather(x, lane, parts)
+    def forward(
+        ctx: Any, x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]
+    ) -> Tensor:
+        ctx.transfer_stream, ctx.parts = transfer_stream, parts
+        return _gather(x, transfer_stream, parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(grad, ctx.lane, ctx.parts), None, None
+        return _sum(grad, ctx.transfer_stream, ctx.parts), None, None
 
 
 class _SumParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
-        ctx.lane, ctx.parts = lane, parts
-        return _sum(x, lane, parts)
+    def forward(
+        ctx: Any, x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]
+    ) -> Tensor:
+        ctx.transfer_stream, ctx.parts = transfer_stream, parts
+        return _sum(x, transfer_stream, parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.lane, ctx.parts), None, None
+        return _gather(grad, ctx.transfer_stream, ctx.parts), None, None
 
 
-def _gather(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
-    group = lane.group
+def _gather(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
+    group = transfer_stream.group
     copies = x.repeat(group.size, *[1] * (x.dim() - 1))
-    rows, pending = lane.exchange(copies, [parts[group.index]] * group.size, parts, what="gather")
+    rows, pending = transfer_stream.exchange(
+        copies, [parts[group.index]] * group.size, parts, what="gather"
+    )
     pending.wait(group.timeout_s)
     return rows
 
 
-def _sum(x: Tensor, lane: TransferStream, parts: Sequence[int]) -> Tensor:
-    group = lane.group
+def _sum(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
+    group = transfer_stream.group
     own = [parts[group.index]] * group.size
-    terms, pending = lane.exchange(x.contiguous(), parts, own, what="reduce")
+    terms, pending = transfer_stream.exchange(x.contiguous(), parts, own, what="reduce")
     pending.wait(group.timeout_s)
     return terms.view(group.size, own[0], *x.shape[1:]).sum(0)

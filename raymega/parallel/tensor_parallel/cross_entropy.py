@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.compile import fused
-from raymega.parallel.tensor_parallel.layers import local_rows
+from raymega.parallel.tensor_parallel.vocab_embedding import local_rows
 
 PORTION = 2**18
 """Logits that are worked on at once on a CPU: 1 MiB in float32."""

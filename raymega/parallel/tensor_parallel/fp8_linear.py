@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.core.weight_grads import ComputedTerm, WeightGradQueue, settle_bias
+from raymega.parallel.core.weight_grads import ComputedTerm, WeightGradQueue, accumulate_bias_grad
 from raymega.parallel.tensor_parallel.fp8_tensor import (
     FORWARD,
     GRADIENT,
@@ -136,13 +136,13 @@ class Fp8Placement:
 
     Attributes:
         fp8: By which recipe.
-        stream: Positions are gathered from it before, and gradients summed to it after; or None.
+        sp: Positions are gathered from it before, and gradients summed to it after; or None.
         inner: The ranks over which input features are cut, or None.
         outer: The same of output features.
     """
 
     fp8: Fp8
-    stream: SequenceParallel | None = None
+    sp: SequenceParallel | None = None
     inner: Group | None = None
     outer: Group | None = None
 
@@ -153,7 +153,7 @@ class Fp8Placement:
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, place: Fp8Placement, deferral: WeightGradQueue
+    x: Tensor, weight: Tensor, bias: Tensor | None, place: Fp8Placement, grad_queue: WeightGradQueue
 ) -> Tensor:
     """y = x W^T + b.
 
@@ -164,12 +164,12 @@ def fp8_linear(
         weight: [out, in], this rank's part.
         bias: [out] or None.
         place: How they are multiplied and cut.
-        deferral: Takes the weight's gradient when it is put off.
+        grad_queue: Takes the weight's gradient when it is put off.
 
     Returns:
         [S, B, out/tp], or this rank's term of [..., out] where the input's features are cut.
     """
-    return _Fp8Linear.apply(x.contiguous(), weight, bias, place, deferral)
+    return _Fp8Linear.apply(x.contiguous(), weight, bias, place, grad_queue)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -180,13 +180,13 @@ class _Fp8Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         place: Fp8Placement,
-        deferral: WeightGradQueue,
+        grad_queue: WeightGradQueue,
     ) -> Tensor:
         fp8 = place.fp8
         own = fp8.quantise(x, place.inner, FORWARD)
         ctx.save_for_backward(x)
         ctx.param, ctx.bias = weight, bias
-        ctx.place, ctx.deferral = place, deferral
+        ctx.place, ctx.grad_queue = place, grad_queue
         ctx.scale = None if fp8.by_row else own.scale
         whole = _whole(own, place)
         y = product(whole.flat(), fp8.rows(weight, place), x.dtype)
@@ -202,8 +202,8 @@ class _Fp8Linear(torch.autograd.Function):
         grad_x = product(eight, fp8.columns(ctx.param, place), x.dtype)
         grad_x = grad_x.view(*grad.shape[:-1], -1)
         summing = None
-        if place.stream is not None:
-            grad_x, summing = place.stream.start_sum(grad_x)
+        if place.sp is not None:
+            grad_x, summing = place.sp.start_sum(grad_x)
 
         def make() -> Tensor:
             if not fp8.by_row:
@@ -211,28 +211,28 @@ class _Fp8Linear(torch.autograd.Function):
                 return product(eight.turned(), whole.turned(), x.dtype)
             return grad.flatten(0, -2).T @ _gathered(x, place).flatten(0, -2)
 
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, ComputedTerm(make))
-        grad_bias = settle_bias(ctx.bias, grad)
+        grad_weight = ctx.grad_queue.accumulate_or_defer(ctx.param, ComputedTerm(make))
+        grad_bias = accumulate_bias_grad(ctx.bias, grad)
         if summing is not None:
-            summing.wait(place.stream.tp.timeout_s)
+            summing.wait(place.sp.tp.timeout_s)
         return grad_x, grad_weight, grad_bias, None, None
 
 
 def _whole(own: Fp8Tensor, place: Fp8Placement) -> Fp8Tensor:
     """All positions of what this rank has its own of, where that is cut."""
-    if place.stream is None or place.stream.degree == 1:
+    if place.sp is None or place.sp.degree == 1:
         return own
-    whole, under_way = start_gather(own, place.stream, by_row=place.fp8.by_row)
+    whole, under_way = start_gather(own, place.sp, by_row=place.fp8.by_row)
     for pending in under_way:
-        pending.wait(place.stream.tp.timeout_s)
+        pending.wait(place.sp.tp.timeout_s)
     return whole
 
 
 def _gathered(x: Tensor, place: Fp8Placement) -> Tensor:
-    if place.stream is None:
+    if place.sp is None:
         return x
-    whole, pending = place.stream.start_gather(x)
-    pending.wait(place.stream.tp.timeout_s)
+    whole, pending = place.sp.start_gather(x)
+    pending.wait(place.sp.tp.timeout_s)
     return whole
 
 

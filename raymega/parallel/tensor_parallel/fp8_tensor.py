@@ -97,16 +97,16 @@ def product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def start_gather(
-    x: Fp8Tensor, stream: SequenceParallel, *, by_row: bool
+    x: Fp8Tensor, sp: SequenceParallel, *, by_row: bool
 ) -> tuple[Fp8Tensor, list[Work]]:
     """Begin to bring all positions together: values [S/sp, B, N] -> [S, B, N], a byte each.
 
     The result may be read when all were waited for. gloo knows no fp8, so values go as bytes.
     """
-    values, travelling = stream.start_gather(x.values.view(torch.uint8))
+    values, travelling = sp.start_gather(x.values.view(torch.uint8))
     pending, scale = [travelling], x.scale
     if by_row:
-        scale, travelling = stream.start_gather(x.scale)
+        scale, travelling = sp.start_gather(x.scale)
         pending.append(travelling)
     return Fp8Tensor(values.view(x.values.dtype), scale), pending
 

@@ -1,4 +1,4 @@
-"""Linear and embedding layers cut over the tensor-parallel ranks, on plain tensors.
+"""Linear layers cut over the tensor-parallel ranks, on plain tensors.
 
 It owns how a cut layer computes and which collective it needs. Shapes, cuts and initial values are
 plan.tensors'; layers name their tensors and a ParameterFactory makes the local parameters.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.work import Work
@@ -21,7 +21,10 @@ from raymega.parallel.core.matmul import add_outer, is_emulated, outer, product,
 from raymega.parallel.core.output_cache import CpuOutputCache
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
-from raymega.parallel.core.weight_grads import WeightGradQueue, accumulate_grad, settle_bias
+from raymega.parallel.core.weight_grads import (
+    WeightGradQueue,
+    accumulate_bias_grad,
+)
 from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Fp8Placement, fp8_linear
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import ExpertPlace
@@ -34,37 +37,37 @@ class ParameterFactory:
 
     Attributes:
         table: The stage's global tensors by name.
-        stream: How the residual stream lies on the tensor-parallel ranks.
+        sp: How the residual stream lies on the tensor-parallel ranks.
         dtype: Compute dtype.
         device: Where parameters live.
         seed: Seed of the initial values; equal on all ranks.
         tied: Name of the tensor that another stage holds too, or empty.
         is_tied_copy: This stage's copy of it is the one that does not count.
         experts: Which part of expert tensors this rank holds.
-        deferral: Where linear layers leave weight gradients that are put off.
+        grad_queue: Where linear layers leave weight gradients that are put off.
         is_fused: Layers let parallel.fusing compile what they compute between matrix products.
         fp8: How linear layers multiply in 8 bits; None where they do not.
-        is_filled_later: Parameters that are trained get memory and first values from who lays them
+        is_meta: Parameters that are trained get memory and first values from who lays them
             together, WeightBuffer.
     """
 
     table: Mapping[str, GlobalTensor]
-    stream: SequenceParallel
+    sp: SequenceParallel
     dtype: torch.dtype
     device: torch.device
     seed: int
     tied: str = ""
     is_tied_copy: bool = False
     experts: ExpertPlace = WHOLE_EXPERTS
-    deferral: WeightGradQueue = field(default_factory=WeightGradQueue)
+    grad_queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     is_fused: bool = False
     fp8: Fp8 | None = None
-    is_filled_later: bool = False
+    is_meta: bool = False
 
     @property
     def tp(self) -> Group:
         """The tensor-parallel ranks."""
-        return self.stream.tp
+        return self.sp.tp
 
     def make(self, *names: str) -> ShardedParameter:
         """This rank's blocks of the tensors ``names``, stacked as ShardSpec says."""
@@ -74,13 +77,13 @@ class ParameterFactory:
             tp=self.tp.size,
             tp_rank=self.tp.index,
             experts=self.experts,
-            is_sequence_parallel=self.stream.is_sequence_parallel,
+            is_sequence_parallel=self.sp.is_sequence_parallel,
             is_tied=is_tied,
             is_tied_copy=is_tied and self.is_tied_copy,
         )
         wide = torch.promote_types(self.dtype, torch.float32)
         dtype = wide if spec.is_wide else self.dtype
-        if self.is_filled_later and spec.is_trained:
+        if self.is_meta and spec.is_trained:
             nothing = torch.empty((), dtype=dtype, device=self.device)
             return ShardedParameter(nothing.expand(spec.shape), spec)
         param = ShardedParameter(torch.empty(spec.shape, dtype=dtype, device=self.device), spec)
@@ -103,7 +106,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, factory: ParameterFactory, *names: str, adds_bias: bool = True) -> None:
         super().__init__()
         self.adds_bias = adds_bias
-        self.stream, self.deferral, self.fp8 = factory.stream, factory.deferral, factory.fp8
+        self.sp, self.grad_queue, self.fp8 = (factory.sp, factory.grad_queue, factory.fp8)
         self.weight = factory.make(*(f"{name}.weight" for name in names))
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
 
@@ -111,9 +114,9 @@ class ColumnParallelLinear(nn.Module):
         """x: [S/sp, B, in] -> [S, B, out/tp]."""
         bias = self.bias if self.adds_bias else None
         if self.fp8 is not None:
-            place = Fp8Placement(fp8=self.fp8, stream=self.stream, outer=self.stream.tp)
-            return fp8_linear(x, self.weight, bias, place, self.deferral)
-        return column_linear(x, self.weight, bias, self.stream, self.deferral)
+            place = Fp8Placement(fp8=self.fp8, sp=self.sp, outer=self.sp.tp)
+            return fp8_linear(x, self.weight, bias, place, self.grad_queue)
+        return column_linear(x, self.weight, bias, self.sp, self.grad_queue)
 
 
 class RowParallelLinear(nn.Module):
@@ -121,16 +124,16 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
-        self.stream, self.deferral, self.fp8 = factory.stream, factory.deferral, factory.fp8
+        self.sp, self.grad_queue, self.fp8 = (factory.sp, factory.grad_queue, factory.fp8)
         self.weight = factory.make(f"{name}.weight")
         self.bias = factory.make_if_any(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S, B, in/tp] -> [S/sp, B, out]."""
         if self.fp8 is None:
-            return row_linear(x, self.weight, self.bias, self.stream, self.deferral)
-        place = Fp8Placement(fp8=self.fp8, inner=self.stream.tp)
-        y = self.stream.sum(fp8_linear(x, self.weight, None, place, self.deferral))
+            return row_linear(x, self.weight, self.bias, self.sp, self.grad_queue)
+        place = Fp8Placement(fp8=self.fp8, inner=self.sp.tp)
+        y = self.sp.sum(fp8_linear(x, self.weight, None, place, self.grad_queue))
         return y if self.bias is None else y + self.bias
 
 
@@ -143,55 +146,22 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, factory: ParameterFactory, *names: str) -> None:
         super().__init__()
-        self.deferral, self.fp8 = factory.deferral, factory.fp8
+        self.grad_queue, self.fp8 = factory.grad_queue, factory.fp8
         self.weight = factory.make(*(f"{name}.weight" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [S/sp, B, in] -> [S/sp, B, out]."""
         if self.fp8 is not None:
-            return fp8_linear(x, self.weight, None, Fp8Placement(fp8=self.fp8), self.deferral)
-        return whole_linear(x.contiguous(), self.weight, None, self.deferral)
-
-
-class VocabParallelEmbedding(nn.Module):
-    """Rows of the token table cut: each rank looks up its own tokens and adds zero for others."""
-
-    def __init__(self, factory: ParameterFactory, name: str) -> None:
-        super().__init__()
-        self.stream = factory.stream
-        self.weight = factory.make(f"{name}.weight")
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: [S, B] int64 -> [S/sp, B, D]."""
-        return vocab_embedding(tokens, self.weight, self.stream)
-
-
-def vocab_embedding(tokens: Tensor, weight: Tensor, stream: SequenceParallel) -> Tensor:
-    """Look up rows of a table cut over tp. tokens: [S, B] int64, weight: [V/tp, D] -> [S/sp, B, D]."""
-    if stream.tp.size == 1:
-        return _Lookup.apply(tokens, weight)
-    rows, is_elsewhere = local_rows(tokens, weight.shape[0], stream.tp)
-    found = _Lookup.apply(rows, weight)
-    return stream.sum(found.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
-
-
-def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
-    """Where global ``ids`` lie in this rank's ``num_rows`` rows of a table cut over ``tp``.
-
-    Returns:
-        Row numbers, 0 where another rank holds the id or nobody does; and that condition.
-    """
-    rows = ids - num_rows * tp.index
-    is_elsewhere = (rows < 0) | (rows >= num_rows)
-    return rows.masked_fill_(is_elsewhere, 0), is_elsewhere
+            return fp8_linear(x, self.weight, None, Fp8Placement(fp8=self.fp8), self.grad_queue)
+        return whole_linear(x.contiguous(), self.weight, None, self.grad_queue)
 
 
 def column_linear(  # what a linear layer is made of
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stream: SequenceParallel,
-    deferral: WeightGradQueue,
+    sp: SequenceParallel,
+    grad_queue: WeightGradQueue,
     *,
     kept: CpuOutputCache | None = None,
 ) -> Tensor:
@@ -204,24 +174,24 @@ def column_linear(  # what a linear layer is made of
         x: [S/sp, B, in].
         weight: [out/tp, in].
         bias: [out/tp] or None.
-        stream: How x lies on the ranks.
-        deferral: Takes the weight's gradient when it is put off.
+        sp: How x lies on the ranks.
+        grad_queue: Takes the weight's gradient when it is put off.
         kept: Where large outputs lie on CPUs; None makes new memory.
 
     Returns:
         [S, B, out/tp].
     """
-    if stream.tp.size == 1:
-        return whole_linear(x.contiguous(), weight, bias, deferral, kept=kept)
-    return _ColumnLinear.apply(x.contiguous(), weight, bias, stream, deferral, kept)
+    if sp.tp.size == 1:
+        return whole_linear(x.contiguous(), weight, bias, grad_queue, kept=kept)
+    return _ColumnLinear.apply(x.contiguous(), weight, bias, sp, grad_queue, kept)
 
 
 def row_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stream: SequenceParallel,
-    deferral: WeightGradQueue,
+    sp: SequenceParallel,
+    grad_queue: WeightGradQueue,
 ) -> Tensor:
     """Row-parallel linear: `linear`, then the sum of all ranks' terms, then the bias once.
 
@@ -229,31 +199,31 @@ def row_linear(
         x: [S, B, in/tp].
         weight: [out, in/tp].
         bias: [out] or None.
-        stream: How the result lies on the ranks.
-        deferral: Takes the weight's gradient when it is put off.
+        sp: How the result lies on the ranks.
+        grad_queue: Takes the weight's gradient when it is put off.
 
     Returns:
         [S/sp, B, out].
     """
-    if stream.tp.size == 1:
-        return whole_linear(x, weight, bias, deferral)
-    return _RowLinear.apply(x, weight, bias, stream, deferral)
+    if sp.tp.size == 1:
+        return whole_linear(x, weight, bias, grad_queue)
+    return _RowLinear.apply(x, weight, bias, sp, grad_queue)
 
 
 def whole_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    deferral: WeightGradQueue,
+    grad_queue: WeightGradQueue,
     *,
     kept: CpuOutputCache | None = None,
 ) -> Tensor:
     """Linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
     # A bias's gradient by torch is in the format of the layer, where a sum over tokens may not fit.
     is_narrow = bias is not None and x.dtype == torch.float16
-    if deferral.is_autograds(weight) and not is_emulated(x) and not is_narrow:
+    if grad_queue.leaves_to_autograd(weight) and not is_emulated(x) and not is_narrow:
         return linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, deferral, kept)
+    return _Linear.apply(x, weight, bias, grad_queue, kept)
 
 
 class LinearWeightGrad(NamedTuple):
@@ -262,7 +232,7 @@ class LinearWeightGrad(NamedTuple):
     grad: Tensor
     x: Tensor
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         """[out, in]."""
         return outer(self.grad.flatten(0, -2), self.x.flatten(0, -2))
 
@@ -271,57 +241,24 @@ class LinearWeightGrad(NamedTuple):
         add_outer(total, self.grad.flatten(0, -2), self.x.flatten(0, -2), is_first=is_first)
 
 
-class _Rows(NamedTuple):
-    """The term of a table's gradient from that of rows looked up. grad: [..., D], rows: [...]."""
-
-    grad: Tensor
-    rows: Tensor
-    num_rows: int
-
-    def make(self) -> Tensor:
-        table = self.grad.new_zeros(self.num_rows, self.grad.shape[-1])
-        return table.index_add_(0, self.rows.flatten(), self.grad.flatten(0, -2))
-
-    def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        if is_first:
-            total.zero_()
-        total.index_add_(0, self.rows.flatten(), self.grad.flatten(0, -2).to(total.dtype))
-
-
-class _Lookup(torch.autograd.Function):
-    """weight[rows]; what backward adds to a sum of the table is as many rows as there are tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.param = weight
-        return embedding(rows, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        (rows,) = ctx.saved_tensors
-        return None, accumulate_grad(ctx.param, _Rows(grad, rows, ctx.param.shape[0]))
-
-
 class _Linear(torch.autograd.Function):
     """y = x W^T + b on one rank, whose weight gradient may be put off."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: WeightGradQueue,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, grad_queue: WeightGradQueue,
         kept: CpuOutputCache | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.param, ctx.bias, ctx.deferral = weight, bias, deferral
+        ctx.param, ctx.bias, ctx.grad_queue = weight, bias, grad_queue
         return project(x, weight, bias, kept)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, LinearWeightGrad(grad, x))
-        grad_bias = settle_bias(ctx.bias, grad)
+        grad_weight = ctx.grad_queue.accumulate_or_defer(ctx.param, LinearWeightGrad(grad, x))
+        grad_bias = accumulate_bias_grad(ctx.bias, grad)
         return product(grad, weight), grad_weight, grad_bias, None, None
 
 
@@ -330,32 +267,32 @@ class _GatheredProducts(NamedTuple):
 
     grad: Tensor
     part: Tensor
-    stream: SequenceParallel
+    sp: SequenceParallel
     gather: tuple[Tensor, Work] | None
 
-    def make(self) -> Tensor:
-        return self._whole().make()
+    def compute(self) -> Tensor:
+        return self._whole().compute()
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
         self._whole().add_to(total, is_first=is_first)
 
     def _whole(self) -> LinearWeightGrad:
-        x, gathering = self.gather or self.stream.start_gather(self.part)
-        gathering.wait(self.stream.tp.timeout_s)
+        x, gathering = self.gather or self.sp.start_gather(self.part)
+        gathering.wait(self.sp.tp.timeout_s)
         return LinearWeightGrad(self.grad, x)
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913  # see column_linear
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: SequenceParallel,
-        deferral: WeightGradQueue, kept: CpuOutputCache | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sp: SequenceParallel,
+        grad_queue: WeightGradQueue, kept: CpuOutputCache | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.bias = weight, bias
-        ctx.stream, ctx.deferral = stream, deferral
-        whole, gathering = stream.start_gather(x)
-        gathering.wait(stream.tp.timeout_s)
+        ctx.sp, ctx.grad_queue = sp, grad_queue
+        whole, gathering = sp.start_gather(x)
+        gathering.wait(sp.tp.timeout_s)
         return project(whole, weight, bias, kept)
 
     @staticmethod
@@ -363,12 +300,12 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         # The gather of what is put off is left for then too, so that only a part of x is kept.
-        gather = None if ctx.deferral.is_open else ctx.stream.start_gather(x)
-        grad_x, summing = ctx.stream.start_sum(product(grad, weight))
-        term = _GatheredProducts(grad, x, ctx.stream, gather)
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, term)
-        grad_bias = settle_bias(ctx.bias, grad)
-        summing.wait(ctx.stream.tp.timeout_s)
+        gather = None if ctx.grad_queue.is_open else ctx.sp.start_gather(x)
+        grad_x, summing = ctx.sp.start_sum(product(grad, weight))
+        term = _GatheredProducts(grad, x, ctx.sp, gather)
+        grad_weight = ctx.grad_queue.accumulate_or_defer(ctx.param, term)
+        grad_bias = accumulate_bias_grad(ctx.bias, grad)
+        summing.wait(ctx.sp.tp.timeout_s)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -381,22 +318,22 @@ class _RowLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        stream: SequenceParallel,
-        deferral: WeightGradQueue,
+        sp: SequenceParallel,
+        grad_queue: WeightGradQueue,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.bias = weight, bias
-        ctx.stream, ctx.deferral = stream, deferral
-        y, summing = stream.start_sum(project(x, weight, None))
-        summing.wait(stream.tp.timeout_s)
+        ctx.sp, ctx.grad_queue = sp, grad_queue
+        y, summing = sp.start_sum(project(x, weight, None))
+        summing.wait(sp.tp.timeout_s)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        whole, gathering = ctx.stream.start_gather(grad.contiguous())
-        grad_bias = settle_bias(ctx.bias, grad)
-        gathering.wait(ctx.stream.tp.timeout_s)
-        grad_weight = ctx.deferral.settle_or_owe(ctx.param, LinearWeightGrad(whole, x))
+        whole, gathering = ctx.sp.start_gather(grad.contiguous())
+        grad_bias = accumulate_bias_grad(ctx.bias, grad)
+        gathering.wait(ctx.sp.tp.timeout_s)
+        grad_weight = ctx.grad_queue.accumulate_or_defer(ctx.param, LinearWeightGrad(whole, x))
         return product(whole, weight), grad_weight, grad_bias, None, None

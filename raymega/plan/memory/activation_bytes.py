@@ -15,7 +15,7 @@ from math import ceil
 from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
-from raymega.plan.fp8_layers import NONE_IN_EIGHT, Fp8Coverage, fp8_blocks, in_eight
+from raymega.plan.fp8_layers import NONE_IN_EIGHT, Fp8Coverage, fp8_blocks, fp8_coverage
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import FAMILY_TENSORS, FamilyTensors, embedding_tensors
@@ -30,7 +30,7 @@ class ActivationShape:
     """What the bytes of one micro-batch on one rank depend on, beside the layers of its stage.
 
     ``is_fused``: kernels between products read and write each tensor once; what is kept is the same.
-    ``eight`` are the products that blocks make in fp8, ``fp8_blocks`` the blocks that do; None is all.
+    ``fp8_coverage`` are the products that blocks make in fp8, ``fp8_blocks`` the blocks that do; None is all.
     """
 
     model: ModelSection
@@ -39,7 +39,7 @@ class ActivationShape:
     seq_len: int
     micro_batch_size: int
     dtype: str
-    eight: Fp8Coverage = NONE_IN_EIGHT
+    fp8_coverage: Fp8Coverage = NONE_IN_EIGHT
     fp8_blocks: range | None = None
     is_fused: bool = False
 
@@ -144,7 +144,7 @@ def activation_shape(job: Job) -> ActivationShape:
         seq_len=job.data.seq_len,
         micro_batch_size=job.schedule.micro_batch_size,
         dtype=job.precision.dtype,
-        eight=in_eight(job.precision),
+        fp8_coverage=fp8_coverage(job.precision),
         is_fused=job.run.kernels == "compile",
         fp8_blocks=None
         if job.precision.fp8 == "none"

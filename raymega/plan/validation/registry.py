@@ -51,10 +51,10 @@ from raymega.plan.validation.training import (
     packing_faults,
     recompute_faults,
 )
-from raymega.plan.validation.unused_fields import default_of, unread_faults
+from raymega.plan.validation.unused_fields import default_of, unused_faults
 from raymega.plan.zero_levels import SHARDING_FIELDS, sharding_group_faults
 from raymega.schedule.order import make_sizes
-from raymega.schedule.table import make_placement, schedule_faults, unread_size_faults
+from raymega.schedule.table import make_placement, schedule_faults, unused_size_faults
 
 PLACING = ("stages", *EVEN_ONLY)
 SCHEDULING = ("group_size", "max_activations", "owed_share")
@@ -79,7 +79,7 @@ def job_faults(values: Mapping[str, Any]) -> list[Fault]:
         except KeyError:
             continue
         faults += rule.check(*read)
-    return faults + unread_faults(values)
+    return faults + unused_faults(values)
 
 
 def _must_divide(axis: str, field: str) -> Rule:
@@ -182,7 +182,7 @@ def _schedule(
         for field, value in by_field.items()
         if value != default_of(f"schedule.{field}")
     }
-    return schedule_faults(name, sizes) + unread_size_faults(name, chunks=chunks, given=given)
+    return schedule_faults(name, sizes) + unused_size_faults(name, chunks=chunks, given=given)
 
 
 def _stages(

@@ -127,7 +127,7 @@ def default_of(path: str) -> Any:
     return annotation.model_fields[field].default
 
 
-def unread_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def unused_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``values`` (dotted path to value) that differ from their default and are not read.
 
     Returns:
@@ -159,10 +159,10 @@ def settled(job: Job) -> Job:
     return job.model_copy(update=changes) if changes else job
 
 
-def unread_faults(values: Mapping[str, Any]) -> list[Fault]:
+def unused_faults(values: Mapping[str, Any]) -> list[Fault]:
     """One fault for each field that was set and that nothing goes by."""
     faults = []
-    for path, default in unread_values(values).items():
+    for path, default in unused_values(values).items():
         partner = PARTNERS[path]
         found = ", ".join(f"{other}={_as_yaml(values[other])}" for other in partner.reads)
         faults.append(

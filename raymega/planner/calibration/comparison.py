@@ -39,7 +39,7 @@ def compare(run: PublishedRun, device: Accelerator) -> PublishedComparison:
     fitting = [plan for plan in run.candidates if _needs(plan, run.software) <= device.memory_bytes]
 
     def seconds(plan: RunPlan) -> float:
-        return step_time(plan, device, run.software, eight=run.eight).total_s
+        return step_time(plan, device, run.software, fp8_coverage=run.fp8_coverage).total_s
 
     plan = min(fitting or run.candidates, key=seconds)
     iter_s = seconds(plan)

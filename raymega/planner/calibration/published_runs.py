@@ -61,7 +61,7 @@ class PublishedRun:
         candidates: Plans that agree with everything the row states; several where it leaves the
             micro-batch, the chunks or recompute open.
         software: How the system worked.
-        eight: Matrix products in fp8.
+        fp8_coverage: Matrix products in fp8.
         iter_s: Published seconds of a step, or what follows from the FLOP/s; 0 when it printed none.
         tflops: Published FLOP/s of a GPU in units of 1e12, by the source's own count; 0 for none.
         memory_gib: Published peak of the allocator, which counts in units of 2**30 whatever it is
@@ -77,7 +77,7 @@ class PublishedRun:
     num_gpus: int
     candidates: tuple[RunPlan, ...]
     software: Software
-    eight: Fp8Coverage
+    fp8_coverage: Fp8Coverage
     iter_s: float
     tflops: float
     memory_gib: float
@@ -128,7 +128,7 @@ def published_run(row: Row) -> PublishedRun:
         num_gpus=int(_number(row, "n_gpus")),
         candidates=candidates,
         software=_software(row),
-        eight=ALL_IN_EIGHT if "fp8" in row["precision"] else NONE_IN_EIGHT,
+        fp8_coverage=ALL_IN_EIGHT if "fp8" in row["precision"] else NONE_IN_EIGHT,
         iter_s=_number(row, "iter_s") or _derived_s(row, candidates),
         tflops=_number(row, "tflops_per_gpu"),
         memory_gib=0.0 if _is_torchtitan(row) else _printed_gib(row),

@@ -42,13 +42,17 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
         device: What the ranks are.
         shared_s: Kernels of the shared expert's forward, behind which tokens travel.
     """
-    model, parallel, eight = shape.model, shape.parallel, shape.eight
+    model, parallel, fp8_coverage = shape.model, shape.parallel, shape.fp8_coverage
     num_held = model.moe.num_experts // parallel.ep
     rows, width = expert_rows(shape), model.width
     inner = model.expert_width / parallel.etp
     up = inner * (2 if shape.family.has_gate else 1)
     grouped_s = partial(
-        grouped_matmul_s, device, groups=num_held, is_8_bit=eight.experts, element=shape.element
+        grouped_matmul_s,
+        device,
+        groups=num_held,
+        is_8_bit=fp8_coverage.experts,
+        element=shape.element,
     )
     forward = backward = 0.0
     for size, columns in ((width, up), (inner, width)):
@@ -60,7 +64,7 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
             size * num_held,
             rows / num_held,
             columns,
-            is_8_bit=eight.expert_gradients,
+            is_8_bit=fp8_coverage.expert_gradients,
             element=shape.element,
         )
     others = _routing_s(shape, device) + memory_s(device, rows * (up + inner) * shape.element)
@@ -117,5 +121,7 @@ def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
         tp = make_span(device, size=parallel.tp, stride=1)
         back = gather_s(device, tp, shape.tokens * row_bytes)
     # Of rows that are cut over etp the largest magnitudes: a number each, once a pass.
-    scales = all_reduce_s(device, etp, expert_rows(shape) * 4) if shape.eight.experts else 0.0
+    scales = (
+        all_reduce_s(device, etp, expert_rows(shape) * 4) if shape.fp8_coverage.experts else 0.0
+    )
     return 2 * there + back + scales

@@ -128,7 +128,9 @@ def block_times(shape: ActivationShape, device: Accelerator, software: Software)
     """Of the kinds of block that the model has."""
     times, wide = partial(layer_time, shape, device, software), None
     if shape.fp8_blocks is not None:
-        wide = block_times(replace(shape, eight=NONE_IN_EIGHT, fp8_blocks=None), device, software)
+        wide = block_times(
+            replace(shape, fp8_coverage=NONE_IN_EIGHT, fp8_blocks=None), device, software
+        )
     dense = times()
     experts = times(has_experts=True) if shape.model.moe.num_experts else dense
     return BlockTimes(dense=dense, experts=experts, wide=wide)
@@ -145,9 +147,11 @@ def layer_time(
     if not software.has_newest_attention:
         device = device.with_older_attention()
     inner_width = shape.model.moe.shared_width if has_experts else shape.model.ffn_width
-    eight = shape.eight
-    product_s = partial(matmul_s, device, is_8_bit=eight.linears, element=shape.element)
-    weights_s = partial(matmul_s, device, is_8_bit=eight.weight_gradients, element=shape.element)
+    fp8_coverage = shape.fp8_coverage
+    product_s = partial(matmul_s, device, is_8_bit=fp8_coverage.linears, element=shape.element)
+    weights_s = partial(
+        matmul_s, device, is_8_bit=fp8_coverage.weight_gradients, element=shape.element
+    )
     inner = _inner_products(shape, inner_width)
     products = [*_attention_products(shape), *inner]
     forward = sum(product_s(*sizes) for sizes in products)
@@ -335,7 +339,9 @@ def _tensor_parallel_s(
     span = make_span(device, size=shape.parallel.tp, stride=1)
     once = all_reduce_s(device, span, shape.tokens * shape.model.width * shape.element)
     once *= 1 - software.hides_tensor_parallel
-    if shape.eight.reduces_rows:  # a number a token, before the product whose inner size is cut
+    if (
+        shape.fp8_coverage.reduces_rows
+    ):  # a number a token, before the product whose inner size is cut
         once += all_reduce_s(device, span, shape.tokens * 4)
     return num_layers * once
 

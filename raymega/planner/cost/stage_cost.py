@@ -85,12 +85,12 @@ class StageCosts:
 
 
 def stage_costs(
-    job: Job, device: Accelerator, software: Software, *, eight: Fp8Coverage | None = None
+    job: Job, device: Accelerator, software: Software, *, fp8_coverage: Fp8Coverage | None = None
 ) -> StageCosts:
-    """Of a job's stages on ``device``; ``eight`` are products in fp8 of all blocks, where the job itself
+    """Of a job's stages on ``device``; ``fp8_coverage`` are products in fp8 of all blocks, where the job itself
     says nothing of it."""
     shape = activation_shape(job)
-    shape = replace(shape, eight=eight) if eight else shape
+    shape = replace(shape, fp8_coverage=fp8_coverage) if fp8_coverage else shape
     return StageCosts(shape, device, block_times(shape, device, software))
 
 

@@ -91,17 +91,17 @@ def step_time(
     device: Accelerator,
     software: Software = RAYMEGA,
     *,
-    eight: Fp8Coverage | None = None,
+    fp8_coverage: Fp8Coverage | None = None,
     known: PrecomputedCosts | None = None,
 ) -> StepTime:
     """Of a step of ``plan``'s batch by closed forms; fill_time's for the bubble.
 
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
-    ``eight`` are products in fp8 of all blocks, where the job itself says nothing of it.
+    ``fp8_coverage`` are products in fp8 of all blocks, where the job itself says nothing of it.
     """
     job, grid = plan.job, plan.grid
     known = known or PrecomputedCosts(
-        costs=stage_costs(job, device, software, eight=eight), ranks=rank_kinds(plan)
+        costs=stage_costs(job, device, software, fp8_coverage=fp8_coverage), ranks=rank_kinds(plan)
     )
     pace = _pace(plan, known, device, software)
     micro_batches = plan.batch.num_micro_batches

@@ -40,7 +40,7 @@ def _optimizer(env, model, *, seed, is_sharded):
     module = StageModule(
         model,
         stage,
-        stream=SequenceParallel(tp=env.groups.tp),
+        sp=SequenceParallel(tp=env.groups.tp),
         dtype=torch.float32,
         device=env.device,
         seed=seed,

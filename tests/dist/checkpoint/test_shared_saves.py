@@ -83,10 +83,10 @@ def _train(env, plan_json, addresses, uri, manifest):
     replicas = Replicas(token=TOKEN, write_to=(own, partner), num_copies=2, home=own, tidies=(own,))
     snapshots = SnapshotWriter(plan, rank=env.rank, attempt=1, replicas=replicas)
     channel.wait_for_snapshot, channel.wait_for_checkpoint = snapshots.wait, writer.wait
-    saving = SaveScheduler(
+    save_scheduler = SaveScheduler(
         parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank
     )
-    run_loop(parts, state, channel=channel, saving=saving, rank=env.rank)
+    run_loop(parts, state, channel=channel, save_scheduler=save_scheduler, rank=env.rank)
     steps = {each.step: each.metrics for each in channel.reports if isinstance(each, StepDone)}
     shards = {each.step: each for each in channel.reports if isinstance(each, ShardSaved)}
     return steps, shards, writer.host_bytes, snapshots._buffers.num_bytes

@@ -55,31 +55,31 @@ def _train(env, plan_json, replicas, source):
     state = TrainState()
     if source:
         holders, manifest, addresses = source
-        keepers = {address: RemoteMemoryStore(address, TOKEN) for address in addresses}
-        load(ReplicatedStore(keepers, holders=holders), manifest, list(parts.optimizer.blocks()))
+        servers = {address: RemoteMemoryStore(address, TOKEN) for address in addresses}
+        load(ReplicatedStore(servers, holders=holders), manifest, list(parts.optimizer.blocks()))
         parts.optimizer.sync_weights()
         state = state_from(manifest.state, plan.job.precision)
     writer = CheckpointWriter(MemoryStore(), rank=env.rank, attempt=1, report=channel.report)
     snapshots = SnapshotWriter(plan, rank=env.rank, attempt=1, replicas=replicas[env.rank])
-    saving = SaveScheduler(
+    save_scheduler = SaveScheduler(
         parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank
     )
-    run_loop(parts, state, channel=channel, saving=saving, rank=env.rank)
+    run_loop(parts, state, channel=channel, save_scheduler=save_scheduler, rank=env.rank)
     steps = [report for report in channel.reports if isinstance(report, StepDone)]
     return {step.step: step.metrics for step in steps}, snapshots._newest.num_bytes
 
 
 @pytest.fixture
-def keepers():
-    keepers = [MemoryStoreServer("127.0.0.1", TOKEN) for _ in range(3)]
-    yield keepers
-    for keeper in keepers:
+def servers():
+    servers = [MemoryStoreServer("127.0.0.1", TOKEN) for _ in range(3)]
+    yield servers
+    for keeper in servers:
         keeper.shutdown()
 
 
-def replicas_for(plan, keepers):
+def replicas_for(plan, servers):
     """Ranks on three nodes, in turn."""
-    nodes = [keepers[rank % len(keepers)].uri for rank in range(plan.grid.world_size)]
+    nodes = [servers[rank % len(servers)].uri for rank in range(plan.grid.world_size)]
     return [
         Replicas(
             token=TOKEN, write_to=homes, num_copies=len(homes), home=homes[0],
@@ -106,9 +106,9 @@ EXPERTS = (
     ],
     ids=["same-grid", "other-grid", "experts"],
 )
-def test_run_goes_on_from_memory_after_a_node_is_lost(keepers, saved, loaded, sharding, model):
+def test_run_goes_on_from_memory_after_a_node_is_lost(servers, saved, loaded, sharding, model):
     plan = plan_of(saved, f"parallel.sharding={sharding}", *model)
-    replicas = replicas_for(plan, keepers)
+    replicas = replicas_for(plan, servers)
     results = run_grid(_train, plan.grid, plan.to_json(), replicas, None)
     curve, _ = results[0]
     assert [curve[step]["checkpoint/snapshot_step"] for step in curve] == list(range(STEPS))
@@ -117,7 +117,7 @@ def test_run_goes_on_from_memory_after_a_node_is_lost(keepers, saved, loaded, sh
         share = snapshot_cost(plan, rank).share_bytes
         assert 0.95 * share < num_bytes < 1.05 * share, "as planned, but for rows"
 
-    lost, *left = keepers
+    lost, *left = servers
     lost.shutdown()
     stores = {keeper.uri: RemoteMemoryStore(keeper.uri, TOKEN) for keeper in left}
     snapshot = find_snapshot(stores, job={}, now="")

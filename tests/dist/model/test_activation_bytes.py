@@ -55,14 +55,14 @@ MODELS = {
 
 def _measure(env, model, memory, stage, is_cut):
     """Bytes that a rank keeps of one micro-batch in bf16."""
-    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_cut)
-    module = StageModule(model, stage, stream=stream, dtype=torch.bfloat16, device=CPU, seed=1)
+    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_cut)
+    module = StageModule(model, stage, sp=sp, dtype=torch.bfloat16, device=CPU, seed=1)
     module.recompute(memory)
     tokens = torch.zeros(B, S, dtype=torch.int64)
     mask, samples = torch.ones(B, S), torch.arange(B)
     hidden = None
     if not stage.is_first:
-        hidden = torch.randn(S // stream.degree, B, model.width).bfloat16().requires_grad_()
+        hidden = torch.randn(S // sp.degree, B, model.width).bfloat16().requires_grad_()
     known = [*module.parameters(), *module.buffers(), tokens, mask]
     with SavedBytes(known) as kept:
         later = torch.stack([tokens] * 2), torch.stack([mask] * 2)
@@ -145,7 +145,7 @@ def _measure_middle(env, model, method, inner, memory):
     module = StageModule(
         model,
         MIDDLE,
-        stream=SequenceParallel(tp=env.groups.tp, is_sequence_parallel=False),
+        sp=SequenceParallel(tp=env.groups.tp, is_sequence_parallel=False),
         dtype=torch.bfloat16,
         device=CPU,
         seed=1,

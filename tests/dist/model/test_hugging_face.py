@@ -63,9 +63,12 @@ def _blocks(module):
 
 def _logits(env, model, uri, num_stages):
     """This rank's columns [B, S, V/tp], through stages that this process holds all of."""
-    groups, stream = env.groups, SequenceParallel(tp=env.groups.tp, is_sequence_parallel=False)
-    experts = ExpertGroups(ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream)
-    modules = make_stage_modules(model, num_stages=num_stages, stream=stream, experts=experts)
+    groups, sp = (
+        env.groups,
+        SequenceParallel(tp=env.groups.tp, is_sequence_parallel=False),
+    )
+    experts = ExpertGroups(ep=groups.ep, etp=groups.etp, micro=groups.micro, sp=sp)
+    modules = make_stage_modules(model, num_stages=num_stages, sp=sp, experts=experts)
     store, manifest = open_checkpoint(uri)
     load(store, manifest, [block for module in modules for block in _blocks(module)])
     *body, last = modules

@@ -57,28 +57,28 @@ def _draw(seed, width):
     return torch.randn(S, B, width, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def _positions(x, stream):
+def _positions(x, sp):
     """What this rank holds of the stream."""
-    return x.chunk(stream.degree)[stream.tp.index if stream.degree > 1 else 0].clone()
+    return x.chunk(sp.degree)[sp.tp.index if sp.degree > 1 else 0].clone()
 
 
 def _run_parts(env, sp):
     """Output, input gradient and weight gradients of each model's block and of its two parts."""
-    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
-    return {key: _run_model(stream, model) for key, model in MODELS.items()}
+    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
+    return {key: _run_model(sp, model) for key, model in MODELS.items()}
 
 
-def _run_model(stream, model):
-    factory = make_factory(layer_tensors(model, 1), stream=stream)
+def _run_model(sp, model):
+    factory = make_factory(layer_tensors(model, 1), sp=sp)
     positions = make_positions(model, dtype=torch.float64, device=CPU)
     block = make_block(factory, 1, model, positions)
     plain_models.fill(block.parameters(), plain_models.draw_weights(layer_tensors(model, 1)))
     results = {}
     for name, part in {"attention": block.attention, "mlp": block.mlp, "block": block}.items():
         block.zero_grad()
-        x = _positions(_draw(1, model.width), stream).requires_grad_()
+        x = _positions(_draw(1, model.width), sp).requires_grad_()
         y = part(x)
-        y.backward(_positions(_draw(2, model.width), stream))
+        y.backward(_positions(_draw(2, model.width), sp))
         results[name] = y.detach(), x.grad, plain_models.gradient_blocks(part.parameters())
     return results
 
@@ -117,8 +117,8 @@ def _run_stages(env, sp, models, num_stages):
 
 def _run_stages_of(env, sp, model, num_stages):
     """Loss, and the gradients that the buffer makes of every rank's terms: what counts, and all."""
-    stream = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
-    modules = make_stage_modules(model, num_stages=num_stages, stream=stream)
+    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
+    modules = make_stage_modules(model, num_stages=num_stages, sp=sp)
     params = [param for module in modules for param in module.parameters()]
     plain_models.fill(params, plain_models.draw_weights(model_tensors(model)))
     buffer = make_buffer(params, env.groups)

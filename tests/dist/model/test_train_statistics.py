@@ -131,13 +131,13 @@ def _train_with_a_passing_fault(env, plan_json):
     state = first_state(plan.job.precision)
     with activations_of(parts, is_due=True) as activations:
         outcome = train_step(parts, state, Requests(), is_recording=False)
-    return outcome.doubted.ruling, activations.metrics(state, outcome), outcome.grad_norm
+    return outcome.doubted.action, activations.metrics(state, outcome), outcome.grad_norm
 
 
 def test_numbers_of_a_pass_that_was_not_used_are_in_no_statistics():
     plan = make_test_plan(*layout_overrides("dp2"))
-    for ruling, metrics, grad_norm in run_grid(
+    for action, metrics, grad_norm in run_grid(
         _train_with_a_passing_fault, plan.grid, plan.to_json()
     ):
-        assert ruling is BadStepAction.SECOND_PASS and grad_norm > 0
+        assert action is BadStepAction.SECOND_PASS and grad_norm > 0
         assert metrics == {}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raymega.errors import CommunicationError, InternalError
-from raymega.orchestrate.workers.thread_status import stand_of
+from raymega.orchestrate.workers.thread_status import thread_status_of
 from raymega.parallel.comm import collectives, work
 from raymega.parallel.comm.checks import DTYPES
 from raymega.parallel.comm.process_groups import abort_world, close_world
@@ -139,7 +139,7 @@ def _late_reduce_scatter(env, path):
     x, waiting = torch.arange(4.0) + env.rank, threading.current_thread()
 
     def tell():
-        while not stand_of(waiting, rank=0, step=0).waits_for:
+        while not thread_status_of(waiting, rank=0, step=0).waits_for:
             time.sleep(0.01)
         path.touch()
 

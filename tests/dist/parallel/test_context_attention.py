@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from raymega.parallel.comm.process_groups import alone
 from raymega.parallel.context_parallel.attention import attend
-from raymega.parallel.context_parallel.context import Context, Rows, held_positions, make_places
+from raymega.parallel.context_parallel.context import (
+    Context,
+    Rows,
+    held_positions,
+    make_token_layout,
+)
 from raymega.plan.grid import Grid
 from tests.support.ranks import run_grid
 from tests.support.references import plain_models
@@ -55,11 +60,11 @@ def _context(groups, method):
 def _run(env, method, rows, shape, is_causal):
     context = _context(env.groups, method)
     held = held_positions(rows, context)
-    places = make_places(Rows(held, rows), context)
+    token_layout = make_token_layout(Rows(held, rows), context)
     at = held.t().expand(-1, shape[0])
     *inputs, grad = (t[at, torch.arange(shape[0])] for t in _tensors(rows, *shape))
     leaves = [t.clone().requires_grad_() for t in inputs]
-    y = attend(*leaves, places, is_causal=is_causal)
+    y = attend(*leaves, token_layout, is_causal=is_causal)
     y.backward(grad)
     return at, y.detach(), *(leaf.grad for leaf in leaves)
 

@@ -75,12 +75,12 @@ def _part(x, dim, group, *, is_cut):
 
 def _run(env, sp):
     tp, found = env.groups.tp, {}
-    stream = SequenceParallel(tp=tp, is_sequence_parallel=sp)
+    sp = SequenceParallel(tp=tp, is_sequence_parallel=sp)
     for recipe in ("rowwise", "tensorwise"):
         for name, kind in (("column", ColumnParallelLinear), ("row", RowParallelLinear)):
             is_column = name == "column"
             fp8 = Fp8(by_row=recipe == "rowwise", micro=env.groups.micro)
-            layer = kind(make_factory(LAYERS[name], stream=stream, fp8=fp8), "a")
+            layer = kind(make_factory(LAYERS[name], sp=sp, fp8=fp8), "a")
             plain_models.fill(layer.parameters(), plain_models.draw_weights(LAYERS[name]))
             x, grad = _draw(1, S, B, IN), _draw(2, S, B, OUT)
             if is_column:

@@ -20,8 +20,8 @@ from raymega.parallel.context_parallel.context import (
     Context,
     Rows,
     held_positions,
-    make_places,
-    mark_tokens,
+    make_token_ids,
+    make_token_layout,
 )
 from raymega.parallel.core.dropout import TokenKeys
 from raymega.parallel.core.weight_grads import run_deferred
@@ -98,13 +98,20 @@ def _run(env, sp, kinds, is_deferred):
 
 def _run_kind(env, sp, kind, is_gathered, is_deferred):
     groups, here = env.groups, env.grid.expert_coords(env.rank)
-    stream = SequenceParallel(tp=groups.tp, is_sequence_parallel=sp)
+    sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=sp)
     context = Context(inner=alone(env.rank), outer=groups.cp)
     ranks = ExpertGroups(
-        ep=groups.ep, etp=groups.etp, micro=groups.micro, stream=stream, is_gathered=is_gathered
+        ep=groups.ep,
+        etp=groups.etp,
+        micro=groups.micro,
+        sp=sp,
+        is_gathered=is_gathered,
     )
     factory = plain.Factory(
-        _weights(kind), stream, ep=(groups.ep.size, here.ep), etp=(groups.etp.size, here.etp)
+        _weights(kind),
+        sp,
+        ep=(groups.ep.size, here.ep),
+        etp=(groups.etp.size, here.etp),
     )
     mlp = GeluMlp if kind in PLAIN else SwigluMlp
     layer = MoeLayer(factory, "moe", _moe(kind), ranks, mlp)
@@ -112,20 +119,20 @@ def _run_kind(env, sp, kind, is_gathered, is_deferred):
     at = held_positions(((S,),), context)[0]
     x, grad, mask, keys = (part[env.coords.dp][at] for part in _batch(5, env.grid.dp))
     rows = Rows(at[None], ((S,),))
-    places = replace(
-        make_places(rows, context),
-        keys=TokenKeys(own=stream.own(keys), rows=None),
-        marks=mark_tokens(rows, mask.t().double(), context, stream),
+    token_layout = replace(
+        make_token_layout(rows, context),
+        keys=TokenKeys(own=sp.own(keys), rows=None),
+        token_ids=make_token_ids(rows, mask.t().double(), context, sp),
     )
-    leaf = stream.own(x).clone().requires_grad_()
-    y = layer(leaf, places)
+    leaf = sp.own(x).clone().requires_grad_()
+    y = layer(leaf, token_layout)
     if is_deferred:
-        with factory.deferral.collecting() as owed:
-            y.backward(2 * stream.own(grad))
+        with factory.grad_queue.collecting() as owed:
+            y.backward(2 * sp.own(grad))
         assert {id(debt.param) for debt in owed} >= {id(p) for p in layer.experts.parameters()}
         run_deferred(owed)
     else:
-        y.backward(2 * stream.own(grad))
+        y.backward(2 * sp.own(grad))
     gradients = factory.gradients(layer)
     routers = Routers(
         layers=[0],
@@ -135,7 +142,7 @@ def _run_kind(env, sp, kind, is_gathered, is_deferred):
     )
     loads = routers.loads(all_reduce(routers.take_sums(), groups.world))
     routers.update(loads)
-    own = stream.own(at)
+    own = sp.own(at)
     return {
         "own": own, "y": y.detach(), "grad": leaf.grad, "gradients": gradients, "load": loads[0],
         "bias": layer.router.bias, "counts": layer.router.counts,
@@ -149,7 +156,7 @@ def _wanted(kind, dp):
     x.requires_grad_()
     layer = MoeLayer(
         plain.Factory(_weights(kind), SequenceParallel(tp=alone(0))), "moe", moe,
-        ExpertGroups(ep=alone(0), etp=alone(0), micro=alone(0), stream=SequenceParallel(tp=alone(0))),
+        ExpertGroups(ep=alone(0), etp=alone(0), micro=alone(0), sp=SequenceParallel(tp=alone(0))),
         GeluMlp if kind in PLAIN else SwigluMlp,
     )  # fmt: skip
     ys, losses, details = [], [], []

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from raymega.parallel.comm.collectives import irecv, isend, nccl_warmup
+from raymega.parallel.comm import nccl_warmup
+from raymega.parallel.comm.collectives import irecv, isend
 from raymega.parallel.comm.nccl_warmup import open_communicators, pairs
 from raymega.plan.grid import Grid
 from raymega.schedule.instructions import COMPUTE

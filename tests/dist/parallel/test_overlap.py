@@ -32,7 +32,7 @@ def _steps(env, plan_json):
         state = outcome.state
         events.append(outcome.events)
     buckets = [(b.index, b.is_partial_over_tp, b.is_tied) for b in parts.optimizer._table.buckets]
-    return events, buckets, parts.comm_log.take((), began_s=0.0)
+    return events, buckets, parts.comm_log.pause((), began_s=0.0)
 
 
 def _of(events, name):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raymega.errors import CommunicationError
-from raymega.orchestrate.workers.thread_status import stand_of
+from raymega.orchestrate.workers.thread_status import thread_status_of
 from raymega.parallel.comm import process_groups as world
 from raymega.parallel.comm.collectives import all_gather, all_reduce, irecv, is_communication_error
 from raymega.plan.grid import Grid
@@ -185,7 +185,7 @@ def _abort_when_stuck():
     stuck = threading.current_thread()
 
     def abort():
-        while not stand_of(stuck, rank=0, step=0).waits_for:
+        while not thread_status_of(stuck, rank=0, step=0).waits_for:
             time.sleep(0.01)
         world.abort_world()
 

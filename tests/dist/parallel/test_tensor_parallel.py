@@ -10,7 +10,6 @@ from torch.nn.functional import linear
 from raymega.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
 )
 from raymega.parallel.tensor_parallel.mappings import (
     copy_to_tp,
@@ -19,6 +18,7 @@ from raymega.parallel.tensor_parallel.mappings import (
     scatter_to_positions,
 )
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
+from raymega.parallel.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import GlobalTensor
 from tests.support.ranks import run_grid
@@ -28,7 +28,7 @@ from tests.unit.model.parts import make_factory
 
 pytestmark = pytest.mark.dist
 degrees = pytest.mark.parametrize("tp", [1, 2, 4], ids=lambda tp: f"tp{tp}")
-sequence_parallel = pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
+sp = pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 
 S, B, IN, OUT, V = 8, 3, 24, 16, 20
 
@@ -53,9 +53,9 @@ def _draw(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def _layer(kind, names, tensors, stream):
+def _layer(kind, names, tensors, sp):
     """The layer on this rank, holding its part of the whole weights."""
-    layer = kind(make_factory(tensors, stream=stream), *names)
+    layer = kind(make_factory(tensors, sp=sp), *names)
     plain_models.fill(layer.parameters(), plain_models.draw_weights(tensors))
     return layer
 
@@ -64,7 +64,7 @@ def _blocks(layer):
     return plain_models.gradient_blocks(layer.parameters())
 
 
-def _stream(env, sp):
+def _sp(env, sp):
     return SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
 
 
@@ -73,9 +73,9 @@ def _features(x, env):
     return x.chunk(env.groups.tp.size, dim=-1)[env.groups.tp.index]
 
 
-def _positions(x, stream):
+def _positions(x, sp):
     """What this rank holds of the stream."""
-    return x.chunk(stream.degree)[stream.tp.index if stream.degree > 1 else 0].clone()
+    return x.chunk(sp.degree)[sp.tp.index if sp.degree > 1 else 0].clone()
 
 
 def _check_stream(parts, wanted, sp):
@@ -96,9 +96,9 @@ def _leaves(tensors):
 
 
 def _run_column(env, sp, names):
-    stream = _stream(env, sp)
-    layer = _layer(ColumnParallelLinear, names, COLUMN, stream)
-    x = _positions(_draw(1, S, B, IN), stream).requires_grad_()
+    sp = _sp(env, sp)
+    layer = _layer(ColumnParallelLinear, names, COLUMN, sp)
+    x = _positions(_draw(1, S, B, IN), sp).requires_grad_()
     y = layer(x)
     parts = y.split([size // env.groups.tp.size for size in (OUT, 2 * OUT)[: len(names)]], -1)
     grads = [_features(_draw(2 + i, S, B, (i + 1) * OUT), env) for i in range(len(parts))]
@@ -108,7 +108,7 @@ def _run_column(env, sp, names):
 
 @pytest.mark.sample(6)
 @degrees
-@sequence_parallel
+@sp
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["plain", "fused"])
 def test_column_linear(tp, sp, names):
     results = run_grid(_run_column, Grid(tp=tp), sp, names)
@@ -126,9 +126,9 @@ def test_column_linear(tp, sp, names):
 
 def _run_saved(env):
     """Numbers of elements that a column layer keeps for backward, parameters apart."""
-    stream = _stream(env, sp=True)
-    layer = _layer(ColumnParallelLinear, ("a",), COLUMN, stream)
-    x, kept = _positions(_draw(1, S, B, IN), stream).requires_grad_(), []
+    sp = _sp(env, sp=True)
+    layer = _layer(ColumnParallelLinear, ("a",), COLUMN, sp)
+    x, kept = _positions(_draw(1, S, B, IN), sp).requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(t.numel()) or t, lambda t: t
     ):
@@ -141,16 +141,16 @@ def test_column_linear_keeps_only_its_own_positions():
 
 
 def _run_row(env, sp):
-    stream = _stream(env, sp)
-    layer = _layer(RowParallelLinear, ("a",), ROW, stream)
+    sp = _sp(env, sp)
+    layer = _layer(RowParallelLinear, ("a",), ROW, sp)
     x = _features(_draw(1, S, B, IN), env).clone().requires_grad_()
     y = layer(x)
-    y.backward(_positions(_draw(2, S, B, OUT), stream))
+    y.backward(_positions(_draw(2, S, B, OUT), sp))
     return y.detach(), x.grad, _blocks(layer)
 
 
 @degrees
-@sequence_parallel
+@sp
 def test_row_linear(tp, sp):
     results = run_grid(_run_row, Grid(tp=tp), sp)
     leaves, x = _leaves(ROW), _draw(1, S, B, IN).requires_grad_()
@@ -163,10 +163,10 @@ def test_row_linear(tp, sp):
 
 
 def _run_embedding(env, sp):
-    stream = _stream(env, sp)
-    layer = _layer(VocabParallelEmbedding, ("a",), TABLE, stream)
+    sp = _sp(env, sp)
+    layer = _layer(VocabParallelEmbedding, ("a",), TABLE, sp)
     y = layer(_tokens())
-    y.backward(_positions(_draw(2, S, B, IN), stream))
+    y.backward(_positions(_draw(2, S, B, IN), sp))
     return y.detach(), _blocks(layer)
 
 
@@ -176,7 +176,7 @@ def _tokens():
 
 
 @degrees
-@sequence_parallel
+@sp
 def test_embedding(tp, sp):
     results = run_grid(_run_embedding, Grid(tp=tp), sp)
     leaves = _leaves(TABLE)
@@ -205,10 +205,13 @@ def test_copy_and_reduce_are_conjugate(tp):
 
 def _run_positions_pair(env):
     """Sum over ranks of (index + 1) * x, and own positions of it."""
-    stream = _stream(env, sp=True)
-    x = _positions(_draw(1, S, B), stream).requires_grad_()
-    y = scatter_to_positions(gather_positions(x, stream.tp) * (stream.tp.index + 1), stream.tp)
-    y.backward(_positions(_draw(2, S, B), stream))
+    sp = _sp(env, sp=True)
+    x = _positions(_draw(1, S, B), sp).requires_grad_()
+    y = scatter_to_positions(
+        gather_positions(x, sp.tp) * (sp.tp.index + 1),
+        sp.tp,
+    )
+    y.backward(_positions(_draw(2, S, B), sp))
     return y.detach(), x.grad
 
 

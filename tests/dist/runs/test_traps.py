@@ -337,7 +337,9 @@ def _leave_out(module, samples):
         return forward(*args)
 
     module.forward = stage
-    block.forward = lambda x, places: x.view_as(x) if current <= samples else through(x, places)
+    block.forward = lambda x, token_layout: (
+        x.view_as(x) if current <= samples else through(x, token_layout)
+    )
 
 
 def _train_without_a_block(env, plan_json, samples):

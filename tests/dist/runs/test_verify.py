@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raymega.verify.launch import LayoutFailedError, open_nursery
+from raymega.verify.launch import LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
 from tests.unit.verify.jobs import JOBS, make_job
 
@@ -112,24 +112,24 @@ def test_mistake_of_the_user_is_exit_2():
 
 def test_rank_that_raises_is_named_and_the_next_layout_runs():
     job, absent = make_job(*SMALL[1::2]), make_job("data.path=/nowhere", *SMALL[1::2])
-    with open_nursery(timeout_s=200) as nursery:
+    with open_fork_server(timeout_s=200) as fork_server:
         with (
             pytest.raises(LayoutFailedError, match=r"rank [01]: .*ConfigError.*/nowhere"),
-            nursery.run(absent, Layout(tp=2), steps=1),
+            fork_server.run(absent, Layout(tp=2), steps=1),
         ):
             pass
-        with nursery.run(job, Layout(tp=2), steps=1) as results:
+        with fork_server.run(job, Layout(tp=2), steps=1) as results:
             assert len(results) == 2 and len(results[0].curve) == 1
 
 
 def test_layout_that_takes_too_long_is_stopped_and_leaves_no_process():
-    with open_nursery(timeout_s=0.05) as nursery:
+    with open_fork_server(timeout_s=0.05) as fork_server:
         with (
             pytest.raises(LayoutFailedError, match=r"no rank ended within 0\.05 s"),
-            nursery.run(make_job(), Layout(dp=2), steps=50),
+            fork_server.run(make_job(), Layout(dp=2), steps=50),
         ):
             pass
-        pid = nursery.pid
+        pid = fork_server.pid
         children = Path(f"/proc/{pid}/task/{pid}/children")
         assert not children.exists() or children.read_text() == ""
     assert not Path(f"/proc/{pid}").exists()

@@ -44,16 +44,16 @@ def _curve(env, plan_json, at, factor):
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     calls, spoil = _once(env.rank, at, factor)
     next(iter(parts.modules[0].layers.values())).mlp.register_forward_hook(spoil)
-    state, curve, rulings = TrainState(), [], {}
+    state, curve, actions = TrainState(), [], {}
     for number in range(1, STEPS + 1):
         calls["armed"] = number == BAD_STEP
         outcome = train_step(parts, state, Requests(), is_recording=False)
         state = outcome.state
         curve.append((outcome.loss, outcome.grad_norm))
         if outcome.doubted:
-            rulings[number] = outcome.doubted.ruling
+            actions[number] = outcome.doubted.action
     assert at < 0 or env.rank != at or not calls["left"], "the fault did not happen"
-    return curve, rulings, [block.values.numpy().copy() for block in parts.optimizer.blocks()]
+    return curve, actions, [block.values.numpy().copy() for block in parts.optimizer.blocks()]
 
 
 @pytest.mark.parametrize("layout", ["tp2-pp2", "dp2"])
@@ -63,7 +63,7 @@ def test_passing_fault_of_one_rank_leaves_the_run_bit_for_bit_as_it_was(layout):
     calm = run_grid(_curve, plan.grid, plan.to_json(), -1, 1.0)
     for factor in (math.nan, 1e6):
         found = run_grid(_curve, plan.grid, plan.to_json(), plan.grid.world_size - 1, factor)
-        assert {str(rulings) for _, rulings, _ in found} == {
+        assert {str(actions) for _, actions, _ in found} == {
             str({BAD_STEP: BadStepAction.SECOND_PASS})
         }
         for (curve, _, weights), (wanted, none, wanted_weights) in zip(found, calm, strict=True):
@@ -93,7 +93,7 @@ def _bad_batch(env, plan_json):
         state = outcome.state
         kept = all(map(torch.equal, before, (b.values for b in parts.optimizer.blocks())))
         seen.append(
-            (outcome.doubted and outcome.doubted.ruling, kept, state.samples, state.updates)
+            (outcome.doubted and outcome.doubted.action, kept, state.samples, state.updates)
         )
     return seen, "", -1, "", True
 

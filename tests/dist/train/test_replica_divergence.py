@@ -32,14 +32,14 @@ def _look(env, plan_json, at, name):
     check, state = DivergenceCheck(parts), TrainState()
     for _ in range(3):
         state = train_step(parts, state, Requests(), is_recording=False).state
-        assert "train/divergence_check_s" in check.look(state.step, is_saving=False)
+        assert "train/divergence_check_s" in check.check(state.step, is_saving=False)
     parts.weights.wait_for_all()
     if env.rank == at:
         _flip(parts, name)
     if at < 0:
         return ""
     with pytest.raises(NumericsError) as caught:
-        check.look(4, is_saving=True)
+        check.check(4, is_saving=True)
     assert isinstance(caught.value, RollbackError) and caught.value.next_sample == -1
     return str(caught.value)
 

@@ -43,7 +43,7 @@ class Factory:
     """Makes a rank's blocks of whole weights, as a ParameterFactory does."""
 
     weights: dict
-    stream: SequenceParallel
+    sp: SequenceParallel
     ep: tuple[int, int] = (1, 0)
     etp: tuple[int, int] = (1, 0)
     dtype: torch.dtype = torch.float64
@@ -51,12 +51,12 @@ class Factory:
     seed: int = 7
     is_fused: bool = False
     fp8: None = None
-    deferral: WeightGradQueue = field(default_factory=WeightGradQueue)
-    places: dict = field(default_factory=dict)
+    grad_queue: WeightGradQueue = field(default_factory=WeightGradQueue)
+    token_layout: dict = field(default_factory=dict)
 
     @property
     def tp(self):
-        return self.stream.tp
+        return self.sp.tp
 
     @property
     def table(self):
@@ -69,7 +69,7 @@ class Factory:
             blocks.append(self.table[name][place].to(self.dtype))
         dim = 1 if len(blocks) > 1 and blocks[0].dim() == 3 else 0
         param = torch.nn.Parameter(torch.cat(blocks, dim).contiguous())
-        self.places[id(param)] = [n.removeprefix("moe.") for n in names]
+        self.token_layout[id(param)] = [n.removeprefix("moe.") for n in names]
         return param
 
     def make_if_any(self, *names):
@@ -95,7 +95,7 @@ class Factory:
         for param in module.parameters():
             if param.grad is None:
                 continue
-            names = self.places[id(param)]
+            names = self.token_layout[id(param)]
             dim = 1 if len(names) > 1 and param.dim() == 3 else 0
             for name, grad in zip(names, param.grad.chunk(len(names), dim), strict=True):
                 found.append((name, self.place(name), grad.clone()))

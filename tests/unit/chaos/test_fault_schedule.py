@@ -1,19 +1,19 @@
 from itertools import combinations, islice
 from statistics import mean
 
-from raymega.chaos.fault_schedule import DRAWN, covering_pairs, draw_blows, draw_victims
+from raymega.chaos.fault_schedule import DRAWN, covering_pairs, draw_faults, draw_victims
 from raymega.chaos.faults import KINDS, STEP_PHASES, legal_cells
 
 
 def test_blows_are_the_same_for_a_seed_and_have_the_mean_time_that_was_asked_for():
     first, again = (
-        list(islice(draw_blows(mtbf_s=30, seed=7, world_size=4), 2000)) for _ in range(2)
+        list(islice(draw_faults(mtbf_s=30, seed=7, world_size=4), 2000)) for _ in range(2)
     )
     assert first == again
-    assert abs(mean(blow.after_s for blow in first) - 30) < 2
-    assert {blow.kind for blow in first} == set(DRAWN)
-    assert {blow.rank for blow in first} == {0, 1, 2, 3}
-    assert first != list(islice(draw_blows(mtbf_s=30, seed=8, world_size=4), 2000))
+    assert abs(mean(scheduled.after_s for scheduled in first) - 30) < 2
+    assert {scheduled.kind for scheduled in first} == set(DRAWN)
+    assert {scheduled.rank for scheduled in first} == {0, 1, 2, 3}
+    assert first != list(islice(draw_faults(mtbf_s=30, seed=8, world_size=4), 2000))
 
 
 def test_victims_are_ranks():

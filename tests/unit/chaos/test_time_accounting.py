@@ -26,7 +26,7 @@ def attempt(at_s, at_step, *, grid=GRID, source="memory"):
     return say(at_s, "attempt", step=at_step, grid=grid, source=source, reason="a reason")
 
 
-def strike(at_s, kind="kill-worker"):
+def injected(at_s, kind="kill-worker"):
     fault = ChaosFault(kind=kind, phase="step", at=3)
     return InjectedFault(fault=fault, at_s=at_s, rank=1, step=2)
 
@@ -39,7 +39,7 @@ LOST = (
 
 
 def test_incident_is_timed_from_the_fault_to_the_first_new_step():
-    (found,) = incidents(LOST, [strike(14.3)], [9.0])
+    (found,) = incidents(LOST, [injected(14.3)], [9.0])
     assert (found.detection_s, found.recovery_s) == (pytest.approx(0.5), pytest.approx(3.7))
     assert (found.lost_steps, found.source, found.cause) == (1, "memory", "rank 1 died")
     assert (found.grid_before, found.grid_after) == (GRID, SMALL)
@@ -47,19 +47,19 @@ def test_incident_is_timed_from_the_fault_to_the_first_new_step():
 
 def test_fault_that_no_attempt_is_lost_by_costs_no_recovery():
     calm = LOST[:4]
-    (found,) = incidents(calm, [strike(13.5, "store-slow")], [9.0])
+    (found,) = incidents(calm, [injected(13.5, "store-slow")], [9.0])
     assert (found.detection_s, found.recovery_s) == (-1.0, -1.0)
 
 
 def test_driver_that_was_killed_is_noticed_when_it_is_started_again():
-    heard = [*LOST[:4], attempt(16, 2, source="store"), step(18, 3), step(19, 4)]
-    (found,) = incidents(heard, [strike(14.2, "kill-driver")], [9.0, 14.5])
+    output = [*LOST[:4], attempt(16, 2, source="store"), step(18, 3), step(19, 4)]
+    (found,) = incidents(output, [injected(14.2, "kill-driver")], [9.0, 14.5])
     assert (found.detection_s, found.recovery_s) == (pytest.approx(0.3), pytest.approx(4.8))
     assert found.source == "store"
 
 
 def test_time_sheet_gives_each_second_to_one_cause():
-    found = incidents(LOST, [strike(14.3)], [9.0])
+    found = incidents(LOST, [injected(14.3)], [9.0])
     sheet = time_sheet(LOST, found, begun_s=9.0, ended_s=20.0)
     assert sheet.by_cause == {
         STEPPING: 5.0, STARTING: 2.0, ENDING: 1.0, "kill-worker": pytest.approx(1.7),

@@ -25,12 +25,14 @@ def blocks_of_step(step):
     return blocks
 
 
-def write_step(store, step, *, attempt=1, limits=FILES, near=NO_NEAR_TIER, patience=NO_WAIT):
+def write_step(
+    store, step, *, attempt=1, limits=FILES, local_cache=NO_NEAR_TIER, retry_policy=NO_WAIT
+):
     """The report of a save."""
     shards = []
     writer = CheckpointWriter(
         store, rank=0, attempt=attempt, report=shards.append, limits=limits,
-        patience=patience, near=near,
+        retry_policy=retry_policy, local_cache=local_cache,
     )  # fmt: skip
     writer.save(step, blocks_of_step(step), {**STATE, "step": step})
     assert writer.wait()

@@ -177,7 +177,7 @@ def save_rank(store, blocks, *, rank, step=100, attempt=1, limits=DEFAULT_LIMITS
     """One rank's report of a save."""
     shards = []
     writer = CheckpointWriter(
-        store, rank=rank, attempt=attempt, report=shards.append, patience=NO_WAIT,
+        store, rank=rank, attempt=attempt, report=shards.append, retry_policy=NO_WAIT,
         limits=limits,
     )  # fmt: skip
     writer.save(step, blocks, {**STATE, "step": step})

@@ -23,25 +23,23 @@ def make_stream(tp: Group | None = None, *, is_sequence_parallel=False) -> Seque
     return SequenceParallel(tp=tp or make_group(), is_sequence_parallel=is_sequence_parallel)
 
 
-def make_factory(tensors, *, stream=None, dtype=torch.float64, fp8=None) -> ParameterFactory:
+def make_factory(tensors, *, sp=None, dtype=torch.float64, fp8=None) -> ParameterFactory:
     table = {tensor.name: tensor for tensor in tensors}
-    stream = stream or make_stream()
-    return ParameterFactory(table=table, stream=stream, dtype=dtype, device=CPU, seed=7, fp8=fp8)
+    sp = sp or make_stream()
+    return ParameterFactory(table=table, sp=sp, dtype=dtype, device=CPU, seed=7, fp8=fp8)
 
 
 def make_model_factory(model, **options) -> ParameterFactory:
     return make_factory(model_tensors(model), **options)
 
 
-def make_stage_modules(
-    model, *, num_stages=1, stream=None, experts=None, dtype=torch.float64, seed=7
-):
+def make_stage_modules(model, *, num_stages=1, sp=None, experts=None, dtype=torch.float64, seed=7):
     """Every stage of ``model`` as one tensor-parallel rank holds it."""
     return [
         StageModule(
             model,
             stage,
-            stream=stream or make_stream(),
+            sp=sp or make_stream(),
             dtype=dtype,
             device=CPU,
             seed=seed,

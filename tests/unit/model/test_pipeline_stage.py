@@ -27,7 +27,7 @@ layouts = pytest.mark.parametrize(("tp", "pp"), LAYOUTS.values(), ids=LAYOUTS)
 def _modules(model, tp, pp):
     """One list of stages per tensor-parallel rank."""
     streams = [make_stream(make_group(tp, i)) for i in range(tp)]
-    return [make_stage_modules(model, num_stages=pp, stream=stream) for stream in streams]
+    return [make_stage_modules(model, num_stages=pp, sp=sp) for sp in streams]
 
 
 @pytest.mark.sample(15)

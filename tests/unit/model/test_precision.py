@@ -75,7 +75,7 @@ def test_cross_entropy_and_its_gradient_add_in_float32(dtype):
 def test_weight_gradient_of_a_gemm_adds_in_float32(dtype):
     """4096 tokens of 1/4 x 1/4: in bfloat16 the sum would stop at 16."""
     ones = torch.full((4096, 1, 8), 0.25, dtype=dtype)
-    assert LinearWeightGrad(ones, ones).make().eq(256.0).all()
+    assert LinearWeightGrad(ones, ones).compute().eq(256.0).all()
     total = torch.full((8, 8), 7.0)
     for is_first, wanted in ((True, 256.0), (False, 512.0)):
         LinearWeightGrad(ones, ones).add_to(total, is_first=is_first)

@@ -75,13 +75,13 @@ def test_a_run_goes_on_from_what_was_loaded():
 
 
 def test_two_portions_are_here_and_the_others_gone():
-    portions = [[torch.arange(8.0) + 10 * i, torch.ones(4)] for i in range(4)]
-    views = [numbers[2:6] for numbers, _ in portions]
-    state = HostState(portions, torch.device("cpu"))
-    here = [[t.untyped_storage().nbytes() > 0 for t, _ in portions]]
+    update_chunks = [[torch.arange(8.0) + 10 * i, torch.ones(4)] for i in range(4)]
+    views = [numbers[2:6] for numbers, _ in update_chunks]
+    state = HostState(update_chunks, torch.device("cpu"))
+    here = [[t.untyped_storage().nbytes() > 0 for t, _ in update_chunks]]
     for number in state.turns():
-        here.append([t.untyped_storage().nbytes() > 0 for t, _ in portions])
-        portions[number][0].mul_(2)
+        here.append([t.untyped_storage().nbytes() > 0 for t, _ in update_chunks])
+        update_chunks[number][0].mul_(2)
     assert here == [
         [False, False, False, False],
         [True, True, False, False],
@@ -93,4 +93,4 @@ def test_two_portions_are_here_and_the_others_gone():
         half = state.on_host(view)
         assert torch.equal(half, 2 * (torch.arange(8.0) + 10 * number)[2:6])
     with state.all_here():
-        assert portions[3][0][0] == 60
+        assert update_chunks[3][0][0] == 60

@@ -80,7 +80,7 @@ def test_micro_batches_are_let_go_when_they_are_done(name, peak, weight, batches
 def test_every_instruction_is_a_sign_of_life(name, weight, batches, alone):
     schedule, pulses = _schedule(name), []
     stages = [lambda x, _: (x * weight).sum()]
-    executor = Executor(schedule, stages, alone, pulse=lambda: pulses.append(1))
+    executor = Executor(schedule, stages, alone, progress=lambda: pulses.append(1))
     executor.run(batches, is_recording=False)
     assert len(pulses) == len(schedule)
 
@@ -189,14 +189,14 @@ def test_layers_know_in_forward_whether_their_gradients_will_be_put_off(batches)
         deferrals = [WeightGradQueue() for _ in range(chunks)]
         told[name] = []
 
-        def stage(x, hidden, *, deferral, told=told[name], last=False):
-            told.append(deferral.stays_closed)
+        def stage(x, hidden, *, grad_queue, told=told[name], last=False):
+            told.append(grad_queue.stays_closed)
             x = x[None].requires_grad_() if hidden is None else hidden
             return x.sum() if last else x * 1
 
         stages = [
-            functools.partial(stage, deferral=deferral, last=chunk == chunks - 1)
-            for chunk, deferral in enumerate(deferrals)
+            functools.partial(stage, grad_queue=grad_queue, last=chunk == chunks - 1)
+            for chunk, grad_queue in enumerate(deferrals)
         ]
         executor = Executor(
             program.lists[0], stages, make_p2p(program.placement, 0), deferrals=deferrals

@@ -91,7 +91,7 @@ def test_keeper_that_is_gone_is_a_storage_error_in_time():
 
 def test_end_of_an_object_in_shared_memory_is_seen_where_it_lies(keeper):
     shared = SharedMemories()
-    memory = shared.take(10_000)
+    memory = shared.allocate(10_000)
     memory.pages[:] = bytes(range(250)) * 40
     pages = memoryview(memory.pages)
     store = RemoteMemoryStore(keeper.uri, TOKEN, timeout_s=100.0, shared=shared)

@@ -16,14 +16,14 @@ from tests.support.servers.s3_server import BUCKET, environment, exported, moto_
 from tests.unit.checkpoint.large import (
     FILES,
     PART,
-    Limits,
+    SaveLimits,
     holds_step,
     make_manifest,
     save_step,
     write_step,
 )
 
-SMALL_FILES = Limits(file_bytes=4 << 20)
+SMALL_FILES = SaveLimits(file_bytes=4 << 20)
 EVER = 10**6
 
 stages = pytest.mark.parametrize("stage", STAGES)

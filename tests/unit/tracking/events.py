@@ -150,7 +150,7 @@ MEMORY = MemoryReady(
     work_ratio=2.0,
 )
 DOUBT = DoubtSeen(
-    attempt=1, step=2, kind="nan", fact="loss=nan", where="", ruling="used the second pass"
+    attempt=1, step=2, kind="nan", fact="loss=nan", where="", action="used the second pass"
 )
 STRAGGLER = StragglerSeen(attempt=2, step=4, rank=1, node="a", work_s=0.2, ratio=2.0)
 RECOVERED = Recovered(

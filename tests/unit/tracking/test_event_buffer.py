@@ -17,15 +17,15 @@ def test_take_groups_steps_up_to_the_limit_and_nothing_else():
     first, start, steps = run_started(), attempt_started(1), [step_finished(n) for n in (1, 2, 3)]
     again = attempt_started(2)
     spool = spool_of(first, start, *steps, again)
-    taken = [events_of(spool.take(2)) for _ in range(6)]
+    taken = [events_of(spool.pop(2)) for _ in range(6)]
     assert taken == [[first], [start], steps[:2], steps[2:], [again], []]
 
 
 def test_give_back_restores_the_order():
     events = [step_finished(n) for n in (1, 2, 3, 4)]
     spool = spool_of(*events)
-    spool.give_back(spool.take(2))
-    assert events_of(spool.take(10)) == events
+    spool.give_back(spool.pop(2))
+    assert events_of(spool.pop(10)) == events
 
 
 def test_full_spool_drops_the_oldest_steps_and_counts_them():
@@ -34,8 +34,8 @@ def test_full_spool_drops_the_oldest_steps_and_counts_them():
     spool = spool_of(first, start, *steps, max_events=5)
     assert len(spool) == 5
     assert spool.num_dropped == 5
-    assert events_of(spool.take(9) + spool.take(9)) == [first, start]
-    assert events_of(spool.take(9)) == steps[5:]
+    assert events_of(spool.pop(9) + spool.pop(9)) == [first, start]
+    assert events_of(spool.pop(9)) == steps[5:]
 
 
 def test_full_spool_keeps_what_is_not_a_step_beyond_its_bound():

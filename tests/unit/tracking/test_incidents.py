@@ -37,7 +37,7 @@ RECOVERED = Recovered(
     attempt=3, rank=1, step=7, restored_step=6, lost_steps=1, detection_s=2.5, recovery_s=1.25,
     source="memory", phases={"abort": 0.25, "steps": 1.0},
 )  # fmt: skip
-DOUBT = DoubtSeen(attempt=1, step=5, kind="nan", fact="loss=nan", where="", ruling="left out")
+DOUBT = DoubtSeen(attempt=1, step=5, kind="nan", fact="loss=nan", where="", action="left out")
 
 
 def test_page_says_what_failed_who_stood_where_what_was_decided_and_what_it_took(tmp_path):

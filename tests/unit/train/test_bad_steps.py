@@ -34,8 +34,8 @@ def doubt_of(loss=2.0, grad_norm=0.5, state=CALM, **fields):
     ids=str,
 )
 def test_doubt_is_of_what_is_not_finite_or_far_above_the_median(values, kind):
-    doubt = doubt_of(**values)
-    assert (doubt and doubt.kind) == kind
+    bad_step = doubt_of(**values)
+    assert (bad_step and bad_step.kind) == kind
 
 
 def test_doubt_says_the_number_and_what_it_is_held_against():
@@ -62,9 +62,9 @@ def test_what_comes_again_is_what_the_policy_says(policy, on_nan, on_spike):
 
 def test_no_more_batches_in_a_row_are_left_out_than_the_job_allows():
     section = SECTION.model_copy(update={"on_nan": "skip"})
-    doubt = detect_bad_step(section, CALM, loss=math.nan, grad_norm=1.0)
-    rulings = [decide(section, TrainState(bad_steps=n), doubt) for n in range(4)]
-    assert rulings == [
+    bad_step = detect_bad_step(section, CALM, loss=math.nan, grad_norm=1.0)
+    actions = [decide(section, TrainState(bad_steps=n), bad_step) for n in range(4)]
+    assert actions == [
         BadStepAction.SKIP,
         BadStepAction.SKIP,
         BadStepAction.STOP,

@@ -15,11 +15,11 @@ class _Channel:
 
 def test_portions_are_told_at_most_once_in_an_interval():
     clock, channel = FakeClock(), _Channel()
-    pulse = ProgressReporter(channel, 3, clock=clock.monotonic)
+    progress = ProgressReporter(channel, 3, clock=clock.monotonic)
     for _ in range(10):
-        pulse()
+        progress()
     assert channel.reports == []
     for _ in range(40):
         clock.advance(INTERVAL_S / 4)
-        pulse()
+        progress()
     assert channel.reports == [Working(rank=3)] * 10

@@ -68,7 +68,7 @@ def test_every_box_that_was_read_is_a_sign_of_life(store, monkeypatch):
     monkeypatch.setattr(write_plan, "MAX_BOX_BYTES", 256)
     manifest = save_checkpoint(store, MODEL, make_grid("tp2"))
     pulses, blocks = [], make_blocks(MODEL, ALONE, 0, is_filled=False)
-    load(store, manifest, blocks, pulse=lambda: pulses.append(1))
+    load(store, manifest, blocks, progress=lambda: pulses.append(1))
     assert len(pulses) == len(manifest.boxes)
 
 

@@ -49,9 +49,9 @@ class SlowStore(MemoryStore):
         super().put(key, chunks, overwrite=overwrite)
 
 
-def _writer(store, shards, *, patience=NO_WAIT):
+def _writer(store, shards, *, retry_policy=NO_WAIT):
     return CheckpointWriter(
-        store, rank=0, attempt=1, report=shards.append, patience=patience, limits=QUIET
+        store, rank=0, attempt=1, report=shards.append, retry_policy=retry_policy, limits=QUIET
     )
 
 
@@ -99,9 +99,9 @@ def test_host_buffer_is_as_large_as_the_share_and_used_again():
 def test_shares_are_found_once_for_the_same_blocks_and_anew_for_others(monkeypatch):
     divided, store, shards = [], MemoryStore(), []
 
-    def count(holdings, **options):
-        divided.append(len(holdings))
-        return share_boxes(holdings, **options)
+    def count(local_blocks, **options):
+        divided.append(len(local_blocks))
+        return share_boxes(local_blocks, **options)
 
     monkeypatch.setattr("raymega.checkpoint.save.writer.share_boxes", count)
     writer, blocks = _writer(store, shards), make_blocks(MODEL, ALONE, 0)
@@ -157,7 +157,7 @@ def test_pauses_between_tries_grow(monkeypatch):
     store, pauses = FailingStore(), []
     monkeypatch.setattr("raymega.checkpoint.save.writer.time.sleep", pauses.append)
     store.failures["put"] = 3
-    writer = _writer(store, [], patience=RetryPolicy())
+    writer = _writer(store, [], retry_policy=RetryPolicy())
     writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait() and pauses == [1.0, 4.0]
 
@@ -172,7 +172,9 @@ def test_mistake_in_the_background_becomes_a_report_too(monkeypatch):
 
 def test_save_is_given_up_when_the_one_before_hangs():
     store, shards = SlowStore(), []
-    writer = _writer(store, shards, patience=RetryPolicy(timeout_s=0.01, retry_delays_s=(0.0, 0.0)))
+    writer = _writer(
+        store, shards, retry_policy=RetryPolicy(timeout_s=0.01, retry_delays_s=(0.0, 0.0))
+    )
     blocks = make_blocks(MODEL, ALONE, 0)
     writer.save(100, blocks, STATE)
     assert not writer.wait()
@@ -199,7 +201,7 @@ def test_lack_of_host_memory_is_reported(monkeypatch):
 
 def _limited(store, shards, **limits):
     return CheckpointWriter(
-        store, rank=0, attempt=1, report=shards.append, patience=NO_WAIT,
+        store, rank=0, attempt=1, report=shards.append, retry_policy=NO_WAIT,
         limits=replace(QUIET, **limits),
     )  # fmt: skip
 
@@ -268,13 +270,13 @@ def test_only_the_last_piece_of_a_share_beyond_the_buffer_is_written_in_the_back
     writer, blocks = _limited(store, shards, buffer_bytes=5000), make_blocks(MODEL, ALONE, 0)
     total = sum(block.values.nbytes for block in blocks)
     seen = []
-    take = writer._host.take
+    take = writer._host.copy
 
     def watch(parts):
         seen.append(sum(store.size(key) for key in store.list("")))
         take(parts)
 
-    writer._host.take = watch
+    writer._host.copy = watch
     writer.save(100, blocks, STATE)
     assert len(seen) >= total // 5000 and seen[-1] >= total - 5000
     assert writer.wait() and shards[0].error == ""
@@ -303,7 +305,7 @@ def test_bytes_go_out_no_faster_than_the_job_allows(monkeypatch):
         clock.advance(seconds)
 
     pace = partial(RateLimiter, clock=clock.monotonic, sleep=sleep)
-    monkeypatch.setattr("raymega.checkpoint.save.writer.Pace", pace)
+    monkeypatch.setattr("raymega.checkpoint.save.writer.RateLimiter", pace)
     store, shards, blocks = MemoryStore(), [], make_blocks(MODEL, ALONE, 0)
     total = sum(block.values.nbytes for block in blocks)
     writer, began_s = _limited(store, shards, bytes_per_s=2 * total), clock.now_s
@@ -353,7 +355,7 @@ def _is_taken_before_it_is_copied(snapshot, values):
     """With enough work before it on the GPU, however slow the host is; one that waits never is."""
     for exponent in range(24, 36, 2):  # from milliseconds to half a minute
         torch.cuda._sleep(1 << exponent)
-        snapshot.take([(0, values)])
+        snapshot.copy([(0, values)])
         if not snapshot._copied.query():
             return True
     return False

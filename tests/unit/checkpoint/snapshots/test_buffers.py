@@ -41,7 +41,7 @@ def writer_to(*addresses, home):
 
 def take(writer, step, *, blocks=None):
     """Step ``step`` of a run of one rank, and its snapshot."""
-    writer.observe(writer.summed(), step=step)
+    writer.observe(writer.extra_reductions(), step=step)
     assert writer.is_due
     writer.save(step, blocks or blocks_of_step(step), {**STATE, "step": step})
     writer.wait()
@@ -69,9 +69,9 @@ def _memory_of_all(pids):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("num_keepers", [1, 2], ids=["one-node", "two-nodes"])
 def test_memory_of_rank_and_keepers_together_is_what_the_plan_says(num_keepers):
-    with keeper_processes(num_keepers) as keepers:
-        pids = [os.getpid(), *(pid for pid, _ in keepers)]
-        addresses = [address for _, address in keepers]
+    with keeper_processes(num_keepers) as servers:
+        pids = [os.getpid(), *(pid for pid, _ in servers)]
+        addresses = [address for _, address in servers]
         blocks = blocks_of_step(0)
 
         def six_snapshots():
@@ -86,12 +86,12 @@ def test_memory_of_rank_and_keepers_together_is_what_the_plan_says(num_keepers):
         before = _memory_of_all(pids)
         writer, after = six_snapshots()
         cost = snapshot_cost(writer._plan, 0, num_copies=num_keepers)
-        share = writer._newest.num_bytes
-        planned = share * cost.host_bytes / cost.share_bytes
-        assert planned == 2 * num_keepers * share
+        assignment = writer._newest.num_bytes
+        planned = assignment * cost.host_bytes / cost.share_bytes
+        assert planned == 2 * num_keepers * assignment
         messages = 2 * BATCH_BYTES * (num_keepers - 1)  # held at both ends
-        assert abs(after - before - planned) < messages + 0.1 * share
-        assert writer._buffers.num_bytes == 2 * share
+        assert abs(after - before - planned) < messages + 0.1 * assignment
+        assert writer._buffers.num_bytes == 2 * assignment
 
 
 def _die_while_copying(addresses, step):
@@ -113,8 +113,8 @@ def _die_while_copying(addresses, step):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_rank_killed_while_it_copies_leaves_the_snapshot_before_on_either_node(step):
-    with keeper_processes(2) as keepers:
-        addresses = [address for _, address in keepers]
+    with keeper_processes(2) as servers:
+        addresses = [address for _, address in servers]
         rank = SPAWN.Process(target=_die_while_copying, args=(addresses, step))
         rank.start()
         rank.join(300)
@@ -147,7 +147,7 @@ def test_keeper_that_sees_no_memory_of_ranks_is_sent_copies_and_one_buffer_is_en
     def blind(_tail):
         raise OSError("not here")
 
-    monkeypatch.setattr(memory_server, "look_into", blind)
+    monkeypatch.setattr(memory_server, "attach", blind)
     with memory_server.MemoryStoreServer("127.0.0.1", TOKEN) as only:
         writer = writer_to(only.uri, home=only.uri)
         for step in range(1, 5):
@@ -188,7 +188,7 @@ def test_shared_memory_is_pinned_for_a_gpu():
     host.reserve(64 * MIB, is_pinned=True)
     assert host.is_shared and host._buffer.is_pinned()
     values = torch.arange(8 * MIB, device="cuda")
-    host.take([(0, values)])
+    host.copy([(0, values)])
     host.wait()
     copy = torch.frombuffer(host.chunk(0, values.nbytes), dtype=values.dtype)
     assert torch.equal(copy, values.cpu())
@@ -198,7 +198,7 @@ def test_memory_is_seen_under_its_name_alone():
     memory = SharedMemory(4096)
     memory.pages[:4] = b"here"
     stretch = memory.stretch(memory._begin + 2, 100)
-    assert stretch and bytes(memory_server.look_into(asdict(stretch))[:2]) == b"re"
+    assert stretch and bytes(memory_server.attach(asdict(stretch))[:2]) == b"re"
     assert memory.stretch(memory._begin + 4000, 100) is None
     with pytest.raises(OSError, match="is not the file raymega-guess"):
-        memory_server.look_into({**asdict(stretch), "name": "raymega-guess"})
+        memory_server.attach({**asdict(stretch), "name": "raymega-guess"})

@@ -144,7 +144,7 @@ def test_flipped_bit_of_one_copy_is_noticed_and_the_other_is_right(stores):
 
 
 @pytest.fixture
-def keepers():
+def servers():
     with (
         MemoryStoreServer("127.0.0.1", "token") as one,
         MemoryStoreServer("127.0.0.1", "token") as other,
@@ -155,7 +155,7 @@ def keepers():
 class Ranks:
     """Two ranks in step."""
 
-    def __init__(self, keepers, *, every=1, attempt=1, when_late="skip", shares=True):
+    def __init__(self, servers, *, every=1, attempt=1, when_late="skip", assignments=True):
         plan = make_test_plan(
             "parallel.pp=1", "parallel.dp=1", "parallel.tp=2", f"elastic.snapshot_every={every}", f"elastic.snapshot_when_late={when_late}",
         )  # fmt: skip
@@ -167,10 +167,10 @@ class Ranks:
                 attempt=attempt,
                 replicas=Replicas(
                     token="token",
-                    write_to=(keepers[rank].uri, keepers[1 - rank].uri),
+                    write_to=(servers[rank].uri, servers[1 - rank].uri),
                     num_copies=2,
-                    home=keepers[rank].uri if shares else "",
-                    tidies=(keepers[rank].uri,),
+                    home=servers[rank].uri if assignments else "",
+                    tidies=(servers[rank].uri,),
                 ),
             )
             for rank in range(2)
@@ -199,7 +199,9 @@ class Ranks:
         return due[0]
 
     def _agree(self):
-        totals = torch.tensor([writer.summed() for writer in self.writers]).sum(0).tolist()
+        totals = (
+            torch.tensor([writer.extra_reductions() for writer in self.writers]).sum(0).tolist()
+        )
         for writer in self.writers:
             writer.observe(totals, step=self.step)
 
@@ -218,19 +220,19 @@ def inline_tidying(monkeypatch):
     monkeypatch.setattr(snapshot_writer, "Thread", Inline)
 
 
-def test_two_generations_are_kept_and_no_more(keepers, inline_tidying):
-    ranks = Ranks(keepers)
+def test_two_generations_are_kept_and_no_more(servers, inline_tidying):
+    ranks = Ranks(servers)
     for step in range(1, 6):
         assert ranks.go()
         assert ranks.whole_step() == {step - 1}
-        for keeper in keepers:
+        for keeper in servers:
             steps = {checkpoint_of(key).step for key in keeper._objects}
             assert steps == {step, step - 1} - {0}
             assert len(keeper._objects) == 4 * len(steps), "file and part of both ranks"
 
 
-def test_rank_that_still_writes_makes_all_wait_and_none_forget(keepers, monkeypatch):
-    ranks = Ranks(keepers)
+def test_rank_that_still_writes_makes_all_wait_and_none_forget(servers, monkeypatch):
+    ranks = Ranks(servers)
     assert ranks.go()
     slow = ranks.writers[1]
     done = slow._newest
@@ -241,8 +243,8 @@ def test_rank_that_still_writes_makes_all_wait_and_none_forget(keepers, monkeypa
     assert ranks.go() and ranks.whole_step() == {1}
 
 
-def test_snapshot_that_is_due_while_another_is_written_comes_at_the_next_chance(keepers):
-    ranks = Ranks(keepers, every=3)
+def test_snapshot_that_is_due_while_another_is_written_comes_at_the_next_chance(servers):
+    ranks = Ranks(servers, every=3)
     assert [ranks.go() for _ in range(3)] == [False, False, True]
     slow = ranks.writers[0]
     done = slow._newest
@@ -253,7 +255,7 @@ def test_snapshot_that_is_due_while_another_is_written_comes_at_the_next_chance(
     assert ranks.go(), "so step 7 is taken"
 
 
-def test_late_snapshot_is_waited_for_so_that_no_loss_costs_more_than_a_step(keepers, monkeypatch):
+def test_late_snapshot_is_waited_for_so_that_no_loss_costs_more_than_a_step(servers, monkeypatch):
     may_write = Event()
     put = MemoryStoreServer.do_put
     monkeypatch.setattr(
@@ -261,56 +263,56 @@ def test_late_snapshot_is_waited_for_so_that_no_loss_costs_more_than_a_step(keep
     )
     wait = SnapshotWriter.wait
     monkeypatch.setattr(SnapshotWriter, "wait", lambda writer: (may_write.set(), wait(writer)))
-    ranks = Ranks(keepers, when_late="wait")
+    ranks = Ranks(servers, when_late="wait")
     assert ranks.go(waits=False) and ranks.num_waits == 0
-    assert [writer.summed()[0] for writer in ranks.writers] == [1, 1]
+    assert [writer.extra_reductions()[0] for writer in ranks.writers] == [1, 1]
     assert ranks.go(waits=False) and ranks.num_waits == 1
     assert ranks.whole_step() == {1}, "step 2 ends with the snapshot of step 1 whole"
     assert ranks.go() and ranks.whole_step() == {2}
 
 
-def test_failed_rank_keeps_the_one_before_and_the_next_is_whole(keepers, inline_tidying):
-    ranks = Ranks(keepers)
+def test_failed_rank_keeps_the_one_before_and_the_next_is_whole(servers, inline_tidying):
+    ranks = Ranks(servers)
     assert ranks.go() and ranks.go()
     ranks.writers[0]._newest = replace(ranks.writers[0]._newest, has_failed=True)
     assert ranks.go() and ranks.whole_step() == {1}
-    steps = {checkpoint_of(key).step for key in keepers[0]._objects}
+    steps = {checkpoint_of(key).step for key in servers[0]._objects}
     assert steps == {1, 2, 3}, "nothing is dropped before a newer one is whole"
     assert ranks.go() and ranks.whole_step() == {3}
-    assert {checkpoint_of(key).step for key in keepers[0]._objects} == {3, 4}
+    assert {checkpoint_of(key).step for key in servers[0]._objects} == {3, 4}
 
 
-def test_lost_keeper_leaves_single_copies_and_is_said(keepers):
-    ranks = Ranks(keepers)
+def test_lost_keeper_leaves_single_copies_and_is_said(servers):
+    ranks = Ranks(servers)
     assert ranks.go() and ranks.go()
-    keepers[1].shutdown()
+    servers[1].shutdown()
     assert [ranks.go() for _ in range(3)] == [True] * 3
     assert ranks.whole_step() == {4}
     assert {w.metrics()["checkpoint/snapshot_lacking"] for w in ranks.writers} == {2}
 
 
-def test_without_any_keeper_training_goes_on(keepers):
-    ranks = Ranks(keepers)
-    for keeper in keepers:
+def test_without_any_keeper_training_goes_on(servers):
+    ranks = Ranks(servers)
+    for keeper in servers:
         keeper.shutdown()
     assert [ranks.go() for _ in range(3)] == [True] * 3
     assert ranks.whole_step() == {0}
 
 
-def test_first_whole_snapshot_of_an_attempt_drops_the_attempts_before(keepers, inline_tidying):
-    before = Ranks(keepers)
+def test_first_whole_snapshot_of_an_attempt_drops_the_attempts_before(servers, inline_tidying):
+    before = Ranks(servers)
     for _ in range(3):
         before.go()
-    after = Ranks(keepers, attempt=2)
+    after = Ranks(servers, attempt=2)
     after.step = 2
     after.go()
-    assert {checkpoint_of(key).attempt for key in keepers[0]._objects} == {1, 2}
+    assert {checkpoint_of(key).attempt for key in servers[0]._objects} == {1, 2}
     after.go()
-    assert {checkpoint_of(key).attempt for key in keepers[0]._objects} == {2}
+    assert {checkpoint_of(key).attempt for key in servers[0]._objects} == {2}
 
 
-def test_metrics_of_a_snapshot_are_those_of_the_write(keepers):
-    ranks = Ranks(keepers)
+def test_metrics_of_a_snapshot_are_those_of_the_write(servers):
+    ranks = Ranks(servers)
     assert set(ranks.writers[0].metrics()) == {
         "checkpoint/snapshot_step", "checkpoint/snapshot_lacking"
     }  # fmt: skip

@@ -90,8 +90,8 @@ def test_a_block_comes_back_while_the_one_after_it_is_in_backward(monkeypatch):
     order = [way for way, _ in log]
     per_block = order[: order.index("loss")].count("out") // 3
     back = order[order.index("loss") + 1 :]
-    marks = [back.index(block) for block in ("2", "1", "0")]
-    came = [back[:mark].count("in") for mark in marks]
+    token_ids = [back.index(block) for block in ("2", "1", "0")]
+    came = [back[:mark].count("in") for mark in token_ids]
     assert came == [2 * per_block, 3 * per_block, 3 * per_block]
 
 

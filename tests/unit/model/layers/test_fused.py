@@ -26,7 +26,7 @@ def _stage(model, *, is_fused):
     return StageModule(
         model,
         even_stages(num_layers=model.num_layers, num_stages=1)[0],
-        stream=make_stream(),
+        sp=make_stream(),
         dtype=torch.float64,
         device=CPU,
         seed=1,
@@ -37,7 +37,7 @@ def _stage(model, *, is_fused):
 def _work(stage, batch, *, is_put_off=False):
     """Loss and gradients by name, of one micro-batch."""
     loss = stage(*batch, None)
-    with stage.deferral.collecting() if is_put_off else nullcontext([]) as owed:
+    with stage.grad_queue.collecting() if is_put_off else nullcontext([]) as owed:
         loss.backward()
     assert bool(owed) == is_put_off
     run_deferred(owed)
@@ -131,7 +131,7 @@ class _Sum:
 
     def __init__(self, param):
         self.total = torch.empty(param.shape, dtype=torch.float32)
-        param.intake = self
+        param.grad_sink = self
 
     def place(self, _param):
         return self.total, True

@@ -18,12 +18,12 @@ def _stage():
 
 def test_every_place_has_a_key_of_its_own_after_its_name():
     stage = _stage()
-    places = {"embedding": stage.embedding_dropout}
+    token_layout = {"embedding": stage.embedding_dropout}
     for layer, block in stage.layers.items():
-        places[f"layers.{layer}.attention"] = block.attention_dropout
-        places[f"layers.{layer}.mlp"] = block.mlp_dropout
-    assert {name: place.place_key for name, place in places.items()} == {
-        name: place_key(7, name) for name in places
+        token_layout[f"layers.{layer}.attention"] = block.attention_dropout
+        token_layout[f"layers.{layer}.mlp"] = block.mlp_dropout
+    assert {name: place.place_key for name, place in token_layout.items()} == {
+        name: place_key(7, name) for name in token_layout
     }
     heads = torch.cat([block.attention.core.head_keys for block in stage.layers.values()])
     assert heads.unique().numel() == MODEL.num_layers * MODEL.num_heads

@@ -11,7 +11,7 @@ class _Times(nn.Module):
         super().__init__()
         self.factor = factor
 
-    def forward(self, x, places=None):
+    def forward(self, x, token_layout=None):
         return self.factor * x
 
 

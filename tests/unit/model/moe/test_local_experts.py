@@ -33,15 +33,15 @@ def _draw(num_tokens, moe, *, chosen=None):
 
 def _work(weights, x, grad, *, moe, dtype, is_put_off=False, is_remade=False):
     """Output and gradients by name."""
-    nobody, stream = alone(0), make_stream()
-    factory = Factory(weights, stream, dtype=dtype)
-    groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, stream=stream)
+    nobody, sp = alone(0), make_stream()
+    factory = Factory(weights, sp, dtype=dtype)
+    groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, sp=sp)
     layer = layers.MoeLayer(factory, "moe", moe, groups)
     layer.is_remade = is_remade
     leaf = x.to(dtype, copy=True).requires_grad_()
     y = layer(leaf)
     if is_put_off:
-        with factory.deferral.collecting() as owed:
+        with factory.grad_queue.collecting() as owed:
             y.backward(grad.to(dtype))
         assert {id(debt.param) for debt in owed} >= {id(p) for p in layer.experts.parameters()}
         run_deferred(owed)

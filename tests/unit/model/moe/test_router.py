@@ -20,7 +20,7 @@ from tests.support.references import moe as plain
 NOBODY = alone(0)
 
 
-def _marks(num_tokens, *, uncounted=()):
+def _token_ids(num_tokens, *, uncounted=()):
     is_counted = torch.ones(num_tokens, dtype=torch.bool)
     is_counted[list(uncounted)] = False
     return TokenIds(numbers=torch.arange(num_tokens), is_counted=is_counted, row_length=num_tokens)
@@ -29,9 +29,9 @@ def _marks(num_tokens, *, uncounted=()):
 def _layer(moe, dtype=torch.float64, *, rounded_to=torch.float64):
     weights = plain.draw_weights(moe, width=12, ffn_width=8)
     weights = {name: values.to(rounded_to).double() for name, values in weights.items()}
-    stream = SequenceParallel(tp=NOBODY)
-    groups = ExpertGroups(ep=NOBODY, etp=NOBODY, micro=NOBODY, stream=stream)
-    return MoeLayer(plain.Factory(weights, stream, dtype=dtype), "moe", moe, groups)
+    sp = SequenceParallel(tp=NOBODY)
+    groups = ExpertGroups(ep=NOBODY, etp=NOBODY, micro=NOBODY, sp=sp)
+    return MoeLayer(plain.Factory(weights, sp, dtype=dtype), "moe", moe, groups)
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen():
@@ -76,10 +76,10 @@ def test_sinkhorn_evens_out_the_load_that_logits_would_pile_up():
 
 def test_sinkhorn_reads_counted_tokens_only():
     logits = torch.randn(16, 4).double()
-    marks = _marks(16, uncounted=range(10, 16))
+    token_ids = _token_ids(16, uncounted=range(10, 16))
     others = logits.clone()
     others[10:] = 50 * torch.randn(6, 4)
-    first, second = (sinkhorn(x, marks.is_counted, NOBODY, rounds=8) for x in (logits, others))
+    first, second = (sinkhorn(x, token_ids.is_counted, NOBODY, rounds=8) for x in (logits, others))
     assert torch.equal(first, second)
 
 
@@ -88,8 +88,8 @@ def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
     chosen = torch.zeros(5, 1, dtype=torch.int64)
     weights = torch.tensor([[0.1], [0.9], [0.2], [0.9], [0.99]])
     moe = MoeSection(num_experts=2, top_k=1, capacity_factor=1.0, drop_by=drop_by)
-    marks = _marks(5, uncounted=[4])
-    experts, gap = apply_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    token_ids = _token_ids(5, uncounted=[4])
+    experts, gap = apply_capacity(chosen, weights, token_ids, torch.tensor(2), moe, NOBODY)
     assert [t for t in range(5) if experts[t] == 0] == kept
     assert gap.item() == pytest.approx(0.7 if drop_by == "probability" else torch.inf)
     assert set(experts.flatten().tolist()) == {0, 2}
@@ -97,11 +97,11 @@ def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
 
 def test_of_equal_weights_the_earlier_token_stays_wherever_it_lies():
     chosen, weights = torch.zeros(4, 1, dtype=torch.int64), torch.full((4, 1), 0.5)
-    marks = TokenIds(
+    token_ids = TokenIds(
         numbers=torch.tensor([7, 1, 5, 0]), is_counted=torch.ones(4, dtype=torch.bool), row_length=8
     )
     moe = MoeSection(num_experts=1, top_k=1, capacity_factor=1.0)
-    experts, gap = apply_capacity(chosen, weights, marks, torch.tensor(2), moe, NOBODY)
+    experts, gap = apply_capacity(chosen, weights, token_ids, torch.tensor(2), moe, NOBODY)
     assert experts.flatten().tolist() == [1, 0, 1, 0] and gap == 0
 
 
@@ -115,24 +115,24 @@ def test_a_choice_that_is_barely_kept_is_in_the_margin(drop_by, is_close):
         [1, 2, 2 + 1e-9, 3], dtype=torch.float64
     )  # one expert, which takes two of them
     layer((scales[:, None, None] * token).requires_grad_()).sum().backward()
-    _, margin = layer.router.record.take(token.device)
+    _, margin = layer.router.record.drain(token.device)
     assert margin > 0 and (margin < 1e-8) == is_close
 
 
 def test_uncounted_tokens_are_in_no_load_and_no_margin():
     chosen = torch.tensor([[0, 1], [0, 2], [0, 3]])
-    marks = _marks(3, uncounted=[1])
-    counts = add_load(chosen, marks, torch.zeros(4, dtype=torch.float64))
-    assert counts.tolist() == [2, 1, 0, 1] and marks.num_counted == 2
+    token_ids = _token_ids(3, uncounted=[1])
+    counts = add_load(chosen, token_ids, torch.zeros(4, dtype=torch.float64))
+    assert counts.tolist() == [2, 1, 0, 1] and token_ids.num_counted == 2
     moe = MoeSection(num_experts=4)
     layer = _layer(moe)
     x = torch.randn(3, 12).double().requires_grad_()
     with torch.no_grad():
         x[1] = 0.0  # all experts are equal to it
     for uncounted, is_zero in (((), True), ((1,), False)):
-        _, routing = layer.router(x, _marks(3, uncounted=uncounted))
+        _, routing = layer.router(x, _token_ids(3, uncounted=uncounted))
         routing.weights.sum().backward()
-        _, margin = layer.router.record.take(x.device)
+        _, margin = layer.router.record.drain(x.device)
         assert (margin.item() == 0) == is_zero
 
 
@@ -144,9 +144,9 @@ def test_a_tally_counts_once_though_forward_runs_again():
     layer(x)
     y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
     y.sum().backward()
-    sums, _ = layer.router.record.take(x.device)
+    sums, _ = layer.router.record.drain(x.device)
     assert sums[:4].sum() == 2 * 12 and sums[4] == 12
-    assert layer.router.record.take(x.device)[0].sum() == 0
+    assert layer.router.record.drain(x.device)[0].sum() == 0
 
 
 @pytest.mark.parametrize("frozen", ["router.weight", "experts.up", "all"])
@@ -162,7 +162,7 @@ def test_a_tally_counts_once_whatever_is_frozen(frozen, is_remade):
     x = torch.randn(6, 2, 12).double().requires_grad_()
     for _ in range(2):
         layer(x).sum().backward()
-    sums, margin = layer.router.record.take(x.device)
+    sums, margin = layer.router.record.drain(x.device)
     assert sums[:4].sum() == 2 * 2 * 12 and sums[4] == 2 * 12 and sums[5] == 2 * 2 * 12
     assert sums[7:].min() > 0 and margin < torch.inf
 
@@ -188,8 +188,8 @@ def test_jitter_is_a_function_of_the_token_and_spread_evenly():
 def test_evaluation_neither_jitters_nor_evens_out():
     moe = MoeSection(num_experts=4, balance="sinkhorn")
     layer = _layer(moe).eval()
-    x, marks = torch.randn(6, 12).double(), _marks(6)
-    _, routing = layer.router(x, marks)
+    x, token_ids = torch.randn(6, 12).double(), _token_ids(6)
+    _, routing = layer.router(x, token_ids)
     logits = x @ layer.router.weight.T
     assert torch.equal(routing.experts, logits.topk(2).indices)
 
@@ -220,11 +220,11 @@ def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
     micro = Group(name="micro", ranks=ranks, index=0, timeout_s=1.0, handle=None)
     monkeypatch.setattr(router, "all_reduce", lambda counts, group: counts * group.size)
     monkeypatch.setattr(
-        router, "keep_within_capacity", lambda chosen, *_: (chosen, torch.tensor(torch.inf))
+        router, "apply_capacity", lambda chosen, *_: (chosen, torch.tensor(torch.inf))
     )
     section = shape.model.moe
     weights = plain.draw_weights(section, width=12, ffn_width=8)
     one = Router(plain.Factory(weights, SequenceParallel(tp=NOBODY)), "moe.router", section, micro)
     num_tokens = shape.tokens // parallel.tp
-    _, routing = one(torch.randn(num_tokens, 12).double(), _marks(num_tokens))
+    _, routing = one(torch.randn(num_tokens, 12).double(), _token_ids(num_tokens))
     assert 8 * routing.capacity == own_choices(shape)

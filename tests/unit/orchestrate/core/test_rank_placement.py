@@ -8,9 +8,9 @@ from raymega.messages import NodeSlots
 from raymega.orchestrate.core.rank_placement import (
     DOMAIN_LABEL,
     WorkerLocation,
-    assign_seats,
+    assign_ranks,
     choose_ranks,
-    keep_seats,
+    keep_ranks,
     place_ranks,
 )
 from raymega.plan.grid import Grid
@@ -22,7 +22,7 @@ def nodes(*slots):
     return [NodeSlots(node_id=f"n{i}", address="", num_slots=n) for i, n in enumerate(slots)]
 
 
-def places(*node_ids):
+def locations(*node_ids):
     return [WorkerLocation(node_id=n, address="", pid=i) for i, n in enumerate(node_ids)]
 
 
@@ -30,8 +30,8 @@ def at(node_id, gpu):
     return WorkerLocation(node_id=node_id, address="", pid=gpu, gpus=(str(gpu),))
 
 
-def ranks(seats):
-    return [seat.rank for seat in seats]
+def ranks(assigned_ranks):
+    return [assigned.rank for assigned in assigned_ranks]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.describe()}-{grid.order[:2]}")
@@ -74,10 +74,10 @@ def test_place_ranks_fills_the_roomiest_domain_first():
 
 
 def test_assign_seats_does_not_depend_on_the_order_of_the_workers():
-    grid, at = Grid(tp=2, pp=2), places("b", "a", "b", "a")
-    seats = assign_seats(at, grid, is_tp_across_nodes_allowed=False)
-    assert ranks(seats) == [2, 0, 3, 1]
-    assert [seat.local_rank for seat in seats] == [0, 0, 1, 1]
+    grid, at = Grid(tp=2, pp=2), locations("b", "a", "b", "a")
+    assigned_ranks = assign_ranks(at, grid, is_tp_across_nodes_allowed=False)
+    assert ranks(assigned_ranks) == [2, 0, 3, 1]
+    assert [assigned.local_rank for assigned in assigned_ranks] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -85,8 +85,8 @@ def test_assign_seats_does_not_depend_on_the_order_of_the_workers():
 def test_assign_seats_gives_each_rank_once_and_tp_groups_one_node(grid, seed):
     homes = [f"n{i // 4}" for i in range(grid.world_size)]
     random.Random(seed).shuffle(homes)
-    seats = assign_seats(places(*homes), grid, is_tp_across_nodes_allowed=False)
-    home_of = {seat.rank: home for seat, home in zip(seats, homes, strict=True)}
+    assigned_ranks = assign_ranks(locations(*homes), grid, is_tp_across_nodes_allowed=False)
+    home_of = {assigned.rank: home for assigned, home in zip(assigned_ranks, homes, strict=True)}
     assert sorted(home_of) == list(range(grid.world_size))
     for group in grid.groups("tp"):
         assert len({home_of[rank] for rank in group}) == 1
@@ -97,29 +97,31 @@ def test_assign_seats_follows_the_gpus_of_a_node_as_numbers():
         WorkerLocation(node_id="n", address="", pid=i, gpus=(g,))
         for i, g in enumerate(["10", "2", "0"])
     ]
-    assert ranks(assign_seats(at, Grid(dp=3), is_tp_across_nodes_allowed=False)) == [2, 1, 0]
+    assert ranks(assign_ranks(at, Grid(dp=3), is_tp_across_nodes_allowed=False)) == [2, 1, 0]
 
 
 def test_assign_seats_refuses_a_torn_tp_group():
     with pytest.raises(InternalError, match="holds 3 workers"):
-        assign_seats(places("a", "a", "a", "b"), Grid(tp=2, dp=2), is_tp_across_nodes_allowed=False)
+        assign_ranks(
+            locations("a", "a", "a", "b"), Grid(tp=2, dp=2), is_tp_across_nodes_allowed=False
+        )
 
 
 def test_ranks_are_kept_when_a_lost_nodes_workers_come_back_elsewhere():
     grid = Grid(tp=2, dp=2)
-    places = [at("b", 0), at("b", 1), at("a", 0), at("a", 1)]
-    seats = keep_seats(places, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False)
-    assert [seat.rank for seat in seats] == [0, 1, 2, 3], "not by the nodes' names"
-    assert [seat.local_rank for seat in seats] == [0, 1, 0, 1]
+    locations = [at("b", 0), at("b", 1), at("a", 0), at("a", 1)]
+    assigned_ranks = keep_ranks(locations, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False)
+    assert [assigned.rank for assigned in assigned_ranks] == [0, 1, 2, 3], "not by the nodes' names"
+    assert [assigned.local_rank for assigned in assigned_ranks] == [0, 1, 0, 1]
 
 
 def test_ranks_are_not_kept_against_the_order_of_gpus_or_across_nodes():
     grid = Grid(tp=2, dp=2)
     swapped = [at("a", 1), at("a", 0), at("b", 0), at("b", 1)]
-    assert keep_seats(swapped, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
+    assert keep_ranks(swapped, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
     torn = [at("a", 0), at("b", 0), at("a", 1), at("b", 1)]
-    assert keep_seats(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
-    assert keep_seats(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=True) is not None
+    assert keep_ranks(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
+    assert keep_ranks(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=True) is not None
 
 
 def choose(where, ranks, grid, *, is_free=False):
@@ -127,21 +129,21 @@ def choose(where, ranks, grid, *, is_free=False):
 
 
 def test_choose_ranks_gives_a_lost_rank_to_a_free_process_of_its_node():
-    where = places("a", "a", "a", "b", "b")
+    where = locations("a", "a", "a", "b", "b")
     assert choose(where, [0, 1, -1, 2, 3], Grid(tp=2, dp=2)) == (0, 1, -1, 2, 3)
-    where = places("a", "a", "b", "b")
+    where = locations("a", "a", "b", "b")
     assert choose(where, [0, -1, 2, 3], Grid(tp=2, dp=2)) == (0, 1, 2, 3)
 
 
 def test_choose_ranks_moves_a_whole_tp_group_to_where_there_is_room():
-    where = places("a", "b", "b", "c", "c")
+    where = locations("a", "b", "b", "c", "c")
     assert choose(where, [1, 2, 3, -1, -1], Grid(tp=2, dp=2)) == (-1, 2, 3, 0, 1)
     assert choose(where[:4], [1, 2, 3, -1], Grid(tp=2, dp=2)) is None
     assert choose(where[:4], [1, 2, 3, -1], Grid(tp=2, dp=2), is_free=True) == (1, 2, 3, 0)
 
 
 def test_choose_ranks_packs_neighbours_when_nobody_has_a_rank():
-    where = places("b", "a", "b", "a", "b", "a", "b")
+    where = locations("b", "a", "b", "a", "b", "a", "b")
     assert choose(where, [-1] * 7, Grid(tp=2, dp=2)) == (0, -1, 1, -1, 2, -1, 3)
 
 
@@ -149,18 +151,18 @@ def test_choose_ranks_packs_neighbours_when_nobody_has_a_rank():
 def test_choose_ranks_keeps_groups_whole_and_survivors_seated(grid):
     draw = random.Random(5)
     for _ in range(100):
-        where = places(*(f"n{draw.randrange(3)}" for _ in range(14)))
+        where = locations(*(f"n{draw.randrange(3)}" for _ in range(14)))
         first = choose(where, [-1] * 14, grid)
         if first is None:
             continue
         lost = draw.randrange(14)
-        left = [place for index, place in enumerate(where) if index != lost]
+        left = [location for index, location in enumerate(where) if index != lost]
         homes = [rank for index, rank in enumerate(first) if index != lost]
         second = choose(left, homes, grid)
         if second is None:
             continue
         node_of = {
-            rank: place.node_id for rank, place in zip(second, left, strict=True) if rank >= 0
+            rank: location.node_id for rank, location in zip(second, left, strict=True) if rank >= 0
         }
         assert sorted(node_of) == list(range(grid.world_size))
         groups = list(grid.groups("tp"))
@@ -180,10 +182,10 @@ def in_domains(**domain_of):
 def test_neighbours_on_the_grid_share_a_domain():
     where = in_domains(a="rack2", b="rack1", c="rack2", d="rack1")
     grid = Grid(tp=2, dp=4)
-    seats = assign_seats(where, grid, is_tp_across_nodes_allowed=False)
+    assigned_ranks = assign_ranks(where, grid, is_tp_across_nodes_allowed=False)
     chosen = choose(where, [-1] * 8, grid)
-    for ranks_of in ([seat.rank for seat in seats], chosen):
-        domain_of = {rank: place.domain for rank, place in zip(ranks_of, where, strict=True)}
+    for ranks_of in ([assigned.rank for assigned in assigned_ranks], chosen):
+        domain_of = {rank: location.domain for rank, location in zip(ranks_of, where, strict=True)}
         assert [len({domain_of[rank] for rank in half}) for half in (range(4), range(4, 8))] == [
             1,
             1,
@@ -192,8 +194,8 @@ def test_neighbours_on_the_grid_share_a_domain():
 
 def test_tp_group_that_may_span_nodes_stays_in_a_domain():
     where = in_domains(a="rack2", b="rack1", c="rack2", d="rack1")
-    seats = assign_seats(where, Grid(tp=4, dp=2), is_tp_across_nodes_allowed=True)
+    assigned_ranks = assign_ranks(where, Grid(tp=4, dp=2), is_tp_across_nodes_allowed=True)
     for first in (0, 4):
-        group = [place.domain for place, seat in zip(where, seats, strict=True)
-                 if first <= seat.rank < first + 4]  # fmt: skip
+        group = [location.domain for location, assigned in zip(where, assigned_ranks, strict=True)
+                 if first <= assigned.rank < first + 4]  # fmt: skip
         assert len(set(group)) == 1

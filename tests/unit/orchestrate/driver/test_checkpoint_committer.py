@@ -27,7 +27,7 @@ def save(saves, store, step, **kwargs):
     for reports in FakeWorkers(2, step=step).save(**kwargs):
         group.write_files(reports)
         for report in reports:
-            saves.take(report)
+            saves.handle_report(report)
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def store():
 
 def test_add_commits_when_every_rank_has_written(store):
     saves, workers = make_saves(store), FakeWorkers(2, step=10)
-    saves.take(workers.shard(1))
-    assert saves.take_outcomes() == [] and list_manifests(store) == []
-    saves.take(workers.shard(0))
-    (outcome,) = saves.take_outcomes()
+    saves.handle_report(workers.shard(1))
+    assert saves.pop_outcomes() == [] and list_manifests(store) == []
+    saves.handle_report(workers.shard(0))
+    (outcome,) = saves.pop_outcomes()
     assert outcome == Committed(
         step=10,
         key="checkpoints/step-00000010/manifest-a0001.json",
@@ -51,13 +51,13 @@ def test_add_commits_when_every_rank_has_written(store):
     )
     manifest = read_manifest(store, outcome.key)
     assert (manifest.step, manifest.grid["dp"], manifest.job["run"]["name"]) == (10, 2, "verify")
-    assert saves.take_outcomes() == []
+    assert saves.pop_outcomes() == []
 
 
 def test_add_refuses_a_save_that_one_rank_could_not_write(store):
     saves = make_saves(store)
     save(saves, store, 10, errors=[1])
-    (outcome,) = saves.take_outcomes()
+    (outcome,) = saves.pop_outcomes()
     assert isinstance(outcome, Refused) and outcome.step == 10
     assert "rank 1 failed: disk full" in outcome.reason
     assert list(store.list("")) == [], "what rank 0 wrote gives its room back"
@@ -70,8 +70,8 @@ def test_add_reports_a_store_that_fails(store, monkeypatch):
     monkeypatch.setattr(store, "put", refuse)
     saves, workers = make_saves(store), FakeWorkers(2, step=10)
     for rank in (0, 1):
-        saves.take(workers.shard(rank))
-    assert saves.take_outcomes() == [Refused(step=10, reason="no space left")]
+        saves.handle_report(workers.shard(rank))
+    assert saves.pop_outcomes() == [Refused(step=10, reason="no space left")]
 
 
 def test_old_checkpoints_are_deleted_after_a_commit(store):
@@ -95,9 +95,9 @@ def test_commit_does_not_block_the_caller():
     with ThreadPoolExecutor(1) as executor:
         saves, workers = make_saves(SlowStore(), executor), FakeWorkers(2, step=10)
         for rank in (0, 1):
-            saves.take(workers.shard(rank))
-        assert not saves.is_idle and saves.take_outcomes() == []
+            saves.handle_report(workers.shard(rank))
+        assert not saves.is_idle and saves.pop_outcomes() == []
         gate.set()
         saves.wait(100)
-        assert [outcome.step for outcome in saves.take_outcomes()] == [10]
+        assert [outcome.step for outcome in saves.pop_outcomes()] == [10]
         assert saves.is_idle

@@ -30,7 +30,7 @@ from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S
 from raymega.orchestrate.driver.controller import Controller
-from raymega.orchestrate.run_store.journal import read_past, read_record
+from raymega.orchestrate.run_store.journal import read_history, read_record
 from raymega.storage.memory import MemoryStore
 from raymega.tracking.sink import (
     AttemptStarted,
@@ -72,7 +72,7 @@ class World:
         self.clock = FakeClock()
         self.sink = MemorySink()
         self.executor = InlineExecutor()
-        self.keeping = FakeKeeping()
+        self.snapshot_manager = FakeKeeping()
 
     def drive(self, *script, overrides=(), lacking=()):
         plan = make_test_plan("parallel.tp=2", *SMALL, *overrides)
@@ -82,7 +82,7 @@ class World:
             world_size=plan.grid.world_size,
             script=script,
             lacking=lacking,
-            keeping=self.keeping,
+            snapshot_manager=self.snapshot_manager,
         )
         self.lease = take_lease(self.store, self.clock)
         self.controller = Controller(
@@ -339,26 +339,26 @@ def wants_rollback(workers, *, next_sample):
 def test_rollback_goes_to_the_checkpoint_and_passes_over_samples_for_good(world):
     """Also for the next driver, and from a checkpoint although memory has a newer state."""
     lost = lost_run(lambda w: wants_rollback(w, next_sample=96))
-    world.keeping.is_begun = True
-    world.keeping.take(3)
+    world.snapshot_manager.is_begun = True
+    world.snapshot_manager.take(3)
     controller = world.drive(lost, whole_run(attempt=2, step=2)[:2])
     world.tick_until(State.RUNNING)
     while len(world.group.orders) < 2:
         controller.tick()
     first, second = world.group.orders
-    assert (first.passed_over, second.passed_over) == ((), ((0, 96),))
+    assert (first.skipped_samples, second.skipped_samples) == ((), ((0, 96),))
     assert second.restore == "checkpoints/step-00000002/manifest-a0001.json"
     (seen,) = world.sink.of(FailureSeen)
     assert seen.is_rollback and seen.decision == "rollback 1 of at most 5"
-    world.keeping.snapshots.clear()
+    world.snapshot_manager.snapshots.clear()
     world.drive(whole_run(attempt=3, step=2)).run()
-    assert world.group.orders[0].passed_over == ((0, 96),)
+    assert world.group.orders[0].skipped_samples == ((0, 96),)
 
 
 def test_rollback_without_samples_does_the_same_steps_again(world):
     lost = lost_run(lambda w: wants_rollback(w, next_sample=-1))
     world.drive(lost, whole_run(attempt=2, step=2)).run()
-    assert [order.passed_over for order in world.group.orders] == [(), ()]
+    assert [order.skipped_samples for order in world.group.orders] == [(), ()]
     assert world.steps_seen() == [1, 2, 3, 3, 4]
 
 
@@ -378,11 +378,11 @@ def test_rollbacks_have_a_budget_of_their_own_and_end_with_exit_5(world):
 def test_step_that_was_done_once_more_is_told(world):
     polls = whole_run()
     polls[2:2] = [
-        [StepDoubted(rank=0, step=2, kind="spike", fact="loss 9", where="", ruling="kept")]
+        [StepDoubted(rank=0, step=2, kind="spike", fact="loss 9", where="", action="kept")]
     ]
     world.drive(polls).run()
     (doubt,) = world.sink.of(DoubtSeen)
-    assert (doubt.attempt, doubt.step, doubt.ruling) == (1, 2, "kept")
+    assert (doubt.attempt, doubt.step, doubt.action) == (1, 2, "kept")
 
 
 def test_group_is_asked_to_look_before_a_silent_run_is_given_up(world):
@@ -455,7 +455,7 @@ def restores(world):
 
 def test_newer_of_snapshot_and_checkpoint_is_restored(world):
     def snapshot_and_die(workers):
-        world.keeping.take(3)
+        world.snapshot_manager.take(3)
         return workers.die(3)
 
     world.drive(lost_run(snapshot_and_die), whole_run(attempt=2, step=3, steps=5)).run()
@@ -469,7 +469,7 @@ def test_newer_of_snapshot_and_checkpoint_is_restored(world):
 
 @pytest.mark.parametrize(("attempt", "step"), [(1, 1), (0, 9)], ids=["step", "attempt"])
 def test_older_snapshot_is_not_restored(world, attempt, step):
-    world.keeping.take(step, attempt=attempt)
+    world.snapshot_manager.take(step, attempt=attempt)
     world.drive(lost_run(lambda w: w.die(3)), whole_run(attempt=2, step=2)).run()
     assert restores(world)[1] == ("store", 2)
 
@@ -477,7 +477,7 @@ def test_older_snapshot_is_not_restored(world, attempt, step):
 def test_snapshot_alone_is_restored_and_is_no_checkpoint(world):
     workers = FakeWorkers(4)
     polls = workers.enter() + workers.steps(3) + workers.die(1)
-    world.keeping.take(2)
+    world.snapshot_manager.take(2)
     overrides = ["checkpoint.every=0"]
     last = FakeWorkers(4, step=2, attempt=2)
     polls_2 = last.enter() + last.steps(2) + last.save() + last.finish()
@@ -488,8 +488,8 @@ def test_snapshot_alone_is_restored_and_is_no_checkpoint(world):
 
 def test_unreadable_snapshot_gives_way_to_the_one_before_and_then_to_the_store(world):
     def snapshots_and_die(workers):
-        world.keeping.take(3)
-        world.keeping.take(4)
+        world.snapshot_manager.take(3)
+        world.snapshot_manager.take(4)
         return workers.die(3)
 
     def unreadable(attempt, step):
@@ -506,14 +506,14 @@ def test_unreadable_snapshot_gives_way_to_the_one_before_and_then_to_the_store(w
 def test_nodes_that_an_attempt_left_may_forget_when_it_has_a_whole_snapshot(world):
     polls = whole_run()
     world.drive(polls).run()
-    assert world.keeping.num_settles == 0
+    assert world.snapshot_manager.num_settles == 0
     polls = whole_run(attempt=2, step=4, steps=6)
     for poll in polls:
         for report in poll:
             if isinstance(report, StepDone):
                 report.metrics["checkpoint/snapshot_step"] = float(report.step - 5)
     world.drive(polls, overrides=["run.steps=6"]).run()
-    assert world.keeping.num_settles == 1
+    assert world.snapshot_manager.num_settles == 1
 
 
 def test_run_does_not_begin_again_when_no_checkpoint_can_be_restored(world):
@@ -668,7 +668,7 @@ def test_death_while_stopping_is_still_a_stop(world):
 
 
 def snapshot_and_die(world, workers, step):
-    world.keeping.take(step)
+    world.snapshot_manager.take(step)
     return workers.die(1)
 
 
@@ -744,7 +744,7 @@ def test_next_driver_of_a_killed_one_goes_on_with_its_retry_budget(world):
     last = lost_run(lambda w: w.die(2), attempt=3, step=2)
     with pytest.raises(WorkerError, match=r"elastic\.max_failures=1 restarts are spent"):
         world.drive(last, overrides=["elastic.max_failures=1"]).run()
-    assert read_past(world.store).failures == (), "a driver that gave up leaves a clean slate"
+    assert read_history(world.store).failures == (), "a driver that gave up leaves a clean slate"
     again = lost_run(lambda w: w.die(2), attempt=4, step=2), whole_run(attempt=5, step=2)
     assert world.drive(*again, overrides=["elastic.max_failures=1"]).run().status == "finished"
 
@@ -753,10 +753,10 @@ def test_next_driver_of_a_killed_one_takes_the_smaller_grid_that_the_run_had(wor
     wide = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=4"]
     world.drive(lost_run(lambda w: w.die(3)), [], overrides=wide)
     world.tick_until(State.RESTARTING)
-    world.group.places = [WorkerLocation(node_id="n", address="", pid=p) for p in range(2)]
+    world.group.locations = [WorkerLocation(node_id="n", address="", pid=p) for p in range(2)]
     world.group.lacking = [LACKING] * 40
     world.tick_until(State.STARTING)
-    world.group.places = []
+    world.group.locations = []
     assert [plan.grid.world_size for plan in world.group.plans] == [2]
 
     two = FakeWorkers(2, step=2, attempt=3)
@@ -783,7 +783,7 @@ def test_snapshot_that_an_older_attempt_finished_late_is_refused(world):
     world.drive(lost_run(lambda w: w.die(3)), polls, whole_run(attempt=3, step=2))
     world.tick_until(State.RESTARTING)
     world.tick_until(State.RUNNING)
-    world.keeping.take(3, attempt=1)
+    world.snapshot_manager.take(3, attempt=1)
     assert world.controller.run().status == "finished"
     assert restores(world) == [("nothing", 0), ("store", 2), ("store", 2)]
 

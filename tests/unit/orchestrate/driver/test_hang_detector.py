@@ -16,15 +16,15 @@ STUCK = replace(WAITING, rank=1, waits_for="", stack=("hooks.py:3 spoil",))
 
 
 def make_watch(steps=3, step_s=1.1 / 3, **fields):  # of which the deadline is 2.6 s
-    watch = HangDetector(ElasticSection(**fields))
+    detector = HangDetector(ElasticSection(**fields))
     for _ in range(steps):
-        watch.add_step(step_s)
-    return watch
+        detector.add_step(step_s)
+    return detector
 
 
-def look(watch, at_s, *stands):
-    for stand in stands:
-        watch.observe(stand, at_s)
+def look(detector, at_s, *statuses):
+    for status in statuses:
+        detector.observe(status, at_s)
 
 
 @pytest.mark.parametrize(
@@ -41,96 +41,102 @@ def test_deadline_is_learned_from_steps_within_the_jobs_bounds(step_s, fields, d
 
 
 def test_deadline_follows_the_newest_steps():
-    watch = make_watch(steps=30)
+    detector = make_watch(steps=30)
     for _ in range(15):
-        watch.add_step(1.0)
-    assert watch.deadline_s == pytest.approx(4.5)
+        detector.add_step(1.0)
+    assert detector.deadline_s == pytest.approx(4.5)
 
 
-def answer(watch, ranks, at_s):
+def answer(detector, ranks, at_s):
     for rank in ranks:
-        watch.observe(Heartbeat(rank=rank), at_s)
+        detector.observe(Heartbeat(rank=rank), at_s)
 
 
 def test_stopped_process_is_found_at_the_deadline_and_looked_at_before():
-    watch = make_watch()
-    answer(watch, (0, 1), 10.0)
-    answer(watch, (0,), 12.0)
-    assert watch.look_due(12.0, last_sign_s=12.0, is_training=True) is None
-    answer(watch, (0,), 12.2)
-    assert watch.look_due(12.2, last_sign_s=12.2, is_training=True) == {1}
-    assert watch.look_due(12.3, last_sign_s=12.2, is_training=True) is None, "a look takes its time"
-    watch.observe(ProcessStatus(rank=1, state="T"), 12.3)
-    assert watch.hang(12.5, last_sign_s=12.0, is_training=True) is None
-    answer(watch, (0,), 12.7)
-    hang = watch.hang(12.7, last_sign_s=12.0, is_training=True)
+    detector = make_watch()
+    answer(detector, (0, 1), 10.0)
+    answer(detector, (0,), 12.0)
+    assert detector.probe_due(12.0, last_sign_s=12.0, is_training=True) is None
+    answer(detector, (0,), 12.2)
+    assert detector.probe_due(12.2, last_sign_s=12.2, is_training=True) == {1}
+    assert detector.probe_due(12.3, last_sign_s=12.2, is_training=True) is None, (
+        "a look takes its time"
+    )
+    detector.observe(ProcessStatus(rank=1, state="T"), 12.3)
+    assert detector.hang(12.5, last_sign_s=12.0, is_training=True) is None
+    answer(detector, (0,), 12.7)
+    hang = detector.hang(12.7, last_sign_s=12.0, is_training=True)
     assert hang.rank == 1 and "state T" in hang.message
 
 
 def test_stopped_process_is_found_while_the_others_have_nothing_to_say():
-    watch = make_watch()
-    answer(watch, (0, 1), 10.0)
-    answer(watch, (0,), 12.0)
-    watch.observe(ProcessStatus(rank=1, state="T"), 12.3)
-    assert watch.hang(12.7, last_sign_s=12.0, is_training=True).rank == 1
+    detector = make_watch()
+    answer(detector, (0, 1), 10.0)
+    answer(detector, (0,), 12.0)
+    detector.observe(ProcessStatus(rank=1, state="T"), 12.3)
+    assert detector.hang(12.7, last_sign_s=12.0, is_training=True).rank == 1
 
 
 def test_silent_process_that_is_not_stopped_has_until_the_upper_bound():
-    watch = make_watch(hang_max_s=30.0)
-    answer(watch, (0, 1), 0.0)
-    answer(watch, (0,), 29.0)
-    watch.observe(ProcessStatus(rank=1, state="R"), 29.0)
-    assert watch.hang(29.0, last_sign_s=29.0, is_training=True) is None
-    answer(watch, (0,), 30.0)
-    assert "elastic.hang_max_s=30" in watch.hang(30.0, last_sign_s=30.0, is_training=True).message
+    detector = make_watch(hang_max_s=30.0)
+    answer(detector, (0, 1), 0.0)
+    answer(detector, (0,), 29.0)
+    detector.observe(ProcessStatus(rank=1, state="R"), 29.0)
+    assert detector.hang(29.0, last_sign_s=29.0, is_training=True) is None
+    answer(detector, (0,), 30.0)
+    assert (
+        "elastic.hang_max_s=30" in detector.hang(30.0, last_sign_s=30.0, is_training=True).message
+    )
 
 
 def test_driver_that_was_held_up_accuses_nobody():
-    watch = make_watch()
-    answer(watch, (0, 1), 0.0)
-    answer(watch, (0, 1), 9.0)
-    assert watch.look_due(9.1, last_sign_s=9.1, is_training=True) is None
+    detector = make_watch()
+    answer(detector, (0, 1), 0.0)
+    answer(detector, (0, 1), 9.0)
+    assert detector.probe_due(9.1, last_sign_s=9.1, is_training=True) is None
 
 
 def test_process_that_goes_on_is_forgiven():
-    watch = make_watch()
-    answer(watch, (0, 1), 0.0)
-    watch.observe(ProcessStatus(rank=1, state="T"), 2.5)
-    answer(watch, (0, 1), 3.0)
-    assert watch.hang(3.1, last_sign_s=3.0, is_training=True) is None
+    detector = make_watch()
+    answer(detector, (0, 1), 0.0)
+    detector.observe(ProcessStatus(rank=1, state="T"), 2.5)
+    answer(detector, (0, 1), 3.0)
+    assert detector.hang(3.1, last_sign_s=3.0, is_training=True) is None
 
 
 def test_thread_that_stands_still_outside_of_collectives_is_named():
-    watch = make_watch()
-    assert watch.look_due(12.0, last_sign_s=10.0, is_training=True) is None
-    assert watch.look_due(12.2, last_sign_s=10.0, is_training=True) == frozenset()
-    look(watch, 12.2, WAITING, STUCK)
-    assert watch.hang(12.7, last_sign_s=10.0, is_training=True) is None, "one look is none"
-    look(watch, 12.7, WAITING, STUCK)
-    assert watch.hang(12.5, last_sign_s=10.0, is_training=True) is None, "the deadline is not over"
-    hang = watch.hang(12.7, last_sign_s=10.0, is_training=True)
+    detector = make_watch()
+    assert detector.probe_due(12.0, last_sign_s=10.0, is_training=True) is None
+    assert detector.probe_due(12.2, last_sign_s=10.0, is_training=True) == frozenset()
+    look(detector, 12.2, WAITING, STUCK)
+    assert detector.hang(12.7, last_sign_s=10.0, is_training=True) is None, "one look is none"
+    look(detector, 12.7, WAITING, STUCK)
+    assert detector.hang(12.5, last_sign_s=10.0, is_training=True) is None, (
+        "the deadline is not over"
+    )
+    hang = detector.hang(12.7, last_sign_s=10.0, is_training=True)
     assert hang.rank == 1 and "forward 1/0" in hang.message and "hooks.py:3 spoil" in hang.message
 
 
 def test_ranks_that_all_wait_for_each_other_hang_and_none_is_named():
-    watch = make_watch()
+    detector = make_watch()
     for at_s in (12.2, 12.7):
-        look(watch, at_s, WAITING, replace(WAITING, rank=1, waits_for="receive from rank 0"))
-    hang = watch.hang(12.7, last_sign_s=10.0, is_training=True)
+        look(detector, at_s, WAITING, replace(WAITING, rank=1, waits_for="receive from rank 0"))
+    hang = detector.hang(12.7, last_sign_s=10.0, is_training=True)
     assert hang.rank == -1 and "receive from rank 0" in hang.message
 
 
 def test_rank_that_has_not_said_where_it_stands_keeps_the_others_from_being_judged():
     """It may be the one that is stopped: its silence began later than that of the steps."""
-    watch = make_watch()
-    answer(watch, (0, 1), 11.0)
-    answer(watch, (0,), 12.7)
+    detector = make_watch()
+    answer(detector, (0, 1), 11.0)
+    answer(detector, (0,), 12.7)
     for at_s in (12.2, 12.7):
-        look(watch, at_s, WAITING)
-    assert watch.hang(12.7, last_sign_s=10.0, is_training=True) is None
-    answer(watch, (0,), 13.7)
-    watch.observe(ProcessStatus(rank=1, state="T"), 13.7)
-    assert watch.hang(13.7, last_sign_s=10.0, is_training=True).rank == 1
+        look(detector, at_s, WAITING)
+    assert detector.hang(12.7, last_sign_s=10.0, is_training=True) is None
+    answer(detector, (0,), 13.7)
+    detector.observe(ProcessStatus(rank=1, state="T"), 13.7)
+    assert detector.hang(13.7, last_sign_s=10.0, is_training=True).rank == 1
 
 
 @pytest.mark.parametrize(
@@ -146,32 +152,34 @@ def test_rank_that_has_not_said_where_it_stands_keeps_the_others_from_being_judg
     ids=["running", "disk", "unknown", "busy", "patient", "moved"],
 )
 def test_rank_that_is_only_slow_is_no_hang(second):
-    watch = make_watch()
-    look(watch, 12.2, WAITING, STUCK)
-    look(watch, 12.7, WAITING, second)
-    assert watch.hang(60.0, last_sign_s=10.0, is_training=True) is None
+    detector = make_watch()
+    look(detector, 12.2, WAITING, STUCK)
+    look(detector, 12.7, WAITING, second)
+    assert detector.hang(60.0, last_sign_s=10.0, is_training=True) is None
 
 
 def test_nothing_is_known_of_threads_before_some_steps_are():
-    watch = make_watch(steps=2)
-    assert watch.look_due(99.0, last_sign_s=0.0, is_training=True) is None
+    detector = make_watch(steps=2)
+    assert detector.probe_due(99.0, last_sign_s=0.0, is_training=True) is None
     for at_s in (12.2, 12.7):
-        look(watch, at_s, WAITING, STUCK)
-    assert watch.hang(99.0, last_sign_s=0.0, is_training=True) is None
+        look(detector, at_s, WAITING, STUCK)
+    assert detector.hang(99.0, last_sign_s=0.0, is_training=True) is None
 
 
 def test_threads_are_left_alone_until_all_ranks_have_their_state():
-    watch = HangDetector(ElasticSection(), steps_s=(0.2,) * 3)
-    assert watch.look_due(12.2, last_sign_s=10.0, is_training=False) is None
-    assert watch.look_due(12.2, last_sign_s=10.0, is_training=True) == frozenset(), "known before"
+    detector = HangDetector(ElasticSection(), steps_s=(0.2,) * 3)
+    assert detector.probe_due(12.2, last_sign_s=10.0, is_training=False) is None
+    assert detector.probe_due(12.2, last_sign_s=10.0, is_training=True) == frozenset(), (
+        "known before"
+    )
     for at_s in (12.2, 12.7):
-        look(watch, at_s, STUCK)
-    assert watch.hang(12.7, last_sign_s=10.0, is_training=False) is None
-    assert watch.hang(12.7, last_sign_s=10.0, is_training=True).rank == 1
+        look(detector, at_s, STUCK)
+    assert detector.hang(12.7, last_sign_s=10.0, is_training=False) is None
+    assert detector.hang(12.7, last_sign_s=10.0, is_training=True).rank == 1
 
 
 def test_looks_of_before_the_last_sign_do_not_count():
-    watch = make_watch()
+    detector = make_watch()
     for at_s in (12.2, 12.7):
-        look(watch, at_s, WAITING, STUCK)
-    assert watch.hang(16.0, last_sign_s=12.3, is_training=True) is None
+        look(detector, at_s, WAITING, STUCK)
+    assert detector.hang(16.0, last_sign_s=12.3, is_training=True) is None

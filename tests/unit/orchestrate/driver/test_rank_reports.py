@@ -33,8 +33,8 @@ def test_timelines_come_on_one_clock_with_the_schedules_own_bubble():
     ]
     reports = RankReports(plan)
     recorded = [TimelineRecorded(rank=rank, step=3, events=row) for rank, row in enumerate(rows)]
-    assert reports.take(recorded[1], attempt=1) == []
-    (event,) = reports.take(recorded[0], attempt=1)
+    assert reports.add(recorded[1], attempt=1) == []
+    (event,) = reports.add(recorded[0], attempt=1)
     assert event.events[0] == rows[0]
     assert event.events[1][0] == pytest.approx((*rows[1][0][:3], 0.5, 1.0))
     assert event.simulated_bubble == pytest.approx(1.0)
@@ -47,6 +47,6 @@ def test_a_layer_whose_routing_collapses_is_told_once_until_it_has_recovered():
     told = []
     for step, tokens in enumerate((even, piled, piled, even, piled)):
         report = ExpertsLoaded(rank=0, step=step, tokens={0: even, 5: tokens})
-        _, *collapsed = reports.take(report, attempt=1)
+        _, *collapsed = reports.add(report, attempt=1)
         told += [(event.step, event.layer, event.experts) for event in collapsed]
     assert told == [(1, 5, (1, 2, 3)), (4, 5, (1, 2, 3))]

@@ -40,7 +40,7 @@ def begin(world, *script, lacking=6, overrides=()):
     world.drive(lost_run(lambda w: w.die(3)), *script, overrides=(*DP2, *overrides))
     world.tick_until(State.RESTARTING)
     world.group.lacking = [LACKING] * lacking
-    world.group.places = processes(2)
+    world.group.locations = processes(2)
 
 
 def test_lost_workers_that_do_not_come_back_make_the_grid_smaller(world):
@@ -87,7 +87,7 @@ def test_run_grows_back_at_a_step_boundary_without_losing_a_step(world):
     begin(world, small_run(step=2, attempt=2), full.enter() + full.steps(2))
     world.tick_until(State.STARTING)
     world.tick_until(State.RUNNING)
-    world.group.places = processes(4)
+    world.group.locations = processes(4)
     world.tick_until(State.RESIZING)
     assert world.group.requested[-1] == Requests(stop=True, save=True)
     world.group.lacking = []
@@ -101,7 +101,7 @@ def test_run_grows_back_at_a_step_boundary_without_losing_a_step(world):
 def test_run_stays_small_when_growing_is_not_worth_it(world):
     begin(world, small_run(step=2, attempt=2), overrides=["run.steps=6"])
     world.tick_until(State.RUNNING)
-    world.group.places = processes(4)
+    world.group.locations = processes(4)
     while world.controller.state.state is State.RUNNING and world.controller.state.step < 6:
         world.controller.tick()
     assert world.group.requested == []
@@ -110,7 +110,7 @@ def test_run_stays_small_when_growing_is_not_worth_it(world):
 def test_stop_while_the_grid_changes_ends_preempted(world):
     begin(world, small_run(step=2, attempt=2))
     world.tick_until(State.RUNNING)
-    world.group.places = processes(4)
+    world.group.locations = processes(4)
     world.tick_until(State.RESIZING)
     world.controller.request_stop()
     world.group.lacking = []
@@ -130,7 +130,7 @@ def staying_run(*, step, attempt):
 
 
 @pytest.mark.parametrize(
-    ("departures", "num_ticks"),
+    ("drains", "num_ticks"),
     [
         ([leaving(100, is_ready=False), leaving(99, is_ready=True)], 2),
         ([leaving(100, is_ready=False), leaving(30, is_ready=False)], 2),
@@ -138,13 +138,11 @@ def staying_run(*, step, attempt):
     ],
     ids=["somebody is ready", "the margin is reached", "no time"],
 )
-def test_ranks_whose_nodes_are_taken_away_save_and_go_on_without_a_loss(
-    world, departures, num_ticks
-):
+def test_ranks_whose_nodes_are_taken_away_save_and_go_on_without_a_loss(world, drains, num_ticks):
     full = FakeWorkers(4, step=4, attempt=2)
     world.drive(staying_run(step=0, attempt=1), full.enter() + full.steps(2), overrides=DP2)
     world.tick_until(State.RUNNING)
-    world.group.departures = list(departures)
+    world.group.drains = list(drains)
     for _ in range(num_ticks):
         assert world.controller.state.state is State.RUNNING
         world.controller.tick()

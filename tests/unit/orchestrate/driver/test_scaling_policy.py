@@ -17,7 +17,7 @@ FULL = (
 )
 
 
-def places(*counts):
+def locations(*counts):
     return [
         WorkerLocation(node_id=f"n{node}", address="", pid=pid)
         for node, count in enumerate(counts)
@@ -35,25 +35,25 @@ def make(*overrides):
 
 def test_shrink_drops_replicas_and_keeps_the_batch():
     grids = make()
-    smaller = grids.shrink(places(4, 3))
+    smaller = grids.shrink(locations(4, 3))
     assert smaller.grid.degrees() == grids.full.grid.degrees() | {"dp": 1}
     assert smaller.batch.global_batch_size == grids.full.batch.global_batch_size
     assert smaller.batch.num_micro_batches == 2 * grids.full.batch.num_micro_batches
 
 
 def test_shrink_cuts_a_replica_anew_when_none_is_left_whole():
-    smaller = make().shrink(places(2))
+    smaller = make().shrink(locations(2))
     assert smaller.grid.world_size == 2
     assert smaller.batch.global_batch_size == 16
 
 
 def test_shrink_needs_tp_groups_whole_on_a_node():
-    assert make().shrink(places(1, 1, 1, 1)).grid.tp == 1
+    assert make().shrink(locations(1, 1, 1, 1)).grid.tp == 1
 
 
 @pytest.mark.parametrize("least", ["grid", 5])
 def test_shrink_keeps_to_min_workers(least):
-    assert make(f"elastic.min_workers={least}").shrink(places(4)) is None
+    assert make(f"elastic.min_workers={least}").shrink(locations(4)) is None
 
 
 @pytest.mark.parametrize(
@@ -72,25 +72,25 @@ def test_growth_is_weighed_by_what_was_measured():
     grids = make()
     for _ in range(3):
         grids.add_step(1.0)
-    grids.now = grids.shrink(places(4))
-    assert grids.growth(places(4, 4), step=0) is None, "no step on the smaller grid yet"
+    grids.now = grids.shrink(locations(4))
+    assert grids.growth(locations(4, 4), step=0) is None, "no step on the smaller grid yet"
     for _ in range(3):
         grids.add_step(1.8)
-    assert grids.growth(places(4, 3), step=0) is None, "no room for the job's own grid"
-    found = grids.growth(places(4, 4), step=900)
+    assert grids.growth(locations(4, 3), step=0) is None, "no room for the job's own grid"
+    found = grids.growth(locations(4, 4), step=900)
     assert (found.gain_s, found.cost_s) == (pytest.approx(80.0), FIRST_CHANGE_S)
     assert found.is_worth_it and "saves 80 s and costs 30 s" in found.reason
-    assert not grids.growth(places(4, 4), step=970).is_worth_it
+    assert not grids.growth(locations(4, 4), step=970).is_worth_it
     grids.now = grids.full
-    assert grids.growth(places(4, 4), step=0) is None
+    assert grids.growth(locations(4, 4), step=0) is None
 
 
 def test_growth_can_be_forbidden():
     grids = make("elastic.grow=false")
-    grids.now = grids.shrink(places(4))
+    grids.now = grids.shrink(locations(4))
     for _ in range(3):
         grids.add_step(1.0)
-    assert grids.growth(places(4, 4), step=0) is None
+    assert grids.growth(locations(4, 4), step=0) is None
 
 
 def test_growth_counts_no_gain_beyond_the_horizon():
@@ -103,7 +103,7 @@ def test_shrink_passes_over_what_does_not_fit_into_the_devices_memory():
              "model.num_kv_heads=8", "parallel.tp=8", "parallel.pp=4", "precision.dtype=bfloat16",
              "parallel.sharding=optimizer")  # fmt: skip
     grids = ScalingPolicy(make_test_plan(*large, "parallel.dp=2"))
-    where = places(*[8] * 7)
-    gpus = [replace(place, accelerator="H100") for place in where]
+    where = locations(*[8] * 7)
+    gpus = [replace(location, accelerator="H100") for location in where]
     assert memory_of(grids.shrink(where)) > CATALOGUE["h100"].memory_bytes
     assert memory_of(grids.shrink(gpus)) <= CATALOGUE["h100"].memory_bytes

@@ -16,12 +16,12 @@ def test_stages_are_compared_with_themselves():
 def test_slow_rank_is_told_of_once_after_two_looks_and_again_after_it_had_recovered():
     stragglers = Stragglers(GRID, ratio=1.5)
     slow = EVEN | {5: 6.0}
-    told = [stragglers.take(work) for work in (slow, slow, slow, EVEN, slow, slow)]
+    told = [stragglers.observe(work) for work in (slow, slow, slow, EVEN, slow, slow)]
     assert told == [[], [(5, 2.0)], [], [], [], [(5, 2.0)]]
 
 
 def test_passing_disturbance_and_a_job_that_does_not_ask_tell_nothing():
     stragglers = Stragglers(GRID, ratio=1.5)
-    assert [stragglers.take(w) for w in (EVEN | {1: 9.0}, EVEN | {2: 9.0}, EVEN)] == [[], [], []]
+    assert [stragglers.observe(w) for w in (EVEN | {1: 9.0}, EVEN | {2: 9.0}, EVEN)] == [[], [], []]
     never = Stragglers(GRID, ratio=0.0)
-    assert [never.take(EVEN | {1: 9.0}) for _ in range(3)] == [[], [], []]
+    assert [never.observe(EVEN | {1: 9.0}) for _ in range(3)] == [[], [], []]

@@ -21,7 +21,7 @@ def message(rank):
 def mailbox(num_workers=2):
     box = WorkerRendezvous()
     for index in range(num_workers):
-        box.come(index, RemoteWorker(place=PLACE, rendezvous=f"h:{index}"))
+        box.come(index, RemoteWorker(location=PLACE, rendezvous=f"h:{index}"))
     box.send({index: message(num_workers - 1 - index) for index in range(num_workers)})
     return box
 
@@ -30,7 +30,7 @@ def test_workers_come_and_get_their_messages():
     box = WorkerRendezvous()
     assert box.start_of(0, 0.0) is None and box.is_open()
     box = mailbox()
-    assert {index: guest.rendezvous for index, guest in box.guests().items()} == {
+    assert {index: guest.rendezvous for index, guest in box.remote_workers().items()} == {
         0: "h:0",
         1: "h:1",
     }
@@ -40,7 +40,7 @@ def test_workers_come_and_get_their_messages():
 def test_reports_go_one_way_and_wishes_the_other():
     box, report = mailbox(), Progress(rank=1, step=3)
     assert box.exchange(1, [report]) == Requests()
-    assert box.take(0.0) == [report] and box.take(0.0) == []
+    assert box.take_reports(0.0) == [report] and box.take_reports(0.0) == []
     box.wish(Requests(stop=True, save=True))
     assert box.exchange(0, []) == Requests(stop=True, save=True)
     assert box.exchange(0, []) == Requests(stop=True), "one wish is one save"
@@ -49,7 +49,7 @@ def test_reports_go_one_way_and_wishes_the_other():
 
 def test_driver_that_waits_hears_at_once():
     box, heard = mailbox(), []
-    thread = Thread(target=lambda: heard.extend(box.take(ENDLESS_S)), daemon=True)
+    thread = Thread(target=lambda: heard.extend(box.take_reports(ENDLESS_S)), daemon=True)
     thread.start()
     box.exchange(0, [Progress(rank=0, step=1)])
     thread.join(GUARD_S)
@@ -65,4 +65,4 @@ def test_closed_mailbox_lets_everybody_go():
     assert not waiting.is_alive() and not box.is_open()
     box = mailbox()
     box.close()
-    assert box.exchange(0, [Progress(rank=0, step=1)]) is None and box.take(ENDLESS_S) == []
+    assert box.exchange(0, [Progress(rank=0, step=1)]) is None and box.take_reports(ENDLESS_S) == []

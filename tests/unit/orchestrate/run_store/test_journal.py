@@ -10,7 +10,7 @@ from raymega.orchestrate.run_store.journal import (
     RunHistory,
     StateChange,
     open_record,
-    read_past,
+    read_history,
     read_record,
     write_record,
 )
@@ -126,9 +126,9 @@ def put(store, *entries):
 
 
 def test_past_is_what_drivers_left_that_were_torn_away(store):
-    assert read_past(store) == RunHistory()
+    assert read_history(store) == RunHistory()
     put(store, entry(1, num_failures=2), entry(2, num_failures=1))
-    past = read_past(store)
+    past = read_history(store)
     assert len(past.failures) == 3 and past.num_workers == 2
     assert past.failures[0] == entry(1, num_failures=1).failures[0]
 
@@ -136,15 +136,15 @@ def test_past_is_what_drivers_left_that_were_torn_away(store):
 @pytest.mark.parametrize("state", ["finished", "failed", "preempted"])
 def test_past_begins_behind_the_last_good_end(store, state):
     put(store, entry(1, num_failures=2), entry(2, state=state, num_failures=1))
-    assert read_past(store) == RunHistory()
+    assert read_history(store) == RunHistory()
     put(store, entry(3, num_failures=1))
-    assert len(read_past(store).failures) == 1
+    assert len(read_history(store).failures) == 1
 
 
 def test_entry_that_cannot_be_read_is_passed_over(store):
     put(store, entry(1, num_failures=1), entry(2))
     store.put("journal/000003.json", [b"{"], overwrite=True)
-    assert len(read_past(store).failures) == 1
+    assert len(read_history(store).failures) == 1
 
 
 @pytest.mark.parametrize(

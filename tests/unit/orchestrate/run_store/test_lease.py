@@ -41,7 +41,7 @@ class World:
 
     def taken(self, host="a", **kwargs):
         lease = self.lease(host, **kwargs)
-        lease.take()
+        lease.acquire()
         return lease
 
 
@@ -130,7 +130,7 @@ def test_driver_that_lets_go_while_another_waits_is_followed_at_once(world):
 def test_of_two_that_wait_one_wins(world):
     world.taken("a")
     third = world.lease("c", gone=["a"])
-    world.meanwhile = [third.take]
+    world.meanwhile = [third.acquire]
     with pytest.raises(LeaseError, match="on c"):
         world.taken("b")
 
@@ -149,7 +149,7 @@ def test_of_two_that_put_at_once_one_wins(world):
 
     world = World(Late())
     other = world.lease("c")
-    world.store.meanwhile = other.take
+    world.store.meanwhile = other.acquire
     world.meanwhile = [other.renew]
     with pytest.raises(LeaseError, match="on c"):
         world.taken("b")

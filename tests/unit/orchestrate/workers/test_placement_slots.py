@@ -15,8 +15,8 @@ NOW_S = 1000.0
 def slot(index, *, node="stays", is_warm=True, rank=-1, age_s=0.0, home=-1):
     return WorkerSlot(
         index=index, group=None, home=home, actor=object(), is_warm=is_warm,
-        place=WorkerLocation(node_id=node, address="", pid=index),
-        seat=AssignedRank(rank=rank, local_rank=0) if rank >= 0 else None,
+        location=WorkerLocation(node_id=node, address="", pid=index),
+        assigned=AssignedRank(rank=rank, local_rank=0) if rank >= 0 else None,
         ordered_s=NOW_S - age_s,
     )  # fmt: skip
 
@@ -24,7 +24,7 @@ def slot(index, *, node="stays", is_warm=True, rank=-1, age_s=0.0, home=-1):
 class Drains:
     """As Departures: one node leaves."""
 
-    def look(self):
+    def poll(self):
         return {"leaves": 50.0}
 
     def is_leaving(self, node_id):
@@ -34,7 +34,7 @@ class Drains:
 @pytest.fixture
 def slots():
     slots = WorkerSlots(PLAN.job.cluster, can_grow=True)
-    slots._departures, slots.asked = Drains(), []
+    slots._draining_nodes, slots.asked = Drains(), []
     slots._reserve = lambda number, block, *, is_spare: slots.asked.append(number)
     return slots
 
@@ -48,11 +48,11 @@ def test_ranks_on_a_node_that_leaves_are_named_and_their_slots_asked_for_once_in
     slots,
 ):
     slots.slots = [slot(0, rank=0), slot(1, rank=3, node="leaves"), slot(2, node="leaves")]
-    found = [slots.departure(2) for _ in range(2)]
+    found = [slots.drain(2) for _ in range(2)]
     assert found[0] == found[1] and (found[0].ranks, found[0].seconds) == ((3,), 50.0)
     assert slots.asked == [2]
     slots.slots = [slot(0, rank=0)]
-    assert slots.departure(2) is None
+    assert slots.drain(2) is None
 
 
 def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots, monkeypatch):

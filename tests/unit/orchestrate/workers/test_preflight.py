@@ -29,11 +29,11 @@ def make(store):
     return make
 
 
-def refusal(check, question, **changed):
+def refusal(check, preflight_check, **changed):
     """What is said when node b answers a question of its own."""
-    check.take("a", answer_question(question, "a"))
+    check.add("a", answer_question(preflight_check, "a"))
     with pytest.raises(ConfigError) as caught:
-        check.take("b", answer_question(replace(question, **changed), "b"))
+        check.add("b", answer_question(replace(preflight_check, **changed), "b"))
     return "\n".join(map(str, caught.value.faults))
 
 
@@ -43,10 +43,10 @@ def files(folder):
 
 def test_sound_nodes_pass_once_and_leave_nothing(make, tmp_path):
     check = make()
-    question, asked = check.begin(NODES)
+    preflight_check, asked = check.begin(NODES)
     assert asked == ["a", "b"] and check.is_open
-    assert check.take("b", answer_question(question, "b")) == []
-    (report,) = check.take("a", answer_question(question, "a"))
+    assert check.add("b", answer_question(preflight_check, "b")) == []
+    (report,) = check.add("a", answer_question(preflight_check, "a"))
     assert report.detail == "versions and the run's store are right on 2 nodes"
     assert not check.is_open and files(tmp_path) == []
     assert check.begin(NODES)[1] == [] and not check.is_open
@@ -55,16 +55,16 @@ def test_sound_nodes_pass_once_and_leave_nothing(make, tmp_path):
 
 def test_local_paths_on_the_drivers_node_are_not_probed_and_that_is_said(make, tmp_path):
     check = make(data_path=str(tmp_path / "data"))
-    question, _ = check.begin({"a": "10.0.0.1"})
-    (report,) = check.take("a", answer_question(question, "a"))
+    preflight_check, _ = check.begin({"a": "10.0.0.1"})
+    (report,) = check.add("a", answer_question(preflight_check, "a"))
     assert "local paths on the driver's own node were not probed" in report.detail
     assert not (tmp_path / "runs").exists()
 
 
 def test_folder_that_a_node_does_not_share_is_refused_and_not_made_there(make, tmp_path):
     check = make()
-    question, _ = check.begin(NODES)
-    said = refusal(check, question, store_uri=str(tmp_path / "elsewhere"))
+    preflight_check, _ = check.begin(NODES)
+    said = refusal(check, preflight_check, store_uri=str(tmp_path / "elsewhere"))
     assert "node 10.0.0.2 does not see what the driver wrote" in said
     assert "checkpoint.uri to an object store" in said
     assert not (tmp_path / "elsewhere").exists() and files(tmp_path) == []
@@ -73,27 +73,27 @@ def test_folder_that_a_node_does_not_share_is_refused_and_not_made_there(make, t
 def test_object_that_the_driver_does_not_see_is_refused(make, tmp_path):
     """A node that reads the driver's file system through one mount and writes through another."""
     check = make()
-    question, _ = check.begin(NODES)
-    check.take("a", answer_question(question, "a"))
-    answer = answer_question(question, "b")
-    (tmp_path / "runs" / "run" / question.folder / "b").unlink()
+    preflight_check, _ = check.begin(NODES)
+    check.add("a", answer_question(preflight_check, "a"))
+    node_result = answer_question(preflight_check, "b")
+    (tmp_path / "runs" / "run" / preflight_check.folder / "b").unlink()
     with pytest.raises(ConfigError, match=r"driver does not see what node 10\.0\.0\.2 wrote"):
-        check.take("b", answer)
+        check.add("b", node_result)
 
 
 def test_store_that_a_node_may_read_but_not_write_is_refused(make, monkeypatch):
     check = make()
-    question, _ = check.begin(NODES)
-    check.take("a", answer_question(question, "a"))
+    preflight_check, _ = check.begin(NODES)
+    check.add("a", answer_question(preflight_check, "a"))
 
     def refuse(*_args, **_more):
         raise StorageError("AccessDenied")
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "put", refuse)
-        answer = answer_question(question, "b")
+        node_result = answer_question(preflight_check, "b")
     with pytest.raises(ConfigError, match=r"10\.0\.0\.2 cannot write to .*AccessDenied"):
-        check.take("b", answer)
+        check.add("b", node_result)
 
 
 @pytest.mark.parametrize("fault", ["absent", "torn", "other"])
@@ -102,28 +102,28 @@ def test_data_that_a_node_does_not_see_are_refused(make, tmp_path, fault):
         (tmp_path / "data" / split).mkdir(parents=True)
     write_dataset(tmp_path / "data")
     check = make(data_path=str(tmp_path / "data"))
-    question, _ = check.begin(NODES)
-    assert question.data_path and question.data_identity
+    preflight_check, _ = check.begin(NODES)
+    assert preflight_check.data_path and preflight_check.data_identity
     theirs = tmp_path / "theirs"
     if fault != "absent":
         shutil.copytree(tmp_path / "data", theirs)
     if fault == "torn":
         next(theirs.rglob("*.arrow")).write_bytes(b"")
     changed = {"data_identity": "0"} if fault == "other" else {"data_path": str(theirs)}
-    check.take("a", answer_question(question, "a"))
+    check.add("a", answer_question(preflight_check, "a"))
     with pytest.raises(ConfigError, match=r"10\.0\.0\.2 does not see the data of data\.path="):
-        check.take("b", answer_question(replace(question, **changed), "b"))
+        check.add("b", answer_question(replace(preflight_check, **changed), "b"))
 
 
 def test_other_versions_are_refused(make, monkeypatch):
     check = make()
-    question, _ = check.begin(NODES)
-    check.take("a", answer_question(question, "a"))
+    preflight_check, _ = check.begin(NODES)
+    check.add("a", answer_question(preflight_check, "a"))
     other = replace(
-        answer_question(question, "b"), versions=preflight.local_versions() | {"ray": "1"}
+        answer_question(preflight_check, "b"), versions=preflight.local_versions() | {"ray": "1"}
     )
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 has ray 1; the driver has ray"):
-        check.take("b", other)
+        check.add("b", other)
 
 
 def test_round_that_is_cancelled_is_asked_again(make, tmp_path):

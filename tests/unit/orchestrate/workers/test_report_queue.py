@@ -11,49 +11,49 @@ def beat(number):
 
 
 def test_take_returns_reports_in_order_and_once():
-    outbox = ReportQueue()
+    queue = ReportQueue()
     for number in (1, 2):
-        outbox.report(step(number))
-    assert outbox.take(0.0) == [step(1), step(2)]
-    assert outbox.take(0.0) == []
+        queue.report(step(number))
+    assert queue.drain(0.0) == [step(1), step(2)]
+    assert queue.drain(0.0) == []
 
 
 def test_take_keeps_only_the_newest_progress():
-    outbox = ReportQueue()
+    queue = ReportQueue()
     for number in (1, 2, 3):
-        outbox.report(beat(number))
-    assert outbox.take(0.0) == [beat(3)]
+        queue.report(beat(number))
+    assert queue.drain(0.0) == [beat(3)]
 
 
 def test_take_has_one_sign_of_life_and_never_instead_of_a_step():
-    outbox, alive = ReportQueue(), Working(rank=1)
+    queue, alive = ReportQueue(), Working(rank=1)
     for report in (alive, alive):
-        outbox.report(report)
-    assert outbox.take(0.0) == [alive] and outbox.take(0.0) == []
+        queue.report(report)
+    assert queue.drain(0.0) == [alive] and queue.drain(0.0) == []
     for report in (beat(1), alive):
-        outbox.report(report)
-    assert outbox.take(0.0) == [beat(1)]
+        queue.report(report)
+    assert queue.drain(0.0) == [beat(1)]
     for report in (alive, beat(2)):
-        outbox.report(report)
-    assert outbox.take(0.0) == [beat(2)]
+        queue.report(report)
+    assert queue.drain(0.0) == [beat(2)]
 
 
 def test_close_drops_later_reports_and_waits_for_nobody():
-    outbox = ReportQueue()
-    outbox.close()
-    outbox.report(step(1))
-    assert outbox.take(60.0) == []
+    queue = ReportQueue()
+    queue.close()
+    queue.report(step(1))
+    assert queue.drain(60.0) == []
 
 
 def test_requests_are_the_last_ones_set():
-    outbox = ReportQueue()
-    assert outbox.requests() == Requests()
-    outbox.set_requests(Requests(stop=True))
-    assert outbox.requests().stop
+    queue = ReportQueue()
+    assert queue.requests() == Requests()
+    queue.set_requests(Requests(stop=True))
+    assert queue.requests().stop
 
 
 def test_save_is_wished_for_once_and_a_stop_for_good():
-    outbox = ReportQueue()
-    outbox.set_requests(Requests(stop=True, save=True))
-    assert outbox.requests() == Requests(stop=True, save=True)
-    assert outbox.requests() == Requests(stop=True)
+    queue = ReportQueue()
+    queue.set_requests(Requests(stop=True, save=True))
+    assert queue.requests() == Requests(stop=True, save=True)
+    assert queue.requests() == Requests(stop=True)

@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 import pytest
 
-from raymega.orchestrate.workers.thread_status import process_state, stand_of
+from raymega.orchestrate.workers.thread_status import process_state, thread_status_of
 from raymega.parallel.comm.process_groups import WaitTimer
 from raymega.parallel.comm.work import Work
 from raymega.pipeline.executor import Executor
@@ -30,7 +30,11 @@ def stand():
         threads[0].start()
         seen = []
         _until(lambda: LET_GO._cond._waiters)
-        _until(lambda: seen.append(stand_of(threads[0], rank=3, step=7)) or seen[-1].state == "S")
+        _until(
+            lambda: (
+                seen.append(thread_status_of(threads[0], rank=3, step=7)) or seen[-1].state == "S"
+            )
+        )
         return seen[-1]
 
     start.threads = threads
@@ -87,7 +91,7 @@ def test_wait_for_a_checkpoint_is_patient(stand):
     namespace = {"__name__": "raymega.checkpoint.save.writer", "let_go": LET_GO}
     exec("def wait():\n    let_go.wait()", namespace)
     assert stand(namespace["wait"]).is_patient
-    assert not stand_of(Thread(), rank=0, step=0).is_patient
+    assert not thread_status_of(Thread(), rank=0, step=0).is_patient
 
 
 def test_stopped_process_is_seen_to_be_stopped():

@@ -1,5 +1,7 @@
 """comm on a group of one rank: it moves nothing, yet refuses what would be wrong on more."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from raymega.errors import CommunicationError, InternalError
 from raymega.parallel.comm import collectives
 from raymega.parallel.comm.process_groups import build_groups
+from raymega.parallel.comm.work import wait_once
 from raymega.plan.grid import Grid
 
 ALONE = build_groups(Grid(), 0, timeout_s=1.0).dp
@@ -83,3 +86,13 @@ def test_one_rank_waits_for_nobody():
 )
 def test_communication_errors_are_told_from_a_rank_s_own(error, expected):
     assert collectives.is_communication_error(error) is expected
+
+
+def test_launch_is_dated_before_it_so_that_no_sum_is_there_before_a_part_is_given(monkeypatch):
+    moments = []
+    monkeypatch.setattr(collectives.time, "perf_counter", lambda: moments.append("read") or 1.5)
+    group = SimpleNamespace(handle="dp", resolve=lambda: None, waited=None)
+    work = collectives._start(
+        "sum", torch.ones(1), group, lambda _: moments.append("launched"), wait_once
+    )
+    assert moments == ["read", "launched"] and work.launched_s == 1.5

@@ -9,7 +9,7 @@ import torch
 
 from raymega.parallel.context_parallel import attention, varlen_attention
 from raymega.parallel.context_parallel.attention import attend
-from raymega.parallel.context_parallel.context import Rows, make_places, no_context
+from raymega.parallel.context_parallel.context import Rows, make_token_layout, no_context
 from raymega.parallel.context_parallel.varlen_attention import has_one_kernel
 from tests.support.references import plain_models
 from tests.support.tolerances import FLOAT64_LAYER
@@ -51,7 +51,7 @@ def _attended(documents, groups, *, is_causal):
     for leaf in leaves:
         leaf.requires_grad_()
     positions = torch.arange(tokens)[None]
-    places = make_places(Rows(positions, documents), no_context())
+    places = make_token_layout(Rows(positions, documents), no_context())
     out = attend(*leaves, places, is_causal=is_causal)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -83,9 +83,9 @@ def test_cpu_wide_formats_and_odd_heads_fall_back():
 
 
 def test_row_of_one_document_and_rows_over_ranks_have_no_ends():
-    whole = make_places(Rows(torch.arange(8)[None], ((8,),)), no_context())
+    whole = make_token_layout(Rows(torch.arange(8)[None], ((8,),)), no_context())
     assert whole.ends is None and whole.is_whole
-    packed = make_places(Rows(torch.arange(8)[None], ((3, 5),)), no_context())
+    packed = make_token_layout(Rows(torch.arange(8)[None], ((3, 5),)), no_context())
     assert packed.ends.tolist() == [0, 3, 8] and not packed.is_whole
 
 
@@ -94,12 +94,12 @@ def test_torchs_own_kernel_on_a_gpu_equals_dense_attention():
     documents = CASES["of-their-own"]
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(12, B, h, 64, generator=generator).bfloat16() for h in (H, 2, 2))
-    places = make_places(Rows(torch.arange(12).cuda()[None], documents), no_context())
+    places = make_token_layout(Rows(torch.arange(12).cuda()[None], documents), no_context())
     found = attend(q.cuda(), k.cuda(), v.cuda(), places).cpu().double()
     wanted = attend(
         q.double(),
         k.double(),
         v.double(),
-        make_places(Rows(torch.arange(12)[None], documents), no_context()),
+        make_token_layout(Rows(torch.arange(12)[None], documents), no_context()),
     )
     assert plain_models.difference(found, wanted) < 2e-2

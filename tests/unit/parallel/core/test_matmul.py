@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raymega.parallel.context_parallel.attention import attend
-from raymega.parallel.context_parallel.context import make_places, no_context, whole_rows
+from raymega.parallel.context_parallel.context import make_token_layout, no_context, whole_rows
 from raymega.parallel.core import matmul
 from raymega.parallel.core.matmul import add_outer, outer, product, project
 from raymega.parallel.core.output_cache import CpuOutputCache
@@ -71,7 +71,7 @@ def _attention(dtype, kv_heads):
     """Output and gradients of one rank's attention, and of torch's in float64 of the same numbers."""
     q = _draw(9, 2, 4, 8, dtype=dtype)
     k, v = (_draw(9, 2, kv_heads, 8, dtype=dtype) + shift for shift in (0, 1))
-    places = make_places(whole_rows(9, q.device), no_context())
+    places = make_token_layout(whole_rows(9, q.device), no_context())
     found = []
     for parts in ((q, k, v), (q.double(), k.double(), v.double())):
         leaves = [part.clone().requires_grad_() for part in parts]

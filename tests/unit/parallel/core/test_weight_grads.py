@@ -17,7 +17,7 @@ def stage(request):
     return model, StageModule(
         model,
         even_stages(num_layers=model.num_layers, num_stages=1)[0],
-        stream=make_stream(),
+        sp=make_stream(),
         dtype=torch.float64,
         device=torch.device("cpu"),
         seed=1,
@@ -35,7 +35,7 @@ def test_put_off_gradients_equal_those_that_come_at_once(stage):
     batch = draw_batch(model)
     stage(*batch, None).backward()
     wanted = _gradients(stage)
-    with stage.deferral.collecting() as owed:
+    with stage.grad_queue.collecting() as owed:
         stage(*batch, None).backward()
     before = {name for name, param in stage.named_parameters() if param.grad is None}
     matrices = [name for name in wanted if wanted[name].dim() == 2 and "embedding" not in name]
@@ -55,7 +55,7 @@ def test_hooks_of_parameters_see_owed_gradients(stage):
         param.register_post_accumulate_grad_hook(
             lambda param, name=name: seen.append(name) if param.grad is not None else None
         )
-    with stage.deferral.collecting() as owed:
+    with stage.grad_queue.collecting() as owed:
         stage(*draw_batch(model), None).backward()
     early = len(seen)
     run_deferred(owed)
@@ -65,7 +65,7 @@ def test_hooks_of_parameters_see_owed_gradients(stage):
 
 def test_closed_deferral_puts_nothing_off(stage):
     model, stage = stage
-    with stage.deferral.collecting() as owed:
+    with stage.grad_queue.collecting() as owed:
         pass
     stage(*draw_batch(model), None).backward()
     assert owed == [] and all(param.grad is not None for param in stage.parameters())
@@ -87,7 +87,7 @@ def _work(stage, batches, *, is_put_off):
         if not is_put_off:
             stage(*batch, None).backward()
             continue
-        with stage.deferral.collecting() as owed:
+        with stage.grad_queue.collecting() as owed:
             stage(*batch, None).backward()
         run_deferred(owed)
 

@@ -102,7 +102,7 @@ def _grown(multiply, x, weight, grad):
 @pytest.mark.parametrize("by_row", [True, False], ids=["rowwise", "tensorwise"])
 def test_an_expert_multiplies_its_rows_as_a_linear_layer_does_row_by_row(counts, by_row):
     """Under both recipes; experts without rows among them."""
-    fp8, deferral = Fp8(by_row=by_row, micro=ALONE.micro), WeightGradQueue()
+    fp8, grad_queue = Fp8(by_row=by_row, micro=ALONE.micro), WeightGradQueue()
     fp8.copies.is_kept = False
     up, down = expert_places(fp8, ALONE.etp)
     weight, rows, grad = _draw(3, 6, 8), _draw(sum(counts), 8), _draw(sum(counts), 6)
@@ -112,11 +112,11 @@ def test_an_expert_multiplies_its_rows_as_a_linear_layer_does_row_by_row(counts,
     for place in (up, down):
 
         def by_expert(x, w, place=place):
-            return expert_linear(x, w, sizes, deferral, place)
+            return expert_linear(x, w, sizes, grad_queue, place)
 
         found = _grown(by_expert, rows, weight, grad)
         each = [
-            _grown(lambda x, w: fp8_linear(x, w, None, alone, deferral), *parts)
+            _grown(lambda x, w: fp8_linear(x, w, None, alone, grad_queue), *parts)
             for parts in zip(rows.split(counts), weight, grad.split(counts), strict=True)
         ]
         wanted = [torch.cat([y for y, _, _ in each]), torch.cat([x for _, x, _ in each])]

@@ -5,7 +5,7 @@ import pytest
 from raymega.config.load import parse_job
 from raymega.errors import PlanError
 from raymega.plan.run_plan import job_values, make_plan
-from raymega.plan.validation.unused_fields import PARTNERS, default_of, settled, unread_values
+from raymega.plan.validation.unused_fields import PARTNERS, default_of, settled, unused_values
 from tests.support.jobs import VERIFY
 
 UNREAD = {
@@ -81,7 +81,7 @@ def test_defaults_of_what_is_not_read_make_the_job_legal_at_once():
     job = _job("parallel.pp=1", "parallel.cp=1")
     asked = {"cp_method": "hybrid", "cp_inner": 4}
     broken = job.model_copy(update={"parallel": job.parallel.model_copy(update=asked)})
-    assert unread_values(job_values(broken)) == {
+    assert unused_values(job_values(broken)) == {
         "parallel.cp_method": "ring",
         "parallel.cp_inner": 2,
     }
