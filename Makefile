@@ -42,7 +42,7 @@ test-clusters: setup
 	@log=$$(mktemp); $(PYTEST) $(SELECTION) $(CLUSTERS) >$$log 2>&1; code=$$?; \
 	printf '\n%s\n' 'pytest $(SELECTION) $(CLUSTERS)'; cat $$log; rm -f $$log; exit $$code
 
-# All cases, planted mistakes and faults: hours of two cores, in shards of equal estimated cost. SHARD=3/10 runs one of
+# All cases, planted mistakes and faults: 80 minutes of two cores, in shards of equal cost. SHARD=3/10 runs one of
 # them. What has passed since a file last changed is not run again.
 SHARDS := 10
 

@@ -17,11 +17,11 @@ import torch
 
 from raymega.config.schema import MemorySection, ModelSection
 from raymega.model.pipeline_stage import StageModule
-from raymega.model.saved_tensor_bytes import SavedBytes
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.stages import make_stages
 from tests.support.ranks import RankEnv, run_grid
+from tests.support.saved_tensor_bytes import SavedBytes
 
 MEMORIES = {
     "none": MemorySection(),
@@ -34,8 +34,8 @@ MEMORIES = {
 DROPPED = "gpt2, dropout, attention dropout"
 MODELS = {
     "gpt2": {"family": "gpt2"},
-    "gpt2, dropout": {"family": "gpt2", "residual_dropout": 0.1},
-    DROPPED: {"family": "gpt2", "residual_dropout": 0.1, "attention_dropout": 0.1},
+    "gpt2, dropout": {"family": "gpt2", "hidden_dropout": 0.1},
+    DROPPED: {"family": "gpt2", "hidden_dropout": 0.1, "attention_dropout": 0.1},
     "llama": {"family": "llama"},
 }
 
@@ -57,7 +57,7 @@ class Sizes:
     def model(self, name: str) -> ModelSection:
         """The model of this name, three blocks deep."""
         return ModelSection(
-            num_layers=3, width=self.width, num_heads=self.heads, ffn_width=4 * self.width,
+            num_layers=3, hidden_size=self.width, num_heads=self.heads, ffn_hidden_size=4 * self.width,
             vocab_size=256, max_positions=self.seq_len, **MODELS[name],
         )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _kept(model: ModelSection, memory: MemorySection, sizes: Sizes, sp: Sequence
     module = StageModule(model, stage, sp=sp, dtype=torch.bfloat16, device=cpu, seed=1)
     module.recompute(memory)
     tokens = torch.zeros(sizes.batch, sizes.seq_len, dtype=torch.int64)
-    shape = sizes.seq_len // sp.degree, sizes.batch, model.width
+    shape = sizes.seq_len // sp.degree, sizes.batch, model.hidden_size
     hidden = torch.randn(shape).bfloat16().requires_grad_()
     with SavedBytes([*module.parameters(), *module.buffers()]) as kept:
         module(tokens, tokens, tokens, hidden, torch.arange(sizes.batch))

@@ -120,7 +120,9 @@ def _part(shape: tuple[int, ...], ranks: int, rank: int, dim: int) -> Box:
 
 
 def _tensor(name: str, shape: tuple[int, ...]) -> GlobalTensor:
-    return GlobalTensor(name=name, shape=shape, tp_dim=0, init="zeros", init_std=0.0, role="matrix")
+    return GlobalTensor(
+        name=name, shape=shape, tp_dim=0, init="zeros", initializer_range=0.0, role="matrix"
+    )
 
 
 class Rank:

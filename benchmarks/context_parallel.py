@@ -141,7 +141,7 @@ def main() -> None:
         for method in METHODS:
             inner = cp if method == "all_to_all" else 1
             work = method, options.tokens, options.heads, options.rounds
-            found = run_grid(_run, Grid(cp=cp), *work, timeout=600, cp_inner=inner)
+            found = run_grid(_run, Grid(cp=cp), *work, timeout=600, hierarchical_cp_size=inner)
             worst = {key: max(rank[key] for rank in found) for key in found[0]}
             hidden = statistics.median(rank["hidden"] for rank in found)
             print(

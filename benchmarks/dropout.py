@@ -55,8 +55,8 @@ def make_step(
 ) -> Callable[[], None]:
     """Forward and backward of one micro-batch through blocks, in fp32."""
     model = ModelSection(
-        family="gpt2", num_layers=layers, width=width, num_heads=max(1, width // 64),
-        ffn_width=4 * width, vocab_size=256, max_positions=seq_len, **rates,
+        family="gpt2", num_layers=layers, hidden_size=width, num_heads=max(1, width // 64),
+        ffn_hidden_size=4 * width, vocab_size=256, max_positions=seq_len, **rates,
     )  # fmt: skip
     alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
     _, stage, _ = make_stages((layers, layers, layers))
@@ -94,8 +94,8 @@ def main() -> None:
     show_element(seq_len, batch, width)
     rates = {
         "no dropout": {},
-        "residual dropout": {"residual_dropout": RATE},
-        "attention dropout too": {"residual_dropout": RATE, "attention_dropout": RATE},
+        "residual dropout": {"hidden_dropout": RATE},
+        "attention dropout too": {"hidden_dropout": RATE, "attention_dropout": RATE},
     }
     steps = {name: make_step(r, seq_len, batch, width, layers) for name, r in rates.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}

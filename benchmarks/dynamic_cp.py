@@ -94,7 +94,7 @@ def cases() -> list[Case]:
 
 def _model(*, layers: int, width: int, heads: int) -> ModelSection:
     return ModelSection(
-        family="llama", num_layers=layers, width=width, num_heads=heads, ffn_width=width * 8 // 3,
+        family="llama", num_layers=layers, hidden_size=width, num_heads=heads, ffn_hidden_size=width * 8 // 3,
         vocab_size=32768, max_positions=131072,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@
 
 Two gloo ranks with a core each in a network namespace whose loopback passes so many megabits a second,
 both directions together (tc's token bucket): travel then takes time and no core, as it does on a cluster.
-Whole steps of the same run with parallel.overlap_experts true and false, in turn. Needs Linux and root.
+Whole steps of the same run with parallel.overlap_moe_expert_parallel_comm true and false, in turn. Needs Linux and root.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.support.ranks import RankEnv, run_grid
 IS_INSIDE = "RAYMEGA_BENCHMARK_NAMESPACE"
 SEQ_LEN, MICRO_BATCHES, RANKS = 256, 8, 2
 MODEL = {
-    "family": "llama", "num_layers": 4, "width": 256, "num_heads": 4, "ffn_width": 512,
+    "family": "llama", "num_layers": 4, "hidden_size": 256, "num_heads": 4, "ffn_hidden_size": 512,
     "vocab_size": 1024, "max_positions": SEQ_LEN,
-    "moe": {"num_experts": 8, "top_k": 2, "width": 512},
+    "moe": {"num_experts": 8, "top_k": 2, "intermediate_size": 512},
 }  # fmt: skip
 
 
@@ -48,7 +48,11 @@ def make_overlap_plan(*, is_overlapped: bool) -> RunPlan:
                 "seq_len": SEQ_LEN,
                 "global_batch_size": 2 * MICRO_BATCHES * RANKS,
             },
-            "parallel": {"dp": RANKS, "ep": RANKS, "overlap_experts": is_overlapped},
+            "parallel": {
+                "dp": RANKS,
+                "ep": RANKS,
+                "overlap_moe_expert_parallel_comm": is_overlapped,
+            },
             "schedule": {"micro_batch_size": 2},
             "optimizer": {"lr": 1e-4, "lr_schedule": "constant"},
             "precision": {"dtype": "float32"},

@@ -35,8 +35,20 @@ COLOURS = {
     "tensorwise": "#d9772b",
 }  # fmt: skip
 NAMES = {"none": "bfloat16", "float32": "float32", "regrouped": "bfloat16, smaller micro-batches"}
-SMALL = {"num_layers": 6, "width": 128, "num_heads": 8, "num_kv_heads": 4, "ffn_width": 320}
-LARGE = {"num_layers": 24, "width": 2048, "num_heads": 16, "num_kv_heads": 16, "ffn_width": 5632}
+SMALL = {
+    "num_layers": 6,
+    "hidden_size": 128,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 320,
+}
+LARGE = {
+    "num_layers": 24,
+    "hidden_size": 2048,
+    "num_heads": 16,
+    "num_kv_heads": 16,
+    "ffn_hidden_size": 5632,
+}
 SEQ_LEN = {"small": 128, "large": 2048}
 WINDOW = 20
 """Steps of a mean."""

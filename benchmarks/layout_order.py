@@ -190,8 +190,8 @@ def make(layout: dict[str, object]) -> RunPlan:
             {
                 "run": {"name": "order", "steps": 100, "eval_samples": 0},
                 "model": {
-                    "family": "llama", "num_layers": 4, "width": 128, "num_heads": 4,
-                    "ffn_width": 384, "vocab_size": 1024, "max_positions": 64,
+                    "family": "llama", "num_layers": 4, "hidden_size": 128, "num_heads": 4,
+                    "ffn_hidden_size": 384, "vocab_size": 1024, "max_positions": 64,
                 },
                 "data": {"path": "synthetic", "seq_len": 64, "global_batch_size": BATCH},
                 "parallel": free,

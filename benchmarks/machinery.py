@@ -19,10 +19,10 @@ from raymega.parallel.comm.process_groups import build_groups
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 MODEL = {
-    "family": "llama", "num_layers": 6, "width": 320, "num_heads": 5, "ffn_width": 864,
+    "family": "llama", "num_layers": 6, "hidden_size": 320, "num_heads": 5, "ffn_hidden_size": 864,
     "vocab_size": 4096,
 }  # fmt: skip
-SMALL = {**MODEL, "num_layers": 2, "width": 128, "num_heads": 4, "ffn_width": 352}
+SMALL = {**MODEL, "num_layers": 2, "hidden_size": 128, "num_heads": 4, "ffn_hidden_size": 352}
 
 
 class Bare:

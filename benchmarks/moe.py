@@ -91,7 +91,9 @@ def grouped_against_looped(*, rounds: int, quick: bool) -> list[dict[str, Any]]:
 
 def _pair_with_loop(width: int, tokens: int, spread: int, rounds: int) -> dict[str, Any]:
     """``spread``: neighbouring experts have so many more and fewer tokens than the mean."""
-    factory = _factory(MoeSection(num_experts=NUM_EXPERTS[width]), width=width, ffn_width=width)
+    factory = _factory(
+        MoeSection(num_experts=NUM_EXPERTS[width]), width=width, ffn_hidden_size=width
+    )
     experts = Experts(factory, "layers.0.moe.experts")
     counts = torch.full((NUM_EXPERTS[width],), tokens)
     counts[::2] += spread
@@ -110,11 +112,11 @@ def _pair_with_loop(width: int, tokens: int, spread: int, rounds: int) -> dict[s
     return report(name, pairs, width=width, tokens=tokens, spread=spread)
 
 
-def _factory(moe: MoeSection, *, width: int, ffn_width: int) -> ParameterFactory:
+def _factory(moe: MoeSection, *, width: int, ffn_hidden_size: int) -> ParameterFactory:
     """Of one block whose every matrix has numbers of a trained model's size."""
     model = ModelSection(
-        family="llama", num_layers=1, width=width, num_heads=4, ffn_width=ffn_width, vocab_size=64,
-        max_positions=8, moe=moe, init_std=width**-0.5,
+        family="llama", num_layers=1, hidden_size=width, num_heads=4, ffn_hidden_size=ffn_hidden_size, vocab_size=64,
+        max_positions=8, moe=moe, initializer_range=width**-0.5,
     )  # fmt: skip
     return ParameterFactory(
         table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
@@ -165,7 +167,7 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
         nobody, sp = alone(0), SequenceParallel(tp=alone(0))
         groups = ExpertGroups(ep=nobody, etp=nobody, micro=nobody, sp=sp)
         moe = MoeSection(num_experts=num_experts)
-        factory = _factory(moe, width=width, ffn_width=2 * width)
+        factory = _factory(moe, width=width, ffn_hidden_size=2 * width)
         layer = MoeLayer(factory, "layers.0.moe", moe, groups)
         x, places = torch.randn(tokens, 1, width, requires_grad=True), _whole_places(tokens)
         ours = Summed(layer, lambda: layer(x, places), micro_batches=MICRO_BATCHES)  # noqa: B023
@@ -252,7 +254,7 @@ VARIANTS = {
     "all_to_all, capacity 1": Variant(is_gathered=False, moe={"capacity_factor": 1.0}),
     "all_gather, capacity 1": Variant(is_gathered=True, moe={"capacity_factor": 1.0}),
     "all_to_all, padded to capacity 1": Variant(
-        is_gathered=False, moe={"capacity_factor": 1.0, "is_padded_to_capacity": True}
+        is_gathered=False, moe={"capacity_factor": 1.0, "pad_expert_input_to_capacity": True}
     ),
 }
 MAPPINGS = {
@@ -299,7 +301,7 @@ def _time_variants(env: RankEnv, rounds: int) -> dict[str, list[Sample]]:
 def _rank_step(env: RankEnv, variant: Variant) -> Callable[[], None]:
     groups, here = env.groups, env.grid.expert_coords(env.rank)
     moe = MoeSection(**{**RANK_MOE, **variant.moe})
-    weights = draw_weights(moe, width=RANK_WIDTH, ffn_width=RANK_FFN)
+    weights = draw_weights(moe, width=RANK_WIDTH, ffn_hidden_size=RANK_FFN)
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=True)
     factory = Factory(
         weights, sp, ep=(groups.ep.size, here.ep), etp=(groups.etp.size, here.etp),

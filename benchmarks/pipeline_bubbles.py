@@ -70,7 +70,7 @@ def sizes_of(name: str, pp: int) -> Sizes:
         pp=pp,
         num_micro_batches=2 * pp + 2,
         chunks=SCHEDULES[name].least_chunks,
-        max_activations=2 * pp - 1,
+        max_in_flight_microbatches=2 * pp - 1,
     )
 
 

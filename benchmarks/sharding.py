@@ -44,8 +44,20 @@ TIMEOUT_S = 120.0
 LET_GO_S = 0.5
 """Threads of gloo let go of tensors by then: told of memory after its end, the profiler of torch crashes."""
 LEVELS = ("optimizer", "gradients", "parameters")
-SMALL = {"num_layers": 4, "width": 128, "num_heads": 4, "ffn_width": 352, "vocab_size": 512}
-LARGE = {"num_layers": 6, "width": 320, "num_heads": 5, "ffn_width": 864, "vocab_size": 2048}
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_heads": 4,
+    "ffn_hidden_size": 352,
+    "vocab_size": 512,
+}
+LARGE = {
+    "num_layers": 6,
+    "hidden_size": 320,
+    "num_heads": 5,
+    "ffn_hidden_size": 864,
+    "vocab_size": 2048,
+}
 LR = 1e-4
 
 
@@ -71,7 +83,7 @@ def make_bench_plan(
     job = parse_mapping(
         {
             "run": {"name": "benchmark", "steps": 10**6, "eval_samples": 0},
-            "model": {"family": "llama", "max_positions": seq_len, "is_embedding_tied": False, **model},
+            "model": {"family": "llama", "max_positions": seq_len, "tie_word_embeddings": False, **model},
             "data": {
                 "path": "synthetic", "seq_len": seq_len, "global_batch_size": RANKS * micro_batches,
             },

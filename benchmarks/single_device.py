@@ -83,8 +83,8 @@ def make_llama() -> LlamaForCausalLM:
 def our_model(family: str) -> dict[str, object]:
     ffn = 4 * WIDTH if family == "gpt2" else 8 * WIDTH // 3 // 16 * 16
     return {
-        "family": family, "num_layers": LAYERS, "width": WIDTH, "num_heads": HEADS,
-        "ffn_width": ffn, "vocab_size": VOCAB,
+        "family": family, "num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": HEADS,
+        "ffn_hidden_size": ffn, "vocab_size": VOCAB,
     }  # fmt: skip
 
 

@@ -40,10 +40,10 @@ RANKS = 2
 TOKEN = "benchmark"
 CPU = torch.device("cpu")
 MODEL = {
-    "family": "llama", "num_layers": 4, "width": 256, "num_heads": 4, "ffn_width": 704,
+    "family": "llama", "num_layers": 4, "hidden_size": 256, "num_heads": 4, "ffn_hidden_size": 704,
     "vocab_size": 4096,
 }  # fmt: skip
-SMALL = {**MODEL, "num_layers": 2, "width": 128, "num_heads": 2, "ffn_width": 352}
+SMALL = {**MODEL, "num_layers": 2, "hidden_size": 128, "num_heads": 2, "ffn_hidden_size": 352}
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -49,7 +49,7 @@ class PlainBlock(nn.Module):
     def __init__(self, model: ModelSection, rope: nn.Module) -> None:
         super().__init__()
         self.rope, self.head_width = [rope], model.head_width  # a list hides it from the plan
-        D, F = model.width, model.ffn_width
+        D, F = model.hidden_size, model.ffn_hidden_size
         self.norm1, self.norm2 = nn.RMSNorm(D, model.norm_eps), nn.RMSNorm(D, model.norm_eps)
         self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False) for _ in range(4))
         self.gate, self.up = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
@@ -118,7 +118,7 @@ class Floor:
     def __init__(
         self, model: ModelSection, rank: int, batch: int, positions: int, *, is_fused: bool
     ) -> None:
-        D, F, tokens = model.width, model.ffn_width, batch * positions
+        D, F, tokens = model.hidden_size, model.ffn_hidden_size, batch * positions
         sizes = ((D, 3 * D // RANKS), (D // RANKS, D), (D, 2 * F // RANKS), (F // RANKS, D))
         self.layers = [
             (torch.randn(tokens, n), torch.randn(m, n), torch.randn(tokens, m)) for n, m in sizes
@@ -173,7 +173,7 @@ def measure(rank: int, results, *, folder: str, shape: str, rounds: int, is_comp
     )  # fmt: skip
     width, heads, positions, batch = SHAPES[shape]
     model = ModelSection(
-        family="llama", num_layers=1, width=width, num_heads=heads, ffn_width=4 * width,
+        family="llama", num_layers=1, hidden_size=width, num_heads=heads, ffn_hidden_size=4 * width,
         vocab_size=128, max_positions=positions,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -31,7 +31,6 @@ from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
-from raymega.orchestrate.ray_train.dashboard_tab import TrainTabSink
 from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
@@ -304,8 +303,6 @@ def _watching(job: Job, sinks: Sequence[Sink], choice: Choice | None) -> Iterato
                 clock=_unix_s,
             )
         )
-    if job.tracking.ray_train_tab:
-        watchers.append(TrainTabSink(clock=_unix_s))
     others = CompositeSink(watchers)
     pictures = PlotsSink(
         folder,
@@ -365,7 +362,7 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
                     fp8=values.get("precision.fp8", "none"),
                 )
             ]
-    if values.get("checkpoint.start_from", "none") != "none":
+    if values.get("checkpoint.init_from", "none") != "none":
         faults += [
             fault
             for model in _section(values, "model", ModelSection)

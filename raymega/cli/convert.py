@@ -31,7 +31,7 @@ def import_(
         Path, typer.Argument(metavar="DIR", help="Folder with config.json and safetensors files.")
     ],
     out: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix for the checkpoint.")],
-    vocab_multiple: Annotated[
+    make_vocab_size_divisible_by: Annotated[
         int | None, typer.Option(min=1, help="Pad the vocabulary to a multiple of this.")
     ] = None,
     as_json: AsJson = False,
@@ -43,7 +43,9 @@ def import_(
     Example: raymega convert hf-import Llama-3.2-1B/ --out llama-1b
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    done = hf_import(folder, out, created=created, vocab_multiple=vocab_multiple)
+    done = hf_import(
+        folder, out, created=created, make_vocab_size_divisible_by=make_vocab_size_divisible_by
+    )
     model = done.model.model_dump(mode="json", exclude_defaults=True)
     if as_json:
         result = {
@@ -55,7 +57,7 @@ def import_(
     print(f"# {done.num_parameters:,} parameters in {done.dtype}, with {', '.join(done.carried)}")
     print("# in a job file:")
     print(model_yaml(done.model), end="")
-    print(f"checkpoint:\n  start_from: {json.dumps(done.uri)}")
+    print(f"checkpoint:\n  init_from: {json.dumps(done.uri)}")
 
 
 @convert_app.command("hf-export")

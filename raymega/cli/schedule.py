@@ -26,13 +26,13 @@ def schedule(
     chunks: Annotated[
         int, typer.Option("--chunks", help="Model chunks per rank; 0 is the schedule's fewest.")
     ] = 0,
-    group_size: Annotated[
+    microbatch_group_size_per_vp_stage: Annotated[
         int, typer.Option("--group-size", help="interleaved: micro-batches a group; 0 is pp.")
     ] = 0,
-    max_activations: Annotated[
+    max_in_flight_microbatches: Annotated[
         int, typer.Option("--max-activations", help="zb_auto: most that a rank holds; 0 is pp.")
     ] = 0,
-    owed_share: Annotated[
+    wgrad_activation_fraction: Annotated[
         float,
         typer.Option(
             "--owed-share",
@@ -60,9 +60,9 @@ def schedule(
         pp=pp,
         num_micro_batches=micro_batches,
         chunks=chunks,
-        group_size=group_size,
-        max_activations=max_activations,
-        owed_share=owed_share,
+        microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
+        max_in_flight_microbatches=max_in_flight_microbatches,
+        wgrad_activation_fraction=wgrad_activation_fraction,
         times=durations,
     )
     program = make_schedule(name, sizes)

@@ -10,10 +10,10 @@ from pydantic import Field
 from raymega.config.fields import NonNegative, Positive, Section
 
 FunctionField = Literal[
-    "family", "norm_eps", "rope_base", "rope_scaling", "rope_factor", "rope_low_freq_factor",
-    "rope_high_freq_factor", "rope_original_positions", "rope_mscale", "rope_mscale_all_features", "moe.top_k", "moe.score",
-    "moe.is_normalised", "moe.scaling", "moe.num_groups", "moe.top_groups", "moe.group_score",
-    "moe.capacity_factor", "moe.drop_by", "mup_base_width",
+    "family", "norm_eps", "rope_theta", "rope_scaling", "rope_factor", "rope_low_freq_factor",
+    "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_original_positions", "rope_mscale", "rope_mscale_all_dim", "moe.top_k", "moe.router_score_function",
+    "moe.norm_topk_prob", "moe.routed_scaling_factor", "moe.n_group", "moe.topk_group", "moe.group_score",
+    "moe.capacity_factor", "moe.token_drop_policy", "mup_base_width",
 ]  # fmt: skip
 """Fields of the model that change what it computes, but no tensor's shape."""
 
@@ -31,34 +31,34 @@ class CheckpointSection(Section):
         description="Folder on each node's own disk where its workers' files of the two newest "
         "checkpoints are kept as well; a restart reads from there what is whole. `none` keeps no copy.",
     )
-    start_from: str = Field(
+    init_from: str = Field(
         default="none",
         description="Checkpoint whose weights, and nothing else, the run starts with: of another run "
         "or by `raymega convert hf-import`. Read at the first step only; `none` draws weights.",
     )
-    start_rename: tuple[str, ...] = Field(
+    init_rename: tuple[str, ...] = Field(
         default=(),
-        description="OLD=NEW for start_from: its tensors whose names begin with OLD are this model's "
+        description="OLD=NEW for init_from: its tensors whose names begin with OLD are this model's "
         "that begin with NEW; * stands for one dotted part. The first rule that fits holds.",
     )
-    start_fresh: tuple[str, ...] = Field(
+    reinit: tuple[str, ...] = Field(
         default=(),
-        description="Patterns such as head.*: tensors of this model that start_from does not give "
+        description="Patterns such as head.*: tensors of this model that init_from does not give "
         "and that begin with first values of their own.",
     )
-    start_ignore: tuple[str, ...] = Field(
+    init_ignore: tuple[str, ...] = Field(
         default=(),
-        description="Patterns such as layers.1?.*: tensors of start_from that are left behind.",
+        description="Patterns such as layers.1?.*: tensors of init_from that are left behind.",
     )
-    start_changed: tuple[FunctionField, ...] = Field(
+    allow_changed: tuple[FunctionField, ...] = Field(
         default=(),
         description="Fields of the model section in which this run differs on purpose from what "
-        "start_from was made with, such as [rope_base] for longer sequences. Others are refused.",
+        "init_from was made with, such as [rope_theta] for longer sequences. Others are refused.",
     )
-    start_upcycle: bool = Field(
+    init_upcycle: bool = Field(
         default=False,
-        description="Where start_from has a dense feed-forward layer and this model experts, each expert "
-        "begins as a copy of it, or with a smaller model.moe.width as a part; routers begin fresh.",
+        description="Where init_from has a dense feed-forward layer and this model experts, each expert "
+        "begins as a copy of it, or with a smaller model.moe.intermediate_size as a part; routers begin fresh.",
     )
     every: NonNegative = Field(
         default=100, description="Steps between checkpoints; 0 is only at the end."

@@ -50,12 +50,12 @@ class ElasticSection(Section):
         description="How long a run that has lost workers waits for others before it takes a smaller "
         "grid; three times as long for processes that load on nodes that live.",
     )
-    grow: bool = Field(
+    scale_up: bool = Field(
         default=True,
         description="Go back to the job's own grid when there are workers for it again and that saves "
         "more time than it costs.",
     )
-    grow_horizon_s: PositiveFloat = Field(
+    scale_up_horizon_s: PositiveFloat = Field(
         default=3600.0,
         description="How long workers that came back are trusted to stay: time saved beyond it does "
         "not count when the cost of growing is weighed.",
@@ -70,7 +70,7 @@ class ElasticSection(Section):
         description="Steps between snapshots of the state in host memory of the worker's own node "
         "and of a partner node, from which a lost worker or node is made up for; 0 is never.",
     )
-    snapshot_when_late: Literal["wait", "skip"] = Field(
+    snapshot_backpressure: Literal["wait", "skip"] = Field(
         default="wait",
         description="When a snapshot is due and the one before is still on its way. wait: training "
         "stands still, so that a loss costs no more than snapshot_every says. skip: it is taken "
@@ -114,7 +114,7 @@ class ElasticSection(Section):
         description="Batches in a row that skip leaves out, and rollbacks of one driver, before the run "
         "ends (exit 5).",
     )
-    divergence_every: NonNegative = Field(
+    replica_check_every: NonNegative = Field(
         default=0,
         description="Steps between looks whether ranks that hold the same weights have the same bits, "
         "which the network or the memory may silently change; every checkpoint is looked at too. 0 is "
@@ -125,12 +125,12 @@ class ElasticSection(Section):
         description="When they have not. stop: the run ends (exit 5). rollback: back to the newest "
         "checkpoint, and the steps since are done again.",
     )
-    hang_min_s: PositiveFloat = Field(
+    hang_timeout_min_s: PositiveFloat = Field(
         default=1.5,
         description="Least silence after which it is looked whether a rank hangs. The deadline is three "
         "times the median step and 1.5 s, as far as the two bounds let it.",
     )
-    hang_max_s: PositiveFloat = Field(default=300.0, description="Most such silence.")
+    hang_timeout_max_s: PositiveFloat = Field(default=300.0, description="Most such silence.")
     straggler_ratio: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.5,
         description="A rank whose work in a step takes more than so many times the median of the ranks "

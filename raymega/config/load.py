@@ -83,7 +83,7 @@ YAML_WORDS = {
     "extra inputs are not permitted": "it is not a known key",
 }
 """What pydantic calls things, and what who writes YAML calls them."""
-_PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "start_from"))
+_PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,24 +10,24 @@ from raymega.config.fields import NonNegative, Section
 class MlaSection(Section):
     """Multi-head latent attention (DeepSeek-V2): keys and values are made of one small vector a token.
 
-    A query or key head has nope_features that know no position and rope_features that RoPE turns;
+    A query or key head has qk_nope_head_dim that know no position and qk_rope_head_dim that RoPE turns;
     those of the keys are shared by all heads.
     """
 
-    kv_rank: NonNegative = Field(
+    kv_lora_rank: NonNegative = Field(
         default=0,
         description="Features of the latent that keys and values of all heads are made of; 0 is "
         "ordinary attention.",
     )
-    q_rank: NonNegative = Field(
+    q_lora_rank: NonNegative = Field(
         default=0,
         description="Features of the latent that queries are made of; 0 makes them of the stream.",
     )
-    nope_features: NonNegative = Field(
+    qk_nope_head_dim: NonNegative = Field(
         default=0, description="Of a query or key head, those without position."
     )
-    rope_features: NonNegative = Field(
+    qk_rope_head_dim: NonNegative = Field(
         default=0,
         description="Of a query or key head, those that RoPE turns, neighbours by pairs.",
     )
-    value_features: NonNegative = Field(default=0, description="Of a value head.")
+    v_head_dim: NonNegative = Field(default=0, description="Of a value head.")

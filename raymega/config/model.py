@@ -19,37 +19,37 @@ class ModelSection(Section):
         "no biases. qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads."
     )
     num_layers: Positive = Field(description="Transformer blocks.")
-    width: Positive = Field(description="D, features of the residual stream.")
+    hidden_size: Positive = Field(description="D, features of the residual stream.")
     num_heads: Positive = Field(description="H, query heads.")
     num_kv_heads: Positive | Literal["num_heads"] = Field(
         default="num_heads",
         description="G, key and value heads; fewer than num_heads is grouped-query attention.",
     )
-    head_features: Positive | Literal["width / num_heads"] = Field(
-        default="width / num_heads", description="K, features of one head."
+    head_dim: Positive | Literal["hidden_size / num_heads"] = Field(
+        default="hidden_size / num_heads", description="K, features of one head."
     )
-    ffn_width: Positive = Field(description="F, features inside the feed-forward layer.")
+    ffn_hidden_size: Positive = Field(description="F, features inside the feed-forward layer.")
     vocab_size: Positive = Field(description="V, tokens of the model; at least the tokenizer's.")
     max_positions: Positive = Field(
         default=2048,
         description="Longest sequence; rows of gpt2's position table. Not below data.seq_len.",
     )
-    is_embedding_tied: bool = Field(
+    tie_word_embeddings: bool = Field(
         default=True, description="The head uses the token embedding's weight."
     )
-    init_std: PositiveFloat = Field(
+    initializer_range: PositiveFloat = Field(
         default=0.02,
         description="Standard deviation of initial weights; divided by sqrt(2 * num_layers) for "
         "the two projections that write to the residual stream.",
     )
     mup_base_width: NonNegative = Field(
         default=0,
-        description="muP: width of a narrower model whose learning rates and init_std this one takes over. "
-        "Matrices' init_std and rates, and the logits, are scaled by width / mup_base_width; 0 scales "
+        description="muP: width of a narrower model whose learning rates and initializer_range this one takes over. "
+        "Matrices' initializer_range and rates, and the logits, are scaled by hidden_size / mup_base_width; 0 scales "
         "nothing.",
     )
     norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
-    rope_base: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
+    rope_theta: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
     rope_scaling: Literal["none", "llama3", "yarn"] = Field(
         default="none",
         description="llama3: waves longer than rope_original_positions / rope_low_freq_factor are "
@@ -57,11 +57,16 @@ class ModelSection(Section):
         "yarn: the same between two whole features, and scores grow with log(rope_factor).",
     )
     rope_factor: PositiveFloat = Field(default=8.0, description="llama3 and yarn scaling only.")
-    rope_low_freq_factor: PositiveFloat = Field(
-        default=1.0, description="llama3 and yarn scaling only; yarn calls it beta_slow."
+    rope_low_freq_factor: PositiveFloat = Field(default=1.0, description="llama3 scaling only.")
+    rope_high_freq_factor: PositiveFloat = Field(default=4.0, description="llama3 scaling only.")
+    rope_beta_fast: PositiveFloat = Field(
+        default=32.0,
+        description="yarn scaling only: pairs that turn more often within rope_original_positions keep "
+        "their waves.",
     )
-    rope_high_freq_factor: PositiveFloat = Field(
-        default=4.0, description="llama3 and yarn scaling only; yarn calls it beta_fast, often 32."
+    rope_beta_slow: PositiveFloat = Field(
+        default=1.0,
+        description="yarn scaling only: waves of pairs that turn less often are stretched by rope_factor.",
     )
     rope_original_positions: Positive = Field(
         default=8192, description="Longest sequence before llama3 or yarn scaling."
@@ -69,19 +74,19 @@ class ModelSection(Section):
     rope_mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.0,
         description="yarn only, m: turned features are multiplied by 1 + m log(rope_factor) / 10, "
-        "over the same with rope_mscale_all_features.",
+        "over the same with rope_mscale_all_dim.",
     )
-    rope_mscale_all_features: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    rope_mscale_all_dim: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.0,
         description="yarn with model.mla only, m: scores of whole heads are multiplied by the square "
         "of 1 + m log(rope_factor) / 10.",
     )
-    vocab_multiple: Positive = Field(
+    make_vocab_size_divisible_by: Positive = Field(
         default=128,
         description="The table's rows are padded to a multiple of this, whatever the layout is. "
         "Padded rows stay zero and get no probability; parallel.tp must divide the padded number.",
     )
-    residual_dropout: Decay = Field(
+    hidden_dropout: Decay = Field(
         default=0.0,
         description="Share of features dropped after the embedding and before each residual sum.",
     )
@@ -107,19 +112,19 @@ class ModelSection(Section):
         default=MlaSection(),
         description="Multi-head latent attention; without it heads are made of the stream.",
     )
-    mtp_depth: NonNegative = Field(
+    num_nextn_predict_layers: NonNegative = Field(
         default=0,
         description="Multi-token prediction (DeepSeek-V3): blocks after the last one, each of which "
         "predicts one token further ahead, with the model's own embedding and head. Training only.",
     )
-    mtp_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.3, description="Weight in the training loss of the mean of their losses."
     )
 
     @property
     def width_ratio(self) -> float:
         """How many times as wide as muP's base model it is; 1 without muP."""
-        return self.width / self.mup_base_width if self.mup_base_width else 1.0
+        return self.hidden_size / self.mup_base_width if self.mup_base_width else 1.0
 
     @property
     def kv_heads(self) -> int:
@@ -129,33 +134,40 @@ class ModelSection(Section):
     @property
     def expert_width(self) -> int:
         """F of one expert as a number."""
-        return self.ffn_width if self.moe.width == "ffn_width" else self.moe.width
+        return (
+            self.ffn_hidden_size
+            if self.moe.intermediate_size == "ffn_hidden_size"
+            else self.moe.intermediate_size
+        )
 
     @property
     def table_rows(self) -> int:
         """V padded: rows of the token table and of the head."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        return (
+            -(-self.vocab_size // self.make_vocab_size_divisible_by)
+            * self.make_vocab_size_divisible_by
+        )
 
     @property
     def head_width(self) -> int:
         """K, features of one head."""
-        if self.mla.kv_rank:
-            return self.mla.nope_features + self.mla.rope_features
-        if self.head_features == "width / num_heads":
-            return self.width // self.num_heads
-        return self.head_features
+        if self.mla.kv_lora_rank:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+        if self.head_dim == "hidden_size / num_heads":
+            return self.hidden_size // self.num_heads
+        return self.head_dim
 
     @property
     def value_width(self) -> int:
         """Features of one value head."""
-        return self.mla.value_features if self.mla.kv_rank else self.head_width
+        return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_width
 
     @property
     def turned_width(self) -> int:
         """Features of a query or key head that RoPE turns."""
-        return self.mla.rope_features if self.mla.kv_rank else self.head_width
+        return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_width
 
     @property
     def needs_token_table_last(self) -> bool:
         """The last stage reads the token embedding's weight too."""
-        return self.is_embedding_tied or self.mtp_depth > 0
+        return self.tie_word_embeddings or self.num_nextn_predict_layers > 0

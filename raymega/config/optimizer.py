@@ -83,6 +83,6 @@ class OptimizerSection(Section):
     is_embedding_decayed: bool = Field(
         default=True, description="Weight decay applies to token and position tables too."
     )
-    clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.0, description="Largest global gradient norm; 0 turns clipping off."
     )

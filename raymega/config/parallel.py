@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from raymega.config.fields import NonNegative, Positive, Section
+
+ZERO_STAGES = ("none", "optimizer", "gradients", "parameters")
+"""Values of ``parallel.sharding`` by ZeRO's stage, 0 to 3."""
+
+
+def _zero_stage_name(value: object) -> object:
+    """Replace a stage by its name; leave all else to be judged as it is."""
+    if type(value) is int and 0 <= value < len(ZERO_STAGES):
+        return ZERO_STAGES[value]
+    return value
 
 
 class ParallelSection(Section):
@@ -29,9 +39,9 @@ class ParallelSection(Section):
         default="ring",
         description="How attention reaches across cp. ring: keys and values go round behind the work. "
         "all_gather: they are collected, which takes memory for the whole sequence. all_to_all: ranks "
-        "exchange heads. hybrid: cp_inner neighbours exchange heads, and a ring joins such groups.",
+        "exchange heads. hybrid: hierarchical_cp_size neighbours exchange heads, and a ring joins such groups.",
     )
-    cp_inner: Positive = Field(
+    hierarchical_cp_size: Positive = Field(
         default=2, description="hybrid only: neighbours that exchange heads; divides cp."
     )
     dynamic_cp: bool = Field(
@@ -49,13 +59,13 @@ class ParallelSection(Section):
         default=1,
         description="Expert tensor parallel: the features of each expert cut. Divides their width.",
     )
-    dispatch: Literal["all_to_all", "all_gather"] = Field(
+    moe_token_dispatcher_type: Literal["all_to_all", "all_gather"] = Field(
         default="all_to_all",
         description="How tokens reach experts on other ranks. all_to_all: each token is sent to the "
         "ranks of its experts. all_gather: every rank collects all tokens and takes its own, which "
         "pays where most ranks need most tokens.",
     )
-    overlap_experts: bool = Field(
+    overlap_moe_expert_parallel_comm: bool = Field(
         default=False,
         description="While tokens of one micro-batch travel to experts or back, the rank works on another: "
         "a forward and a backward take turns. With schedule.name=dualpipe_v, or 1f1b on parallel.pp=1, which "
@@ -83,14 +93,18 @@ class ParallelSection(Section):
     is_loss_a_layer: bool = Field(
         default=False, description="stages=even: head and loss count as a layer of their stage."
     )
-    sharding: Literal["none", "optimizer", "gradients", "parameters"] = Field(
+    sharding: Annotated[
+        Literal["none", "optimizer", "gradients", "parameters"],
+        BeforeValidator(_zero_stage_name),
+        WithJsonSchema({"enum": [*ZERO_STAGES, 0, 1, 2, 3]}),
+    ] = Field(
         default="none",
         description="What the dp * cp ranks with the same parameters share out. optimizer: masters and "
         "moments, for one reduce-scatter and one all-gather a step. gradients: their sums too, for a "
         "reduce-scatter a micro-batch. parameters: weights too, gathered for each forward and each "
-        "backward. Each saves memory and sends more.",
+        "backward. Each saves memory and sends more. ZeRO's stages 0 to 3 are the same in this order.",
     )
-    sharding_group: Positive | Literal["all"] = Field(
+    data_parallel_shard_degree: Positive | Literal["all"] = Field(
         default="all",
         description="Hybrid sharding: so many neighbouring ranks, such as a node's, share one copy out, "
         "and gradients are summed over the copies once a step; divides dp * cp.",
@@ -122,17 +136,17 @@ class ScheduleSection(Section):
         description="v, stages per rank. More of them shrink the bubble of 1f1b, for as many times "
         "the messages.",
     )
-    group_size: Positive | Literal["pp"] = Field(
+    microbatch_group_size_per_vp_stage: Positive | Literal["pp"] = Field(
         default="pp",
         description="Interleaved 1f1b: micro-batches that pass a chunk before the next chunk's turn; "
         "at least parallel.pp.",
     )
-    max_activations: Positive | Literal["pp"] = Field(
+    max_in_flight_microbatches: Positive | Literal["pp"] = Field(
         default="pp",
         description="zb_auto: most micro-batches whose activations a rank may hold while it searches "
         "for the shortest order. pp is what 1f1b holds, 2 * pp is enough to fill the bubble.",
     )
-    owed_share: Annotated[float, Field(gt=0, le=1)] = Field(
+    wgrad_activation_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
         description="zb_auto: how much of its activations a micro-batch keeps between the two parts of "
         "its backward; what is let go of makes room. 1 is safe; with fused attention it is near 1.",

@@ -142,11 +142,6 @@ class TrackingSection(Section):
         default=0,
         description="Steps between statistics of each block's output and its gradient; 0 is never.",
     )
-    ray_train_tab: bool = Field(
-        default=False,
-        description="Put the run into Ray Train's list of runs too, which a Train tab shows. Uses "
-        "private parts of Ray, and leaves one small process of Ray's on the cluster.",
-    )
 
 
 class ClusterSection(Section):

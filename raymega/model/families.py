@@ -71,8 +71,8 @@ def make_block(
     ``experts`` are the ranks that share experts out, if any.
     """
     name = block_name(model, layer)
-    attention = LatentAttention if model.mla.kv_rank else Attention
-    drop = partial(ResidualDropout, factory.seed, rate=model.residual_dropout)
+    attention = LatentAttention if model.mla.kv_lora_rank else Attention
+    drop = partial(ResidualDropout, factory.seed, rate=model.hidden_dropout)
     return TransformerBlock(
         attention_norm=make_norm(factory, f"{name}.attention_norm", model),
         attention=attention(factory, f"{name}.attention", model, positions),

@@ -78,10 +78,11 @@ class MultiTokenPrediction(nn.Module):
     ) -> None:
         super().__init__()
         self.depths = nn.ModuleList(
-            MtpLayer(factory, depth, model, positions, experts) for depth in range(model.mtp_depth)
+            MtpLayer(factory, depth, model, positions, experts)
+            for depth in range(model.num_nextn_predict_layers)
         )
         self.table, self.sp = table, factory.sp
-        self.weight = model.mtp_weight / model.mtp_depth
+        self.weight = model.mtp_loss_scaling_factor / model.num_nextn_predict_layers
 
     def loss_sum(
         self,

@@ -105,7 +105,7 @@ class StageModule(nn.Module):
             is_meta=is_meta,
         )
         self.seed, self.tp_stream = seed, sp
-        drawn = model.residual_dropout, model.attention_dropout, model.moe.jitter
+        drawn = model.hidden_dropout, model.attention_dropout, model.moe.router_jitter_noise
         self.has_random, self.has_experts = max(drawn) > 0, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
@@ -123,7 +123,7 @@ class StageModule(nn.Module):
             for i in stage.layers
         }
         self.embedding = Embedding(factory) if stage.is_first else None
-        self.embedding_dropout = ResidualDropout(seed, "embedding", model.residual_dropout)
+        self.embedding_dropout = ResidualDropout(seed, "embedding", model.hidden_dropout)
         self.layers = nn.ModuleDict(blocks)
         self.head: Head | None = None
         if stage.is_last:
@@ -143,11 +143,11 @@ class StageModule(nn.Module):
         if model.needs_token_table_last:
             table = self._token_table(factory, table)
         norm = make_norm(factory, "final_norm", model)
-        own = None if model.is_embedding_tied else factory.make("head.weight")
+        own = None if model.tie_word_embeddings else factory.make("head.weight")
         weight = own if own is not None else table
         assert weight is not None, "a tied head has a table"
         self.head = Head(norm, weight, model, factory)
-        if model.mtp_depth:
+        if model.num_nextn_predict_layers:
             assert table is not None, "it reads the table"
             self.head.further = MultiTokenPrediction(factory, model, self.rope, experts, table)
 

@@ -59,9 +59,9 @@ def tensor_group(name: str) -> str:
     return ".".join(parts[2:] if parts[0] == "layers" else parts[:1])
 
 
-def clip_factor(norm: float, clip_norm: float) -> float:
-    """What gradients of global norm ``norm`` are multiplied by; ``clip_norm`` 0 never clips."""
-    return clip_norm / norm if 0 < clip_norm < norm else 1.0
+def clip_factor(norm: float, max_grad_norm: float) -> float:
+    """What gradients of global norm ``norm`` are multiplied by; ``max_grad_norm`` 0 never clips."""
+    return max_grad_norm / norm if 0 < max_grad_norm < norm else 1.0
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,9 @@ class Segment:
 
 def inner_ranks(parallel: ParallelSection) -> int:
     """How many neighbours on the cp axis exchange heads."""
-    return {"all_to_all": parallel.cp, "hybrid": parallel.cp_inner}.get(parallel.cp_method, 1)
+    return {"all_to_all": parallel.cp, "hybrid": parallel.hierarchical_cp_size}.get(
+        parallel.cp_method, 1
+    )
 
 
 def rank_ranges(lengths: Sequence[int], *, cp: int, cp_rank: int) -> tuple[range, ...]:

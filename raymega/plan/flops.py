@@ -27,11 +27,11 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's tables.
     """
     attention = _attention_flops(model, seq_len)
-    head = model.vocab_size * model.width
+    head = model.vocab_size * model.hidden_size
     layers = (layer_tensors(model, layer) for layer in range(model.num_layers))
     forward = sum(2 * active_weights(layer, model) + attention for layer in layers) + 2 * head
     forward += 2 * active_weights(mtp_tensors(model), model)
-    forward += model.mtp_depth * (attention + 2 * head)
+    forward += model.num_nextn_predict_layers * (attention + 2 * head)
     return float(FORWARD_AND_BACKWARD * forward)
 
 
@@ -58,7 +58,7 @@ def loss_cost(model: ModelSection) -> float:
     layer = active_weights(layer_tensors(model, model.num_layers - 1), model)
     further = active_weights(mtp_tensors(model), model)
     head = embedding_tensors(model)[0].num_elements
-    return ((1 + model.mtp_depth) * head + further) / layer
+    return ((1 + model.num_nextn_predict_layers) * head + further) / layer
 
 
 def _attention_flops(model: ModelSection, seq_len: float) -> float:

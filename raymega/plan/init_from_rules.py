@@ -12,23 +12,26 @@ from raymega.config.schema import CheckpointSection
 from raymega.errors import Fault
 from raymega.plan.rename_rules import make_renames, rename_faults, renamed
 
-RENAME, FRESH, IGNORE, CHANGED, UPCYCLE = (
-    f"checkpoint.start_{name}" for name in ("rename", "fresh", "ignore", "changed", "upcycle")
+RENAME, REINIT, IGNORE, CHANGED, UPCYCLE = (
+    f"checkpoint.{name}"
+    for name in ("init_rename", "reinit", "init_ignore", "allow_changed", "init_upcycle")
 )
+READS = ("checkpoint.init_from", UPCYCLE, RENAME, REINIT, IGNORE, CHANGED)
+"""Fields that :func:`init_from_faults` reads, in its order."""
 LAST_STEP = ("*.moe.router.counts",)
 """What a run keeps of its own last step: no weight, and of no use to another run."""
 
 
-def start_names(section: CheckpointSection, saved: Iterable[str]) -> dict[str, str]:
+def init_names(section: CheckpointSection, saved: Iterable[str]) -> dict[str, str]:
     """A checkpoint's tensors that are of use, each with its name in the run's model."""
-    renames = make_renames(section.start_rename)
-    left = (*section.start_ignore, *LAST_STEP)
+    renames = make_renames(section.init_rename)
+    left = (*section.init_ignore, *LAST_STEP)
     return {name: renamed(name, renames) for name in saved if not matches(name, left)}
 
 
 def is_reinitialised(section: CheckpointSection, tensor: str) -> bool:
     """Whether a tensor of the run's model keeps its first values."""
-    return matches(tensor, (*section.start_fresh, *LAST_STEP))
+    return matches(tensor, (*section.reinit, *LAST_STEP))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -36,23 +39,23 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def start_rule_faults(
-    start_from: str,
+def init_from_faults(
+    init_from: str,
     is_upcycled: bool,  # noqa: FBT001
     *rules: tuple[str, ...],
 ) -> list[Fault]:
     """Rules that are none, or that nothing is there to apply to; in the order of the fields above."""
-    given = dict(zip((RENAME, FRESH, IGNORE, CHANGED), rules, strict=True))
+    given = dict(zip((RENAME, REINIT, IGNORE, CHANGED), rules, strict=True))
     faults = rename_faults(RENAME, given[RENAME])
     if is_upcycled:
         given[UPCYCLE] = ("true",)
-    if start_from != "none":
+    if init_from != "none":
         return faults
     return faults + [
         Fault(
-            fact=f"{field} has {', '.join(rules)}, and checkpoint.start_from is none",
+            fact=f"{field} has {', '.join(rules)}, and checkpoint.init_from is none",
             rule="it says what of another checkpoint the run starts with",
-            remedy=f"set checkpoint.start_from, or leave {field} out",
+            remedy=f"set checkpoint.init_from, or leave {field} out",
         )
         for field, rules in given.items()
         if rules

@@ -54,12 +54,14 @@ class RunPlan:
             pp=self.grid.pp,
             chunks=schedule.chunks,
             num_micro_batches=batch.num_micro_batches,
-            group_size=schedule.group_size,
-            max_activations=schedule.max_activations,
-            is_paired=self.job.parallel.overlap_experts,
+            microbatch_group_size_per_vp_stage=schedule.microbatch_group_size_per_vp_stage,
+            max_in_flight_microbatches=schedule.max_in_flight_microbatches,
+            is_paired=self.job.parallel.overlap_moe_expert_parallel_comm,
         )
         times = pass_times(self.job.model, seq_len=self.job.data.seq_len)
-        return replace(sizes, owed_share=schedule.owed_share, times=times)
+        return replace(
+            sizes, wgrad_activation_fraction=schedule.wgrad_activation_fraction, times=times
+        )
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages that ``rank`` runs, by chunk."""

@@ -30,7 +30,7 @@ class GlobalTensor:
         shape: Global shape; a linear weight is [out, in].
         tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
         init: ``normal``, ``zeros`` or ``ones``.
-        init_std: Standard deviation when ``init`` is ``normal``.
+        initializer_range: Standard deviation when ``init`` is ``normal``.
         role: What it is to the optimizer; ``matrix`` is every weight inside a block, ``embedding``
             a table, a tied head's included; ``state`` is no weight: it has no gradient, and is saved
             and restored beside the weights.
@@ -51,7 +51,7 @@ class GlobalTensor:
     shape: tuple[int, ...]
     tp_dim: int
     init: str
-    init_std: float
+    initializer_range: float
     role: Role
     tp_units: int = 0
     serves_heads: bool = False
@@ -157,7 +157,7 @@ def _weight(
     kv_heads: int = 0,
 ) -> GlobalTensor:
     return GlobalTensor(
-        name=f"{name}.weight", shape=shape, tp_dim=tp_dim, init="normal", init_std=std,
+        name=f"{name}.weight", shape=shape, tp_dim=tp_dim, init="normal", initializer_range=std,
         role=role, tp_units=kv_heads, serves_heads=kv_heads > 0,
     )  # fmt: skip
 
@@ -166,29 +166,29 @@ def _table(name: str, model: ModelSection, *, role: Role) -> GlobalTensor:
     """A row a token, padded so that how many there are does not depend on the layout."""
     rows = model.table_rows
     return GlobalTensor(
-        name=f"{name}.weight", shape=(rows, model.width), tp_dim=0, init="normal",
-        init_std=model.init_std, role=role, padded_rows=rows - model.vocab_size,
+        name=f"{name}.weight", shape=(rows, model.hidden_size), tp_dim=0, init="normal",
+        initializer_range=model.initializer_range, role=role, padded_rows=rows - model.vocab_size,
     )  # fmt: skip
 
 
 def _bias(name: str, size: int, *, tp_dim: int, kv_heads: int = 0) -> GlobalTensor:
     return GlobalTensor(
-        name=f"{name}.bias", shape=(size,), tp_dim=tp_dim, init="zeros", init_std=0.0,
+        name=f"{name}.bias", shape=(size,), tp_dim=tp_dim, init="zeros", initializer_range=0.0,
         role="bias", tp_units=kv_heads, serves_heads=kv_heads > 0,
     )  # fmt: skip
 
 
 def _scale(name: str, size: int, *, serves_heads: bool = False) -> GlobalTensor:
     return GlobalTensor(
-        name=f"{name}.weight", shape=(size,), tp_dim=-1, init="ones", init_std=0.0,
+        name=f"{name}.weight", shape=(size,), tp_dim=-1, init="ones", initializer_range=0.0,
         role="norm", serves_heads=serves_heads,
     )  # fmt: skip
 
 
 def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
-    table = [_scale(name, model.width)]
+    table = [_scale(name, model.hidden_size)]
     if FAMILY_TENSORS[model.family].has_norm_bias:
-        table.append(_bias(name, model.width, tp_dim=-1))
+        table.append(_bias(name, model.hidden_size, tp_dim=-1))
     return table
 
 
@@ -196,15 +196,15 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Token table, and gpt2's position table."""
     table = [_table("embedding.tokens", model, role="embedding")]
     if FAMILY_TENSORS[model.family].has_positions:
-        shape = (model.max_positions, model.width)
-        std = model.init_std
+        shape = (model.max_positions, model.hidden_size)
+        std = model.initializer_range
         table.append(_weight("embedding.positions", shape, tp_dim=-1, std=std, role="embedding"))
     return table
 
 
 def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
     """Heads made of the stream, and the way back to it."""
-    family, std = FAMILY_TENSORS[model.family], model.init_std
+    family, std = FAMILY_TENSORS[model.family], model.initializer_range
     q_width, kv_width = model.num_heads * model.head_width, model.kv_heads * model.head_width
     table = []
     if family.has_head_norms:
@@ -212,7 +212,7 @@ def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
             table.append(_scale(f"{at}.{name}", model.head_width, serves_heads=True))
     for name, out in {"q": q_width, "k": kv_width, "v": kv_width}.items():
         kv_heads = 0 if name == "q" else model.kv_heads
-        shape = (out, model.width)
+        shape = (out, model.hidden_size)
         table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=std, kv_heads=kv_heads))
         if f"attention.{name}" in family.biased:
             table.append(_bias(f"{at}.{name}", out, tp_dim=0, kv_heads=kv_heads))
@@ -221,75 +221,83 @@ def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
 
 def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
     """Latents are made on the stream, whole on every rank; heads of them are cut."""
-    mla, std, table = model.mla, model.init_std, []
+    mla, std, table = model.mla, model.initializer_range, []
     q_width = model.num_heads * model.head_width
-    kv_width = model.num_heads * (mla.nope_features + mla.value_features)
-    kv_latent = mla.kv_rank + mla.rope_features
-    if mla.q_rank:
+    kv_width = model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    kv_latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+    if mla.q_lora_rank:
         table += [
-            _weight(f"{at}.q_down", (mla.q_rank, model.width), tp_dim=-1, std=std),
-            _scale(f"{at}.q_latent_norm", mla.q_rank),
-            _weight(f"{at}.q_up", (q_width, mla.q_rank), tp_dim=0, std=std),
+            _weight(f"{at}.q_down", (mla.q_lora_rank, model.hidden_size), tp_dim=-1, std=std),
+            _scale(f"{at}.q_latent_norm", mla.q_lora_rank),
+            _weight(f"{at}.q_up", (q_width, mla.q_lora_rank), tp_dim=0, std=std),
         ]
     else:
-        table.append(_weight(f"{at}.q", (q_width, model.width), tp_dim=0, std=std))
+        table.append(_weight(f"{at}.q", (q_width, model.hidden_size), tp_dim=0, std=std))
     table += [
-        _weight(f"{at}.kv_down", (kv_latent, model.width), tp_dim=-1, std=std),
-        _scale(f"{at}.kv_latent_norm", mla.kv_rank),
-        _weight(f"{at}.kv_up", (kv_width, mla.kv_rank), tp_dim=0, std=std),
+        _weight(f"{at}.kv_down", (kv_latent, model.hidden_size), tp_dim=-1, std=std),
+        _scale(f"{at}.kv_latent_norm", mla.kv_lora_rank),
+        _weight(f"{at}.kv_up", (kv_width, mla.kv_lora_rank), tp_dim=0, std=std),
     ]
-    values = model.num_heads * mla.value_features
+    values = model.num_heads * mla.v_head_dim
     return table + _row_linear(f"{at}.out", values, model, "attention.out")
 
 
 def _row_linear(at: str, inner: int, model: ModelSection, kind: str) -> list[GlobalTensor]:
     """A linear that writes to the residual stream."""
-    table = [_weight(at, (model.width, inner), tp_dim=1, std=_out_std(model))]
+    table = [_weight(at, (model.hidden_size, inner), tp_dim=1, std=_out_std(model))]
     if kind in FAMILY_TENSORS[model.family].biased:
-        table.append(_bias(at, model.width, tp_dim=-1))
+        table.append(_bias(at, model.hidden_size, tp_dim=-1))
     return table
 
 
 def _out_std(model: ModelSection) -> float:
-    return model.init_std / sqrt(2 * model.num_layers)
+    return model.initializer_range / sqrt(2 * model.num_layers)
 
 
 def _mlp_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
     family, table = FAMILY_TENSORS[model.family], []
     for name in ("gate", "up") if family.has_gate else ("up",):
-        shape = (model.ffn_width, model.width)
-        table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=model.init_std))
+        shape = (model.ffn_hidden_size, model.hidden_size)
+        table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=model.initializer_range))
         if f"mlp.{name}" in family.biased:
-            table.append(_bias(f"{at}.{name}", model.ffn_width, tp_dim=0))
-    return table + _row_linear(f"{at}.down", model.ffn_width, model, "mlp.down")
+            table.append(_bias(f"{at}.{name}", model.ffn_hidden_size, tp_dim=0))
+    return table + _row_linear(f"{at}.down", model.ffn_hidden_size, model, "mlp.down")
 
 
 def _moe_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
     """Router, experts, and the shared expert, which attention's tp cuts; none has a bias of features."""
-    moe, width = model.moe, model.width
+    moe, width = model.moe, model.hidden_size
     names = ("gate", "up") if FAMILY_TENSORS[model.family].has_gate else ("up",)
-    router = _weight(f"{at}.router", (moe.num_experts, width), tp_dim=-1, std=model.init_std)
+    router = _weight(
+        f"{at}.router", (moe.num_experts, width), tp_dim=-1, std=model.initializer_range
+    )
     table = [replace(router, serves_tokens=True, is_wide=True)]
-    if moe.has_bias:
+    if moe.expert_bias:
         table.append(_router_state(f"{at}.router.bias", moe.num_experts))
-    if moe.balance == "global":
+    if moe.load_balancing_type == "global":
         table.append(_router_state(f"{at}.router.counts", moe.num_experts))
     into = (moe.num_experts, model.expert_width, width)
     back = (moe.num_experts, width, model.expert_width)
-    table += [_expert(f"{at}.experts.{n}", into, etp_dim=1, std=model.init_std) for n in names]
+    table += [
+        _expert(f"{at}.experts.{n}", into, etp_dim=1, std=model.initializer_range) for n in names
+    ]
     table.append(_expert(f"{at}.experts.down", back, etp_dim=2, std=_out_std(model)))
-    if moe.shared_width:
-        shape = (moe.shared_width, width)
-        table += [_weight(f"{at}.shared.{n}", shape, tp_dim=0, std=model.init_std) for n in names]
+    if moe.shared_expert_intermediate_size:
+        shape = (moe.shared_expert_intermediate_size, width)
+        table += [
+            _weight(f"{at}.shared.{n}", shape, tp_dim=0, std=model.initializer_range) for n in names
+        ]
         table.append(_weight(f"{at}.shared.down", shape[::-1], tp_dim=1, std=_out_std(model)))
-    if moe.has_shared_gate:
-        table.append(_weight(f"{at}.shared_gate", (1, width), tp_dim=-1, std=model.init_std))
+    if moe.shared_expert_gate:
+        table.append(
+            _weight(f"{at}.shared_gate", (1, width), tp_dim=-1, std=model.initializer_range)
+        )
     return table
 
 
 def _expert(name: str, shape: tuple[int, int, int], *, etp_dim: int, std: float) -> GlobalTensor:
     return GlobalTensor(
-        name=f"{name}.weight", shape=shape, tp_dim=-1, init="normal", init_std=std, role="matrix",
+        name=f"{name}.weight", shape=shape, tp_dim=-1, init="normal", initializer_range=std, role="matrix",
         etp_dim=etp_dim,
     )  # fmt: skip
 
@@ -297,7 +305,7 @@ def _expert(name: str, shape: tuple[int, int, int], *, etp_dim: int, std: float)
 def _router_state(name: str, num_experts: int) -> GlobalTensor:
     """What routing goes by that no gradient moves; zero at the start."""
     return GlobalTensor(
-        name=name, shape=(num_experts,), tp_dim=-1, init="zeros", init_std=0.0, role="state",
+        name=name, shape=(num_experts,), tp_dim=-1, init="zeros", initializer_range=0.0, role="state",
         is_wide=True,
     )  # fmt: skip
 
@@ -311,7 +319,7 @@ def block_name(model: ModelSection, layer: int) -> str:
 def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     """Tensors of one transformer block."""
     at = block_name(model, layer)
-    make_attention = _latent_attention_tensors if model.mla.kv_rank else _attention_tensors
+    make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
     norms = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
     attention = make_attention(f"{at}.attention", model)
     if model.moe.holds_experts(layer):
@@ -325,13 +333,13 @@ def _scaled(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
     """muP: a matrix inside a block starts with a variance that falls as what it sums over grows."""
     if tensor.role != "matrix":
         return tensor
-    return replace(tensor, init_std=tensor.init_std / sqrt(model.width_ratio))
+    return replace(tensor, initializer_range=tensor.initializer_range / sqrt(model.width_ratio))
 
 
 def head_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Final norm, and the head's own weight when it is not tied."""
     table = _norm("final_norm", model)
-    if not model.is_embedding_tied:
+    if not model.tie_word_embeddings:
         table.append(_table("head", model, role="head"))
     return table
 
@@ -339,12 +347,12 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
 def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Of each token further ahead: what joins the token to the stream, a block, and its last norm."""
     table = []
-    for depth in range(model.mtp_depth):
+    for depth in range(model.num_nextn_predict_layers):
         layer = model.num_layers + depth
         at = block_name(model, layer)
-        shape = (model.width, 2 * model.width)
+        shape = (model.hidden_size, 2 * model.hidden_size)
         table += _norm(f"{at}.token_norm", model) + _norm(f"{at}.hidden_norm", model)
-        join = _weight(f"{at}.join", shape, tp_dim=-1, std=model.init_std)
+        join = _weight(f"{at}.join", shape, tp_dim=-1, std=model.initializer_range)
         table.append(_scaled(join, model))
         table += layer_tensors(model, layer) + _norm(f"{at}.final_norm", model)
     return table

@@ -14,7 +14,7 @@ from raymega.config.moe import MoeSection
 from raymega.errors import Fault
 from raymega.messages import Box
 
-FIELD = "checkpoint.start_upcycle"
+FIELD = "checkpoint.init_upcycle"
 DENSE, EXPERTS = ".mlp.", ".moe.experts."
 ROUTER = ".moe.router."
 BACK = ".down.weight"
@@ -41,16 +41,18 @@ class Upcycling:
     def factor(self, name: str) -> float:
         """What a tensor's elements are times, so that the layer begins as the dense one.
 
-        A token's weights add up to moe.scaling over its experts, so to a G-th of it over its copies.
+        A token's weights add up to moe.routed_scaling_factor over its experts, so to a G-th of it over its copies.
         Where they are not normalised that is so for even scores, which a new router nearly has.
         """
         if name not in self.sources or not name.endswith(BACK):
             return 1.0
         moe = self.moe
         share = 1.0
-        if not moe.is_normalised:
-            share = moe.top_k * (1 / moe.num_experts if moe.score == "softmax" else 0.5)
-        return self.granularity / (moe.scaling * share)
+        if not moe.norm_topk_prob:
+            share = moe.top_k * (
+                1 / moe.num_experts if moe.router_score_function == "softmax" else 0.5
+            )
+        return self.granularity / (moe.routed_scaling_factor * share)
 
     def router_row(self, expert: int) -> int:
         """Where a router's first values for ``expert`` are drawn: in one row for all parts of a copy."""
@@ -118,20 +120,20 @@ def upcycling_faults(
                 _fault(
                     f"true: {old} is {given[old]}, {new} is {wanted[new]}",
                     "experts are the dense layer, or equal parts of it along its features",
-                    "set model.moe.width to the dense layer's, or to a whole part of it",
+                    "set model.moe.intermediate_size to the dense layer's, or to a whole part of it",
                 )
             ]
     rules = (
         (moe.num_experts, f"model.moe.num_experts={moe.num_experts}"),
         (moe.top_k, f"model.moe.top_k={moe.top_k}"),
-        (moe.num_experts // moe.num_groups, f"num_experts / num_groups={moe.num_groups}"),
+        (moe.num_experts // moe.n_group, f"num_experts / n_group={moe.n_group}"),
     )
     return [
         _fault(
             f"true with {what}",
             f"{parts} experts are one copy of the dense layer, and all or none of a copy are chosen, so "
             f"{parts} must divide it (remainder {number % parts})",
-            f"use a multiple of {parts}, or a larger model.moe.width",
+            f"use a multiple of {parts}, or a larger model.moe.intermediate_size",
         )
         for number, what in rules
         if number % parts

@@ -45,20 +45,29 @@ def level_of(parallel: ParallelSection) -> ZeroLevel:
     return ZeroLevel[parallel.sharding.upper()]
 
 
-def group_size(parallel: ParallelSection) -> int:
+def data_parallel_shard_size(parallel: ParallelSection) -> int:
     """How many neighbouring replicas share one copy out; 0 is all, which experts have other numbers of."""
-    return 0 if parallel.sharding_group == "all" else parallel.sharding_group
+    return (
+        0 if parallel.data_parallel_shard_degree == "all" else parallel.data_parallel_shard_degree
+    )
 
 
 def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
     """How many of ``replicas`` share one copy of the state out."""
     if parallel.sharding == "none":
         return 1
-    return replicas if parallel.sharding_group == "all" else parallel.sharding_group
+    return (
+        replicas
+        if parallel.data_parallel_shard_degree == "all"
+        else parallel.data_parallel_shard_degree
+    )
 
 
 SHARDING_FIELDS = (
-    *(f"parallel.{name}" for name in ("sharding", "sharding_group", "dp", "cp", "tp", "ep", "etp")),
+    *(
+        f"parallel.{name}"
+        for name in ("sharding", "data_parallel_shard_degree", "dp", "cp", "tp", "ep", "etp")
+    ),
     "model.moe",
 )
 """What :func:`sharding_group_faults` reads."""
@@ -74,10 +83,10 @@ def sharding_group_faults(  # noqa: PLR0913  # one a field
     if sharding == "none":
         return [
             Fault(
-                fact=f"parallel.sharding_group={size}",
+                fact=f"parallel.data_parallel_shard_degree={size}",
                 rule="parallel.sharding=none shares nothing out",
                 remedy="set parallel.sharding=optimizer, gradients or parameters, or "
-                "parallel.sharding_group=all",
+                "parallel.data_parallel_shard_degree=all",
             )
         ]
     replicas = {"parallel.dp * parallel.cp": dp * cp}
@@ -87,7 +96,7 @@ def sharding_group_faults(  # noqa: PLR0913  # one a field
     legal = [str(d) for d in range(2, ranks + 1) if ranks % d == 0]
     return [
         Fault(
-            fact=f"parallel.sharding_group={size}",
+            fact=f"parallel.data_parallel_shard_degree={size}",
             rule=f"it must be more than 1 and divide {what} = {number} (remainder {number % size})",
             remedy=f"use {', '.join([*legal, 'all'])}",
         )

@@ -71,8 +71,8 @@ class _Game:
     def __init__(self, sizes: Sizes, policy: Policy) -> None:
         pp, count = sizes.pp, sizes.num_micro_batches
         self.policy, self.last = policy, pp - 1
-        self.limit = (sizes.max_activations or pp) + 1e-9
-        self.owed_share = sizes.owed_share
+        self.limit = (sizes.max_in_flight_microbatches or pp) + 1e-9
+        self.wgrad_activation_fraction = sizes.wgrad_activation_fraction
         times = sizes.times
         self.forward, self.weight = times.forward, times.weight
         self.input = times.backward - times.weight
@@ -124,7 +124,7 @@ class _Game:
     def held(self, rank: int) -> float:
         """Activations, in micro-batches; one whose weight part is owed counts in part."""
         begun, ended = self.num_forwards[rank], self.num_inputs[rank]
-        return begun - ended + self.owed_share * (ended - self.num_weights[rank])
+        return begun - ended + self.wgrad_activation_fraction * (ended - self.num_weights[rank])
 
     def waits(self, now: float, rank: int, arrival: float) -> bool:
         """Whether to wait for what arrives rather than do a weight part that delays it."""

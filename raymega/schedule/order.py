@@ -20,9 +20,9 @@ class Sizes:
         pp: Ranks of the pipeline.
         num_micro_batches: Of one step.
         chunks: Stages a rank.
-        group_size: Interleaved: micro-batches that pass a chunk before the next; 0 is ``pp``.
-        max_activations: zb_auto: most micro-batches that a rank may hold; 0 is ``pp``.
-        owed_share: zb_auto: how much of a micro-batch's activations its owed weight part keeps.
+        microbatch_group_size_per_vp_stage: Interleaved: micro-batches that pass a chunk before the next; 0 is ``pp``.
+        max_in_flight_microbatches: zb_auto: most micro-batches that a rank may hold; 0 is ``pp``.
+        wgrad_activation_fraction: zb_auto: how much of a micro-batch's activations its owed weight part keeps.
         times: zb_auto: what the search is for.
         is_paired: A forward and the backward beside it run together where they can, see transfers.
     """
@@ -30,9 +30,9 @@ class Sizes:
     pp: int
     num_micro_batches: int
     chunks: int = 1
-    group_size: int = 0
-    max_activations: int = 0
-    owed_share: float = 1.0
+    microbatch_group_size_per_vp_stage: int = 0
+    max_in_flight_microbatches: int = 0
+    wgrad_activation_fraction: float = 1.0
     times: Durations = field(default_factory=Durations)
     is_paired: bool = False
 
@@ -42,8 +42,8 @@ def make_sizes(
     pp: int,
     chunks: int,
     num_micro_batches: int,
-    group_size: int | str = "pp",
-    max_activations: int | str = "pp",
+    microbatch_group_size_per_vp_stage: int | str = "pp",
+    max_in_flight_microbatches: int | str = "pp",
     is_paired: bool = False,
 ) -> Sizes:
     """Sizes from a job file's values, where ``pp`` stands for that number."""
@@ -51,8 +51,12 @@ def make_sizes(
         pp=pp,
         chunks=chunks,
         num_micro_batches=num_micro_batches,
-        group_size=pp if group_size == "pp" else int(group_size),
-        max_activations=pp if max_activations == "pp" else int(max_activations),
+        microbatch_group_size_per_vp_stage=pp
+        if microbatch_group_size_per_vp_stage == "pp"
+        else int(microbatch_group_size_per_vp_stage),
+        max_in_flight_microbatches=pp
+        if max_in_flight_microbatches == "pp"
+        else int(max_in_flight_microbatches),
         is_paired=is_paired,
     )
 

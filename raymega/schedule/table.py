@@ -46,14 +46,18 @@ class ScheduleKind:
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
-    "1f1b": ScheduleKind(make=one_f_one_b, reads={"group_size": 2}),
+    "1f1b": ScheduleKind(make=one_f_one_b, reads={"microbatch_group_size_per_vp_stage": 2}),
     "gpipe": ScheduleKind(make=gpipe),
-    "interleaved": ScheduleKind(make=interleaved, least_chunks=2, reads={"group_size": 2}),
+    "interleaved": ScheduleKind(
+        make=interleaved, least_chunks=2, reads={"microbatch_group_size_per_vp_stage": 2}
+    ),
     "zb_h1": ScheduleKind(make=zb_h1, most_chunks=1),
     "zb_h2": ScheduleKind(make=zb_h2, most_chunks=1),
     "zb_v": ScheduleKind(make=zb_v, least_chunks=2, most_chunks=2, is_vee=True),
     "zb_auto": ScheduleKind(
-        make=zb_auto, most_chunks=1, reads={"max_activations": 1, "owed_share": 1}
+        make=zb_auto,
+        most_chunks=1,
+        reads={"max_in_flight_microbatches": 1, "wgrad_activation_fraction": 1},
     ),
     "dualpipe_v": ScheduleKind(make=dualpipe_v, least_chunks=2, most_chunks=2, is_vee=True),
 }
@@ -108,18 +112,18 @@ def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
                 remedy=f"set schedule.chunks={nearest}, or another schedule.name",
             )
         )
-    if not 0 < sizes.owed_share <= 1:
+    if not 0 < sizes.wgrad_activation_fraction <= 1:
         faults.append(
             Fault(
-                fact=f"schedule.owed_share={sizes.owed_share:g}",
+                fact=f"schedule.wgrad_activation_fraction={sizes.wgrad_activation_fraction:g}",
                 rule="it is a share of a micro-batch's activations, above 0 and at most 1",
                 remedy="use 1, which is safe",
             )
         )
-    if 0 < sizes.group_size < sizes.pp:
+    if 0 < sizes.microbatch_group_size_per_vp_stage < sizes.pp:
         faults.append(
             Fault(
-                fact=f"schedule.group_size={sizes.group_size}",
+                fact=f"schedule.microbatch_group_size_per_vp_stage={sizes.microbatch_group_size_per_vp_stage}",
                 rule=f"a smaller group than parallel.pp={sizes.pp} makes ranks wait for each other",
                 remedy=f"use {sizes.pp} or more, or pp",
             )

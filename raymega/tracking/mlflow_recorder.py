@@ -191,7 +191,7 @@ class Recorder:
         grid = {f"grid.{axis}": degree for axis, degree in event.grid.items()}
         plan = {f"plan.{name}": value for name, value in event.plan.items()}
         self._log_params(
-            self._child, grid | plan | {"start_step": event.step, "start_from": event.source}
+            self._child, grid | plan | {"start_step": event.step, "init_from": event.source}
         )
         self._tag(self._parent, grid | {ATTEMPT_TAG: number})
 

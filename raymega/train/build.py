@@ -110,9 +110,11 @@ def build_parts(
         etp=groups.etp,
         micro=groups.micro,
         sp=sp,
-        is_gathered=job.parallel.dispatch == "all_gather",
+        is_gathered=job.parallel.moe_token_dispatcher_type == "all_gather",
         log=comm_log,
-        interleaver=PassInterleaver(device) if job.parallel.overlap_experts else None,
+        interleaver=PassInterleaver(device)
+        if job.parallel.overlap_moe_expert_parallel_comm
+        else None,
     )
     model = build_model(
         plan, stages, groups=groups, context=context, experts=experts, device=device
@@ -125,7 +127,7 @@ def build_parts(
         shape=(
             job.data.seq_len // (context.degree * sp.degree),
             plan.batch.micro_batch_size,
-            job.model.width,
+            job.model.hidden_size,
         ),
         dtype=DTYPES[job.precision.dtype],
         device=device,
@@ -187,7 +189,7 @@ def _build_loader(
     plan: RunPlan, split: str, *, rank: int, groups: Groups, log: CommLog, device: torch.device
 ) -> Loader | DynamicLoader:
     job, source = plan.job, _open_source(plan, split)
-    depth = job.model.mtp_depth if split == "train" else 0
+    depth = job.model.num_nextn_predict_layers if split == "train" else 0
     if not job.parallel.dynamic_cp:
         return Loader(
             source,

@@ -36,7 +36,7 @@ from raymega.plan.memory.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.tensor_table import GlobalTensor, model_tensors
 from raymega.plan.upcycling import Upcycling
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.storage.registry import open_store
 from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.replicated_store import ReplicatedStore
@@ -118,9 +118,9 @@ def _train(
         plan.grid,
         start.rank,
         timeout_s=timeout_s,
-        cp_inner=inner_ranks(plan.job.parallel),
+        hierarchical_cp_size=inner_ranks(plan.job.parallel),
         is_nested=plan.job.parallel.dynamic_cp,
-        sharers=group_size(plan.job.parallel),
+        sharers=data_parallel_shard_size(plan.job.parallel),
     )
     if device.type == "cuda":
         open_communicators(groups, device)
@@ -183,7 +183,7 @@ def _restore(
 ) -> TrainState:
     precision = parts.plan.job.precision
     if not start.restore:
-        start_from(parts, parts.plan.job.checkpoint, progress=progress)
+        init_from(parts, parts.plan.job.checkpoint, progress=progress)
         return first_state(precision)
     *others, last = _stores_to_restore_from(start)
     for store in others:
@@ -229,16 +229,16 @@ def _restore_from(
     return state_from(manifest.state, parts.plan.job.precision)
 
 
-def start_from(
+def init_from(
     parts: TrainingComponents,
     section: CheckpointSection,
     *,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Take another checkpoint's weights, rounded where the masters have fewer digits."""
-    if section.start_from == "none":
+    if section.init_from == "none":
         return
-    store, manifest = open_checkpoint(section.start_from)
+    store, manifest = open_checkpoint(section.init_from)
     model, seed = parts.plan.job.model, parts.plan.job.run.seed
     weights = [block for block in parts.optimizer.blocks() if block.kind == WEIGHTS]
     upcycling = upcycling_of(manifest, section, model)
@@ -252,7 +252,7 @@ def start_from(
     load(store, source, taken, is_narrowing_allowed=True, progress=progress)
     _finish_upcycling(upcycling, weights, seed)
     parts.optimizer.sync_weights()
-    log.info("started from the weights of step %d in %s", manifest.step, section.start_from)
+    log.info("started from the weights of step %d in %s", manifest.step, section.init_from)
 
 
 def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed: int) -> None:

@@ -41,11 +41,11 @@ class Difference:
 
 
 class DivergenceCheck:
-    """Looks every ``elastic.divergence_every`` steps, and before checkpoints; all ranks together."""
+    """Looks every ``elastic.replica_check_every`` steps, and before checkpoints; all ranks together."""
 
     def __init__(self, parts: TrainingComponents) -> None:
         self._parts, self._section = parts, parts.plan.job.elastic
-        self._every = self._section.divergence_every
+        self._every = self._section.replica_check_every
 
     def check(self, step: int, *, is_saving: bool) -> dict[str, float]:
         """After ``step`` steps, when it is time or a checkpoint is about to be written.

@@ -109,7 +109,7 @@ def train_step(
     is_left_out = doubted is not None and doubted.action is BadStepAction.SKIP
     events = list(seen.events)
     if not (seen.is_overflow or is_left_out):
-        factor = clip_factor(seen.grad_norm, job.optimizer.clip_norm)
+        factor = clip_factor(seen.grad_norm, job.optimizer.max_grad_norm)
         before_update()
         factor = factor / totals.tokens / scale
         with parts.comm_log.rest() as in_update:
@@ -153,7 +153,7 @@ def _do_pass(
     if not totals.tokens:
         raise DataError(no_labels(f"step {state.step + 1}"))
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
-    depth = parts.plan.job.model.mtp_depth
+    depth = parts.plan.job.model.num_nextn_predict_layers
     return _Pass(
         loss=loss,
         mtp_loss=totals.mtp_loss_sum / totals.tokens / depth if depth else None,

@@ -99,7 +99,7 @@ def norm_metrics(parts: TrainingComponents, outcome: StepOutcome) -> Metrics:
         ]
     )
     weights, gradients = all_reduce(mine, parts.groups.world).sqrt().tolist()
-    factor = clip_factor(outcome.grad_norm, job.optimizer.clip_norm)
+    factor = clip_factor(outcome.grad_norm, job.optimizer.max_grad_norm)
     metrics = {
         f"train/group_weight_norm/{group}": norm
         for group, norm in zip(groups, weights, strict=True)

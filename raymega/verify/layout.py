@@ -41,19 +41,19 @@ class Layout:
     is_embedding_a_layer: bool = False
     is_loss_a_layer: bool = False
     schedule: str = SIMPLEST_SCHEDULE
-    group_size: int | str = "pp"
-    max_activations: int | str = "pp"
-    owed_share: float = 1.0
+    microbatch_group_size_per_vp_stage: int | str = "pp"
+    max_in_flight_microbatches: int | str = "pp"
+    wgrad_activation_fraction: float = 1.0
     order: str = DEFAULT_ORDER
     ep: int = 1
     etp: int = 1
-    dispatch: str = "all_to_all"
-    overlap_experts: bool = False
+    moe_token_dispatcher_type: str = "all_to_all"
+    overlap_moe_expert_parallel_comm: bool = False
     sharding: str = "none"
-    sharding_group: int | str = "all"
+    data_parallel_shard_degree: int | str = "all"
     sequence_parallel: bool = False
     cp_method: str = "ring"
-    cp_inner: int = 2
+    hierarchical_cp_size: int = 2
     dynamic_cp: bool = False
     recompute: str = "none"
     recompute_parts: tuple[str, ...] = ("attention",)
@@ -222,24 +222,24 @@ OPTIONS = (
     ),
     Option(name="chunks", path="schedule.chunks", values=(1, 2, 3)),
     Option(
-        name="group_size",
-        path="schedule.group_size",
+        name="microbatch_group_size_per_vp_stage",
+        path="schedule.microbatch_group_size_per_vp_stage",
         values=("pp",),
         others=lambda _job, layout: (layout.pp + 1, 2 * layout.pp),
-        matters=lambda layout: layout.reads("group_size"),
+        matters=lambda layout: layout.reads("microbatch_group_size_per_vp_stage"),
     ),
     Option(
-        name="max_activations",
-        path="schedule.max_activations",
+        name="max_in_flight_microbatches",
+        path="schedule.max_in_flight_microbatches",
         values=("pp",),
         others=lambda _job, layout: (1, 2 * layout.pp),
-        matters=lambda layout: layout.reads("max_activations"),
+        matters=lambda layout: layout.reads("max_in_flight_microbatches"),
     ),
     Option(
-        name="owed_share",
-        path="schedule.owed_share",
+        name="wgrad_activation_fraction",
+        path="schedule.wgrad_activation_fraction",
         values=(1.0, 0.5),
-        matters=lambda layout: layout.reads("owed_share"),
+        matters=lambda layout: layout.reads("wgrad_activation_fraction"),
     ),
     Option(
         name="stages",
@@ -290,14 +290,14 @@ OPTIONS = (
         matters=lambda layout: layout.stage_size > 1,
     ),
     Option(
-        name="dispatch",
-        path="parallel.dispatch",
-        values=_allowed(ParallelSection, "dispatch"),
+        name="moe_token_dispatcher_type",
+        path="parallel.moe_token_dispatcher_type",
+        values=_allowed(ParallelSection, "moe_token_dispatcher_type"),
         matters=lambda layout: layout.ep * layout.etp > 1,
     ),
     Option(
-        name="overlap_experts",
-        path="parallel.overlap_experts",
+        name="overlap_moe_expert_parallel_comm",
+        path="parallel.overlap_moe_expert_parallel_comm",
         values=(False, True),
         matters=lambda layout: layout.ep * layout.etp > 1,
     ),
@@ -308,8 +308,8 @@ OPTIONS = (
         matters=lambda layout: layout.dp * layout.cp > 1,
     ),
     Option(
-        name="sharding_group",
-        path="parallel.sharding_group",
+        name="data_parallel_shard_degree",
+        path="parallel.data_parallel_shard_degree",
         values=("all", 2, 3),
         matters=lambda layout: layout.dp * layout.cp > 1 and layout.sharding != "none",
     ),
@@ -326,8 +326,8 @@ OPTIONS = (
         matters=lambda layout: layout.cp > 1 or layout.dynamic_cp,
     ),
     Option(
-        name="cp_inner",
-        path="parallel.cp_inner",
+        name="hierarchical_cp_size",
+        path="parallel.hierarchical_cp_size",
         values=(2,),
         others=lambda _job, layout: tuple(n for n in range(3, layout.cp) if layout.cp % n == 0),
         matters=lambda layout: layout.cp > 1 and layout.cp_method == "hybrid",

@@ -21,7 +21,7 @@ DRESSES = 3
 """choices of options that are tried on each."""
 WEIGHTS = {
     "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12,
-    "ep": 20, "etp": 20, "group_size": 4, "max_activations": 4, "owed_share": 4,
+    "ep": 20, "etp": 20, "microbatch_group_size_per_vp_stage": 4, "max_in_flight_microbatches": 4, "wgrad_activation_fraction": 4,
 }  # fmt: skip
 """An axis that was not met yet outweighs any number of options that were not; two axes together,
 a schedule and what only it goes by, a size of micro-batches, a cut of experts and compiled kernels,

@@ -198,7 +198,11 @@ def _cut_vocabulary(draft: _Draft) -> None:
         return
     padding = min(model.table_rows - model.vocab_size, rows // 2)
     draft.set("model.vocab_size", rows - padding)
-    draft.set("model.vocab_multiple", rows, "so that tp cuts the table as in the whole model")
+    draft.set(
+        "model.make_vocab_size_divisible_by",
+        rows,
+        "so that tp cuts the table as in the whole model",
+    )
 
 
 def _cut_experts(draft: _Draft) -> None:
@@ -211,23 +215,23 @@ def _cut_experts(draft: _Draft) -> None:
         return
     is_choice = moe.top_k < moe.num_experts
     choices = min(moe.top_k, MAX_CHOICES)
-    least_group = min(2, moe.num_experts // moe.num_groups)
+    least_group = min(2, moe.num_experts // moe.n_group)
 
     def holds(experts: int) -> bool:
-        groups = _groups_of(experts, moe.num_groups)
+        groups = _groups_of(experts, moe.n_group)
         is_grouped = groups > 1 and experts // groups >= least_group
-        return experts >= choices + is_choice and (is_grouped or moe.num_groups == 1)
+        return experts >= choices + is_choice and (is_grouped or moe.n_group == 1)
 
     near = min(moe.num_experts, MAX_EXPERTS)
     experts = _like(moe.num_experts, near, holds)
-    groups = _groups_of(experts, moe.num_groups)
-    top_groups = min(moe.top_groups, max(1, groups - 1))
+    groups = _groups_of(experts, moe.n_group)
+    topk_group = min(moe.topk_group, max(1, groups - 1))
     draft.set("model.moe.num_experts", experts)
-    draft.set("model.moe.num_groups", groups)
-    draft.set("model.moe.top_groups", top_groups)
+    draft.set("model.moe.n_group", groups)
+    draft.set("model.moe.topk_group", topk_group)
     if groups == 1 or experts // groups < 2:
         draft.set("model.moe.group_score", "max")
-    reach = experts // groups * top_groups
+    reach = experts // groups * topk_group
     draft.set("model.moe.top_k", min(choices, reach) if is_choice else experts)
 
 
@@ -256,8 +260,8 @@ def _keep_layers(draft: _Draft, most: int) -> None:
         end_blocks = min(draft.job().precision.fp8_end_blocks, (layers - 1) // 2)
         draft.set("precision.fp8_end_blocks", end_blocks, "some block must be left for fp8")
     if model.moe.num_experts and not any(map(model.moe.holds_experts, range(layers))):
-        draft.set("model.moe.first_dense_layers", 1)
-        draft.set("model.moe.every", min(model.moe.every, 2))
+        draft.set("model.moe.first_k_dense_replace", 1)
+        draft.set("model.moe.layer_freq", min(model.moe.layer_freq, 2))
 
 
 def _cut_heads(draft: _Draft) -> None:
@@ -292,32 +296,41 @@ def _cut_head_width(width: int) -> Callable[[_Draft], None]:
 def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> None:
     """Set heads and width, and feed-forward layers so that they keep their ratio to the width."""
     model = draft.job().model
-    width = max(1, round(model.width * heads * head_width / (model.num_heads * model.head_width)))
-    if model.mla.kv_rank:
-        width = _width_for_ffn(model.ffn_width, model.width, near=width)
+    width = max(
+        1, round(model.hidden_size * heads * head_width / (model.num_heads * model.head_width))
+    )
+    if model.mla.kv_lora_rank:
+        width = _width_for_ffn(model.ffn_hidden_size, model.hidden_size, near=width)
     draft.set("model.num_heads", heads)
-    if model.head_features != "width / num_heads":
-        draft.set("model.head_features", head_width)
+    if model.head_dim != "hidden_size / num_heads":
+        draft.set("model.head_dim", head_width)
     if model.num_kv_heads != "num_heads":
         draft.set("model.num_kv_heads", kv_heads)
-    draft.set("model.width", width)
-    widths = {"model.ffn_width": model.ffn_width, "model.moe.shared_width": model.moe.shared_width}
-    if model.moe.width != "ffn_width":
-        widths["model.moe.width"] = model.moe.width
+    draft.set("model.hidden_size", width)
+    widths = {
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.moe.shared_expert_intermediate_size": model.moe.shared_expert_intermediate_size,
+    }
+    if model.moe.intermediate_size != "ffn_hidden_size":
+        widths["model.moe.intermediate_size"] = model.moe.intermediate_size
     base = model.mup_base_width
-    draft.set("model.mup_base_width", base and max(1, round(base * width / model.width)))
+    draft.set("model.mup_base_width", base and max(1, round(base * width / model.hidden_size)))
     for field, number in widths.items():
-        draft.set(field, number and _like(number, round(number * width / model.width)))
-    if model.mla.kv_rank:
-        _resize_latents(draft, model.mla, head_width / model.head_width, width / model.width)
+        draft.set(field, number and _like(number, round(number * width / model.hidden_size)))
+    if model.mla.kv_lora_rank:
+        _resize_latents(draft, model.mla, head_width / model.head_width, width / model.hidden_size)
 
 
-def _width_for_ffn(ffn_width: int, width: int, *, near: int) -> int:
+def _width_for_ffn(ffn_hidden_size: int, width: int, *, near: int) -> int:
     """With latents heads do not bind the width: one at which the FFN keeps its ratio to it best."""
 
     def drift(small: int) -> float:
         return abs(
-            _like(ffn_width, round(ffn_width * small / width)) * width / small / ffn_width - 1
+            _like(ffn_hidden_size, round(ffn_hidden_size * small / width))
+            * width
+            / small
+            / ffn_hidden_size
+            - 1
         )
 
     return min(range(max(1, near * 3 // 4), near + 1), key=lambda n: (round(drift(n), 2), near - n))
@@ -327,15 +340,15 @@ def _resize_latents(
     draft: _Draft, mla: MlaSection, share_of_head: float, share_of_width: float
 ) -> None:
     """Parts of heads keep their ratios to each other, and latents theirs to the width."""
-    rope = max(2, 2 * round(mla.rope_features * share_of_head / 2))
-    nope = max(1, round(mla.nope_features * share_of_head)) if mla.nope_features else 0
-    values = max(1, round(mla.value_features * share_of_head))
+    rope = max(2, 2 * round(mla.qk_rope_head_dim * share_of_head / 2))
+    nope = max(1, round(mla.qk_nope_head_dim * share_of_head)) if mla.qk_nope_head_dim else 0
+    values = max(1, round(mla.v_head_dim * share_of_head))
     smaller = {
-        "kv_rank": max(1, round(mla.kv_rank * share_of_width)),
-        "q_rank": max(1, round(mla.q_rank * share_of_width)) if mla.q_rank else 0,
-        "nope_features": nope,
-        "rope_features": rope,
-        "value_features": min(values, nope + rope),
+        "kv_lora_rank": max(1, round(mla.kv_lora_rank * share_of_width)),
+        "q_lora_rank": max(1, round(mla.q_lora_rank * share_of_width)) if mla.q_lora_rank else 0,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": min(values, nope + rope),
     }
     for name, number in smaller.items():
         draft.set(f"model.mla.{name}", number)

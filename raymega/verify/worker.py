@@ -20,7 +20,7 @@ from raymega.optim.param_groups import rates_of
 from raymega.parallel.comm.process_groups import build_groups, close_world, open_world
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
@@ -47,9 +47,9 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
         plan.grid,
         rank,
         timeout_s=timeout_s,
-        cp_inner=inner_ranks(parallel),
+        hierarchical_cp_size=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
-        sharers=group_size(parallel),
+        sharers=data_parallel_shard_size(parallel),
     )
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
     for module in parts.modules:

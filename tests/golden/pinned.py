@@ -37,13 +37,13 @@ SMALL = ("data.global_batch_size=8",)
 SAVED = "tp2-pp2-dp2"
 """The layout whose ranks save."""
 TINY = (
-    "model.num_layers=2", "model.width=16", "model.num_heads=4", "model.num_kv_heads=2",
-    "model.ffn_width=24", "model.vocab_size=64", "model.vocab_multiple=16", "checkpoint.uri=/golden",
+    "model.num_layers=2", "model.hidden_size=16", "model.num_heads=4", "model.num_kv_heads=2",
+    "model.ffn_hidden_size=24", "model.vocab_size=64", "model.make_vocab_size_divisible_by=16", "checkpoint.uri=/golden",
     "parallel.sharding=optimizer",
 )  # fmt: skip
 SHRUNK = (
-    "model.width=32", "model.ffn_width=64", "model.vocab_size=256", "model.max_positions=64",
-    "model.moe.width=32", "schedule.micro_batch_size=2",
+    "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=256", "model.max_positions=64",
+    "model.moe.intermediate_size=32", "schedule.micro_batch_size=2",
 )  # fmt: skip
 """What is smaller than in the demo job, of which all else that says how it is laid out is kept."""
 
@@ -71,13 +71,13 @@ def runs() -> dict[str, list[str]]:
         "dp2-parameters": [*layout_overrides("dp2"), "parallel.sharding=parameters"],
         "demo": _demo(),
         "gpt2-dropout": [
-            *one, "model.family=gpt2", "model.num_kv_heads=num_heads", "model.residual_dropout=0.1",
+            *one, "model.family=gpt2", "model.num_kv_heads=num_heads", "model.hidden_dropout=0.1",
         ],
         "qwen3-muon": [*one, "model.family=qwen3", "optimizer.name=muon"],
-        "packed": [*one, "data.packing=best_fit", "model.is_embedding_tied=false"],
+        "packed": [*one, "data.packing=best_fit", "model.tie_word_embeddings=false"],
         "latent-ahead": [
-            *one, "model.num_kv_heads=num_heads", "model.mla.kv_rank=8", "model.mla.nope_features=4",
-            "model.mla.rope_features=4", "model.mla.value_features=4", "model.mtp_depth=1",
+            *one, "model.num_kv_heads=num_heads", "model.mla.kv_lora_rank=8", "model.mla.qk_nope_head_dim=4",
+            "model.mla.qk_rope_head_dim=4", "model.mla.v_head_dim=4", "model.num_nextn_predict_layers=1",
         ],
     }  # fmt: skip
 

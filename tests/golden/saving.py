@@ -16,7 +16,7 @@ from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import Requests
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.storage.local import LocalStore
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
@@ -37,7 +37,7 @@ def saved(overrides: Sequence[str], folder: Path, *, timeout_s: float) -> dict[s
     """Texts of the checkpoint: what it says, how its files begin, and digests of all of its bytes."""
     plan = make_test_plan(*overrides)
     shards = run_grid(
-        _step_and_save, plan.grid, plan.to_json(), str(folder), sharers=group_size(plan.job.parallel),
+        _step_and_save, plan.grid, plan.to_json(), str(folder), sharers=data_parallel_shard_size(plan.job.parallel),
         timeout=timeout_s,
     )  # fmt: skip
     manifest = assemble(

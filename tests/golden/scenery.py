@@ -114,7 +114,7 @@ def _put_checkpoints(folder: Path) -> None:
         "other": {"job": {"model": manifest.job["model"] | {"num_layers": 3}}},
         "nameless": {"job": {}},
         "mup": {"job": {"model": model.model_dump() | {"mup_base_width": 16}}},
-        "reshaped": {"job": {"model": model.model_dump() | {"ffn_width": 128}}},
+        "reshaped": {"job": {"model": model.model_dump() | {"ffn_hidden_size": 128}}},
         "kindless": {"job": {"model": model.model_dump() | {"family": "gpt2", "moe": EXPERTS}}},
         "scaled/verify": {"job": manifest.job | trained},
         "routed/verify": {"job": manifest.job | trained, "boxes": _boxes_of(manifest, EXPERTS)},

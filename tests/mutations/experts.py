@@ -77,7 +77,7 @@ EXPERTS: tuple[Mutation, ...] = (
         file="parallel/expert_parallel/dispatcher.py",
         old="        self.weights = gather_positions(weights, groups.ep)\n",
         new="        self.weights = gather_positions(weights, groups.ep).square()\n",
-        layout=Layout(dp=2, ep=2, dispatch="all_gather", micro_batch_size=2),
+        layout=Layout(dp=2, ep=2, moe_token_dispatcher_type="all_gather", micro_batch_size=2),
         job=EXPERTS,
     ),
     Mutation(
@@ -103,7 +103,7 @@ EXPERTS: tuple[Mutation, ...] = (
         file="parallel/expert_parallel/overlap.py",
         old="                raise _OtherFailedError\n        pending.wait(timeout_s)",
         new="                raise _OtherFailedError\n        else:\n            pending.wait(timeout_s)",
-        layout=Layout(dp=4, ep=4, overlap_experts=True, schedule="1f1b"),
+        layout=Layout(dp=4, ep=4, overlap_moe_expert_parallel_comm=True, schedule="1f1b"),
         job=EXPERTS,
     ),
     Mutation(

@@ -113,7 +113,7 @@ GUARD_MUTATIONS = (
         file="orchestrate/driver/straggler_detector.py",
         old="if other != rank and grid.coords(other).pp == stage",
         new="if other != rank",
-        caught="a stage with more attempt_context is a straggler",
+        caught="a stage with more work is a straggler",
     ),
 )
 

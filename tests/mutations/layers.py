@@ -156,7 +156,7 @@ LAYERS: tuple[Mutation, ...] = (
         layout=Layout(cp=4, cp_method="all_gather"),
     ),
     Mutation(
-        name="ulysses heads come back in the order of the sequence",
+        name="exchanged heads come back in the order of the sequence",
         file="parallel/context_parallel/ulysses.py",
         old="_Reorder.apply(y, back, there)",
         new="_Reorder.apply(y, there, back)",
@@ -183,7 +183,7 @@ LAYERS: tuple[Mutation, ...] = (
         name="the token table that looks further ahead sums no gradients with the first stage",
         file="model/pipeline_stage.py",
         old="is_copied = model.needs_token_table_last and",
-        new="is_copied = model.is_embedding_tied and",
+        new="is_copied = model.tie_word_embeddings and",
         layout=Layout(pp=2),
         job=LATENT,
     ),

@@ -30,21 +30,26 @@ class Mutation:
 
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=4")
-DROPOUT = ("model.residual_dropout=0.1",)
+DROPOUT = ("model.hidden_dropout=0.1",)
 TWO_KV_HEADS = ("model.num_kv_heads=2",)
-EXPERTS = ("model.moe.num_experts=4", "model.moe.width=16")
+EXPERTS = ("model.moe.num_experts=4", "model.moe.intermediate_size=16")
 BALANCED = (
-    *EXPERTS, "model.moe.balance=micro_batch", "model.moe.balance_coefficient=0.1",
+    *EXPERTS, "model.moe.load_balancing_type=micro_batch", "model.moe.router_aux_loss_coef=0.1",
     "model.moe.capacity_factor=1.0",
 )  # fmt: skip
-BIASED = (*EXPERTS, "model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
-LAST_LOAD = (*EXPERTS, "model.moe.balance=global", "model.moe.balance_coefficient=0.5")
-DROPPED = (*EXPERTS, "model.moe.capacity_factor=0.5", "model.moe.drop_by=position")
+BIASED = (
+    *EXPERTS,
+    "model.moe.router_score_function=sigmoid",
+    "model.moe.expert_bias=true",
+    "model.moe.expert_bias_update_rate=0.1",
+)
+LAST_LOAD = (*EXPERTS, "model.moe.load_balancing_type=global", "model.moe.router_aux_loss_coef=0.5")
+DROPPED = (*EXPERTS, "model.moe.capacity_factor=0.5", "model.moe.token_drop_policy=position")
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
 LION = ("optimizer.name=lion", "optimizer.lr=1e-3")
 EIGHT_BITS = ("optimizer.state_dtype=8bit",)
 MUON = ("optimizer.name=muon", "model.num_kv_heads=2")
 LATENT = (
-    "model.num_kv_heads=num_heads", "model.is_embedding_tied=false", "model.mtp_depth=1",
-    "model.mla={kv_rank: 8, q_rank: 6, nope_features: 4, rope_features: 2, value_features: 3}",
+    "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false", "model.num_nextn_predict_layers=1",
+    "model.mla={kv_lora_rank: 8, q_lora_rank: 6, qk_nope_head_dim: 4, qk_rope_head_dim: 2, v_head_dim: 3}",
 )  # fmt: skip

@@ -53,13 +53,13 @@ SHARDING: tuple[Mutation, ...] = (
         file="parallel/data_parallel/grad_buffer.py",
         old="if bucket.level > ZeroLevel.NONE and across.size > 1:",
         new="if False:",
-        layout=Layout(dp=4, sharding="optimizer", sharding_group=2),
+        layout=Layout(dp=4, sharding="optimizer", data_parallel_shard_degree=2),
     ),
     Mutation(
         name="norm counts the same part of every copy",
         file="parallel/core/buckets.py",
         old="        begin += size * sharing.across.index\n",
         new="",
-        layout=Layout(dp=4, sharding="gradients", sharding_group=2),
+        layout=Layout(dp=4, sharding="gradients", data_parallel_shard_degree=2),
     ),
 )

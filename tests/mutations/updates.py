@@ -67,7 +67,7 @@ UPDATES: tuple[Mutation, ...] = (
         name="muP's factor of the logits is forgotten under a tied table",
         file="model/layers/lm_head.py",
         old="1 / model.width_ratio  # muP",
-        new="1.0 if model.is_embedding_tied else 1 / model.width_ratio",
+        new="1.0 if model.tie_word_embeddings else 1 / model.width_ratio",
         layout=Layout(tp=2),
         job=("model.mup_base_width=16",),
     ),

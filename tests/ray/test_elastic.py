@@ -110,7 +110,7 @@ def test_lost_node_makes_the_grid_smaller_and_a_new_one_larger_again(
         if running.attempt == 3 and step == begun + 5:
             running.signal_driver(signal.SIGTERM)
 
-    more = ("elastic.replan_after_s=1.0", "run.steps=100000", "elastic.grow_horizon_s=1e6")
+    more = ("elastic.replan_after_s=1.0", "run.steps=100000", "elastic.scale_up_horizon_s=1e6")
     outcome = run("change", *more, on_step=act)
     assert outcome.code == 75, outcome.stderr
     grids = [event["grid"] for event in outcome.all("attempt")]
@@ -135,7 +135,7 @@ def test_driver_that_takes_up_a_run_with_fewer_workers_grows_back(
     """A node is lost, then the driver; the next one has the workers that are left, until a node comes."""
     have_nodes(cluster, 2)
     more = (
-        "elastic.replan_after_s=1.0", "run.steps=100000", "elastic.grow_horizon_s=1e6",
+        "elastic.replan_after_s=1.0", "run.steps=100000", "elastic.scale_up_horizon_s=1e6",
         "checkpoint.every=2",
     )  # fmt: skip
     seen = {}

@@ -205,7 +205,7 @@ def test_checkpoints_are_kept_by_the_rules_of_the_job(address, store):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "change", ["run.seed=7", "model.width=64", "data.global_batch_size=8"], ids=lambda c: c
+    "change", ["run.seed=7", "model.hidden_size=64", "data.global_batch_size=8"], ids=lambda c: c
 )
 def test_changed_model_seed_or_data_is_refused(address, store, undisturbed, change):
     assert undisturbed.code == 0

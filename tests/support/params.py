@@ -14,7 +14,9 @@ from raymega.plan.grid import Grid
 from raymega.plan.tensor_table import GlobalTensor
 from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel
 
-MODEL = ModelSection(family="llama", num_layers=2, width=8, num_heads=2, ffn_width=8, vocab_size=8)
+MODEL = ModelSection(
+    family="llama", num_layers=2, hidden_size=8, num_heads=2, ffn_hidden_size=8, vocab_size=8
+)
 """Of which rates ask how deep it is."""
 ALONE = build_groups(Grid(), 0, timeout_s=1.0)
 
@@ -22,7 +24,7 @@ ALONE = build_groups(Grid(), 0, timeout_s=1.0)
 def make_tensor(name, shape, *, tp_dim=-1, role="matrix"):
     """A global tensor that starts as standard normal numbers."""
     return GlobalTensor(
-        name=name, shape=shape, tp_dim=tp_dim, init="normal", init_std=1.0, role=role
+        name=name, shape=shape, tp_dim=tp_dim, init="normal", initializer_range=1.0, role=role
     )
 
 

@@ -95,13 +95,13 @@ def run_grid(
     *args: Any,
     timeout: float = TIMEOUT_S,
     collective_timeout_s: float = 0,
-    cp_inner: int = 1,
+    hierarchical_cp_size: int = 1,
     is_nested: bool = False,
     sharers: int = 0,
 ) -> list:
     """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
     limit_s = collective_timeout_s or _collective_timeout_s(timeout)
-    shape = grid, cp_inner, is_nested, sharers, limit_s
+    shape = grid, hierarchical_cp_size, is_nested, sharers, limit_s
     return run_ranks(
         _in_grid, grid.world_size, fn, shape, args, timeout=timeout, collective_timeout_s=limit_s
     )
@@ -140,7 +140,7 @@ def _in_grid(
     shape: tuple[Grid, int, bool, int, float],
     args: tuple,
 ) -> Any:
-    grid, cp_inner, is_nested, sharers, limit_s = shape
+    grid, hierarchical_cp_size, is_nested, sharers, limit_s = shape
     env = RankEnv(
         rank=rank,
         grid=grid,
@@ -149,7 +149,7 @@ def _in_grid(
             grid,
             rank,
             timeout_s=limit_s,
-            cp_inner=cp_inner,
+            hierarchical_cp_size=hierarchical_cp_size,
             is_nested=is_nested,
             sharers=sharers,
         ),

@@ -6,7 +6,7 @@ import torch
 from raymega.messages import Requests
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
@@ -27,9 +27,9 @@ def train(overrides, *, steps=STEPS, timeout=TIMEOUT_S):
         plan.grid,
         plan.to_json(),
         steps,
-        cp_inner=inner_ranks(parallel),
+        hierarchical_cp_size=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
-        sharers=group_size(parallel),
+        sharers=data_parallel_shard_size(parallel),
         timeout=timeout,
     )
     whole = {}

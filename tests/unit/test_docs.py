@@ -1,5 +1,6 @@
 """The pages: every field of a job with its default, and no link or path that leads nowhere."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = ("raymega", "tests", "docs", "jobs")
 # A path in this repository, and whether the page says that the reader makes the file.
 PATH = re.compile(rf"(?<![\w./~-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)(?![\w*<{{])(`? \(new\))?")
+# A file and what of it the page speaks of: `raymega/plan/grid.py`: `Grid.coords`.
+REFERENCE = re.compile(r"`((?:raymega|tests|jobs)/[\w/]+\.py)`: `(\w+(?:\.\w+)*)")
 ROW = re.compile(r"^\| `(\w+)` \| .+ \| (required|`[^`]*`) \| .+ \|$", re.MULTILINE)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -84,6 +87,38 @@ def test_paths_of_the_repository_exist(page):
     new = {path for path, is_new in found if is_new}
     assert [path for path, _ in found if path not in new and not (ROOT / path).exists()] == []
     assert [path for path in new if (ROOT / path).exists()] == []
+
+
+def _has(path: Path, name: str) -> bool:
+    """Whether a module defines a dotted name: functions, classes, constants, fields, methods."""
+    body = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        inside = {name: getattr(node, "body", []) for node in body for name in _names_of(node)}
+        if part not in inside:
+            return False
+        body = inside[part]
+    return True
+
+
+def _names_of(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [name.id for target in targets if target for name in ast.walk(target)
+            if isinstance(name, ast.Name)]  # fmt: skip
+
+
+@pages
+def test_what_a_page_names_in_a_file_is_there(page):
+    found = REFERENCE.findall(page.read_text(encoding="utf-8"))
+    assert [(path, name) for path, name in found if not _has(ROOT / path, name)] == []
+
+
+def test_references_are_found_and_missing_ones_told():
+    text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    assert len(REFERENCE.findall(text)) > 10
+    grid = ROOT / "raymega" / "plan" / "grid.py"
+    assert _has(grid, "Grid.coords") and not _has(grid, "Grid.cords") and not _has(grid, "Gird")
 
 
 @pages

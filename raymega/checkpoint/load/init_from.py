@@ -18,12 +18,12 @@ from raymega.errors import Fault, RaymegaError
 from raymega.messages import SavedBox
 from raymega.plan.init_from_rules import (
     CHANGED,
-    FRESH,
     IGNORE,
+    REINIT,
     RENAME,
+    init_names,
     is_reinitialised,
     matches,
-    start_names,
 )
 from raymega.plan.rename_rules import make_renames
 from raymega.plan.tensor_table import model_tensors
@@ -32,7 +32,7 @@ from raymega.storage.store import Store
 
 WEIGHTS = "model"
 """Kind of the weights among what a checkpoint holds."""
-FIELD = "checkpoint.start_from"
+FIELD = "checkpoint.init_from"
 NUM_NAMED = 5
 UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
@@ -47,7 +47,7 @@ Shape = tuple[int, ...]
 
 def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]:
     """What keeps a run of ``model`` from starting as ``section`` says."""
-    uri = section.start_from
+    uri = section.init_from
     try:
         store, manifest = open_checkpoint(uri)
         broken = list(broken_files(store, manifest).values())
@@ -62,7 +62,7 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
     saved, wanted = _weight_shapes(manifest), _shapes_of(model)
     upcycling = upcycling_of(manifest, section, model)
     faults = _idle_faults(section, saved, wanted)
-    if section.start_upcycle:
+    if section.init_upcycle:
         faults += upcycling_faults(upcycling, _given(section, saved), wanted)
     faults += _tensor_faults(section, saved, wanted, upcycling)
     return faults or _field_faults(section, manifest, model)
@@ -89,7 +89,7 @@ def resume_faults(
             fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {_first(unlike)}",
             rule="a run goes on with the model that it began with",
             remedy="set the model section back, or give another run.name; there "
-            "checkpoint.start_from takes what is common",
+            "checkpoint.init_from takes what is common",
         )
     ]
 
@@ -106,7 +106,7 @@ def _micro_batch_faults(
         return []
     if model.moe.goes_by_micro_batch:
         what = (
-            f"model.moe.balance={model.moe.balance} and model.moe.capacity_factor="
+            f"model.moe.load_balancing_type={model.moe.load_balancing_type} and model.moe.capacity_factor="
             f"{model.moe.capacity_factor:g} routing goes by the tokens"
         )
     elif fp8 == fp8_before == "tensorwise":
@@ -119,7 +119,7 @@ def _micro_batch_faults(
             f"{manifest.step}",
             rule=f"with {what} of a micro-batch, and with others it would be another run",
             remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
-            "checkpoint.start_from takes the weights",
+            "checkpoint.init_from takes the weights",
         )
     ]
 
@@ -136,7 +136,7 @@ def starting_manifest(
 
     A dense block of which experts are made is there once for each of them.
     """
-    names = start_names(section, _weight_shapes(manifest))
+    names = init_names(section, _weight_shapes(manifest))
     upcycling, wanted = upcycling_of(manifest, section, model), _shapes_of(model)
     experts = {old: new for new, old in upcycling.sources.items()}
     boxes: list[SavedBox] = []
@@ -155,13 +155,13 @@ def starting_manifest(
 
 def upcycling_of(manifest: Manifest, section: CheckpointSection, model: ModelSection) -> Upcycling:
     """Which experts of ``model`` begin as dense layers of the checkpoint; none unless asked for."""
-    given = _given(section, _weight_shapes(manifest)) if section.start_upcycle else {}
+    given = _given(section, _weight_shapes(manifest)) if section.init_upcycle else {}
     return make_upcycling(model.moe, given, _shapes_of(model))
 
 
 def _given(section: CheckpointSection, saved: Mapping[str, Shape]) -> dict[str, Shape]:
     """Shapes of a checkpoint's tensors that are of use, by the run's names."""
-    return {new: saved[old] for old, new in start_names(section, saved).items()}
+    return {new: saved[old] for old, new in init_names(section, saved).items()}
 
 
 def _weight_shapes(manifest: Manifest) -> dict[str, Shape]:
@@ -199,22 +199,22 @@ def _idle_faults(
     section: CheckpointSection, saved: Mapping[str, Shape], wanted: Mapping[str, Shape]
 ) -> list[Fault]:
     """Rules that apply to no tensor: something is misspelt."""
-    left = [name for name in saved if not matches(name, section.start_ignore)]
-    renames = make_renames(section.start_rename)
+    left = [name for name in saved if not matches(name, section.init_ignore)]
+    renames = make_renames(section.init_rename)
     at_work = {next((i for i, r in enumerate(renames) if r.apply(at)), -1) for at in left}
     idle = [
         (IGNORE, pattern, "of the checkpoint")
-        for pattern in section.start_ignore
+        for pattern in section.init_ignore
         if not any(matches(name, [pattern]) for name in saved)
     ]
     idle += [
-        (FRESH, pattern, "of this model")
-        for pattern in section.start_fresh
+        (REINIT, pattern, "of this model")
+        for pattern in section.reinit
         if not any(matches(name, [pattern]) for name in wanted)
     ]
     idle += [
         (RENAME, rule, "of the checkpoint that is not ignored or renamed by a rule before it")
-        for i, rule in enumerate(section.start_rename)
+        for i, rule in enumerate(section.init_rename)
         if i not in at_work
     ]
     return [
@@ -233,11 +233,11 @@ def _tensor_faults(
     wanted: Mapping[str, Shape],
     upcycling: Upcycling,
 ) -> list[Fault]:
-    names = start_names(section, saved)
+    names = init_names(section, saved)
     met = Counter(names.values())
     faults = [
         _fault(
-            section.start_from,
+            section.init_from,
             f"{' and '.join(old for old in names if names[old] == new)} are both {new} here",
             "a tensor has one source",
             f"correct {RENAME}, or put one of them into {IGNORE}",
@@ -251,7 +251,7 @@ def _tensor_faults(
     taken = {name: shape for name, shape in wanted.items() if name not in apart}
     unlike = _unlike(given, taken)
     if unlike:
-        faults.append(_other_model(section.start_from, f"holds {_first(unlike)}"))
+        faults.append(_other_model(section.init_from, f"holds {_first(unlike)}"))
     return faults
 
 
@@ -271,13 +271,13 @@ def _field_faults(
         if then.get(field, now[field]) != now[field]
     }
     return [
-        _other_model(section.start_from, facts[field])
+        _other_model(section.init_from, facts[field])
         for field, patterns in UNSEEN_IN_SHAPES.items()
         if field in facts and any(matches(name, patterns) for name in taken)
     ] + [
-        _other_function(section.start_from, field, facts[field])
+        _other_function(section.init_from, field, facts[field])
         for field in get_args(FunctionField)
-        if field in facts and field not in section.start_changed
+        if field in facts and field not in section.allow_changed
     ]
 
 
@@ -300,7 +300,7 @@ def _other_model(uri: str, fact: str) -> Fault:
     rule = "its weights must be those of the job's model section, but for what the job's rules say"
     remedy = (
         "use the model section that it was made with, which `raymega checkpoint show` tells, or "
-        f"say by {RENAME}, {FRESH} and {IGNORE} what belongs where"
+        f"say by {RENAME}, {REINIT} and {IGNORE} what belongs where"
     )
     return _fault(uri, fact, rule, remedy)
 

@@ -141,7 +141,7 @@ def _unexpected(
             fact=f"{name} is in {manifest.key}, and nothing in this model",
             rule="a run goes on with everything that was saved, or says what it leaves behind",
             remedy="use the model and optimizer that the checkpoint was made with, or start "
-            "another run from its weights by checkpoint.start_from",
+            "another run from its weights by checkpoint.init_from",
         )
 
 

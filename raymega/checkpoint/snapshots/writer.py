@@ -124,7 +124,7 @@ class SnapshotWriter:
     def is_late(self) -> bool:
         """All ranks wait now until the newest snapshot is written, or none does."""
         is_held_up = self._is_wanted and not self._is_free
-        return is_held_up and self._plan.job.elastic.snapshot_when_late == "wait"
+        return is_held_up and self._plan.job.elastic.snapshot_backpressure == "wait"
 
     def save(self, step: int, blocks: Sequence[TensorBlock], state: State) -> HostCopy | None:
         """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change.

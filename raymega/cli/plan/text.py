@@ -76,7 +76,7 @@ def _activation_bytes_of(plan: RunPlan, batch: BatchPlan) -> tuple[int, ...]:
         peak_bytes(
             work,
             [stages[placement.stage(pp, chunk)] for chunk in range(placement.chunks)],
-            owed_share=plan.job.schedule.owed_share,
+            wgrad_activation_fraction=plan.job.schedule.wgrad_activation_fraction,
         )
         for pp, work in enumerate(_program(plan, batch).lists)
     )

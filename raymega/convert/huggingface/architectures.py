@@ -133,8 +133,10 @@ ARCHITECTURES = {
 
 def architecture_of(model: ModelSection) -> str:
     """The ``model_type`` that comes nearest to ``model``."""
-    if model.mla.kv_rank:
-        return "deepseek_v2" if model.moe.num_experts and not model.moe.has_bias else "deepseek_v3"
+    if model.mla.kv_lora_rank:
+        return (
+            "deepseek_v2" if model.moe.num_experts and not model.moe.expert_bias else "deepseek_v3"
+        )
     if model.moe.num_experts and model.family != "gpt2":
         return {"llama": "mixtral"}.get(model.family, f"{model.family}_moe")
     return model.family

@@ -93,17 +93,17 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
         "model_type": kind,
         "dtype": dtype,
         "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.is_embedding_tied,
-        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "initializer_range": model.initializer_range,
         **write(model),
     }
 
 
-TRAINING = ("residual_dropout", "attention_dropout", "label_smoothing", "z_loss", "vocab_multiple",
-            "mtp_depth", "mtp_weight", "init_std")  # fmt: skip
-TRAINING_EXPERTS = ("jitter", "router_dtype", "balance", "balance_coefficient", "sinkhorn_rounds",
-                    "bias_rate", "z_coefficient", "capacity_factor", "drop_by",
-                    "is_padded_to_capacity")  # fmt: skip
+TRAINING = ("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "make_vocab_size_divisible_by",
+            "num_nextn_predict_layers", "mtp_loss_scaling_factor", "initializer_range")  # fmt: skip
+TRAINING_EXPERTS = ("router_jitter_noise", "router_dtype", "load_balancing_type", "router_aux_loss_coef", "sinkhorn_rounds",
+                    "expert_bias_update_rate", "router_z_loss_coef", "capacity_factor", "token_drop_policy",
+                    "pad_expert_input_to_capacity")  # fmt: skip
 """Fields that a config.json need not say: they are a matter of training alone, or of tensors."""
 
 
@@ -128,12 +128,12 @@ def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
 def _function_of(model: ModelSection) -> dict[str, Any]:
     """What decides what the model computes, by dotted path; numbers in place of words."""
     plain = model.model_dump(exclude={*TRAINING, "moe", "mla"})
-    plain |= {"num_kv_heads": model.kv_heads, "head_features": model.head_width}
+    plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
     experts = model.moe.model_dump(exclude={*TRAINING_EXPERTS})
-    experts["width"] = model.expert_width
+    experts["intermediate_size"] = model.expert_width
     if not model.moe.num_experts:
         experts = {"num_experts": 0}
-    if model.moe.num_groups == 1:  # then a group's score chooses nothing
+    if model.moe.n_group == 1:  # then a group's score chooses nothing
         experts.pop("group_score", None)
     if model.rope_scaling == "none":
         plain = {name: value for name, value in plain.items() if not _is_of_scaling(name)}
@@ -143,20 +143,20 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
 
 
 def _is_of_scaling(field: str) -> bool:
-    return field.startswith("rope_") and field not in ("rope_base", "rope_scaling")
+    return field.startswith("rope_") and field not in ("rope_theta", "rope_scaling")
 
 
 def _gpt2_values(config: Config) -> dict[str, Any]:
     width = config["n_embd"]
     return {
         "num_layers": config["n_layer"],
-        "width": width,
+        "hidden_size": width,
         "num_heads": config["n_head"],
-        "ffn_width": config.get("n_inner", 4 * width),
+        "ffn_hidden_size": config.get("n_inner", 4 * width),
         "vocab_size": config["vocab_size"],
         "max_positions": config["n_positions"],
-        "is_embedding_tied": config["tie_word_embeddings"],
-        "init_std": float(config["initializer_range"]),
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "initializer_range": float(config["initializer_range"]),
         "norm_eps": float(config["layer_norm_epsilon"]),
     }
 
@@ -164,9 +164,11 @@ def _gpt2_values(config: Config) -> dict[str, Any]:
 def _gpt2_config(model: ModelSection) -> dict[str, Any]:
     return {
         "n_layer": model.num_layers,
-        "n_embd": model.width,
+        "n_embd": model.hidden_size,
         "n_head": model.num_heads,
-        "n_inner": None if model.ffn_width == 4 * model.width else model.ffn_width,
+        "n_inner": None
+        if model.ffn_hidden_size == 4 * model.hidden_size
+        else model.ffn_hidden_size,
         "n_positions": model.max_positions,
         "layer_norm_epsilon": model.norm_eps,
         "activation_function": "gelu_new",
@@ -181,15 +183,15 @@ def _llama_values(config: Config) -> dict[str, Any]:
     is_plain = head_width * heads == width or has_latents
     return {
         "num_layers": config["num_hidden_layers"],
-        "width": width,
+        "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": "num_heads" if kv_heads == heads else kv_heads,
-        "head_features": "width / num_heads" if is_plain else head_width,
-        "ffn_width": config["intermediate_size"],
+        "head_dim": "hidden_size / num_heads" if is_plain else head_width,
+        "ffn_hidden_size": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
         "max_positions": config["max_position_embeddings"],
-        "is_embedding_tied": config["tie_word_embeddings"],
-        "init_std": float(config["initializer_range"]),
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "initializer_range": float(config["initializer_range"]),
         "norm_eps": float(config["rms_norm_eps"]),
         **_rope_values(_rope_of(config)),
         **expert_values(config),
@@ -200,11 +202,11 @@ def _llama_values(config: Config) -> dict[str, Any]:
 def _latent_values(config: Config) -> dict[str, Any]:
     return {
         "mla": {
-            "kv_rank": config["kv_lora_rank"],
-            "q_rank": config.get("q_lora_rank", 0),
-            "nope_features": config["qk_nope_head_dim"],
-            "rope_features": config["qk_rope_head_dim"],
-            "value_features": config["v_head_dim"],
+            "kv_lora_rank": config["kv_lora_rank"],
+            "q_lora_rank": config.get("q_lora_rank", 0),
+            "qk_nope_head_dim": config["qk_nope_head_dim"],
+            "qk_rope_head_dim": config["qk_rope_head_dim"],
+            "v_head_dim": config["v_head_dim"],
         }
     }
 
@@ -212,30 +214,30 @@ def _latent_values(config: Config) -> dict[str, Any]:
 def _latent_config(model: ModelSection) -> dict[str, Any]:
     mla = model.mla
     return {
-        "kv_lora_rank": mla.kv_rank,
-        "q_lora_rank": mla.q_rank or None,
-        "qk_nope_head_dim": mla.nope_features,
-        "qk_rope_head_dim": mla.rope_features,
-        "v_head_dim": mla.value_features,
-        "head_dim": mla.rope_features,
-        "num_nextn_predict_layers": model.mtp_depth,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "q_lora_rank": mla.q_lora_rank or None,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "head_dim": mla.qk_rope_head_dim,
+        "num_nextn_predict_layers": model.num_nextn_predict_layers,
     }
 
 
 def _llama_config(model: ModelSection) -> dict[str, Any]:
     return {
         "num_hidden_layers": model.num_layers,
-        "hidden_size": model.width,
+        "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_width,
-        "intermediate_size": model.ffn_width,
+        "intermediate_size": model.ffn_hidden_size,
         "max_position_embeddings": model.max_positions,
         "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
         **_rope_config(model),
         **expert_config(model),
-        **(_latent_config(model) if model.mla.kv_rank else {}),
+        **(_latent_config(model) if model.mla.kv_lora_rank else {}),
     }
 
 
@@ -250,7 +252,7 @@ def _rope_of(config: Config) -> dict[str, Any]:
 
 
 def _rope_values(rope: Config) -> dict[str, Any]:
-    values: dict[str, Any] = {"rope_base": float(rope["rope_theta"])}
+    values: dict[str, Any] = {"rope_theta": float(rope["rope_theta"])}
     if rope["rope_type"] == "llama3":
         values |= {
             "rope_scaling": "llama3",
@@ -264,11 +266,11 @@ def _rope_values(rope: Config) -> dict[str, Any]:
         values |= {
             "rope_scaling": "yarn",
             "rope_factor": float(rope["factor"]),
-            "rope_low_freq_factor": float(rope.get("beta_slow") or 1),
-            "rope_high_freq_factor": float(rope.get("beta_fast") or 32),
+            "rope_beta_slow": float(rope.get("beta_slow") or 1),
+            "rope_beta_fast": float(rope.get("beta_fast") or 32),
             "rope_original_positions": int(rope["original_max_position_embeddings"]),
             "rope_mscale": float(rope["mscale"]) if has_both else 1.0,
-            "rope_mscale_all_features": float(rope.get("mscale_all_dim") or 0),
+            "rope_mscale_all_dim": float(rope.get("mscale_all_dim") or 0),
         }
     return values
 
@@ -282,11 +284,11 @@ def _rope_config(model: ModelSection) -> dict[str, Any]:
         rope = scaling = {
             "rope_type": "yarn",
             "factor": model.rope_factor,
-            "beta_slow": model.rope_low_freq_factor,
-            "beta_fast": model.rope_high_freq_factor,
+            "beta_slow": model.rope_beta_slow,
+            "beta_fast": model.rope_beta_fast,
             "original_max_position_embeddings": model.rope_original_positions,
             "mscale": model.rope_mscale,
-            "mscale_all_dim": model.rope_mscale_all_features,
+            "mscale_all_dim": model.rope_mscale_all_dim,
         }
     else:
         rope = {
@@ -298,9 +300,9 @@ def _rope_config(model: ModelSection) -> dict[str, Any]:
         }
         scaling = rope
     return {
-        "rope_theta": model.rope_base,
+        "rope_theta": model.rope_theta,
         "rope_scaling": scaling,
-        "rope_parameters": {**rope, "rope_theta": model.rope_base},
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
     }
 
 

@@ -59,4 +59,4 @@ def carried_config(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _start_of(manifest: Manifest) -> str:
     checkpoint = manifest.job.get("checkpoint")
-    return str(checkpoint.get("start_from", "none")) if isinstance(checkpoint, dict) else "none"
+    return str(checkpoint.get("init_from", "none")) if isinstance(checkpoint, dict) else "none"

@@ -60,7 +60,7 @@ class HfImport:
 
 
 def hf_import(
-    folder: Path, uri: str, *, created: str, vocab_multiple: int | None = None
+    folder: Path, uri: str, *, created: str, make_vocab_size_divisible_by: int | None = None
 ) -> HfImport:
     """Convert the model in ``folder`` to a checkpoint in the store at ``uri``.
 
@@ -68,17 +68,21 @@ def hf_import(
         folder: With config.json and safetensors files.
         uri: A store without checkpoints.
         created: The time: ISO 8601, UTC.
-        vocab_multiple: Pads the vocabulary to a multiple of it; None is the job file's default.
+        make_vocab_size_divisible_by: Pads the vocabulary to a multiple of it; None is the job file's default.
 
     Raises:
         ConfigError: With everything that is in the way; nothing was written.
         StorageError: The store cannot be used.
     """
     model = model_from(_read_config(folder))
-    if vocab_multiple is not None:
-        model = model.model_copy(update={"vocab_multiple": vocab_multiple})
+    if make_vocab_size_divisible_by is not None:
+        model = model.model_copy(
+            update={"make_vocab_size_divisible_by": make_vocab_size_divisible_by}
+        )
     entries = _known(open_weights(folder), model)
-    model = model.model_copy(update={"mtp_depth": num_further(entries, model.num_layers)})
+    model = model.model_copy(
+        update={"num_nextn_predict_layers": num_further(entries, model.num_layers)}
+    )
     entries = _without_copies(entries, model)
     raise_faults(ConfigError, _weight_faults(entries, model))
     raise_faults(ConfigError, store_faults(uri, field="--out"))
@@ -179,7 +183,7 @@ def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> l
     wanted = {tensor.name: tensor for tensor in hf_tensors(model)}
     found = dict(entries)
     faults = []
-    if HEAD in found and model.is_embedding_tied:
+    if HEAD in found and model.tie_word_embeddings:
         faults += _tied_head_faults(found.pop(HEAD), found, model)
     faults += _count_faults(
         sorted(wanted.keys() - found.keys()), "lack", "take them from one place"

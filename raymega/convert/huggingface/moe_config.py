@@ -42,7 +42,7 @@ def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> list[F
 def _mixtral_values(config: Config) -> dict[str, Any]:
     return {
         "num_experts": config["num_local_experts"],
-        "jitter": float(config["router_jitter_noise"]),
+        "router_jitter_noise": float(config["router_jitter_noise"]),
     }
 
 
@@ -55,12 +55,12 @@ def _qwen_values(config: Config) -> dict[str, Any]:
     is_qwen2 = config["model_type"] == "qwen2_moe"
     return {
         "num_experts": experts,
-        "width": config["moe_intermediate_size"],
-        "every": config["decoder_sparse_step"],
-        "first_dense_layers": dense,
-        "shared_width": shared if is_qwen2 else 0,
-        "has_shared_gate": is_qwen2,
-        "is_normalised": config["norm_topk_prob"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "layer_freq": config["decoder_sparse_step"],
+        "first_k_dense_replace": dense,
+        "shared_expert_intermediate_size": shared if is_qwen2 else 0,
+        "shared_expert_gate": is_qwen2,
+        "norm_topk_prob": config["norm_topk_prob"],
     }
 
 
@@ -74,26 +74,30 @@ def _deepseek_values(config: Config) -> dict[str, Any]:
         groups = 1
     return {
         "num_experts": config["n_routed_experts"],
-        "width": config["moe_intermediate_size"],
-        "first_dense_layers": config["first_k_dense_replace"],
-        "shared_width": config["moe_intermediate_size"] * config["n_shared_experts"],
-        "scaling": float(config["routed_scaling_factor"]),
-        "num_groups": groups,
-        "top_groups": config["topk_group"] if groups > 1 else 1,
+        "intermediate_size": config["moe_intermediate_size"],
+        "first_k_dense_replace": config["first_k_dense_replace"],
+        "shared_expert_intermediate_size": config["moe_intermediate_size"]
+        * config["n_shared_experts"],
+        "routed_scaling_factor": float(config["routed_scaling_factor"]),
+        "n_group": groups,
+        "topk_group": config["topk_group"] if groups > 1 else 1,
         "group_score": "top2" if is_v3 and groups > 1 else "max",
-        "score": "sigmoid" if is_v3 else "softmax",
-        "is_normalised": is_v3 and config["norm_topk_prob"],
-        "has_bias": is_v3,
+        "router_score_function": "sigmoid" if is_v3 else "softmax",
+        "norm_topk_prob": is_v3 and config["norm_topk_prob"],
+        "expert_bias": is_v3,
     }
 
 
 def _mixtral_config(model: ModelSection) -> dict[str, Any]:
     moe = model.moe
-    return {"num_local_experts": moe.num_experts, "router_jitter_noise": moe.jitter}
+    return {"num_local_experts": moe.num_experts, "router_jitter_noise": moe.router_jitter_noise}
 
 
 def _qwen2_config(model: ModelSection) -> dict[str, Any]:
-    return {**_qwen3_config(model), "shared_expert_intermediate_size": model.moe.shared_width}
+    return {
+        **_qwen3_config(model),
+        "shared_expert_intermediate_size": model.moe.shared_expert_intermediate_size,
+    }
 
 
 def _qwen3_config(model: ModelSection) -> dict[str, Any]:
@@ -101,14 +105,14 @@ def _qwen3_config(model: ModelSection) -> dict[str, Any]:
     return {
         "num_experts": moe.num_experts,
         "moe_intermediate_size": model.expert_width,
-        "decoder_sparse_step": moe.every,
-        "mlp_only_layers": list(range(moe.first_dense_layers)),
-        "norm_topk_prob": moe.is_normalised,
+        "decoder_sparse_step": moe.layer_freq,
+        "mlp_only_layers": list(range(moe.first_k_dense_replace)),
+        "norm_topk_prob": moe.norm_topk_prob,
     }
 
 
 def _deepseek_v2_config(model: ModelSection) -> dict[str, Any]:
-    method = "group_limited_greedy" if model.moe.num_groups > 1 else "greedy"
+    method = "group_limited_greedy" if model.moe.n_group > 1 else "greedy"
     return {**_deepseek_v3_config(model), "topk_method": method}
 
 
@@ -117,12 +121,12 @@ def _deepseek_v3_config(model: ModelSection) -> dict[str, Any]:
     return {
         "n_routed_experts": moe.num_experts,
         "moe_intermediate_size": model.expert_width,
-        "first_k_dense_replace": moe.first_dense_layers if moe.num_experts else model.num_layers,
-        "n_shared_experts": moe.shared_width // model.expert_width,
-        "routed_scaling_factor": moe.scaling,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
-        "norm_topk_prob": moe.is_normalised,
+        "first_k_dense_replace": moe.first_k_dense_replace if moe.num_experts else model.num_layers,
+        "n_shared_experts": moe.shared_expert_intermediate_size // model.expert_width,
+        "routed_scaling_factor": moe.routed_scaling_factor,
+        "n_group": moe.n_group,
+        "topk_group": moe.topk_group,
+        "norm_topk_prob": moe.norm_topk_prob,
     }
 
 

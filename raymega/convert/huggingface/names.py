@@ -106,7 +106,7 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
     """Every tensor of ``model`` over there, in layer order; a tied head is not one."""
     ours = {tensor.name: tensor for tensor in model_tensors(model)}
     names = dict(_gpt2_outer() if model.family == "gpt2" else _llama_outer())
-    for layer in range(model.num_layers + model.mtp_depth):
+    for layer in range(model.num_layers + model.num_nextn_predict_layers):
         names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
     found = [
         _hf_tensor(f"{theirs}.{kind}", [f"{part}.{kind}" for part in parts], ours, model)
@@ -114,7 +114,7 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
         for kind in ("weight", "bias")
         if f"{parts[0]}.{kind}" in ours
     ]
-    for layer in range(model.num_layers + model.mtp_depth):
+    for layer in range(model.num_layers + model.num_nextn_predict_layers):
         if model.moe.holds_experts(layer):
             found += _expert_tensors(layer, ours, model)
     order = {name: index for index, name in enumerate(ours)}
@@ -132,7 +132,7 @@ def original_of(name: str, model: ModelSection) -> str | None:
     found = FURTHER_COPY.fullmatch(name)
     if found is None or int(found[1]) < model.num_layers:
         return None
-    is_table = found[2] == "embed_tokens" or model.is_embedding_tied
+    is_table = found[2] == "embed_tokens" or model.tie_word_embeddings
     return "model.embed_tokens.weight" if is_table else HEAD
 
 

@@ -123,7 +123,7 @@ def state_faults(kinds: Iterable[str]) -> list[Fault]:
             fact=f"the checkpoint holds {', '.join(unknown)}",
             rule=f"known to torch are {', '.join(_KIND_OF)}",
             remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
-            "checkpoint.start_from, or export to Hugging Face, which takes weights alone",
+            "checkpoint.init_from, or export to Hugging Face, which takes weights alone",
         )
     ]
 

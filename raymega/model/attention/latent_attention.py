@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, 2024), its heads cut over the tensor-parallel ranks.
 
-A token's keys and values of all heads are made of one latent of kv_rank features, its queries of one
-of q_rank. Latents belong to the stream: every rank makes those of the positions that it holds there,
+A token's keys and values of all heads are made of one latent of kv_lora_rank features, its queries of one
+of q_lora_rank. Latents belong to the stream: every rank makes those of the positions that it holds there,
 and each makes its own heads of all of them. What happens between the heads is core_attention's.
 """
 
@@ -46,13 +46,13 @@ class LatentAttention(nn.Module):
         super().__init__()
         mla = model.mla
         self.num_heads = model.num_heads // factory.tp.size
-        self.latents = (mla.q_rank, mla.kv_rank, mla.rope_features)
-        self.q_parts = (mla.nope_features, mla.rope_features)
-        self.kv_parts = (mla.nope_features, mla.value_features)
+        self.latents = (mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_head_dim)
+        self.q_parts = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
+        self.kv_parts = (mla.qk_nope_head_dim, mla.v_head_dim)
         self.score_scale = score_scale(model)
         self.sp = factory.sp
         self.positions = positions
-        q_down = (f"{name}.q_down",) if mla.q_rank else ()
+        q_down = (f"{name}.q_down",) if mla.q_lora_rank else ()
         self.down = ReplicatedLinear(factory, *q_down, f"{name}.kv_down")
         self.q_norm = RmsNorm(factory, f"{name}.q_latent_norm", model.norm_eps) if q_down else None
         self.q = ColumnParallelLinear(factory, f"{name}.q_up" if q_down else f"{name}.q")

@@ -45,7 +45,7 @@ class Rope(nn.Module):
         scale = _yarn_scale(model, model.rope_mscale) / score_scale(model) ** 0.5
         for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
             self.register_buffer(name, (table * scale).to(wide)[:, None, None], persistent=False)
-        self.is_by_neighbours = model.mla.kv_rank > 0
+        self.is_by_neighbours = model.mla.kv_lora_rank > 0
 
     def rotations(self, positions: Tensor) -> Turns:
         """Cosines and sines for tokens at ``positions`` [S, B] or [S, 1]; for all layers of a stage."""
@@ -165,7 +165,7 @@ def _turn_in_steps(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = Non
 
 def score_scale(model: ModelSection) -> float:
     """By what YaRN multiplies the scores of whole heads, beside 1 / sqrt(K)."""
-    return _yarn_scale(model, model.rope_mscale_all_features) ** 2
+    return _yarn_scale(model, model.rope_mscale_all_dim) ** 2
 
 
 def _yarn_scale(model: ModelSection, mscale: float) -> float:
@@ -178,29 +178,31 @@ def _yarn_scale(model: ModelSection, mscale: float) -> float:
 def _frequencies(model: ModelSection) -> Tensor:
     """Angle per position of each pair of features, [K/2], float64."""
     width = model.turned_width
-    plain = model.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    plain = model.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     if model.rope_scaling == "none":
         return plain
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     if model.rope_scaling == "yarn":
-        share = _kept_by_yarn(model, low, high)
+        share = _kept_by_yarn(model)
     else:
         # Llama 3.1: how often a pair turns within the original length decides: plain, slow, between.
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
         rotations = model.rope_original_positions * plain / (2 * pi)
         share = ((rotations - low) / (high - low)).clamp(0, 1)
     return plain * (share + (1 - share) / model.rope_factor)
 
 
-def _kept_by_yarn(model: ModelSection, low: float, high: float) -> Tensor:
-    """Share of the plain frequency of each pair: 1 before the first pair that turns less than
-    ``high`` times within the original length, 0 after the last one that turns ``low`` times."""
+def _kept_by_yarn(model: ModelSection) -> Tensor:
+    """Share of the plain frequency of each pair, [K/2]: 1 before the first pair that turns less than
+    ``rope_beta_fast`` times within the original length, 0 after the last one that turns
+    ``rope_beta_slow`` times."""
     width = model.turned_width
 
     def pair(rotations: float) -> float:
         wave = model.rope_original_positions / (rotations * 2 * pi)
-        return width * log(wave) / (2 * log(model.rope_base))
+        return width * log(wave) / (2 * log(model.rope_theta))
 
-    first, last = max(floor(pair(high)), 0), min(ceil(pair(low)), width - 1)
-    token_layout = torch.arange(width // 2, dtype=torch.float64)
+    first = max(floor(pair(model.rope_beta_fast)), 0)
+    last = min(ceil(pair(model.rope_beta_slow)), width - 1)
+    pairs = torch.arange(width // 2, dtype=torch.float64)
     # No step function where both are the same pair, as in the authors' code.
-    return 1 - ((token_layout - first) / max(last - first, 0.001)).clamp(0, 1)
+    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)

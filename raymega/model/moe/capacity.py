@@ -25,7 +25,7 @@ def apply_capacity(  # what one choice is ordered by
 ) -> tuple[Tensor, Tensor]:
     """Drop what is beyond the first ``capacity`` choices of each expert.
 
-    Tokens that count come before those that do not; then by weight, if moe.drop_by says so; then the
+    Tokens that count come before those that do not; then by weight, if moe.token_drop_policy says so; then the
     first of the micro-batch.
 
     Args:
@@ -33,7 +33,7 @@ def apply_capacity(  # what one choice is ordered by
         weights: [T, k].
         token_ids: Of the T tokens.
         capacity: A scalar, of the micro-batch.
-        moe: Of which it reads drop_by.
+        moe: Of which it reads token_drop_policy.
         micro: The ranks that share the micro-batch, with T tokens each.
 
     Returns:
@@ -46,19 +46,19 @@ def apply_capacity(  # what one choice is ordered by
     experts, keys = of_all[:, :k].flatten(), of_all[:, k].repeat_interleave(k)
     order = keys.argsort(stable=True)
     weight = None
-    if moe.drop_by == "probability":
+    if moe.token_drop_policy == "probability":
         weight = all_gather(weights.contiguous(), micro).flatten()
         order = order[weight[order].argsort(descending=True, stable=True)]
         order = order[(keys[order] >= UNCOUNTED).to(torch.uint8).argsort(stable=True)]
     order = order[experts[order].argsort(stable=True)]
     ordered = experts[order]
     starts = torch.searchsorted(ordered, torch.arange(moe.num_experts, device=chosen.device))
-    token_layout = torch.arange(order.shape[0], device=chosen.device) - starts[ordered]
-    kept = torch.empty_like(ordered, dtype=torch.bool).scatter_(0, order, token_layout < capacity)
+    positions = torch.arange(order.shape[0], device=chosen.device) - starts[ordered]
+    kept = torch.empty_like(ordered, dtype=torch.bool).scatter_(0, order, positions < capacity)
     own = kept.view(micro.size, num_tokens, k)[micro.index]
     gap = weights.new_tensor(torch.inf)
     if weight is not None:
-        is_border = (token_layout[1:] == capacity) & (ordered[1:] == ordered[:-1])
+        is_border = (positions[1:] == capacity) & (ordered[1:] == ordered[:-1])
         is_border &= keys[order[1:]] < UNCOUNTED
         steps = weight[order[:-1]] - weight[order[1:]]
         gap = torch.cat((torch.where(is_border, steps, torch.inf), gap[None])).min()

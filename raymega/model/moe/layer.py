@@ -35,7 +35,9 @@ class MoeLayer(nn.Module):
         self.groups = groups
         self.router = Router(factory, f"{name}.router", moe, groups.micro)
         self.experts = Experts(factory, f"{name}.experts", groups.etp)
-        self.shared = SharedExpert(factory, name, mlp) if moe.shared_width else None
+        self.shared = (
+            SharedExpert(factory, name, mlp) if moe.shared_expert_intermediate_size else None
+        )
 
     @property
     def is_remade(self) -> bool:

@@ -135,7 +135,9 @@ def join(x: Tensor, loss: Tensor, record: Record) -> Tensor:
 
 def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:
     """Scores [T, E] that add up to 1."""
-    return scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+    return (
+        scores if moe.router_score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
+    )
 
 
 def add_load(chosen: Tensor, token_ids: TokenIds, counts: Tensor) -> Tensor:
@@ -175,14 +177,14 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
     load = _load(moe, chosen, token_ids, totals=totals, last=last, micro=micro)
     share = load / load.sum(-1, keepdim=True).clamp(min=1)
     per_token = (shares_of(scores, moe) * share.to(scores.dtype)).sum(-1)
-    return moe.balance_coefficient * moe.num_experts * (per_token * token_ids.is_counted).sum()
+    return moe.router_aux_loss_coef * moe.num_experts * (per_token * token_ids.is_counted).sum()
 
 
 def z_loss(moe: MoeSection, logits: Tensor, token_ids: TokenIds) -> Tensor | None:
     """coefficient * logsumexp(logits)^2 of each counted token (ST-MoE, Zoph et al. 2022, eq. 5)."""
-    if not moe.z_coefficient:
+    if not moe.router_z_loss_coef:
         return None
-    return moe.z_coefficient * (logits.logsumexp(-1).square() * token_ids.is_counted).sum()
+    return moe.router_z_loss_coef * (logits.logsumexp(-1).square() * token_ids.is_counted).sum()
 
 
 def entropy(shares: Tensor, token_ids: TokenIds) -> Tensor:
@@ -208,10 +210,10 @@ def _load(
     micro: Group,
 ) -> Tensor:
     """[E], or [T, E] where each token's row has its own."""
-    if moe.balance == "global":
+    if moe.load_balancing_type == "global":
         assert last is not None, "a job that balances by the last step keeps its counts"
         return last.detach().to(torch.float64)
-    if moe.balance == "micro_batch":
+    if moe.load_balancing_type == "micro_batch":
         assert totals is not None, "the router adds them up"
         return totals[:-1]
     num_rows = _num_rows(token_ids, micro)

@@ -67,7 +67,9 @@ class Router(nn.Module):
         moe = self.moe
         logits = self._logits(x, keys)
         with torch.set_grad_enabled(moe.has_aux_loss and torch.is_grad_enabled()):
-            scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+            scores = (
+                logits.softmax(-1) if moe.router_score_function == "softmax" else logits.sigmoid()
+            )
         chosen, gaps = self._choose(logits, scores, token_ids)
         load_stats = LoadStats(token_ids=token_ids, gaps=gaps)
         tell = partial(self.record.add, load_stats)
@@ -85,14 +87,16 @@ class Router(nn.Module):
     def _logits(self, x: Tensor, keys: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         seen = x.to(wide)
-        if self.moe.jitter and keys is not None and self.training:
-            seen = seen * jitter(keys + self.jitter_key, x.shape[1], self.moe.jitter, wide)
+        if self.moe.router_jitter_noise and keys is not None and self.training:
+            seen = seen * jitter(
+                keys + self.jitter_key, x.shape[1], self.moe.router_jitter_noise, wide
+            )
         return linear(seen, self.weight.to(wide))
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor, token_ids: TokenIds) -> tuple[Tensor, Tensor]:
         moe = self.moe
-        if moe.balance == "sinkhorn" and self.training:
+        if moe.load_balancing_type == "sinkhorn" and self.training:
             is_counted = token_ids.is_counted
             choice = logits + sinkhorn(logits, is_counted, self.micro, rounds=moe.sinkhorn_rounds)
         else:
@@ -102,7 +106,7 @@ class Router(nn.Module):
     def _totals(self, chosen: Tensor, token_ids: TokenIds) -> Tensor | None:
         """[E + 1]: load by expert and tokens of the whole micro-batch; None where nobody asks."""
         moe = self.moe
-        is_level = moe.has_aux_loss and moe.balance == "micro_batch"
+        is_level = moe.has_aux_loss and moe.load_balancing_type == "micro_batch"
         if not is_level and not moe.capacity_factor:
             return None
         counts = add_load(chosen, token_ids, token_ids.counted.new_zeros(moe.num_experts))
@@ -124,7 +128,7 @@ class Router(nn.Module):
             experts=experts,
             weights=weights,
             num_experts=moe.num_experts,
-            capacity=rows if moe.is_padded_to_capacity else 0,
+            capacity=rows if moe.pad_expert_input_to_capacity else 0,
             is_dropping=True,
         )
 
@@ -139,11 +143,11 @@ def choose(scores: Tensor, moe: MoeSection) -> tuple[Tensor, Tensor]:
     Returns:
         [T, k] int64, and by how much the last choice was better than the next: [T].
     """
-    if moe.num_groups == 1:
+    if moe.n_group == 1:
         return _best(scores, moe.top_k)
-    grouped = scores.unflatten(1, (moe.num_groups, -1))
+    grouped = scores.unflatten(1, (moe.n_group, -1))
     best = grouped.topk(2 if moe.group_score == "top2" else 1, dim=2).values.sum(2)
-    groups, gaps = _best(best, moe.top_groups)
+    groups, gaps = _best(best, moe.topk_group)
     is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, value=True)
     scores = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
     chosen, gap = _best(scores, moe.top_k)
@@ -159,7 +163,7 @@ def gate_weights(
         logits: [T, E].
         scores: [T, E], of the logits; autograd does not see them.
         chosen: [T, k] int64.
-        moe: Of which it reads score, is_normalised and scaling.
+        moe: Of which it reads score, norm_topk_prob and scaling.
         tell: Called in backward with the shares [T, E] and ``chosen``.
 
     Returns:
@@ -210,11 +214,11 @@ class _WeighChoices(torch.autograd.Function):
         ctx: Any, _logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection, tell: Tell
     ) -> Tensor:
         weights = scores.gather(1, chosen)
-        total = weights.sum(-1, keepdim=True) if moe.is_normalised else None
+        total = weights.sum(-1, keepdim=True) if moe.norm_topk_prob else None
         if total is not None:
             weights = weights / total
-        if moe.scaling != 1.0:
-            weights = weights * moe.scaling
+        if moe.routed_scaling_factor != 1.0:
+            weights = weights * moe.routed_scaling_factor
         ctx.save_for_backward(scores, chosen, weights, total)
         ctx.moe, ctx.tell = moe, tell
         return weights
@@ -227,9 +231,11 @@ class _WeighChoices(torch.autograd.Function):
         ctx.tell(shares_of(scores, ctx.moe), chosen)
         moved = weights * grad
         if total is not None:
-            moved.addcmul_(weights, moved.sum(-1, keepdim=True), value=-1 / ctx.moe.scaling)
+            moved.addcmul_(
+                weights, moved.sum(-1, keepdim=True), value=-1 / ctx.moe.routed_scaling_factor
+            )
         grad_logits = torch.zeros_like(scores)
-        if ctx.moe.score == "sigmoid":
+        if ctx.moe.router_score_function == "sigmoid":
             return grad_logits.scatter_(1, chosen, moved * (1 - scores.gather(1, chosen))), *NONE
         grad_logits.scatter_(1, chosen, moved)
         if total is None:  # what is normalised does not change when all scores grow alike

@@ -69,8 +69,8 @@ class Routers:
         """After a step that updated the weights: biases move, and the step's counts are kept."""
         for layer, router in self.held.items():
             counts = loads[layer].counts
-            if router.bias is not None and router.moe.bias_rate:
-                update_expert_bias(router.bias, counts, router.moe.bias_rate)
+            if router.bias is not None and router.moe.expert_bias_update_rate:
+                update_expert_bias(router.bias, counts, router.moe.expert_bias_update_rate)
             if router.counts is not None:
                 router.counts.copy_(counts)
 
@@ -85,5 +85,9 @@ def find_routers(
         for name, part in module.named_modules()
         if isinstance(part, TransformerBlock) and isinstance(part.mlp, MoeLayer)
     }
-    layers = [i for i in range(model.num_layers + model.mtp_depth) if model.moe.holds_experts(i)]
+    layers = [
+        i
+        for i in range(model.num_layers + model.num_nextn_predict_layers)
+        if model.moe.holds_experts(i)
+    ]
     return Routers(layers=layers, held=held, num_experts=model.moe.num_experts, device=device)

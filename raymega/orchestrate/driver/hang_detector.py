@@ -46,7 +46,7 @@ class HangDetector:
 
     def __init__(self, elastic: ElasticSection, steps_s: Iterable[float] = ()) -> None:
         """``steps_s`` are the run's earlier steps on the same grid, the newest last."""
-        self._least_s, self._most_s = elastic.hang_min_s, elastic.hang_max_s
+        self._least_s, self._most_s = elastic.hang_timeout_min_s, elastic.hang_timeout_max_s
         self._steps_s: deque[float] = deque(steps_s, maxlen=NUM_STEPS)
         self._answered_s: dict[int, float] = {}
         self._states: dict[int, str] = {}
@@ -106,7 +106,7 @@ class HangDetector:
                 return Hang(rank=rank, message=_stopped(silence_s, limit_s))
         for rank, silence_s in silent.items():
             if silence_s >= self._most_s:
-                message = f"its process has not answered for elastic.hang_max_s={self._most_s:g} s"
+                message = f"its process has not answered for elastic.hang_timeout_max_s={self._most_s:g} s"
                 return Hang(rank=rank, message=message)
         if silent or not self._is_armed(is_training=is_training) or now_s - last_sign_s < limit_s:
             return None

@@ -104,7 +104,7 @@ class ScalingPolicy:
 
     def can_be_full(self, locations: Sequence[WorkerLocation]) -> bool:
         """The run has a smaller grid, and there are workers for the job's own."""
-        may_grow = self.full.job.elastic.grow and not self.is_full
+        may_grow = self.full.job.elastic.scale_up and not self.is_full
         return may_grow and self._fit(self.full.grid, locations)
 
     def reason_to_grow(self, locations: Sequence[WorkerLocation], *, step: int) -> str:
@@ -129,7 +129,7 @@ class ScalingPolicy:
             step_s=step_s,
             full_step_s=median(before) if len(before) >= MIN_STEPS else step_s * share,
             change_s=self.change_s,
-            horizon_s=self.full.job.elastic.grow_horizon_s,
+            horizon_s=self.full.job.elastic.scale_up_horizon_s,
         )
 
     def _fit(self, grid: Grid, locations: Sequence[WorkerLocation]) -> bool:

@@ -38,7 +38,7 @@ PATH_FIELDS = (
     "data.path",
     "checkpoint.uri",
     "checkpoint.local_uri",
-    "checkpoint.start_from",
+    "checkpoint.init_from",
     "tracking.mlflow_uri",
 )
 GIT_TIMEOUT_S = 10.0

@@ -86,7 +86,7 @@ class Groups:
     """Every group that one rank belongs to.
 
     ``replicas`` is dp x cp: ranks that hold the same parameters and see different tokens, so that
-    gradients are summed, and state is shared out, over them. ``cp_inner`` are neighbours on cp that
+    gradients are summed, and state is shared out, over them. ``hierarchical_cp_size`` are neighbours on cp that
     exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline
     groups have equal ranks: activations travel on one, gradients on the other, so that neither waits
     behind the other. ``micro`` is tp x cp, the ranks that share a micro-batch's tokens. ``etp``, ``ep``
@@ -103,7 +103,7 @@ class Groups:
     world: Group
     tp: Group
     cp: Group
-    cp_inner: Group
+    hierarchical_cp_size: Group
     cp_outer: Group
     dp: Group
     replicas: Group
@@ -184,7 +184,7 @@ def build_groups(
     rank: int,
     *,
     timeout_s: float,
-    cp_inner: int = 1,
+    hierarchical_cp_size: int = 1,
     is_nested: bool = False,
     sharers: int = 0,
 ) -> Groups:
@@ -198,7 +198,7 @@ def build_groups(
         grid: All ranks.
         rank: This one.
         timeout_s: Longest wait of any operation, and for the members.
-        cp_inner: How many neighbours on cp exchange heads; a divisor of its degree.
+        hierarchical_cp_size: How many neighbours on cp exchange heads; a divisor of its degree.
         is_nested: Make the neighbourhoods of dynamic context parallelism; dp * cp is a power of two.
         sharers: How many replicas share out one copy of the state; a divisor of theirs, 0 is all.
 
@@ -222,8 +222,10 @@ def build_groups(
     replicas = make_again("replicas", tuple(sorted(grid.group(("cp", "dp"), rank))), dp)
     place = replicas.index
     sizes = [1 << n for n in range(1, replicas.size.bit_length())] if is_nested else []
-    neighbours = cp.ranks[cp.index // cp_inner * cp_inner :][:cp_inner]
-    alike = cp.ranks[cp.index % cp_inner :: cp_inner]
+    neighbours = cp.ranks[cp.index // hierarchical_cp_size * hierarchical_cp_size :][
+        :hierarchical_cp_size
+    ]
+    alike = cp.ranks[cp.index % hierarchical_cp_size :: hierarchical_cp_size]
     edp = make_again("edp", grid.expert_group("edp", rank), replicas)
     pp_forward, pp_backward = (
         make(name, grid.group("pp", rank)) for name in ("pp_forward", "pp_backward")
@@ -232,7 +234,7 @@ def build_groups(
         world=make("world", tuple(range(grid.world_size))),
         tp=tp,
         cp=cp,
-        cp_inner=make_again("cp_inner", neighbours, cp),
+        hierarchical_cp_size=make_again("hierarchical_cp_size", neighbours, cp),
         cp_outer=make_again("cp_outer", alike, cp),
         dp=dp,
         replicas=replicas,

@@ -58,7 +58,7 @@ class Context:
 def make_context(groups: Groups, parallel: ParallelSection, log: CommLog) -> Context:
     """The context that a job asks for; its groups were built for its method."""
     return Context(
-        inner=groups.cp_inner,
+        inner=groups.hierarchical_cp_size,
         outer=groups.cp_outer,
         is_gathered=parallel.cp_method == "all_gather",
         log=log,

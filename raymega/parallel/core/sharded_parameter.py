@@ -76,7 +76,7 @@ def initial_values(
         stream = rng.key(seed, "init", tensor.name)
         values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
         values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
-        return values.mul_(tensor.init_std)
+        return values.mul_(tensor.initializer_range)
     constants = {"zeros": 0.0, "ones": 1.0}
     return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
 

@@ -71,12 +71,12 @@ class ActivationShape:
     @property
     def stream_bytes(self) -> int:
         """The residual stream once: sbh times 2 in bf16."""
-        return self.stream_tokens * self.model.width * self.element
+        return self.stream_tokens * self.model.hidden_size * self.element
 
     def further(self, stage: Stage) -> range:
         """Numbers of its blocks that predict further ahead, after the model's last one."""
         first = self.model.num_layers
-        return range(first, first + (self.model.mtp_depth if stage.is_last else 0))
+        return range(first, first + (self.model.num_nextn_predict_layers if stage.is_last else 0))
 
     def blocks_with_experts(self, stage: Stage) -> int:
         """How many of its blocks have experts where the others have a feed-forward layer."""
@@ -116,20 +116,23 @@ class StageActivations:
 
 
 def peak_bytes(
-    schedule: Schedule, chunks: Sequence[StageActivations], *, owed_share: float = 1.0
+    schedule: Schedule,
+    chunks: Sequence[StageActivations],
+    *,
+    wgrad_activation_fraction: float = 1.0,
 ) -> int:
     """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``.
 
     Args:
         schedule: The rank's list.
         chunks: What each of its chunks keeps.
-        owed_share: Of that, what stays between the two parts of a backward that is cut in two.
+        wgrad_activation_fraction: Of that, what stays between the two parts of a backward that is cut in two.
     """
     share = {
         Op.FORWARD: 1.0,
         Op.BACKWARD: -1.0,
-        Op.BACKWARD_INPUT: owed_share - 1.0,
-        Op.BACKWARD_WEIGHT: -owed_share,
+        Op.BACKWARD_INPUT: wgrad_activation_fraction - 1.0,
+        Op.BACKWARD_WEIGHT: -wgrad_activation_fraction,
     }
     changes = (share.get(task.op, 0.0) * chunks[task.chunk].micro_batch_bytes for task in schedule)
     return round(max(accumulate(changes))) + max(chunk.rerun_bytes for chunk in chunks)
@@ -227,7 +230,7 @@ def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int
 
 def _attention_bytes(shape: ActivationShape) -> int:
     """q, k and v; the weights or, fused, a number a row; the output, which is the next input."""
-    if shape.model.mla.kv_rank:
+    if shape.model.mla.kv_lora_rank:
         return _latent_attention_bytes(shape)
     model, tp = shape.model, shape.parallel.tp
     heads, kv_heads = model.num_heads // tp, max(1, model.kv_heads // tp)
@@ -251,14 +254,16 @@ def _attention_bytes(shape: ActivationShape) -> int:
 def _latent_attention_bytes(shape: ActivationShape) -> int:
     """Latents before and after their norms; q, k and v as wide as k, the output so and as wide as v."""
     mla, parallel, element = shape.model.mla, shape.parallel, shape.element
-    ranks = mla.q_rank + mla.kv_rank
-    latents = (2 * ranks + mla.rope_features) * element + (2 if mla.q_rank else 1) * shape.wide
+    ranks = mla.q_lora_rank + mla.kv_lora_rank
+    latents = (2 * ranks + mla.qk_rope_head_dim) * element + (
+        2 if mla.q_lora_rank else 1
+    ) * shape.wide
     kept = shape.stream_tokens * latents + _residual_mask_bytes(shape)
     rows = shape.tokens * shape.model.num_heads // parallel.tp
-    width, values = shape.model.head_width, mla.value_features
+    width, values = shape.model.head_width, mla.v_head_dim
     if shape.remakes("attention"):
-        made = rows * (width + mla.nope_features + values)
-        gathered = shape.tokens - shape.stream_tokens and shape.tokens * mla.rope_features
+        made = rows * (width + mla.qk_nope_head_dim + values)
+        gathered = shape.tokens - shape.stream_tokens and shape.tokens * mla.qk_rope_head_dim
         return kept + (made + gathered) * element
     is_dropped = shape.model.attention_dropout > 0
     is_exchanged = parallel.cp > 1 and inner_ranks(parallel) > 1
@@ -269,7 +274,7 @@ def _latent_attention_bytes(shape: ActivationShape) -> int:
 
 def _mlp_bytes(shape: ActivationShape) -> int:
     """A dense feed-forward layer's."""
-    return _inner_bytes(shape, shape.model.ffn_width) + _residual_mask_bytes(shape)
+    return _inner_bytes(shape, shape.model.ffn_hidden_size) + _residual_mask_bytes(shape)
 
 
 def _inner_bytes(shape: ActivationShape, width: int) -> int:
@@ -286,7 +291,7 @@ def own_choices(shape: ActivationShape) -> float:
     With a capacity every expert drops what is above its share; padded, it computes what is reserved.
     """
     moe, parallel = shape.model.moe, shape.parallel
-    if moe.is_padded_to_capacity:
+    if moe.pad_expert_input_to_capacity:
         num_tokens, num_ranks = shape.tokens // parallel.tp, parallel.tp * parallel.cp
         return moe.num_experts * reserved_rows(moe, num_tokens=num_tokens, num_ranks=num_ranks)
     choices = shape.tokens / parallel.tp * moe.top_k
@@ -304,17 +309,21 @@ def expert_bytes(shape: ActivationShape) -> int:
     model, element, moe = shape.model, shape.element, shape.model.moe
     tokens = shape.tokens // shape.parallel.tp
     router = tokens * (2 * moe.num_experts + 2 * moe.top_k) * shape.wide
-    rows, width = round(expert_rows(shape)), model.width
+    rows, width = round(expert_rows(shape)), model.hidden_size
     features = model.expert_width // shape.parallel.etp * (2 if shape.family.has_gate else 1)
     made = 0 if shape.remakes("activation") else model.expert_width // shape.parallel.etp
     inner = rows * (width + features + made) * element
     returned = round(own_choices(shape)) * width * element
     places = round(own_choices(shape)) * 4 * 8
-    shared = _inner_bytes(shape, moe.shared_width) if moe.shared_width else 0
+    shared = (
+        _inner_bytes(shape, moe.shared_expert_intermediate_size)
+        if moe.shared_expert_intermediate_size
+        else 0
+    )
     return router + inner + returned + places + shared + _residual_mask_bytes(shape)
 
 
 def _residual_mask_bytes(shape: ActivationShape) -> int:
-    if not shape.model.residual_dropout:
+    if not shape.model.hidden_dropout:
         return 0
-    return shape.stream_tokens * shape.model.width * MASK_BYTES
+    return shape.stream_tokens * shape.model.hidden_size * MASK_BYTES

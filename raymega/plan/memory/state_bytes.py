@@ -162,7 +162,7 @@ class ElementCounts:
             tensors = stage_tensors(self._model, replace(stage, num_layers=0))
             ends = _elements(tensors, grid, tp_rank)
             # A rank with both has each as a unit of its own, or one table that both use.
-            are_two = stage.is_first and stage.is_last and not self._model.is_embedding_tied
+            are_two = stage.is_first and stage.is_last and not self._model.tie_word_embeddings
             self._known[key] = replace(ends, end=(ends.dense - ends.small) // (1 + are_two))
         return self._known[key]
 

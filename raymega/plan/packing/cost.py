@@ -88,7 +88,7 @@ def make_pack_cost(
         kernels_per_layer: Launches of a layer's forward and backward.
     """
     weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
-    head = model.vocab_size * model.width if has_head else 0
+    head = model.vocab_size * model.hidden_size if has_head else 0
     token_flops = FORWARD_AND_BACKWARD * 2 * (layers * weights + head) / tp
     # Two products forward; backward makes the scores again, so five: 7 / 2 of forward.
     pair_flops = 3.5 * 2 * 2 * model.num_heads * model.head_width * layers / tp

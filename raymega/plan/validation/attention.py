@@ -12,33 +12,36 @@ def head_width_faults(
     width: int, heads: int, features: int | str, family: str, mla: MlaSection
 ) -> list[Fault]:
     """Heads share the width out, and RoPE turns pairs."""
-    if mla.kv_rank:
+    if mla.kv_lora_rank:
         return []
-    is_derived = features == "width / num_heads"
+    is_derived = features == "hidden_size / num_heads"
     if is_derived and width % heads:
         lower = width - width % heads
         return [
             Fault(
-                fact=f"model.width={width}",
+                fact=f"model.hidden_size={width}",
                 rule=f"it must be a multiple of model.num_heads={heads} (remainder {width % heads})",
-                remedy=f"use {lower} or {lower + heads}, or set model.head_features",
+                remedy=f"use {lower} or {lower + heads}, or set model.head_dim",
             )
         ]
     size = width // heads if is_derived else int(features)
     if family != "gpt2" and size % 2:
-        what = "model.width / model.num_heads = " if is_derived else "model.head_features="
+        what = "model.hidden_size / model.num_heads = " if is_derived else "model.head_dim="
         return [
             Fault(
                 fact=f"{what}{size}",
                 rule=f"RoPE turns pairs of features, so a {family} head's width must be even",
-                remedy="change width or num_heads" if is_derived else f"use {size + 1}",
+                remedy="change hidden_size or num_heads" if is_derived else f"use {size + 1}",
             )
         ]
     return []
 
 
-def rope_scaling_faults(scaling: str, family: str, low: float, high: float) -> list[Fault]:
-    """Waves are stretched where there are waves, short ones less than long ones."""
+def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> list[Fault]:
+    """Waves are stretched where there are waves, short ones less than long ones.
+
+    bounds: low and high of llama3, then of yarn.
+    """
     if scaling == "none":
         return []
     if family == "gpt2":
@@ -49,32 +52,35 @@ def rope_scaling_faults(scaling: str, family: str, low: float, high: float) -> l
                 remedy="set model.rope_scaling=none, or take another family",
             )
         ]
+    is_yarn = scaling == "yarn"
+    low, high = bounds[2:] if is_yarn else bounds[:2]
+    names = ("beta_slow", "beta_fast") if is_yarn else ("low_freq_factor", "high_freq_factor")
     if low < high:
         return []
     return [
         Fault(
-            fact=f"model.rope_low_freq_factor={low:g}",
-            rule=f"it must be less than model.rope_high_freq_factor={high:g}",
-            remedy="use 1 and 4 as Llama 3.1 does, or 1 and 32 as YaRN",
+            fact=f"model.rope_{names[0]}={low:g}",
+            rule=f"it must be less than model.rope_{names[1]}={high:g}",
+            remedy="use 1 and 32 as YaRN does" if is_yarn else "use 1 and 4 as Llama 3.1 does",
         )
     ]
 
 
 def mla_faults(
-    mla: MlaSection, family: str, kv_heads: int | str, head_features: int | str
+    mla: MlaSection, family: str, kv_heads: int | str, head_dim: int | str
 ) -> list[Fault]:
     """Latent attention says itself how wide heads are; without it, its numbers would do nothing."""
-    given = {name: number for name, number in mla if number and name != "kv_rank"}
-    if not mla.kv_rank:
+    given = {name: number for name, number in mla if number and name != "kv_lora_rank"}
+    if not mla.kv_lora_rank:
         return [
             Fault(
-                fact=f"model.mla.{name}={number} with model.mla.kv_rank=0",
+                fact=f"model.mla.{name}={number} with model.mla.kv_lora_rank=0",
                 rule="without a latent for keys and values attention is the ordinary one",
-                remedy=f"set model.mla.kv_rank, or model.mla.{name}=0",
+                remedy=f"set model.mla.kv_lora_rank, or model.mla.{name}=0",
             )
             for name, number in given.items()
         ]
-    width = mla.nope_features + mla.rope_features
+    width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     rules = (
         (
             family != "llama",
@@ -89,26 +95,28 @@ def mla_faults(
             "leave model.num_kv_heads out",
         ),
         (
-            head_features != "width / num_heads",
-            f"model.head_features={head_features}",
+            head_dim != "hidden_size / num_heads",
+            f"model.head_dim={head_dim}",
             "model.mla says how wide heads are",
-            "leave model.head_features out",
+            "leave model.head_dim out",
         ),
         (
-            not mla.rope_features or mla.rope_features % 2 == 1,
-            f"model.mla.rope_features={mla.rope_features}",
+            not mla.qk_rope_head_dim or mla.qk_rope_head_dim % 2 == 1,
+            f"model.mla.qk_rope_head_dim={mla.qk_rope_head_dim}",
             "RoPE turns pairs of features, and without any no head knows positions",
             "use an even number such as 64",
         ),
         (
-            not 0 < mla.value_features <= width,
-            f"model.mla.value_features={mla.value_features}",
+            not 0 < mla.v_head_dim <= width,
+            f"model.mla.v_head_dim={mla.v_head_dim}",
             f"values are at least 1 wide, and no wider than keys, nope + rope = {width}",
             f"use 1 to {width}",
         ),
     )
     return [
-        Fault(fact=f"{fact} with model.mla.kv_rank={mla.kv_rank}", rule=rule, remedy=remedy)
+        Fault(
+            fact=f"{fact} with model.mla.kv_lora_rank={mla.kv_lora_rank}", rule=rule, remedy=remedy
+        )
         for is_broken, fact, rule, remedy in rules
         if is_broken
     ]
@@ -116,14 +124,14 @@ def mla_faults(
 
 def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> list[Fault]:
     """YaRN's factor on whole scores is latent attention's alone."""
-    if not weight or (mla.kv_rank and scaling == "yarn"):
+    if not weight or (mla.kv_lora_rank and scaling == "yarn"):
         return []
     return [
         Fault(
-            fact=f"model.rope_mscale_all_features={weight:g} with model.mla.kv_rank={mla.kv_rank} and "
+            fact=f"model.rope_mscale_all_dim={weight:g} with model.mla.kv_lora_rank={mla.kv_lora_rank} and "
             f"model.rope_scaling={scaling}",
             rule="scores of whole heads are scaled in latent attention with yarn only",
-            remedy="set model.rope_mscale_all_features=0",
+            remedy="set model.rope_mscale_all_dim=0",
         )
     ]
 
@@ -134,7 +142,7 @@ def mtp_faults(depth: int, seq_len: int) -> list[Fault]:
         return []
     return [
         Fault(
-            fact=f"model.mtp_depth={depth}",
+            fact=f"model.num_nextn_predict_layers={depth}",
             rule=f"a row of data.seq_len={seq_len} has no token so far ahead",
             remedy=f"use at most {seq_len - 1}",
         )
@@ -143,7 +151,7 @@ def mtp_faults(depth: int, seq_len: int) -> list[Fault]:
 
 HEAD_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Fault]]], ...] = (
     (
-        ("model.width", "model.num_heads", "model.head_features", "model.family", "model.mla"),
+        ("model.hidden_size", "model.num_heads", "model.head_dim", "model.family", "model.mla"),
         head_width_faults,
     ),
     (
@@ -152,11 +160,13 @@ HEAD_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Fault]]], ...] = (
             "model.family",
             "model.rope_low_freq_factor",
             "model.rope_high_freq_factor",
+            "model.rope_beta_slow",
+            "model.rope_beta_fast",
         ),
         rope_scaling_faults,
     ),
-    (("model.mla", "model.family", "model.num_kv_heads", "model.head_features"), mla_faults),
-    (("model.mla", "model.rope_scaling", "model.rope_mscale_all_features"), score_scale_faults),
-    (("model.mtp_depth", "data.seq_len"), mtp_faults),
+    (("model.mla", "model.family", "model.num_kv_heads", "model.head_dim"), mla_faults),
+    (("model.mla", "model.rope_scaling", "model.rope_mscale_all_dim"), score_scale_faults),
+    (("model.num_nextn_predict_layers", "data.seq_len"), mtp_faults),
 )
 """What each check reads, and the check: rows of plan.rules."""

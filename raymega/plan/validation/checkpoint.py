@@ -27,16 +27,16 @@ def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) 
     return [Fault(fact=f"checkpoint.keep_best={best}", rule=rule, remedy=remedy)]
 
 
-def buffer_faults(buffer_bytes: int, width: int, ffn_width: int) -> list[Fault]:
+def buffer_faults(buffer_bytes: int, width: int, ffn_hidden_size: int) -> list[Fault]:
     """Tensors are cut between rows; a row's state may be float64."""
-    row_bytes = MAX_ELEMENT_BYTES * max(width, ffn_width)
+    row_bytes = MAX_ELEMENT_BYTES * max(width, ffn_hidden_size)
     if not buffer_bytes or buffer_bytes >= row_bytes:
         return []
     return [
         Fault(
             fact=f"checkpoint.buffer_bytes={buffer_bytes}",
             rule=f"it must hold a row of the widest tensor, {row_bytes} bytes for "
-            f"model.width={width} and model.ffn_width={ffn_width}",
+            f"model.hidden_size={width} and model.ffn_hidden_size={ffn_hidden_size}",
             remedy=f"use at least {row_bytes}, better {2**26} and more, or 0 for the whole share",
         )
     ]

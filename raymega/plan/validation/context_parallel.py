@@ -142,12 +142,12 @@ def exchange_faults(
         remedy = f"use one of {', '.join(legal)}" if legal else "use ring or all_to_all"
         return [
             Fault(
-                fact=f"parallel.cp_inner={inner} with parallel.cp_method=hybrid",
+                fact=f"parallel.hierarchical_cp_size={inner} with parallel.cp_method=hybrid",
                 rule=f"it must divide parallel.cp={cp} and be neither 1 nor cp",
                 remedy=f"{remedy}; parallel.cp_method=ring and all_to_all have no such number",
             )
         ]
-    ranks, field = (inner, "cp_inner") if method == "hybrid" else (cp, "cp")
+    ranks, field = (inner, "hierarchical_cp_size") if method == "hybrid" else (cp, "cp")
     asked = f"parallel.{field}={ranks} with parallel.cp_method={method}"
     of_each = f"model.num_heads={heads} / parallel.tp={tp} = {heads // tp}"
     if heads // tp % ranks:

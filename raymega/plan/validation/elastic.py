@@ -68,8 +68,8 @@ def hang_faults(least_s: float, most_s: float) -> list[Fault]:
         return []
     return [
         Fault(
-            fact=f"elastic.hang_min_s={least_s:g}",
-            rule=f"it may not be above elastic.hang_max_s={most_s:g}",
-            remedy=f"use at most {most_s:g}, or raise elastic.hang_max_s",
+            fact=f"elastic.hang_timeout_min_s={least_s:g}",
+            rule=f"it may not be above elastic.hang_timeout_max_s={most_s:g}",
+            remedy=f"use at most {most_s:g}, or raise elastic.hang_timeout_max_s",
         )
     ]

@@ -36,7 +36,7 @@ def expert_token_faults(moe: MoeSection, tp: int, cp: int, seq_len: int, rows: i
     ]
 
 
-def expert_place_faults(moe: MoeSection, ffn_width: int, ep: int, etp: int) -> list[Fault]:
+def expert_place_faults(moe: MoeSection, ffn_hidden_size: int, ep: int, etp: int) -> list[Fault]:
     """Each rank has as many experts as the others, and as many features of each."""
     if not moe.num_experts:
         return [
@@ -48,8 +48,12 @@ def expert_place_faults(moe: MoeSection, ffn_width: int, ep: int, etp: int) -> l
             for axis, degree in (("ep", ep), ("etp", etp))
             if degree > 1
         ]
-    width = ffn_width if moe.width == "ffn_width" else moe.width
-    field = "model.ffn_width" if moe.width == "ffn_width" else "model.moe.width"
+    width = ffn_hidden_size if moe.intermediate_size == "ffn_hidden_size" else moe.intermediate_size
+    field = (
+        "model.ffn_hidden_size"
+        if moe.intermediate_size == "ffn_hidden_size"
+        else "model.moe.intermediate_size"
+    )
     rules = (
         ("ep", ep, moe.num_experts, "model.moe.num_experts", "experts are shared out evenly"),
         ("etp", etp, width, field, "the features of each expert are cut evenly"),
@@ -65,12 +69,14 @@ def expert_place_faults(moe: MoeSection, ffn_width: int, ep: int, etp: int) -> l
     ]
 
 
-def cut_width_faults(tp: int, ffn_width: int, moe: MoeSection, num_layers: int) -> list[Fault]:
+def cut_width_faults(
+    tp: int, ffn_hidden_size: int, moe: MoeSection, num_layers: int
+) -> list[Fault]:
     """What tp cuts of feed-forward layers: those of dense blocks, and shared experts."""
     is_any_dense = not all(moe.holds_experts(layer) for layer in range(num_layers))
-    widths = {"model.ffn_width": ffn_width} if is_any_dense else {}
-    if moe.num_experts and moe.shared_width:
-        widths["model.moe.shared_width"] = moe.shared_width
+    widths = {"model.ffn_hidden_size": ffn_hidden_size} if is_any_dense else {}
+    if moe.num_experts and moe.shared_expert_intermediate_size:
+        widths["model.moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size
     return [
         Fault(
             fact=f"parallel.tp={tp}",
@@ -97,16 +103,16 @@ def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> list[Fau
             "set model.moe.capacity_factor=0",
         ),
         (
-            moe.balance in ("micro_batch", "sequence", "sinkhorn"),
-            f"model.moe.balance={moe.balance}",
+            moe.load_balancing_type in ("micro_batch", "sequence", "sinkhorn"),
+            f"model.moe.load_balancing_type={moe.load_balancing_type}",
             "it goes by the tokens of a micro-batch or of a row, whose documents are in several packs",
-            "set model.moe.balance=global, or none with model.moe.has_bias=true",
+            "set model.moe.load_balancing_type=global, or none with model.moe.expert_bias=true",
         ),
         (
             dispatch == "all_gather",
-            "parallel.dispatch=all_gather",
+            "parallel.moe_token_dispatcher_type=all_gather",
             "it collects equally many tokens of each rank, and packs have different numbers",
-            "set parallel.dispatch=all_to_all",
+            "set parallel.moe_token_dispatcher_type=all_to_all",
         ),
     )
     return [
@@ -130,19 +136,19 @@ def overlap_faults(
     if not can_pair(schedule, pp=pp, chunks=chunks):
         faults.append(
             Fault(
-                fact=f"parallel.overlap_experts=true with schedule.name={schedule}, parallel.pp={pp}, "
+                fact=f"parallel.overlap_moe_expert_parallel_comm=true with schedule.name={schedule}, parallel.pp={pp}, "
                 f"schedule.chunks={chunks}",
                 rule="a forward and a backward of another micro-batch lie side by side in dualpipe_v, and "
                 "in 1f1b with pp=1 and chunks=1; elsewhere ranks would wait for each other's pairs",
-                remedy="set schedule.name=dualpipe_v and schedule.chunks=2, or overlap_experts=false",
+                remedy="set schedule.name=dualpipe_v and schedule.chunks=2, or overlap_moe_expert_parallel_comm=false",
             )
         )
     if sharding == "parameters":
         faults.append(
             Fault(
-                fact="parallel.overlap_experts=true with parallel.sharding=parameters",
+                fact="parallel.overlap_moe_expert_parallel_comm=true with parallel.sharding=parameters",
                 rule="weights are gathered for one pass at a time, and let go of after it",
-                remedy="set parallel.sharding=gradients, or overlap_experts=false",
+                remedy="set parallel.sharding=gradients, or overlap_moe_expert_parallel_comm=false",
             )
         )
     return faults
@@ -167,41 +173,41 @@ def _place_faults(moe: MoeSection, num_layers: int) -> list[Fault]:
         return []
     return [
         _fault(
-            f"first_dense_layers={moe.first_dense_layers} with every={moe.every}",
+            f"first_k_dense_replace={moe.first_k_dense_replace} with layer_freq={moe.layer_freq}",
             f"of model.num_layers={num_layers} blocks none would hold experts",
-            "use fewer dense layers or a smaller every, or set model.moe.num_experts=0",
+            "use fewer dense layers or a smaller layer_freq, or set model.moe.num_experts=0",
         )
     ]
 
 
 def _choice_faults(moe: MoeSection) -> list[Fault]:
-    in_groups = moe.num_experts // moe.num_groups * moe.top_groups
+    in_groups = moe.num_experts // moe.n_group * moe.topk_group
     reach, what = moe.num_experts, f"model.moe.num_experts={moe.num_experts}"
-    if moe.top_groups < moe.num_groups and moe.num_experts % moe.num_groups == 0:
-        reach, what = in_groups, f"the {in_groups} experts of {moe.top_groups} groups"
+    if moe.topk_group < moe.n_group and moe.num_experts % moe.n_group == 0:
+        reach, what = in_groups, f"the {in_groups} experts of {moe.topk_group} groups"
     faults = []
     if moe.top_k > reach:
         faults.append(
             _fault(f"top_k={moe.top_k}", f"a token chooses among {what}", f"use at most {reach}")
         )
-    if moe.top_k == 1 and moe.is_normalised:
+    if moe.top_k == 1 and moe.norm_topk_prob:
         faults.append(
             _fault(
-                "top_k=1 with is_normalised=true",
+                "top_k=1 with norm_topk_prob=true",
                 "a single score divided by itself is 1, and the router would learn nothing",
-                "set model.moe.is_normalised=false",
+                "set model.moe.norm_topk_prob=false",
             )
         )
     return faults
 
 
 def _group_faults(moe: MoeSection) -> list[Fault]:
-    groups, top, experts = moe.num_groups, moe.top_groups, moe.num_experts
+    groups, top, experts = moe.n_group, moe.topk_group, moe.num_experts
     if groups == 1:
-        idle = {"top_groups": (top, 1), "group_score": (moe.group_score, "max")}
+        idle = {"topk_group": (top, 1), "group_score": (moe.group_score, "max")}
         return [
-            _fault(f"{name}={value}", "with model.moe.num_groups=1 it does nothing",
-                   f"set model.moe.num_groups, or remove model.moe.{name}")
+            _fault(f"{name}={value}", "with model.moe.n_group=1 it does nothing",
+                   f"set model.moe.n_group, or remove model.moe.{name}")
             for name, (value, plain) in idle.items()
             if value != plain
         ]  # fmt: skip
@@ -210,7 +216,7 @@ def _group_faults(moe: MoeSection) -> list[Fault]:
         legal = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
         faults.append(
             _fault(
-                f"num_groups={groups}",
+                f"n_group={groups}",
                 f"groups are equally large, so it must divide model.moe.num_experts={experts} "
                 f"(remainder {experts % groups})",
                 f"use one of {legal}",
@@ -219,16 +225,16 @@ def _group_faults(moe: MoeSection) -> list[Fault]:
     if top >= groups:
         faults.append(
             _fault(
-                f"top_groups={top} with num_groups={groups}",
+                f"topk_group={top} with n_group={groups}",
                 "a choice of groups must leave some out",
-                f"use at most {groups - 1}, or set model.moe.num_groups=1",
+                f"use at most {groups - 1}, or set model.moe.n_group=1",
             )
         )
     if moe.group_score == "top2" and experts // groups < 2:
         faults.append(
             _fault(
-                f"group_score=top2 with num_groups={groups}",
-                f"it adds the scores of two experts of a group, and a group of num_experts / num_groups "
+                f"group_score=top2 with n_group={groups}",
+                f"it adds the scores of two experts of a group, and a group of num_experts / n_group "
                 f"= {experts} / {groups} holds {experts // groups}",
                 f"use at most {experts // 2} groups, or set model.moe.group_score=max",
             )
@@ -238,20 +244,37 @@ def _group_faults(moe: MoeSection) -> list[Fault]:
 
 def _idle_faults(moe: MoeSection) -> list[Fault]:
     """Fields whose partner is not set."""
-    is_aux, has_capacity = moe.balance in AUX_LEVELS, moe.capacity_factor > 0
+    is_aux, has_capacity = moe.load_balancing_type in AUX_LEVELS, moe.capacity_factor > 0
     rules = (
-        (moe.has_shared_gate and not moe.shared_width, "has_shared_gate", "shared_width is 0"),
-        (moe.balance_coefficient > 0 and not is_aux, "balance_coefficient", "balance is no loss"),
         (
-            moe.sinkhorn_rounds != MoeSection().sinkhorn_rounds and moe.balance != "sinkhorn",
-            "sinkhorn_rounds",
-            "balance is not sinkhorn",
+            moe.shared_expert_gate and not moe.shared_expert_intermediate_size,
+            "shared_expert_gate",
+            "shared_expert_intermediate_size is 0",
         ),
-        (moe.bias_rate > 0 and not moe.has_bias, "bias_rate", "has_bias is false"),
-        (moe.drop_by != "probability" and not has_capacity, "drop_by", "capacity_factor is 0"),
         (
-            moe.is_padded_to_capacity and not has_capacity,
-            "is_padded_to_capacity",
+            moe.router_aux_loss_coef > 0 and not is_aux,
+            "router_aux_loss_coef",
+            "load_balancing_type is no loss",
+        ),
+        (
+            moe.sinkhorn_rounds != MoeSection().sinkhorn_rounds
+            and moe.load_balancing_type != "sinkhorn",
+            "sinkhorn_rounds",
+            "load_balancing_type is not sinkhorn",
+        ),
+        (
+            moe.expert_bias_update_rate > 0 and not moe.expert_bias,
+            "expert_bias_update_rate",
+            "expert_bias is false",
+        ),
+        (
+            moe.token_drop_policy != "probability" and not has_capacity,
+            "token_drop_policy",
+            "capacity_factor is 0",
+        ),
+        (
+            moe.pad_expert_input_to_capacity and not has_capacity,
+            "pad_expert_input_to_capacity",
             "capacity_factor is 0",
         ),
     )
@@ -268,22 +291,22 @@ def _idle_faults(moe: MoeSection) -> list[Fault]:
 
 def _balance_faults(moe: MoeSection) -> list[Fault]:
     faults = []
-    if moe.balance in AUX_LEVELS and not moe.balance_coefficient:
+    if moe.load_balancing_type in AUX_LEVELS and not moe.router_aux_loss_coef:
         faults.append(
             _fault(
-                f"balance={moe.balance}",
-                "with model.moe.balance_coefficient=0 its loss does nothing",
-                "set model.moe.balance_coefficient=0.01, or model.moe.balance=none",
+                f"load_balancing_type={moe.load_balancing_type}",
+                "with model.moe.router_aux_loss_coef=0 its loss does nothing",
+                "set model.moe.router_aux_loss_coef=0.01, or model.moe.load_balancing_type=none",
             )
         )
-    if moe.balance != "sinkhorn":
+    if moe.load_balancing_type != "sinkhorn":
         return faults
-    others = (("has_bias", moe.has_bias, False), ("num_groups", moe.num_groups, 1))
+    others = (("expert_bias", moe.expert_bias, False), ("n_group", moe.n_group, 1))
     return faults + [
         _fault(
-            f"balance=sinkhorn with {name}={value}",
+            f"load_balancing_type=sinkhorn with {name}={value}",
             "sinkhorn evens out the choice by itself, over all experts",
-            f"remove model.moe.{name}, or set another model.moe.balance",
+            f"remove model.moe.{name}, or set another model.moe.load_balancing_type",
         )
         for name, value, plain in others
         if value != plain

@@ -13,9 +13,9 @@ from typing import Any
 
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
+from raymega.plan import init_from_rules
 from raymega.plan.fp8_layers import FP8_CHECKS
 from raymega.plan.grid import grid_faults, world_fault
-from raymega.plan.init_from_rules import start_rule_faults
 from raymega.plan.layer_split import EVEN_ONLY, KINDS, layer_counts, placement_faults
 from raymega.plan.stages import make_stages
 from raymega.plan.validation.attention import HEAD_CHECKS
@@ -57,7 +57,11 @@ from raymega.schedule.order import make_sizes
 from raymega.schedule.table import make_placement, schedule_faults, unused_size_faults
 
 PLACING = ("stages", *EVEN_ONLY)
-SCHEDULING = ("group_size", "max_activations", "owed_share")
+SCHEDULING = (
+    "microbatch_group_size_per_vp_stage",
+    "max_in_flight_microbatches",
+    "wgrad_activation_fraction",
+)
 MAX_LISTED = 100_000
 """Layers of a model, and stages of a pipeline: more than anyone has, and few enough to be looked at."""
 
@@ -133,8 +137,8 @@ def _table_rows(tp: int, vocab_size: int, multiple: int) -> list[Fault]:
         Fault(
             fact=f"parallel.tp={tp}",
             rule=f"it must divide the {rows} rows that model.vocab_size={vocab_size} has when "
-            f"padded to a multiple of model.vocab_multiple={multiple} (remainder {rows % tp})",
-            remedy=f"set model.vocab_multiple={lcm(multiple, tp)} in a new run, or use a tp that "
+            f"padded to a multiple of model.make_vocab_size_divisible_by={multiple} (remainder {rows % tp})",
+            remedy=f"set model.make_vocab_size_divisible_by={lcm(multiple, tp)} in a new run, or use a tp that "
             f"divides {multiple}",
         )
     ]
@@ -173,10 +177,19 @@ def _positions(seq_len: int, longest: int) -> list[Fault]:
 
 
 def _schedule(
-    name: str, pp: int, chunks: int, group_size: int | str, *others: int | float | str
+    name: str,
+    pp: int,
+    chunks: int,
+    microbatch_group_size_per_vp_stage: int | str,
+    *others: int | float | str,
 ) -> list[Fault]:
-    sizes = make_sizes(pp=pp, chunks=chunks, group_size=group_size, num_micro_batches=1)
-    by_field = dict(zip(SCHEDULING, (group_size, *others), strict=True))
+    sizes = make_sizes(
+        pp=pp,
+        chunks=chunks,
+        microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
+        num_micro_batches=1,
+    )
+    by_field = dict(zip(SCHEDULING, (microbatch_group_size_per_vp_stage, *others), strict=True))
     given = {
         field: value
         for field, value in by_field.items()
@@ -251,10 +264,13 @@ RULES = (
     Rule(reads=SHARDING_FIELDS, check=sharding_group_faults),
     _must_divide("tp", "num_heads"),
     Rule(
-        reads=("parallel.tp", "model.ffn_width", "model.moe", "model.num_layers"),
+        reads=("parallel.tp", "model.ffn_hidden_size", "model.moe", "model.num_layers"),
         check=cut_width_faults,
     ),
-    Rule(reads=("parallel.tp", "model.vocab_size", "model.vocab_multiple"), check=_table_rows),
+    Rule(
+        reads=("parallel.tp", "model.vocab_size", "model.make_vocab_size_divisible_by"),
+        check=_table_rows,
+    ),
     Rule(reads=("parallel.tp", "model.num_heads", "model.num_kv_heads"), check=_kv_heads),
     Rule(
         reads=("parallel.tp", "parallel.cp", "data.seq_len", "parallel.sequence_parallel"),
@@ -264,7 +280,7 @@ RULES = (
         reads=(
             "parallel.cp",
             "parallel.cp_method",
-            "parallel.cp_inner",
+            "parallel.hierarchical_cp_size",
             "parallel.tp",
             "model.num_heads",
             "model.num_kv_heads",
@@ -291,13 +307,16 @@ RULES = (
     ),
     Rule(reads=("model.moe", "model.num_layers"), check=moe_faults),
     Rule(
-        reads=("model.moe", "model.ffn_width", "parallel.ep", "parallel.etp"),
+        reads=("model.moe", "model.ffn_hidden_size", "parallel.ep", "parallel.etp"),
         check=expert_place_faults,
     ),
-    Rule(reads=("model.moe", "parallel.dynamic_cp", "parallel.dispatch"), check=dynamic_faults),
+    Rule(
+        reads=("model.moe", "parallel.dynamic_cp", "parallel.moe_token_dispatcher_type"),
+        check=dynamic_faults,
+    ),
     Rule(
         reads=(
-            "parallel.overlap_experts",
+            "parallel.overlap_moe_expert_parallel_comm",
             "parallel.sharding",
             "schedule.name",
             "parallel.pp",
@@ -319,7 +338,10 @@ RULES = (
         reads=("checkpoint.keep_best", "checkpoint.every", "run.eval_every", "run.eval_samples"),
         check=keep_best_faults,
     ),
-    Rule(reads=("checkpoint.buffer_bytes", "model.width", "model.ffn_width"), check=buffer_faults),
+    Rule(
+        reads=("checkpoint.buffer_bytes", "model.hidden_size", "model.ffn_hidden_size"),
+        check=buffer_faults,
+    ),
     Rule(reads=("cluster.host", "elastic.spares", "elastic.snapshot_every"), check=host_faults),
     Rule(
         reads=("elastic.spares", "parallel.tp", "parallel.is_tp_across_nodes_allowed"),
@@ -337,7 +359,7 @@ RULES = (
         )
         for name in ("spike_loss", "spike_grad_norm", "straggler_ratio")
     ),
-    Rule(reads=("elastic.hang_min_s", "elastic.hang_max_s"), check=hang_faults),
+    Rule(reads=("elastic.hang_timeout_min_s", "elastic.hang_timeout_max_s"), check=hang_faults),
     Rule(reads=("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps"), check=lr_step_faults),
     Rule(
         reads=(
@@ -358,13 +380,7 @@ RULES = (
     Rule(reads=("data.batch_ramp", "data.global_batch_size"), check=batch_ramp_faults),
     Rule(reads=("memory.recompute", "memory.recompute_parts"), check=recompute_faults),
     Rule(reads=("precision.loss_scale", "precision.min_loss_scale"), check=loss_scale_faults),
-    Rule(
-        reads=tuple(
-            f"checkpoint.start_{name}"
-            for name in ("from", "upcycle", "rename", "fresh", "ignore", "changed")
-        ),
-        check=start_rule_faults,
-    ),
+    Rule(reads=init_from_rules.READS, check=init_from_rules.init_from_faults),
     Rule(
         reads=(
             "schedule.name",

@@ -206,14 +206,14 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
         "model": {
             "family": "llama" if is_gated else "gpt2",
             "num_layers": int(_number(row, "layers")),
-            "width": int(_number(row, "hidden")),
+            "hidden_size": int(_number(row, "hidden")),
             "num_heads": heads,
             "num_kv_heads": int(_number(row, "kv_heads", heads)),
-            "ffn_width": int(_number(row, "ffn", 4 * _number(row, "hidden"))),
+            "ffn_hidden_size": int(_number(row, "ffn", 4 * _number(row, "hidden"))),
             "vocab_size": vocab,
-            "vocab_multiple": 128 * tp,
+            "make_vocab_size_divisible_by": 128 * tp,
             "max_positions": int(_number(row, "seq")),
-            "is_embedding_tied": not is_gated and not is_late,
+            "tie_word_embeddings": not is_gated and not is_late,
             "moe": _experts(row),
         },
         "data": {
@@ -282,7 +282,7 @@ def _experts(row: Row) -> dict[str, Any]:
         "num_experts": int(_number(row, "experts")),
         "top_k": int(_number(row, "topk", 1)),
         "capacity_factor": CAPACITY_FACTOR,
-        "shared_width": SHARED_WIDTHS.get(name, 0),
+        "shared_expert_intermediate_size": SHARED_WIDTHS.get(name, 0),
     }
 
 
@@ -293,7 +293,7 @@ def _with_dropout(plan: RunPlan, row: Row) -> RunPlan:
     """
     if _software(row).has_fused_attention:
         return plan
-    rates = {"residual_dropout": DROPOUT, "attention_dropout": DROPOUT}
+    rates = {"hidden_dropout": DROPOUT, "attention_dropout": DROPOUT}
     model = plan.job.model.model_copy(update=rates)
     return replace(plan, job=plan.job.model_copy(update={"model": model}))
 

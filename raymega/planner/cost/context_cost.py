@@ -69,7 +69,8 @@ def context_costs(job: Job) -> tuple[ContextCost, ...]:
     return tuple(
         context_cost(job, method)
         for method in METHODS
-        if parallel.cp > 1 and not exchange_faults(parallel.cp, method, parallel.cp_inner, *heads)
+        if parallel.cp > 1
+        and not exchange_faults(parallel.cp, method, parallel.hierarchical_cp_size, *heads)
     )
 
 
@@ -82,7 +83,7 @@ def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
     """The same from what activations are counted by."""
     model, parallel = shape.model, shape.parallel
     cp = parallel.cp
-    inner = {"all_to_all": cp, "hybrid": parallel.cp_inner}.get(method, 1)
+    inner = {"all_to_all": cp, "hybrid": parallel.hierarchical_cp_size}.get(method, 1)
     outer = cp // inner
     element, wide, tokens = shape.element, shape.wide, shape.tokens
     heads, kv_heads = model.num_heads // parallel.tp, max(1, model.kv_heads // parallel.tp)

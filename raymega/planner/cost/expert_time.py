@@ -44,7 +44,7 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
     """
     model, parallel, fp8_coverage = shape.model, shape.parallel, shape.fp8_coverage
     num_held = model.moe.num_experts // parallel.ep
-    rows, width = expert_rows(shape), model.width
+    rows, width = expert_rows(shape), model.hidden_size
     inner = model.expert_width / parallel.etp
     up = inner * (2 if shape.family.has_gate else 1)
     grouped_s = partial(
@@ -80,9 +80,9 @@ def _routing_s(shape: ActivationShape, device: Accelerator) -> float:
     added up when they are back."""
     model, element = shape.model, shape.element
     tokens = shape.tokens / shape.parallel.tp
-    router = matmul_s(device, tokens, model.width, model.moe.num_experts, element=4)
+    router = matmul_s(device, tokens, model.hidden_size, model.moe.num_experts, element=4)
     scores = memory_s(device, tokens * model.moe.num_experts * 4 * ROUTER_PASSES)
-    copies = memory_s(device, _moved_rows(shape) * model.width * element)
+    copies = memory_s(device, _moved_rows(shape) * model.hidden_size * element)
     return router + scores + copies + KERNELS_OF_ROUTING * device.fitted.launch_s
 
 
@@ -101,13 +101,13 @@ def _moved_rows(shape: ActivationShape) -> float:
 
 
 def _is_gathered(shape: ActivationShape) -> bool:
-    return getattr(shape.parallel, "dispatch", "all_to_all") == "all_gather"
+    return getattr(shape.parallel, "moe_token_dispatcher_type", "all_to_all") == "all_gather"
 
 
 def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
     """There and back in one forward: over ep, gathered and summed over etp, and over tp at the end
     where the stream is not cut."""
-    parallel, row_bytes = shape.parallel, shape.model.width * shape.element
+    parallel, row_bytes = shape.parallel, shape.model.hidden_size * shape.element
     ep = make_span(device, size=parallel.ep, stride=parallel.etp)
     etp = make_span(device, size=parallel.etp, stride=1)
     gathered = gather_s(device, etp, expert_rows(shape) * row_bytes)

@@ -146,7 +146,11 @@ def layer_time(
     """Of one block as ``shape`` cuts it."""
     if not software.has_newest_attention:
         device = device.with_older_attention()
-    inner_width = shape.model.moe.shared_width if has_experts else shape.model.ffn_width
+    inner_width = (
+        shape.model.moe.shared_expert_intermediate_size
+        if has_experts
+        else shape.model.ffn_hidden_size
+    )
     fp8_coverage = shape.fp8_coverage
     product_s = partial(matmul_s, device, is_8_bit=fp8_coverage.linears, element=shape.element)
     weights_s = partial(
@@ -177,7 +181,9 @@ def layer_time(
     forward_s = forward + attention + others + launches + experts.forward_s
     backward_s = backward + attention_backward + 2 * (others + launches) + experts.backward_s
     # A forward's and a backward's travel lie beside the other's kernels, block by block.
-    beside_s = (forward_s + backward_s) / 2 if shape.parallel.overlap_experts else 0.0
+    beside_s = (
+        (forward_s + backward_s) / 2 if shape.parallel.overlap_moe_expert_parallel_comm else 0.0
+    )
     return LayerTime(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -205,7 +211,7 @@ def _away(shape: ActivationShape, device: Accelerator, *, has_experts: bool) -> 
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
     """Projection to the vocabulary and the loss: forward and backward."""
     rows = shape.model.table_rows / shape.parallel.tp
-    width, tokens, element = shape.model.width, shape.tokens, shape.element
+    width, tokens, element = shape.model.hidden_size, shape.tokens, shape.element
     forward = matmul_s(device, tokens, width, rows, element=element)
     backward = matmul_s(device, tokens, rows, width, element=element)
     backward += matmul_s(device, width, tokens, rows, element=element)
@@ -219,7 +225,7 @@ def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float
 
 def join_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
     """Joining a token further ahead to the stream, before its block: forward and backward."""
-    width, tokens, element = shape.model.width, shape.stream_tokens, shape.element
+    width, tokens, element = shape.model.hidden_size, shape.stream_tokens, shape.element
     forward = matmul_s(device, tokens, 2 * width, width, element=element)
     backward = matmul_s(device, tokens, width, 2 * width, element=element)
     return forward, backward + matmul_s(device, 2 * width, tokens, width, element=element)
@@ -234,14 +240,14 @@ def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, 
 def _attention_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
     """Rows, inner and columns of the matrix products around attention's forward."""
     model = shape.model
-    into = _latent_products(shape) if model.mla.kv_rank else _head_products(shape)
+    into = _latent_products(shape) if model.mla.kv_lora_rank else _head_products(shape)
     features = model.num_heads * model.value_width / shape.parallel.tp
-    return [*into, (shape.tokens, features, model.width)]
+    return [*into, (shape.tokens, features, model.hidden_size)]
 
 
 def _inner_products(shape: ActivationShape, inner_width: int) -> list[tuple[float, float, float]]:
     """The same of a feed-forward layer, or of a shared expert; none where its width is 0."""
-    tokens, width, cut = shape.tokens, shape.model.width, inner_width / shape.parallel.tp
+    tokens, width, cut = shape.tokens, shape.model.hidden_size, inner_width / shape.parallel.tp
     up = cut * (2 if shape.family.has_gate else 1)
     return [(tokens, width, up), (tokens, cut, width)] if inner_width else []
 
@@ -250,17 +256,17 @@ def _head_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
     """From the stream to queries, keys and values."""
     model, tp = shape.model, shape.parallel.tp
     heads = model.num_heads / tp + 2 * max(1, model.kv_heads // tp)
-    return [(shape.tokens, model.width, heads * model.head_width)]
+    return [(shape.tokens, model.hidden_size, heads * model.head_width)]
 
 
 def _latent_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
     """The same by way of latents, which every rank makes of what it holds of the stream."""
     model, mla, heads = shape.model, shape.model.mla, shape.model.num_heads / shape.parallel.tp
-    down = mla.q_rank + mla.kv_rank + mla.rope_features
+    down = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
     return [
-        (shape.stream_tokens, model.width, down),
-        (shape.tokens, mla.q_rank or model.width, heads * model.head_width),
-        (shape.tokens, mla.kv_rank, heads * (mla.nope_features + mla.value_features)),
+        (shape.stream_tokens, model.hidden_size, down),
+        (shape.tokens, mla.q_lora_rank or model.hidden_size, heads * model.head_width),
+        (shape.tokens, mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
     ]
 
 
@@ -292,7 +298,7 @@ def _element_bytes(
     element = shape.element
     norms, sums = 2 * 2 * element, 2 * 3 * element
     masks = 2 * (element + 1) if software.has_dropout else 0
-    stream = shape.stream_tokens * shape.model.width
+    stream = shape.stream_tokens * shape.model.hidden_size
     hidden = shape.tokens * inner_width / shape.parallel.tp
     activation = hidden * element * (3 if shape.family.has_gate else 2)
     heads = shape.model.num_heads + 2 * shape.model.kv_heads
@@ -307,7 +313,7 @@ def _step_bytes(
     model, tp = shape.model, shape.parallel.tp
     turned = shape.tokens * (model.num_heads + model.kv_heads) * model.head_width / tp
     hidden = shape.tokens * inner_width / tp
-    norms = 2 * shape.stream_tokens * model.width
+    norms = 2 * shape.stream_tokens * model.hidden_size
     if software.fuses_kernels:
         steps = shape.element * (software.makes_steps and not shape.is_fused)
         return (
@@ -324,9 +330,9 @@ def _remade(
     """Products that selective recompute makes again, each matrix by itself as modules have them."""
     model, tokens, tp = shape.model, shape.tokens, shape.parallel.tp
     heads, kv = (n * model.head_width / tp for n in (model.num_heads, model.kv_heads))
-    up = [(tokens, model.width, inner_width / tp)] * (2 if shape.family.has_gate else 1)
-    into = [(tokens, model.width, features) for features in (heads, kv, kv)]
-    out, down = (tokens, heads, model.width), (tokens, inner_width / tp, model.width)
+    up = [(tokens, model.hidden_size, inner_width / tp)] * (2 if shape.family.has_gate else 1)
+    into = [(tokens, model.hidden_size, features) for features in (heads, kv, kv)]
+    out, down = (tokens, heads, model.hidden_size), (tokens, inner_width / tp, model.hidden_size)
     each: list[tuple[float, float, float]] = [*into, out, *up, down]
     return {"nothing": [], "every_second": each[1::2], "products": each}[software.remakes]
 
@@ -337,7 +343,7 @@ def _tensor_parallel_s(
     """An all-reduce a forward for attention and one for the feed-forward layer; sequence parallelism
     sends as much in other halves."""
     span = make_span(device, size=shape.parallel.tp, stride=1)
-    once = all_reduce_s(device, span, shape.tokens * shape.model.width * shape.element)
+    once = all_reduce_s(device, span, shape.tokens * shape.model.hidden_size * shape.element)
     once *= 1 - software.hides_tensor_parallel
     if (
         shape.fp8_coverage.reduces_rows

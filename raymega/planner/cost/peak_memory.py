@@ -74,8 +74,8 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         pp_rank=pp_rank,
         chunks=len(kind.stages),
         num_micro_batches=plan.batch.num_micro_batches,
-        max_activations=plan.job.schedule.max_activations,
-        is_paired=plan.job.parallel.overlap_experts,
+        max_in_flight_microbatches=plan.job.schedule.max_in_flight_microbatches,
+        is_paired=plan.job.parallel.overlap_moe_expert_parallel_comm,
     )
     chunks = [costs.kept(*each) for each in zip(kind.kinds, kind.stages, strict=True)]
     mean = sum(each.micro_batch_bytes for each in chunks) / len(chunks)
@@ -104,7 +104,7 @@ def micro_batches_in_flight(  # noqa: PLR0913  # one a size
     pp_rank: int,
     chunks: int,
     num_micro_batches: int,
-    max_activations: int | str = "pp",
+    max_in_flight_microbatches: int | str = "pp",
     is_paired: bool = False,
 ) -> int:
     """The most that wait for their backward on one rank, each chunk's counted by itself.
@@ -118,7 +118,7 @@ def micro_batches_in_flight(  # noqa: PLR0913  # one a size
     held = {
         "gpipe": num_micro_batches * chunks,
         "zb_h1": pp,
-        "zb_auto": pp if max_activations == "pp" else int(max_activations),
+        "zb_auto": pp if max_in_flight_microbatches == "pp" else int(max_in_flight_microbatches),
         "zb_h2": 2 * pp - 1,
         "zb_v": 2 * pp,
         "dualpipe_v": 2 * pp + 1,

@@ -242,7 +242,8 @@ def _order(plan: RunPlan) -> str:
     if schedule.name != "zb_auto":
         return schedule.name
     is_free = (
-        schedule.max_activations != "pp" and int(schedule.max_activations) >= 2 * plan.grid.pp - 1
+        schedule.max_in_flight_microbatches != "pp"
+        and int(schedule.max_in_flight_microbatches) >= 2 * plan.grid.pp - 1
     )
     return "zb_h2" if is_free else "zb_h1"
 
@@ -287,7 +288,7 @@ def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software:
     parallel, chunks = job.parallel, job.schedule.chunks
     if parallel.pp == 1:
         return 0.0
-    whole = shape.tokens * shape.model.width * shape.element
+    whole = shape.tokens * shape.model.hidden_size * shape.element
     stride = parallel.tp * parallel.cp * parallel.dp
     inside = stride * parallel.pp <= device.devices_per_node
     if software.hides_messages and chunks > 1 and not device.shared_cores:

@@ -41,8 +41,8 @@ def choose_layout(parsed: ParsedJob) -> Choice | None:
 FIXABLE = frozenset(
     (
         *CHOSEN, "parallel.first_stage_layers", "parallel.last_stage_layers",
-        "parallel.is_embedding_a_layer", "parallel.is_loss_a_layer", "schedule.group_size",
-        "schedule.max_activations", "memory.recompute_parts",
+        "parallel.is_embedding_a_layer", "parallel.is_loss_a_layer", "schedule.microbatch_group_size_per_vp_stage",
+        "schedule.max_in_flight_microbatches", "memory.recompute_parts",
     )
 )  # fmt: skip
 """Fields that a choice would set, and that stay when the job sets them."""

@@ -36,9 +36,9 @@ CHOSEN = (
 _FOLLOWING: dict[str, dict[str, Any]] = {
     "parallel": {
         "first_stage_layers": "even", "last_stage_layers": "even",
-        "is_embedding_a_layer": False, "is_loss_a_layer": False, "sharding_group": "all",
+        "is_embedding_a_layer": False, "is_loss_a_layer": False, "data_parallel_shard_degree": "all",
     },
-    "schedule": {"group_size": "pp", "max_activations": "pp", "owed_share": 1.0},
+    "schedule": {"microbatch_group_size_per_vp_stage": "pp", "max_in_flight_microbatches": "pp", "wgrad_activation_fraction": 1.0},
     "memory": {"recompute_parts": ("attention",)},
     "cluster": {"num_workers": "grid"},
 }  # fmt: skip
@@ -188,8 +188,8 @@ def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]
     for level in space.options("parallel.sharding", SHARDINGS if replicas > 1 else ("none",)):
         is_hybrid = level != "none" and 1 < inside < replicas and replicas % inside == 0
         groups = ("all", inside) if is_hybrid else ("all",)
-        for group in space.options("parallel.sharding_group", groups):
-            yield {"sharding": level, "sharding_group": group}
+        for group in space.options("parallel.data_parallel_shard_degree", groups):
+            yield {"sharding": level, "data_parallel_shard_degree": group}
 
 
 def _changed(job: Job, changes: dict[str, dict[str, Any]]) -> Job:

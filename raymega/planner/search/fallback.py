@@ -93,9 +93,11 @@ def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Itera
     parallel = job.parallel
     replica = parallel.tp * parallel.cp * parallel.pp
     eps = [ep for ep in range(parallel.ep, 0, -1) if parallel.ep % ep == 0]
-    groups = dict.fromkeys((parallel.sharding_group, "all"))
+    groups = dict.fromkeys((parallel.data_parallel_shard_degree, "all"))
     for dp in range(min(parallel.dp - 1, most // replica), 0, -1):
-        changed = (_changed(job, dp=dp, ep=ep, sharding_group=g) for ep in eps for g in groups)
+        changed = (
+            _changed(job, dp=dp, ep=ep, data_parallel_shard_degree=g) for ep in eps for g in groups
+        )
         plans = map(_plan_or_none, changed)
         plan = next((plan for plan in plans if plan and _has_room(plan, device)), None)
         if plan is not None:

@@ -199,7 +199,7 @@ class _Judge:
 def _least(plan: RunPlan, ranks: Sequence[RankClass]) -> int:
     """Bytes below which no sharding brings the fullest rank's state."""
     parallel = plan.job.parallel.model_copy(
-        update={"sharding": SHARDINGS[-1], "sharding_group": "all"}
+        update={"sharding": SHARDINGS[-1], "data_parallel_shard_degree": "all"}
     )
     job = plan.job.model_copy(update={"parallel": parallel})
     states = (state_of(job, rank.elements, plan.grid) for rank in ranks)

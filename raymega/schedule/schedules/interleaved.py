@@ -24,7 +24,7 @@ def interleaved(sizes: Sizes) -> tuple[Schedule, ...]:
     A last group that is not full is planned as if it were, and the micro-batches that do not exist
     are struck out: the order of a smaller group could make ranks wait for each other.
     """
-    group = max(sizes.pp, sizes.group_size)
+    group = max(sizes.pp, sizes.microbatch_group_size_per_vp_stage)
     planned = -(-sizes.num_micro_batches // group) * group
     lists = [_rank(sizes, rank, group, planned) for rank in range(sizes.pp)]
     return tuple(first_micro_batches(schedule, sizes.num_micro_batches) for schedule in lists)

@@ -34,7 +34,7 @@ CLOSE = 1e-9
 
 @lru_cache(maxsize=MOST_KEPT)
 def zb_auto(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank: at most ``max_activations`` held, ``pp`` when that is 0.
+    """The work of every rank: at most ``max_in_flight_microbatches`` held, ``pp`` when that is 0.
 
     What was found is kept: a step may have as many micro-batches as one before, in this attempt of a
     run or in an earlier one of the same process.
@@ -47,9 +47,13 @@ def zb_auto(sizes: Sizes) -> tuple[Schedule, ...]:
     return tuple(_work(word, sizes.num_micro_batches) for word in search.words)
 
 
-def peak(word: str, owed_share: float) -> float:
+def peak(word: str, wgrad_activation_fraction: float) -> float:
     """The most that a rank holds while it works as ``word`` says, in micro-batches."""
-    change = {FORWARD: 1.0, INPUT: owed_share - 1.0, WEIGHT: -owed_share}
+    change = {
+        FORWARD: 1.0,
+        INPUT: wgrad_activation_fraction - 1.0,
+        WEIGHT: -wgrad_activation_fraction,
+    }
     return max(accumulate(change[letter] for letter in word))
 
 
@@ -73,8 +77,8 @@ class _Search:
     def try_known(self, work: tuple[Schedule, ...]) -> None:
         """Take a schedule of the papers if it keeps the limit and is the best so far."""
         words = tuple("".join(LETTERS[task.op] for task in list_) for list_ in work)
-        limit = self._sizes.max_activations or self._sizes.pp
-        if max(peak(word, self._sizes.owed_share) for word in words) > limit + CLOSE:
+        limit = self._sizes.max_in_flight_microbatches or self._sizes.pp
+        if max(peak(word, self._sizes.wgrad_activation_fraction) for word in words) > limit + CLOSE:
             return
         program = make_program(work, Placement(pp=self._sizes.pp))
         longest = self._ideal * (1 + simulate(program, self._sizes.times).bubble)

@@ -26,7 +26,7 @@ __all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 NUM_BYTES = {"cpu": 2**22, "cuda": 2**28}
 NUM_ROUNDS = 5
 UNMEASURED = (
-    "cp_inner",
+    "hierarchical_cp_size",
     "cp_outer",
     "replicas",
     "pp_backward",

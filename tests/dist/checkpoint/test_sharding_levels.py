@@ -10,7 +10,7 @@ from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import Requests
 from raymega.parallel.comm.process_groups import build_groups
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.storage.local import LocalStore
 from raymega.storage.registry import open_store
 from raymega.train.build import build_parts
@@ -29,7 +29,7 @@ LEVELS = {
     "optimizer": ("parallel.sharding=optimizer",),
     "gradients": ("parallel.sharding=gradients",),
     "parameters": ("parallel.sharding=parameters",),
-    "hybrid": ("parallel.sharding=parameters", "parallel.sharding_group=2"),
+    "hybrid": ("parallel.sharding=parameters", "parallel.data_parallel_shard_degree=2"),
 }
 
 
@@ -37,7 +37,7 @@ def _build(env, plan_json):
     """The parts of a job on this world; groups are built anew, since sharers differ."""
     plan = read_plan(plan_json)
     groups = build_groups(
-        plan.grid, env.rank, timeout_s=100.0, sharers=group_size(plan.job.parallel)
+        plan.grid, env.rank, timeout_s=100.0, sharers=data_parallel_shard_size(plan.job.parallel)
     )
     return build_parts(plan, rank=env.rank, groups=groups, device=env.device)
 
@@ -129,11 +129,11 @@ def test_every_level_goes_on_from_every_other(level, tmp_path):
 
 FORMATS = {
     "adamw-bfloat16": ("optimizer.state_dtype=bfloat16",),
-    "adamw-8bit": ("optimizer.state_dtype=8bit", "model.width=64", "model.ffn_width=320"),
+    "adamw-8bit": ("optimizer.state_dtype=8bit", "model.hidden_size=64", "model.ffn_hidden_size=320"),
     "muon-8bit": ("optimizer.name=muon", "optimizer.state_dtype=8bit", "model.num_kv_heads=4"),
     "lion-8bit-experts": (
         "optimizer.name=lion", "optimizer.lr=1e-3", "optimizer.state_dtype=8bit",
-        "model.moe.num_experts=4", "model.moe.width=12",
+        "model.moe.num_experts=4", "model.moe.intermediate_size=12",
     ),
 }  # fmt: skip
 

@@ -118,7 +118,7 @@ def run(plan, folder, *, manifest=None):
     ("settings", "is_shared"),
     [
         ((PAUSE,), True),
-        ((PAUSE, "elastic.snapshot_when_late=skip"), True),
+        ((PAUSE, "elastic.snapshot_backpressure=skip"), True),
         ((), False),
         ((PAUSE, "checkpoint.buffer_bytes=1000000"), False),
     ],

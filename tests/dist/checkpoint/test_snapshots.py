@@ -91,8 +91,8 @@ def replicas_for(plan, servers):
 
 EXPERTS = (
     "model.moe.num_experts=4",
-    "model.moe.balance=global",
-    "model.moe.balance_coefficient=0.1",
+    "model.moe.load_balancing_type=global",
+    "model.moe.router_aux_loss_coef=0.1",
 )
 
 

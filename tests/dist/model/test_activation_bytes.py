@@ -5,7 +5,6 @@ import torch
 
 from raymega.config.schema import MemorySection, ParallelSection
 from raymega.model.pipeline_stage import StageModule
-from raymega.model.saved_tensor_bytes import SavedBytes
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import Rows, held_positions, make_context
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
@@ -21,6 +20,7 @@ from raymega.schedule.order import Sizes
 from raymega.schedule.schedules.one_f_one_b import one_f_one_b
 from tests.support.ranks import run_grid
 from tests.support.references import plain_models
+from tests.support.saved_tensor_bytes import SavedBytes
 from tests.unit.model.parts import CPU
 
 pytestmark = pytest.mark.dist
@@ -29,15 +29,27 @@ S, B, LAYERS = 64, 2, 2
 _, MIDDLE, _ = make_stages((LAYERS, LAYERS, LAYERS))
 (WHOLE,) = make_stages((LAYERS,))
 STAGES = (MIDDLE, WHOLE)
-SIZES = {"width": 64, "num_heads": 4, "ffn_width": 256, "max_positions": S, "num_layers": 6}
-MLA = {"kv_rank": 32, "q_rank": 24, "nope_features": 16, "rope_features": 8, "value_features": 12}
-DROPPED = {"residual_dropout": 0.1, "attention_dropout": 0.1}
+SIZES = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "ffn_hidden_size": 256,
+    "max_positions": S,
+    "num_layers": 6,
+}
+MLA = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+DROPPED = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CORE = MemorySection(recompute="selective", recompute_parts=("attention",))
 ALL = MemorySection(recompute="selective", recompute_parts=("attention", "activation", "norm"))
 FULL = MemorySection(recompute="full")
 PAIRS = MemorySection(recompute="full", recompute_every=2)
 GPT2 = plain_models.make_model("gpt2", **SIZES, **DROPPED)
-FUSED = plain_models.make_model("gpt2", **SIZES, residual_dropout=0.1)
+FUSED = plain_models.make_model("gpt2", **SIZES, hidden_dropout=0.1)
 MODELS = {
     "gpt2-dropped": GPT2,
     "gpt2": FUSED,
@@ -46,9 +58,9 @@ MODELS = {
     "qwen3": plain_models.make_model("qwen3", **SIZES, num_kv_heads=2),
     "mla": plain_models.make_model("llama", **SIZES, num_kv_heads="num_heads", mla=MLA),
     "mla-square": plain_models.make_model(
-        "llama", **SIZES, num_kv_heads="num_heads", mla={**MLA, "q_rank": 0, "value_features": 24}
+        "llama", **SIZES, num_kv_heads="num_heads", mla={**MLA, "q_lora_rank": 0, "v_head_dim": 24}
     ),
-    "mtp": plain_models.make_model("llama", **SIZES, num_kv_heads=2, mtp_depth=2),
+    "mtp": plain_models.make_model("llama", **SIZES, num_kv_heads=2, num_nextn_predict_layers=2),
     "qwen2-mha": plain_models.make_model("qwen2", **SIZES, num_kv_heads="num_heads"),
 }
 
@@ -62,7 +74,7 @@ def _measure(env, model, memory, stage, is_cut):
     mask, samples = torch.ones(B, S), torch.arange(B)
     hidden = None
     if not stage.is_first:
-        hidden = torch.randn(S // sp.degree, B, model.width).bfloat16().requires_grad_()
+        hidden = torch.randn(S // sp.degree, B, model.hidden_size).bfloat16().requires_grad_()
     known = [*module.parameters(), *module.buffers(), tokens, mask]
     with SavedBytes(known) as kept:
         later = torch.stack([tokens] * 2), torch.stack([mask] * 2)
@@ -100,7 +112,7 @@ def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
     number a row where the formula has 5 as/h. Below them: with the attention core the input of the
     projection after it, 2 sbh / t, is made again too.
     """
-    heads, width, sp = GPT2.num_heads, GPT2.width, tp if is_cut else 1
+    heads, width, sp = GPT2.num_heads, GPT2.hidden_size, tp if is_cut else 1
     attention = 5 * heads * S / (width * tp)
     log_sum_exp, statistics = 4 * heads / (width * tp), 4 * 2 / (width * sp)
     between = 10 / sp + 24 / tp
@@ -140,7 +152,9 @@ def _measure_cp(env, cases, method, inner):
 
 
 def _measure_middle(env, model, method, inner, memory):
-    parallel = ParallelSection(cp=env.groups.cp.size, cp_method=method, cp_inner=max(inner, 2))
+    parallel = ParallelSection(
+        cp=env.groups.cp.size, cp_method=method, hierarchical_cp_size=max(inner, 2)
+    )
     context = make_context(env.groups, parallel, CommLog())
     module = StageModule(
         model,
@@ -155,7 +169,7 @@ def _measure_middle(env, model, method, inner, memory):
     positions = held_positions(((S,),), context)
     held = positions.shape[1]
     tokens, mask = torch.zeros(B, held, dtype=torch.int64), torch.ones(B, held)
-    hidden = torch.randn(held, B, model.width).bfloat16().requires_grad_()
+    hidden = torch.randn(held, B, model.hidden_size).bfloat16().requires_grad_()
     known = [*module.parameters(), *module.buffers(), tokens, mask, positions]
     with SavedBytes(known) as kept:
         module(tokens, tokens, mask, hidden, torch.arange(B), Rows(positions, ((S,),)))
@@ -169,8 +183,8 @@ def _measure_middle(env, model, method, inner, memory):
 def test_plan_predicts_a_context_parallel_rank(method, inner):
     names, memories = ("gpt2", "llama", "qwen3", "mla"), (MemorySection(), CORE, ALL, FULL)
     cases = [(MODELS[name], memory) for name in names for memory in memories]
-    parallel = ParallelSection(cp=4, cp_method=method, cp_inner=max(inner, 2))
-    totals = run_grid(_measure_cp, Grid(cp=4), cases, method, inner, cp_inner=inner)
+    parallel = ParallelSection(cp=4, cp_method=method, hierarchical_cp_size=max(inner, 2))
+    totals = run_grid(_measure_cp, Grid(cp=4), cases, method, inner, hierarchical_cp_size=inner)
     for (model, memory), total in zip(cases, _equal_on_all_ranks(totals), strict=True):
         wanted = _planned(model, parallel, memory, MIDDLE)
         assert total == pytest.approx(wanted, rel=0.01), (model, memory)

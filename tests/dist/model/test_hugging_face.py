@@ -21,7 +21,7 @@ from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import build_parts
-from raymega.train.entry import start_from
+from raymega.train.entry import init_from
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -43,7 +43,9 @@ def kind(request):
 
 def _import(tmp_path, model):
     model.save_pretrained(tmp_path / "theirs")
-    return hf_import(tmp_path / "theirs", str(tmp_path / "ours"), created=NOW, vocab_multiple=8)
+    return hf_import(
+        tmp_path / "theirs", str(tmp_path / "ours"), created=NOW, make_vocab_size_divisible_by=8
+    )
 
 
 def _tokens():
@@ -108,7 +110,7 @@ def test_logits_of_experts_are_those_of_transformers(tmp_path, kind, tp, ep, pp)
 def test_logits_are_those_of_transformers_where_the_section_says_it_in_other_words(tmp_path, kind):
     theirs = hf_models.make_model(kind)
     done = _import(tmp_path, theirs)
-    assert done.model.moe.num_groups == 1
+    assert done.model.moe.n_group == 1
     assert bool(done.model.moe.num_experts) is not kind.endswith("dense")
     (ours,) = run_grid(_logits, Grid(), done.model, done.uri, 1)
     with torch.no_grad():
@@ -137,7 +139,9 @@ def _check_way_back(tmp_path, kind):
     with torch.no_grad():
         ours, original = (hf_models.logits(model, _tokens()) for model in (again, theirs))
     assert torch.equal(ours, original)
-    hf_import(tmp_path / "back", str(tmp_path / "ours2"), created=NOW, vocab_multiple=8)
+    hf_import(
+        tmp_path / "back", str(tmp_path / "ours2"), created=NOW, make_vocab_size_divisible_by=8
+    )
     hf_export(str(tmp_path / "ours2"), tmp_path / "back2")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "back2" / name).read_bytes()
@@ -148,13 +152,13 @@ def _plan(done, layout):
     return make_test_plan(
         *[f"model.{name}={value}" for name, value in fields.items()],
         *layout_overrides(layout),
-        f"checkpoint.start_from={done.uri}",
+        f"checkpoint.init_from={done.uri}",
         "run.eval_samples=0",
         "optimizer.lr_warmup_steps=1",
         "optimizer.lr=1e-2",
         "optimizer.weight_decay=0.3",
         "optimizer.eps=1e-6",
-        "optimizer.clip_norm=0.5",
+        "optimizer.max_grad_norm=0.5",
     )
 
 
@@ -162,7 +166,7 @@ def _train(env, plan_json):
     """Losses and norms, and this rank's blocks of the trained weights."""
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
-    start_from(parts, plan.job.checkpoint)
+    init_from(parts, plan.job.checkpoint)
     state, curve = TrainState(), []
     for _ in range(STEPS):
         outcome = train_step(parts, state, Requests(), is_recording=False)
@@ -211,7 +215,7 @@ def _train_plainly(model, plan):
             torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
         )
         for param in model.parameters():
-            param.grad *= min(1.0, section.clip_norm / norm)
+            param.grad *= min(1.0, section.max_grad_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)
         optimizer.step()
@@ -241,7 +245,7 @@ def _check_steps(tmp_path, kind, layout):
     plan = _plan(done, layout)
     results = run_grid(_train, plan.grid, plan.to_json())
     curve = _train_plainly(theirs, _plan(done, "tp1"))
-    assert curve[0][1] > plan.job.optimizer.clip_norm, "the gradient is clipped"
+    assert curve[0][1] > plan.job.optimizer.max_grad_norm, "the gradient is clipped"
     for ours, _ in results:
         np.testing.assert_allclose(ours, curve, rtol=TRAINING_LIMIT)
     whole = {}

@@ -40,15 +40,21 @@ MODELS = {
     "qwen3-kv2": plain_models.make_model("qwen3", num_kv_heads=2),
     "gpt2-kv1": plain_models.make_model("gpt2", num_kv_heads=1),
 }
-MLA = {"kv_rank": 20, "q_rank": 12, "nope_features": 6, "rope_features": 4, "value_features": 7}
+MLA = {
+    "kv_lora_rank": 20,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 8,
-        "rope_high_freq_factor": 4.0, "rope_base": 100.0, "rope_mscale_all_features": 0.7}  # fmt: skip
+        "rope_beta_fast": 4.0, "rope_theta": 100.0, "rope_mscale_all_dim": 0.7}  # fmt: skip
 MODELS |= {
     "mla": plain_models.make_model("llama", num_kv_heads="num_heads", mla=MLA),
     "mla-yarn": plain_models.make_model(
-        "llama", num_kv_heads="num_heads", mla={**MLA, "q_rank": 0, "value_features": 10}, **YARN
+        "llama", num_kv_heads="num_heads", mla={**MLA, "q_lora_rank": 0, "v_head_dim": 10}, **YARN
     ),
-    "llama-yarn": plain_models.make_model("llama", **{**YARN, "rope_mscale_all_features": 0.0}),
+    "llama-yarn": plain_models.make_model("llama", **{**YARN, "rope_mscale_all_dim": 0.0}),
 }
 S, B = 8, 3
 
@@ -62,9 +68,9 @@ def _positions(x, sp):
     return x.chunk(sp.degree)[sp.tp.index if sp.degree > 1 else 0].clone()
 
 
-def _run_parts(env, sp):
+def _run_parts(env, is_sp):
     """Output, input gradient and weight gradients of each model's block and of its two parts."""
-    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
+    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_sp)
     return {key: _run_model(sp, model) for key, model in MODELS.items()}
 
 
@@ -76,9 +82,9 @@ def _run_model(sp, model):
     results = {}
     for name, part in {"attention": block.attention, "mlp": block.mlp, "block": block}.items():
         block.zero_grad()
-        x = _positions(_draw(1, model.width), sp).requires_grad_()
+        x = _positions(_draw(1, model.hidden_size), sp).requires_grad_()
         y = part(x)
-        y.backward(_positions(_draw(2, model.width), sp))
+        y.backward(_positions(_draw(2, model.hidden_size), sp))
         results[name] = y.detach(), x.grad, plain_models.gradient_blocks(part.parameters())
     return results
 
@@ -88,9 +94,9 @@ def _wanted(model, name):
     weights = plain_models.draw_weights(layer_tensors(model, 1))
     leaves = {key: values.requires_grad_() for key, values in weights.items()}
     at = "layers.1" if name == "block" else f"layers.1.{name}"
-    x = _draw(1, model.width).requires_grad_()
+    x = _draw(1, model.hidden_size).requires_grad_()
     y = getattr(plain_models, name)(model, leaves, at, x.transpose(0, 1)).transpose(0, 1)
-    y.backward(_draw(2, model.width))
+    y.backward(_draw(2, model.hidden_size))
     return y, x.grad, {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 
@@ -115,9 +121,9 @@ def _run_stages(env, sp, models, num_stages):
     return [_run_stages_of(env, sp, model, num_stages) for model in models]
 
 
-def _run_stages_of(env, sp, model, num_stages):
+def _run_stages_of(env, is_sp, model, num_stages):
     """Loss, and the gradients that the buffer makes of every rank's terms: what counts, and all."""
-    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
+    sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_sp)
     modules = make_stage_modules(model, num_stages=num_stages, sp=sp)
     params = [param for module in modules for param in module.parameters()]
     plain_models.fill(params, plain_models.draw_weights(model_tensors(model)))
@@ -145,7 +151,7 @@ def _run_stages_of(env, sp, model, num_stages):
 def test_whole_stages(pp, tp, sp):
     """Five stages hold three layers, so some stages hold none."""
     models = [
-        plain_models.make_model(family, is_embedding_tied=is_tied)
+        plain_models.make_model(family, tie_word_embeddings=is_tied)
         for family in ("gpt2", "llama", "qwen2", "qwen3")
         for is_tied in (True, False)
     ]
@@ -163,7 +169,9 @@ def test_whole_stages_with_smoothing_z_loss_and_padding(tp, sp):
     """With 128 rows for 52 tokens some ranks hold padding only."""
     loss = {"label_smoothing": 0.1, "z_loss": 1e-2}
     models = [
-        plain_models.make_model("llama", vocab_multiple=multiple, is_embedding_tied=is_tied, **loss)
+        plain_models.make_model(
+            "llama", make_vocab_size_divisible_by=multiple, tie_word_embeddings=is_tied, **loss
+        )
         for multiple in (8, 128)
         for is_tied in (True, False)
     ]
@@ -177,10 +185,14 @@ def test_whole_stages_with_latents_and_further_tokens(pp, tp, sp):
     """The last stage has a copy of the token table, whether the head is tied to it or not."""
     latent = {"num_kv_heads": "num_heads", "mla": MLA}
     models = [
-        plain_models.make_model("llama", **latent, is_embedding_tied=is_tied, mtp_depth=2)
+        plain_models.make_model(
+            "llama", **latent, tie_word_embeddings=is_tied, num_nextn_predict_layers=2
+        )
         for is_tied in (True, False)
     ]
-    _check_stages(tp, sp, [*models, plain_models.make_model("gpt2", mtp_depth=1)], pp)
+    _check_stages(
+        tp, sp, [*models, plain_models.make_model("gpt2", num_nextn_predict_layers=1)], pp
+    )
 
 
 def _check_stages(tp, sp, models, pp):

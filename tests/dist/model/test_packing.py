@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 LIMIT = 1e-12
 SIZES = {
-    "num_layers": 2, "width": 16, "num_heads": 4, "ffn_width": 24, "vocab_size": 50,
+    "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 24, "vocab_size": 50,
     "max_positions": 64,
 }  # fmt: skip
 MODELS = {
@@ -31,11 +31,11 @@ MODELS = {
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
 UNPADDED = (*PACKED[:2], "data.document_multiple=1")
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
-DROPOUT = ("model.residual_dropout=0.1",)
+DROPOUT = ("model.hidden_dropout=0.1",)
 SHARDED = ("parallel.sharding=optimizer",)
 ROUTED = (
-    "model.moe.num_experts=4", "model.moe.width=16", "model.moe.balance=global",
-    "model.moe.balance_coefficient=0.1", "model.moe.jitter=0.1",
+    "model.moe.num_experts=4", "model.moe.intermediate_size=16", "model.moe.load_balancing_type=global",
+    "model.moe.router_aux_loss_coef=0.1", "model.moe.router_jitter_noise=0.1",
 )  # fmt: skip
 DYNAMIC = ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")
 CASES = [

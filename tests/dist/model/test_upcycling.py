@@ -11,7 +11,7 @@ from raymega.plan.run_plan import read_plan
 from raymega.storage.local import LocalStore
 from raymega.storage.registry import open_store
 from raymega.train.build import build_parts
-from raymega.train.entry import start_from
+from raymega.train.entry import init_from
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -20,10 +20,20 @@ from tests.unit.checkpoint.support import assemble_shards
 
 pytestmark = pytest.mark.dist
 
-SMALL = ("model.num_layers=2", "model.ffn_width=24", "data.global_batch_size=8")
-COPIES = ("model.moe.num_experts=4", "model.moe.first_dense_layers=1")
-BIASED = ("model.moe.score=sigmoid", "model.moe.has_bias=true", "model.moe.bias_rate=0.1")
-PARTS = (*COPIES, *BIASED, "model.moe.width=12", "model.moe.top_k=4", "model.moe.num_experts=8")
+SMALL = ("model.num_layers=2", "model.ffn_hidden_size=24", "data.global_batch_size=8")
+COPIES = ("model.moe.num_experts=4", "model.moe.first_k_dense_replace=1")
+BIASED = (
+    "model.moe.router_score_function=sigmoid",
+    "model.moe.expert_bias=true",
+    "model.moe.expert_bias_update_rate=0.1",
+)
+PARTS = (
+    *COPIES,
+    *BIASED,
+    "model.moe.intermediate_size=12",
+    "model.moe.top_k=4",
+    "model.moe.num_experts=8",
+)
 STEPS = 2
 
 
@@ -59,7 +69,7 @@ def _save(env, plan_json, uri):
 def _begin(env, plan_json):
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
-    start_from(parts, plan.job.checkpoint)
+    init_from(parts, plan.job.checkpoint)
     logits = _logits(parts)
     outcome = train_step(parts, TrainState(), Requests(), is_recording=False)
     return logits, outcome.loss, outcome.grad_norm
@@ -88,7 +98,7 @@ def _whole(columns, grid):
 @pytest.mark.parametrize("experts", [COPIES, PARTS], ids=["copies", "parts chosen by a bias"])
 def test_upcycled_model_begins_as_the_dense_one_on_any_grid(dense, experts):
     folder, wanted, loss = dense
-    start = (f"checkpoint.start_from={folder}", "checkpoint.start_upcycle=true")
+    start = (f"checkpoint.init_from={folder}", "checkpoint.init_upcycle=true")
     norms = []
     for layout in ("tp1", "tp2-dp2-ep2-etp2"):
         sharding = "none" if layout == "tp1" else "optimizer"

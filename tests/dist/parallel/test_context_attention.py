@@ -54,7 +54,7 @@ def _context(groups, method):
     if method in ("ring", "all_gather"):
         nobody = alone(groups.cp.ranks[groups.cp.index])
         return Context(inner=nobody, outer=groups.cp, is_gathered=method == "all_gather")
-    return Context(inner=groups.cp_inner, outer=groups.cp_outer)
+    return Context(inner=groups.hierarchical_cp_size, outer=groups.cp_outer)
 
 
 def _run(env, method, rows, shape, is_causal):
@@ -72,7 +72,9 @@ def _run(env, method, rows, shape, is_causal):
 def _check(cp, method, rows, shape, *, is_causal=True, inner=2):
     """``shape``: rows of the micro-batch, query heads, key heads."""
     inner = {"all_to_all": cp, "hybrid": inner}.get(method, 1)
-    results = run_grid(_run, Grid(cp=cp), method, rows, shape, is_causal, cp_inner=inner)
+    results = run_grid(
+        _run, Grid(cp=cp), method, rows, shape, is_causal, hierarchical_cp_size=inner
+    )
     *inputs, grad = _tensors(rows, *shape)
     leaves = [t.requires_grad_() for t in inputs]
     wanted = _dense(*leaves, rows, is_causal)

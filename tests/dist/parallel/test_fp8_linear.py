@@ -25,7 +25,7 @@ MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 def _tensor(name, *shape, tp_dim):
     return GlobalTensor(
-        name=name, shape=shape, tp_dim=tp_dim, init="normal", init_std=1.0, role="matrix"
+        name=name, shape=shape, tp_dim=tp_dim, init="normal", initializer_range=1.0, role="matrix"
     )
 
 
@@ -73,9 +73,9 @@ def _part(x, dim, group, *, is_cut):
     return (x.chunk(group.size, dim)[group.index] if is_cut else x).clone()
 
 
-def _run(env, sp):
+def _run(env, is_sp):
     tp, found = env.groups.tp, {}
-    sp = SequenceParallel(tp=tp, is_sequence_parallel=sp)
+    sp = SequenceParallel(tp=tp, is_sequence_parallel=is_sp)
     for recipe in ("rowwise", "tensorwise"):
         for name, kind in (("column", ColumnParallelLinear), ("row", RowParallelLinear)):
             is_column = name == "column"
@@ -84,9 +84,9 @@ def _run(env, sp):
             plain_models.fill(layer.parameters(), plain_models.draw_weights(LAYERS[name]))
             x, grad = _draw(1, S, B, IN), _draw(2, S, B, OUT)
             if is_column:
-                x, grad = _part(x, 0, tp, is_cut=sp), _part(grad, -1, tp, is_cut=True)
+                x, grad = _part(x, 0, tp, is_cut=is_sp), _part(grad, -1, tp, is_cut=True)
             else:
-                x, grad = _part(x, -1, tp, is_cut=True), _part(grad, 0, tp, is_cut=sp)
+                x, grad = _part(x, -1, tp, is_cut=True), _part(grad, 0, tp, is_cut=is_sp)
             y = layer(x.requires_grad_())
             y.backward(grad)
             blocks = plain_models.gradient_blocks(layer.parameters())
@@ -120,14 +120,14 @@ def test_cut_layers_equal_whole_ones_from_the_formulas(tp, sp):
 
 TENSORWISE = ("schedule.micro_batch_size=2",)
 MLA = (
-    "model.num_kv_heads=num_heads", "model.mla={kv_rank: 8, q_rank: 6, nope_features: 4, "
-    "rope_features: 2, value_features: 3}",
+    "model.num_kv_heads=num_heads", "model.mla={kv_lora_rank: 8, q_lora_rank: 6, qk_nope_head_dim: 4, "
+    "qk_rope_head_dim: 2, v_head_dim: 3}",
 )  # fmt: skip
 EXPERTS = (
     "model.moe.num_experts=4",
     "model.moe.top_k=2",
-    "model.moe.width=24",
-    "model.moe.shared_width=16",
+    "model.moe.intermediate_size=24",
+    "model.moe.shared_expert_intermediate_size=16",
 )
 OFFLOADED = ("memory.offload=[activations,optimizer]",)
 CASES = [
@@ -141,7 +141,7 @@ CASES = [
         "rowwise",
         EXPERTS,
         "dp4-ep4",
-        ("parallel.sharding=parameters", "parallel.dispatch=all_gather"),
+        ("parallel.sharding=parameters", "parallel.moe_token_dispatcher_type=all_gather"),
     ),
     (
         "rowwise",

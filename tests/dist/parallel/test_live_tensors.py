@@ -9,7 +9,7 @@ from torch.autograd.function import BackwardCFunction
 from raymega.messages import Requests
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
@@ -18,7 +18,11 @@ from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
 
-EXPERTS = ("model.moe={num_experts: 4, width: 16}", "parallel.ep=2", "schedule.micro_batch_size=2")
+EXPERTS = (
+    "model.moe={num_experts: 4, intermediate_size: 16}",
+    "parallel.ep=2",
+    "schedule.micro_batch_size=2",
+)
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
 DYNAMIC = (*PACKED, "parallel.dynamic_cp=true", "schedule.micro_batch_size=1")
 WARM, MORE = 3, 4
@@ -52,7 +56,10 @@ def _live_after_steps(env, plan_json):
         ("cp4", ("parallel.cp_method=hybrid", "memory.recompute=full")),
         ("cp2-dp2", DYNAMIC),
         ("tp2-dp2-sp", EXPERTS),
-        ("dp2", (*EXPERTS, "parallel.dispatch=all_gather", "memory.recompute=full")),
+        (
+            "dp2",
+            (*EXPERTS, "parallel.moe_token_dispatcher_type=all_gather", "memory.recompute=full"),
+        ),
     ],
 )
 def test_more_steps_hold_no_more_tensors(layout, options):
@@ -62,9 +69,9 @@ def test_more_steps_hold_no_more_tensors(layout, options):
         _live_after_steps,
         plan.grid,
         plan.to_json(),
-        cp_inner=inner_ranks(parallel),
+        hierarchical_cp_size=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
-        sharers=group_size(parallel),
+        sharers=data_parallel_shard_size(parallel),
     )
     for few, more in counts:
         assert more == few

@@ -37,23 +37,23 @@ pytestmark = pytest.mark.dist
 S, B, D, F = 16, 2, 12, 8
 BASE = {"num_experts": 8, "top_k": 2}
 KINDS = {
-    "mixtral": {"balance": "micro_batch", "balance_coefficient": 0.3, "jitter": 0.2},
+    "mixtral": {"load_balancing_type": "micro_batch", "router_aux_loss_coef": 0.3, "router_jitter_noise": 0.2},
     "deepseek": {
-        "top_k": 3, "score": "sigmoid", "num_groups": 4, "top_groups": 2, "group_score": "top2",
-        "has_bias": True, "bias_rate": 0.1, "scaling": 2.5, "shared_width": 8,
-        "balance": "sequence", "balance_coefficient": 0.2,
+        "top_k": 3, "router_score_function": "sigmoid", "n_group": 4, "topk_group": 2, "group_score": "top2",
+        "expert_bias": True, "expert_bias_update_rate": 0.1, "routed_scaling_factor": 2.5, "shared_expert_intermediate_size": 8,
+        "load_balancing_type": "sequence", "router_aux_loss_coef": 0.2,
     },
     "dropped by probability": {
-        "capacity_factor": 0.7, "z_coefficient": 0.1, "is_normalised": False,
-        "balance": "micro_batch", "balance_coefficient": 0.3,
+        "capacity_factor": 0.7, "router_z_loss_coef": 0.1, "norm_topk_prob": False,
+        "load_balancing_type": "micro_batch", "router_aux_loss_coef": 0.3,
     },
-    "dropped by position": {"capacity_factor": 0.6, "drop_by": "position"},
-    "padded": {"capacity_factor": 0.9, "is_padded_to_capacity": True, "shared_width": 16,
-               "has_shared_gate": True},
-    "switch": {"top_k": 1, "is_normalised": False, "capacity_factor": 0.8, "drop_by": "position",
-               "is_padded_to_capacity": True},
-    "sinkhorn": {"balance": "sinkhorn", "z_coefficient": 0.2},
-    "by the last step": {"balance": "global", "balance_coefficient": 0.3},
+    "dropped by position": {"capacity_factor": 0.6, "token_drop_policy": "position"},
+    "padded": {"capacity_factor": 0.9, "pad_expert_input_to_capacity": True, "shared_expert_intermediate_size": 16,
+               "shared_expert_gate": True},
+    "switch": {"top_k": 1, "norm_topk_prob": False, "capacity_factor": 0.8, "token_drop_policy": "position",
+               "pad_expert_input_to_capacity": True},
+    "sinkhorn": {"load_balancing_type": "sinkhorn", "router_z_loss_coef": 0.2},
+    "by the last step": {"load_balancing_type": "global", "router_aux_loss_coef": 0.3},
 }  # fmt: skip
 PLAIN = ("switch",)  # experts without a gate
 
@@ -73,7 +73,7 @@ def _moe(kind):
 
 
 def _weights(kind):
-    return plain.draw_weights(_moe(kind), width=D, ffn_width=F, is_gated=kind not in PLAIN)
+    return plain.draw_weights(_moe(kind), width=D, ffn_hidden_size=F, is_gated=kind not in PLAIN)
 
 
 def _batch(seed, dp):
@@ -96,9 +96,9 @@ def _run(env, sp, kinds, is_deferred):
     }
 
 
-def _run_kind(env, sp, kind, is_gathered, is_deferred):
+def _run_kind(env, is_sp, kind, is_gathered, is_deferred):
     groups, here = env.groups, env.grid.expert_coords(env.rank)
-    sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=sp)
+    sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=is_sp)
     context = Context(inner=alone(env.rank), outer=groups.cp)
     ranks = ExpertGroups(
         ep=groups.ep,
@@ -162,9 +162,9 @@ def _wanted(kind, dp):
     ys, losses, details = [], [], []
     for number in range(dp):
         noise = None
-        if moe.jitter:
+        if moe.router_jitter_noise:
             flat = keys[number].t().flatten() + layer.router.jitter_key
-            noise = jitter(flat, D, moe.jitter, torch.float64)
+            noise = jitter(flat, D, moe.router_jitter_noise, torch.float64)
         y, loss, detail = plain.layer(moe, leaves, x[number], mask[number], noise=noise)
         ys.append(y)
         losses.append(loss)

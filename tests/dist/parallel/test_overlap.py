@@ -104,7 +104,7 @@ def test_transfers_between_cp_ranks_are_recorded_and_their_bytes_are_what_the_fo
     cost = context_cost(plan.job, method)
     layers = plan.job.model.num_layers * plan.batch.num_micro_batches
     inner = inner_ranks(plan.job.parallel)
-    results = run_grid(_step_between_cp, plan.grid, plan.to_json(), cp_inner=inner)
+    results = run_grid(_step_between_cp, plan.grid, plan.to_json(), hierarchical_cp_size=inner)
     for events, sent in results:
         assert sent == (cost.inner_bytes + cost.outer_bytes) * layers
         names = {event.name for event in events} & BETWEEN_CP
@@ -124,7 +124,7 @@ def test_transfers_between_experts_are_recorded_and_counted(dispatch):
     """What all ranks send is what they say; each transfer is waited for once, inside a layer's work."""
     plan = make_test_plan(
         *layout_overrides("dp4-ep2-etp2"), "model.moe.num_experts=4", "model.num_layers=2",
-        f"parallel.dispatch={dispatch}",
+        f"parallel.moe_token_dispatcher_type={dispatch}",
     )  # fmt: skip
     kinds = {"ep_exchange"} if dispatch == "all_to_all" else {"ep_gather", "ep_reduce"}
     kinds |= {"etp_gather", "etp_reduce"}
@@ -139,7 +139,7 @@ def test_transfers_between_experts_are_recorded_and_counted(dispatch):
                 assert launched[number].start_s <= wait.start_s <= wait.end_s
                 assert any(w.start_s <= wait.start_s <= wait.end_s <= w.end_s for w in work)
     if dispatch == "all_gather":
-        rows = plan.job.data.seq_len * plan.batch.micro_batch_size * plan.job.model.width * 8
+        rows = plan.job.data.seq_len * plan.batch.micro_batch_size * plan.job.model.hidden_size * 8
         layers = plan.job.model.num_layers * plan.batch.num_micro_batches
         # Of etp's two ranks each sends its tokens to the other; of ep's each those of both.
         assert sent["etp_gather"] == 2 * rows * layers and sent["ep_gather"] == 4 * rows * layers
@@ -150,7 +150,7 @@ def test_tokens_travel_beside_the_work_of_another_micro_batch(is_overlapped):
     """With turns a transfer is waited for when the other pass has launched one; alone, before."""
     plan = make_test_plan(
         *layout_overrides("dp2-ep2"), "model.moe.num_experts=4", "model.num_layers=2",
-        "data.global_batch_size=8", f"parallel.overlap_experts={str(is_overlapped).lower()}",
+        "data.global_batch_size=8", f"parallel.overlap_moe_expert_parallel_comm={str(is_overlapped).lower()}",
     )  # fmt: skip
     found = run_grid(_step_between_experts, plan.grid, plan.to_json())
     for events, _ in found:

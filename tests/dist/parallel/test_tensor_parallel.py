@@ -35,7 +35,7 @@ S, B, IN, OUT, V = 8, 3, 24, 16, 20
 
 def _tensor(name, *shape, tp_dim):
     return GlobalTensor(
-        name=name, shape=shape, tp_dim=tp_dim, init="normal", init_std=1.0, role="matrix"
+        name=name, shape=shape, tp_dim=tp_dim, init="normal", initializer_range=1.0, role="matrix"
     )
 
 
@@ -64,8 +64,8 @@ def _blocks(layer):
     return plain_models.gradient_blocks(layer.parameters())
 
 
-def _sp(env, sp):
-    return SequenceParallel(tp=env.groups.tp, is_sequence_parallel=sp)
+def _sp(env, is_sp):
+    return SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_sp)
 
 
 def _features(x, env):
@@ -95,8 +95,8 @@ def _leaves(tensors):
     return {name: values.requires_grad_() for name, values in weights.items()}
 
 
-def _run_column(env, sp, names):
-    sp = _sp(env, sp)
+def _run_column(env, is_sp, names):
+    sp = _sp(env, is_sp)
     layer = _layer(ColumnParallelLinear, names, COLUMN, sp)
     x = _positions(_draw(1, S, B, IN), sp).requires_grad_()
     y = layer(x)
@@ -126,7 +126,7 @@ def test_column_linear(tp, sp, names):
 
 def _run_saved(env):
     """Numbers of elements that a column layer keeps for backward, parameters apart."""
-    sp = _sp(env, sp=True)
+    sp = _sp(env, is_sp=True)
     layer = _layer(ColumnParallelLinear, ("a",), COLUMN, sp)
     x, kept = _positions(_draw(1, S, B, IN), sp).requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -140,8 +140,8 @@ def test_column_linear_keeps_only_its_own_positions():
     assert run_grid(_run_saved, Grid(tp=2)) == [[S * B * IN // 2]] * 2
 
 
-def _run_row(env, sp):
-    sp = _sp(env, sp)
+def _run_row(env, is_sp):
+    sp = _sp(env, is_sp)
     layer = _layer(RowParallelLinear, ("a",), ROW, sp)
     x = _features(_draw(1, S, B, IN), env).clone().requires_grad_()
     y = layer(x)
@@ -162,8 +162,8 @@ def test_row_linear(tp, sp):
     _check_gradients(ROW, [block for result in results for block in result[2]], leaves)
 
 
-def _run_embedding(env, sp):
-    sp = _sp(env, sp)
+def _run_embedding(env, is_sp):
+    sp = _sp(env, is_sp)
     layer = _layer(VocabParallelEmbedding, ("a",), TABLE, sp)
     y = layer(_tokens())
     y.backward(_positions(_draw(2, S, B, IN), sp))
@@ -205,7 +205,7 @@ def test_copy_and_reduce_are_conjugate(tp):
 
 def _run_positions_pair(env):
     """Sum over ranks of (index + 1) * x, and own positions of it."""
-    sp = _sp(env, sp=True)
+    sp = _sp(env, is_sp=True)
     x = _positions(_draw(1, S, B), sp).requires_grad_()
     y = scatter_to_positions(
         gather_positions(x, sp.tp) * (sp.tp.index + 1),

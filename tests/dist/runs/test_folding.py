@@ -11,21 +11,21 @@ pytestmark = pytest.mark.dist
 
 SMALL = (
     "model.num_layers=2", "data.global_batch_size=8", "schedule.micro_batch_size=2",
-    "model.moe.num_experts=8", "model.moe.width=24",
+    "model.moe.num_experts=8", "model.moe.intermediate_size=24",
 )  # fmt: skip
 BALANCED = (
-    "model.moe.balance=micro_batch",
-    "model.moe.balance_coefficient=0.1",
-    "model.moe.z_coefficient=0.01",
+    "model.moe.load_balancing_type=micro_batch",
+    "model.moe.router_aux_loss_coef=0.1",
+    "model.moe.router_z_loss_coef=0.01",
 )
 MODELS = {
     "plain": SMALL,
     "balanced": (*SMALL, *BALANCED, "model.moe.capacity_factor=1.0"),
     "deepseek": (
-        *SMALL, "model.num_layers=3", "model.moe.first_dense_layers=1", "model.moe.shared_width=16",
-        "model.moe.has_shared_gate=true", "model.moe.score=sigmoid", "model.moe.has_bias=true",
-        "model.moe.bias_rate=0.01", "model.moe.balance=global", "model.moe.balance_coefficient=0.1",
-        "model.moe.jitter=0.1",
+        *SMALL, "model.num_layers=3", "model.moe.first_k_dense_replace=1", "model.moe.shared_expert_intermediate_size=16",
+        "model.moe.shared_expert_gate=true", "model.moe.router_score_function=sigmoid", "model.moe.expert_bias=true",
+        "model.moe.expert_bias_update_rate=0.01", "model.moe.load_balancing_type=global", "model.moe.router_aux_loss_coef=0.1",
+        "model.moe.router_jitter_noise=0.1",
     ),
 }  # fmt: skip
 STEPS = 3
@@ -47,21 +47,24 @@ FOLDED = [
 
 
 WAYS = {
-    "zero-bubble": ("tp2-cp2-pp2-ep2-sp", ["schedule.name=zb_h1", "parallel.dispatch=all_gather"]),
+    "zero-bubble": (
+        "tp2-cp2-pp2-ep2-sp",
+        ["schedule.name=zb_h1", "parallel.moe_token_dispatcher_type=all_gather"],
+    ),
     "turns": (
         "tp2-pp2-dp2-ep2",
         [
             "schedule.name=dualpipe_v",
             "schedule.chunks=2",
             "parallel.stages=Et|t|t|L",
-            "parallel.overlap_experts=true",
+            "parallel.overlap_moe_expert_parallel_comm=true",
         ],
     ),
     "turns-of-one-stage": (
         "dp4-etp2-ep2",
         [
             "schedule.micro_batch_size=1",
-            "parallel.overlap_experts=true",
+            "parallel.overlap_moe_expert_parallel_comm=true",
             "memory.recompute=full",
             "parallel.sharding=gradients",
         ],

@@ -13,23 +13,24 @@ pytestmark = pytest.mark.dist
 
 LATENT = (
     "model.num_kv_heads=num_heads",
-    "model.mla={kv_rank: 12, q_rank: 10, nope_features: 6, rope_features: 4, value_features: 5}",
-    "model.mtp_depth=2",
+    "model.mla={kv_lora_rank: 12, q_lora_rank: 10, qk_nope_head_dim: 6, qk_rope_head_dim: 4, v_head_dim: 5}",
+    "model.num_nextn_predict_layers=2",
 )
 YARN = (
     "model.rope_scaling=yarn",
-    "model.rope_mscale_all_features=1.0",
-    "model.is_embedding_tied=false",
+    "model.rope_beta_fast=4.0",
+    "model.rope_mscale_all_dim=1.0",
+    "model.tie_word_embeddings=false",
 )
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
 EXPERTS = (
-    "model.moe={num_experts: 8, top_k: 2, width: 24, first_dense_layers: 1, shared_width: 16, "
-    "score: sigmoid, num_groups: 4, top_groups: 2, group_score: top2, has_bias: true, "
-    "bias_rate: 0.01, scaling: 1.5}",
-    "model.mtp_depth=1",
+    "model.moe={num_experts: 8, top_k: 2, intermediate_size: 24, first_k_dense_replace: 1, shared_expert_intermediate_size: 16, "
+    "router_score_function: sigmoid, n_group: 4, topk_group: 2, group_score: top2, expert_bias: true, "
+    "expert_bias_update_rate: 0.01, routed_scaling_factor: 1.5}",
+    "model.num_nextn_predict_layers=1",
 )
 SHARDED = ("parallel.sharding=optimizer",)
-PLAIN, WHOLE, DROPPED = LATENT, (*LATENT, *YARN, *PACKED), (*LATENT, "model.residual_dropout=0.1")
+PLAIN, WHOLE, DROPPED = LATENT, (*LATENT, *YARN, *PACKED), (*LATENT, "model.hidden_dropout=0.1")
 DEEPSEEK = (*LATENT, *EXPERTS)
 CASES = [
     (PLAIN, "tp2-pp2-dp2-sp", SHARDED),

@@ -15,15 +15,15 @@ MODELS = {
     "gpt2-untied": [
         "model.family=gpt2",
         "model.num_kv_heads=num_heads",
-        "model.is_embedding_tied=false",
+        "model.tie_word_embeddings=false",
     ],
     "llama-gqa-tied": [],
-    "llama-gqa-untied": ["model.is_embedding_tied=false"],
+    "llama-gqa-untied": ["model.tie_word_embeddings=false"],
     "llama-kv2": ["model.num_kv_heads=2"],
     "llama-8-layers": ["model.num_layers=8"],
     "gpt2-kv1": ["model.family=gpt2", "model.num_kv_heads=1"],
     "qwen2-kv2": ["model.family=qwen2", "model.num_kv_heads=2"],
-    "qwen3-kv2": ["model.family=qwen3", "model.num_kv_heads=2", "model.head_features=6"],
+    "qwen3-kv2": ["model.family=qwen3", "model.num_kv_heads=2", "model.head_dim=6"],
     "llama-all-losses": [
         "model.num_kv_heads=2",
         "model.vocab_size=70",
@@ -89,7 +89,7 @@ def test_padding_of_the_table_is_no_part_of_the_run():
     """Rows 70 to 127 stay zero through weight decay; without them the run is the same."""
     (curve,), whole = _reference("llama-all-losses")
     overrides = [*MODELS["llama-all-losses"], *layout_overrides("tp2-sp")]
-    curves, tensors = train([*overrides, "model.vocab_multiple=1"])
+    curves, tensors = train([*overrides, "model.make_vocab_size_divisible_by=1"])
     np.testing.assert_allclose(curves[0], curve, rtol=LIMIT)
     for name, values in whole.items():
         rows = 70 if "embedding" in name else len(values)

@@ -10,8 +10,8 @@ from tests.support.training import assert_same_run, train
 
 pytestmark = pytest.mark.dist
 
-DROPOUT = ["model.residual_dropout=0.2", "model.attention_dropout=0.1"]
-GPT2 = ["model.family=gpt2", "model.num_kv_heads=num_heads", "model.is_embedding_tied=false"]
+DROPOUT = ["model.hidden_dropout=0.2", "model.attention_dropout=0.1"]
+GPT2 = ["model.family=gpt2", "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false"]
 MODELS = {
     "llama": DROPOUT,
     "gpt2": [*GPT2, *DROPOUT],

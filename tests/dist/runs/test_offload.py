@@ -13,7 +13,7 @@ MUON = ("optimizer.name=muon", "optimizer.state_dtype=8bit")
 CASES = [
     (
         "pp2-dp2",
-        ("schedule.name=zb_h1", "parallel.sharding=parameters", "model.residual_dropout=0.2"),
+        ("schedule.name=zb_h1", "parallel.sharding=parameters", "model.hidden_dropout=0.2"),
     ),
     ("tp2-sp", ("model.moe.num_experts=4", "memory.recompute=selective", "parallel.ep=2")),
     ("dp2", (*LION, "parallel.sharding=optimizer")),

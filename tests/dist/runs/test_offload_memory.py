@@ -26,7 +26,7 @@ PORTION = 2**20
 ONE_RANK = ("parallel.tp=1", "parallel.pp=1")
 STATE = (*STATE_OF_NEARLY_ALL, *ONE_RANK)
 ACTIVATIONS = (
-    *ONE_RANK, "model.width=64", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_width=256",
+    *ONE_RANK, "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_hidden_size=256",
     "model.num_layers=6", "data.seq_len=128", "model.max_positions=128", "data.global_batch_size=2",
     "schedule.micro_batch_size=2", "precision.dtype=bfloat16", "memory.offload=[activations]",
 )  # fmt: skip

@@ -12,12 +12,12 @@ pytestmark = pytest.mark.dist
 LION = ("optimizer.name=lion", "optimizer.lr=1e-3", "optimizer.embedding_lr=3e-3")
 MUON = ("optimizer.name=muon", "model.num_kv_heads=2", "optimizer.layer_lr_decay=0.9")
 EXPERTS = (
-    *MUON, "model.moe.num_experts=4", "model.moe.width=12", "model.moe.shared_width=8",
+    *MUON, "model.moe.num_experts=4", "model.moe.intermediate_size=12", "model.moe.shared_expert_intermediate_size=8",
 )  # fmt: skip
 EIGHT = (
     "optimizer.state_dtype=8bit",
-    "model.width=64",
-    "model.ffn_width=320",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=320",
     "model.num_layers=2",
 )
 BFLOAT16 = ("optimizer.name=lion", "optimizer.lr=1e-3", "optimizer.state_dtype=bfloat16")

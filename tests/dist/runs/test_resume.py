@@ -63,8 +63,8 @@ def _run(layout, folder, *, restore="", last=STEPS):
 SHARDED = "+parallel.sharding=optimizer"
 CHUNKS = "+schedule.name=interleaved+schedule.chunks=2+schedule.micro_batch_size=1"
 EXPERTS = (
-    "+model.moe.num_experts=8+model.moe.width=16+model.num_layers=2+model.moe.has_bias=true"
-    "+model.moe.bias_rate=0.1+model.moe.balance=global+model.moe.balance_coefficient=0.1"
+    "+model.moe.num_experts=8+model.moe.intermediate_size=16+model.num_layers=2+model.moe.expert_bias=true"
+    "+model.moe.expert_bias_update_rate=0.1+model.moe.load_balancing_type=global+model.moe.router_aux_loss_coef=0.1"
 )
 """With state of routers beside the weights: a bias, and the last step's load."""
 

@@ -64,7 +64,7 @@ def test_put_off_gradients_reach_buckets_that_leave_early():
 
 def test_many_chunks_and_large_groups():
     overrides = [*layout_overrides("pp2"), *_options("interleaved", 3, 2)]
-    check_same_run([*overrides, "schedule.group_size=3"], "llama-gqa-tied")
+    check_same_run([*overrides, "schedule.microbatch_group_size_per_vp_stage=3"], "llama-gqa-tied")
 
 
 @pytest.mark.parametrize(

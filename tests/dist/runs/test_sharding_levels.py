@@ -6,7 +6,7 @@ import pytest
 
 from raymega.messages import Requests
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import build_parts
 from raymega.train.evaluate import evaluate
 from raymega.train.state import TrainState
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.dist
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=4")
 MODELS = {
     "llama": (),
-    "llama-kv2-untied": ("model.num_kv_heads=2", "model.is_embedding_tied=false"),
+    "llama-kv2-untied": ("model.num_kv_heads=2", "model.tie_word_embeddings=false"),
     "gpt2-dropout": (
-        "model.family=gpt2", "model.num_kv_heads=num_heads", "model.residual_dropout=0.2",
+        "model.family=gpt2", "model.num_kv_heads=num_heads", "model.hidden_dropout=0.2",
     ),
     "llama-packed": PACKED,
     "experts": ("model.moe.num_experts=4", "model.moe.top_k=2"),
 }  # fmt: skip
 FULL = ("memory.recompute=full", "memory.recompute_every=2")
-HYBRID = "parallel.sharding_group=2"
+HYBRID = "parallel.data_parallel_shard_degree=2"
 CASES = [
     ("llama", "dp3", "gradients", ()),
     ("llama", "dp3", "parameters", ("memory.recompute=full",)),
@@ -93,7 +93,7 @@ def test_evaluation_between_steps_gathers_what_it_needs():
     found = {}
     for level in ("none", "parameters"):
         plan = make_test_plan(*overrides, f"parallel.sharding={level}")
-        sharers = group_size(plan.job.parallel)
+        sharers = data_parallel_shard_size(plan.job.parallel)
         found[level] = run_grid(_evaluated, plan.grid, plan.to_json(), sharers=sharers)
     for mine, theirs in zip(found["none"], found["parameters"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-12)

@@ -13,7 +13,7 @@ from raymega.parallel.comm.work import Work
 from raymega.plan import zero_levels
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
@@ -29,8 +29,8 @@ GLOO = "pt_gloo_runloop"
 MANY_BUCKETS = 16
 """How many of the copies that gloo makes of what it gathers are there at once is chance: buckets are small."""
 STATE_OF_NEARLY_ALL = (
-    "model.width=128", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_width=512",
-    "model.num_layers=16", "model.vocab_size=64", "model.vocab_multiple=64", "data.seq_len=8",
+    "model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_hidden_size=512",
+    "model.num_layers=16", "model.vocab_size=64", "model.make_vocab_size_divisible_by=64", "data.seq_len=8",
     "data.global_batch_size=8", "schedule.micro_batch_size=1", "precision.dtype=bfloat16",
     "run.eval_samples=0",
 )  # fmt: skip
@@ -92,7 +92,9 @@ def _has_let_go():
 def _measured(*options):
     """Peaks of the build and of a step, and the plan."""
     plan = make_test_plan(*STATE_OF_NEARLY_ALL, *layout_overrides("dp4"), *options)
-    peaks = run_grid(_peak, plan.grid, plan.to_json(), sharers=group_size(plan.job.parallel))
+    peaks = run_grid(
+        _peak, plan.grid, plan.to_json(), sharers=data_parallel_shard_size(plan.job.parallel)
+    )
     return *peaks[0], plan
 
 
@@ -113,11 +115,15 @@ CASES = [
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("level", "group"), CASES)
 def test_peaks_of_build_and_step_are_the_planners_and_fall_as_it_says(level, group):
-    built, peak, plan = _measured(f"parallel.sharding={level}", f"parallel.sharding_group={group}")
+    built, peak, plan = _measured(
+        f"parallel.sharding={level}", f"parallel.data_parallel_shard_degree={group}"
+    )
     planned, kept = _planned(plan)
     assert built == pytest.approx(kept, rel=LIMIT)
     assert peak == pytest.approx(planned, rel=LIMIT)
-    _, whole, whole_plan = _measured("parallel.sharding=none", "parallel.sharding_group=all")
+    _, whole, whole_plan = _measured(
+        "parallel.sharding=none", "parallel.data_parallel_shard_degree=all"
+    )
     fall = _planned(whole_plan)[0] - planned
     assert whole - peak == pytest.approx(fall, rel=LIMIT)
 

@@ -84,7 +84,7 @@ def test_bias_gradients_that_float16_cannot_hold_are_no_overflow(layout):
     """A bias's gradient is a sum over tokens; ranks that cut positions would have smaller terms."""
     job = (
         *HALF, "data.global_batch_size=9", "schedule.micro_batch_size=1", "model.family=gpt2",
-        "model.num_kv_heads=num_heads", "model.is_embedding_tied=false", "model.vocab_size=70",
+        "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false", "model.vocab_size=70",
         "precision.loss_scale_window=2",
     )  # fmt: skip
     outcomes = _run(layout, *job, loss_scale=LossScale(factor=2.0**16), steps=4)

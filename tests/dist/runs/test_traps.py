@@ -154,7 +154,7 @@ def test_no_rank_makes_or_sends_logits_of_the_whole_vocabulary(layout, is_whole)
     size, multiple = VOCABULARY
     job = (
         f"model.vocab_size={size}",
-        f"model.vocab_multiple={multiple}",
+        f"model.make_vocab_size_divisible_by={multiple}",
         *layout_overrides(layout),
     )
     plan = make_test_plan(*job)
@@ -242,7 +242,7 @@ def test_every_group_has_the_one_timeout():
 )
 def test_recompute_changes_no_bit_with_dropout(memory):
     job = (
-        "model.residual_dropout=0.2",
+        "model.hidden_dropout=0.2",
         "model.attention_dropout=0.1",
         *layout_overrides("tp2-pp2-sp"),
     )
@@ -291,7 +291,7 @@ EVERYTHING = (
     "model.family=qwen3",
     "model.vocab_size=300",
     "model.num_kv_heads=2",
-    "model.residual_dropout=0.1",
+    "model.hidden_dropout=0.1",
     "model.attention_dropout=0.1",
     "model.label_smoothing=0.1",
     "model.z_loss=0.001",
@@ -303,7 +303,7 @@ EVERYTHING = (
     "optimizer.norm_lr=6e-3",
     "optimizer.layer_lr_decay=0.9",
     "optimizer.is_embedding_decayed=false",
-    "optimizer.clip_norm=0.5",
+    "optimizer.max_grad_norm=0.5",
     "schedule.micro_batch_size=1",
 )
 ON_THE_LAYOUT = (

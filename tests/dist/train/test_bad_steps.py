@@ -120,8 +120,8 @@ def test_batch_that_is_bad_again_is_left_out_undone_or_the_end():
 
 
 BALANCED = (
-    "model.moe.num_experts=4", "model.moe.has_bias=true", "model.moe.bias_rate=0.01", "model.moe.balance=global",
-    "model.moe.balance_coefficient=0.1",
+    "model.moe.num_experts=4", "model.moe.expert_bias=true", "model.moe.expert_bias_update_rate=0.01", "model.moe.load_balancing_type=global",
+    "model.moe.router_aux_loss_coef=0.1",
 )  # fmt: skip
 
 

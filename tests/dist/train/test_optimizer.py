@@ -17,7 +17,7 @@ from tests.support.ranks import run_grid
 pytestmark = pytest.mark.dist
 
 LEVELS = (ZeroLevel.NONE, ZeroLevel.OPTIMIZER, ZeroLevel.GRADIENTS)
-SECTION = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
+SECTION = OptimizerSection(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 STEPS = 4
 TIED = make_tensor("embedding", (8, 6), tp_dim=0)
 TENSORS = {
@@ -61,7 +61,7 @@ def _reference():
             param.grad = _whole_gradient(name, step)
         norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params.values()])))
         for param in params.values():
-            param.grad *= min(1.0, SECTION.clip_norm / norms[-1])
+            param.grad *= min(1.0, SECTION.max_grad_norm / norms[-1])
         optimizer.step()
     return params, norms
 
@@ -91,7 +91,7 @@ def _train(env, level):
         _poison(buffer)
         mine = local_norm_sq(buffer.shares(), env.device)
         norms.append(sqrt(all_reduce(mine, env.groups.world).item()))
-        factor = clip_factor(norms[-1], SECTION.clip_norm)
+        factor = clip_factor(norms[-1], SECTION.max_grad_norm)
         optimizer.step(lr=SECTION.lr, step=step + 1, gradient_factor=factor)
         weights.start_gather()
         weights.wait_for_all()
@@ -140,4 +140,4 @@ def test_training_on_any_grid_equals_torch_on_the_whole_model(grid, level):
             torch.testing.assert_close(values, block, rtol=0, atol=1e-13)
             place = (piece.tensor.name, piece.box.offset)
             assert torch.equal(held.setdefault(place, values), values), f"{place}: copies differ"
-    assert max(expected_norms) > SECTION.clip_norm
+    assert max(expected_norms) > SECTION.max_grad_norm

@@ -16,7 +16,7 @@ from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
 
-EXPERTS = ("model.moe.num_experts=4", "model.moe.width=16")
+EXPERTS = ("model.moe.num_experts=4", "model.moe.intermediate_size=16")
 
 
 def _flip(parts, name):
@@ -45,7 +45,7 @@ def _look(env, plan_json, at, name):
 
 
 def _plan(layout, *overrides):
-    common = ("data.global_batch_size=8", "elastic.divergence_every=1")
+    common = ("data.global_batch_size=8", "elastic.replica_check_every=1")
     return make_test_plan(*layout_overrides(layout), *common, *overrides)
 
 

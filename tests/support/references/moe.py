@@ -14,26 +14,32 @@ from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 
-def draw_weights(moe, *, width, ffn_width, is_gated=True, seed=0):
+def draw_weights(moe, *, width, ffn_hidden_size, is_gated=True, seed=0):
     """Every tensor of the layer ``moe``, large enough that no mistake hides in small numbers."""
     generator = torch.Generator().manual_seed(seed)
-    E, D, F = moe.num_experts, width, ffn_width if moe.width == "ffn_width" else moe.width
+    E, D, F = (
+        moe.num_experts,
+        width,
+        ffn_hidden_size if moe.intermediate_size == "ffn_hidden_size" else moe.intermediate_size,
+    )
     shapes = {"router.weight": (E, D), "experts.up.weight": (E, F, D)}
     shapes |= {"experts.down.weight": (E, D, F)}
     if is_gated:
         shapes["experts.gate.weight"] = (E, F, D)
-    if moe.has_bias:
+    if moe.expert_bias:
         shapes["router.bias"] = (E,)
-    if moe.balance == "global":
+    if moe.load_balancing_type == "global":
         shapes["router.counts"] = (E,)
-    if moe.shared_width:
+    if moe.shared_expert_intermediate_size:
         names = ("gate", "up") if is_gated else ("up",)
-        shapes |= {f"shared.{name}.weight": (moe.shared_width, D) for name in names}
-        shapes["shared.down.weight"] = (D, moe.shared_width)
-    if moe.has_shared_gate:
+        shapes |= {
+            f"shared.{name}.weight": (moe.shared_expert_intermediate_size, D) for name in names
+        }
+        shapes["shared.down.weight"] = (D, moe.shared_expert_intermediate_size)
+    if moe.shared_expert_gate:
         shapes["shared_gate.weight"] = (1, D)
     drawn = {n: 0.5 * torch.randn(s, generator=generator).double() for n, s in shapes.items()}
-    if moe.balance == "global":
+    if moe.load_balancing_type == "global":
         drawn["router.counts"] = drawn["router.counts"].abs() * 100
     return drawn
 
@@ -119,20 +125,20 @@ def layer(moe, weights, x, mask, *, noise=None):
     tokens, counted = x.transpose(0, 1).flatten(0, 1), mask.t().flatten().tolist()
     seen = tokens if noise is None else tokens * noise
     logits = seen @ weights["router.weight"].T
-    scores = logits.softmax(1) if moe.score == "softmax" else torch.sigmoid(logits)
+    scores = logits.softmax(1) if moe.router_score_function == "softmax" else torch.sigmoid(logits)
     choice = scores.detach()
-    if moe.balance == "sinkhorn":
+    if moe.load_balancing_type == "sinkhorn":
         choice = _sinkhorn(logits.detach(), counted, moe.sinkhorn_rounds)
-    if moe.has_bias:
+    if moe.expert_bias:
         choice = choice + weights["router.bias"].detach()
     chosen = [_choose(row, moe) for row in choice.tolist()]
     gates = torch.zeros_like(scores)
     for token, experts in enumerate(chosen):
         picked = scores[token, experts]
-        if moe.is_normalised:
+        if moe.norm_topk_prob:
             picked = picked / picked.sum()
         gates = gates.index_put(
-            (torch.tensor([token]), torch.tensor(experts)), picked * moe.scaling
+            (torch.tensor([token]), torch.tensor(experts)), picked * moe.routed_scaling_factor
         )
     kept = _keep(moe, chosen, gates.detach(), counted)
     y = torch.zeros_like(tokens)
@@ -141,7 +147,7 @@ def layer(moe, weights, x, mask, *, noise=None):
         out = _expert(weights, expert, tokens[rows])
         y = y.index_add(0, torch.tensor(rows, dtype=torch.int64), gates[rows, expert, None] * out)
     y = y.unflatten(0, (B, S)).transpose(0, 1)
-    if moe.shared_width:
+    if moe.shared_expert_intermediate_size:
         y = y + _shared(moe, weights, x)
     loss = _losses(moe, weights, logits, scores, chosen, counted, S)
     return y, loss, SimpleNamespace(chosen=chosen, kept=kept)
@@ -149,12 +155,12 @@ def layer(moe, weights, x, mask, *, noise=None):
 
 def _choose(row, moe):
     """The best experts of the best groups; of equals the lower."""
-    size = moe.num_experts // moe.num_groups
-    groups = [range(g * size, (g + 1) * size) for g in range(moe.num_groups)]
-    if moe.num_groups > 1:
+    size = moe.num_experts // moe.n_group
+    groups = [range(g * size, (g + 1) * size) for g in range(moe.n_group)]
+    if moe.n_group > 1:
         take = 2 if moe.group_score == "top2" else 1
         worth = [sum(sorted((row[e] for e in group), reverse=True)[:take]) for group in groups]
-        best = sorted(range(moe.num_groups), key=lambda g: (-worth[g], g))[: moe.top_groups]
+        best = sorted(range(moe.n_group), key=lambda g: (-worth[g], g))[: moe.topk_group]
         groups = [groups[g] for g in best]
     open_ = [e for group in groups for e in group]
     return sorted(open_, key=lambda e: (-row[e], e))[: moe.top_k]
@@ -168,7 +174,7 @@ def _keep(moe, chosen, gates, counted):
     for expert in range(moe.num_experts):
         tokens = [t for t, experts in enumerate(chosen) if expert in experts]
         weight = gates[:, expert].tolist()
-        by_weight = moe.drop_by == "probability"
+        by_weight = moe.token_drop_policy == "probability"
         tokens.sort(key=lambda t: (not counted[t], -weight[t] if by_weight else 0, t))
         for token in tokens[:capacity]:
             kept[token].append(expert)
@@ -190,7 +196,7 @@ def _shared(moe, weights, x):
     if "shared.gate.weight" in weights:
         inner = functional.silu(x @ weights["shared.gate.weight"].T) * up
     y = inner @ weights["shared.down.weight"].T
-    return y * torch.sigmoid(x @ weights["shared_gate.weight"].T) if moe.has_shared_gate else y
+    return y * torch.sigmoid(x @ weights["shared_gate.weight"].T) if moe.shared_expert_gate else y
 
 
 def _losses(moe, weights, logits, scores, chosen, counted, row_length):
@@ -200,22 +206,22 @@ def _losses(moe, weights, logits, scores, chosen, counted, row_length):
     for token, is_counted in enumerate(counted):
         if not is_counted:
             continue
-        total = total + moe.z_coefficient * logits[token].logsumexp(0) ** 2
+        total = total + moe.router_z_loss_coef * logits[token].logsumexp(0) ** 2
         load = _load(moe, weights, chosen, counted, token // row_length, row_length)
         if load is not None:
             balance = (load / load.sum() * shares[token]).sum()
-            total = total + moe.balance_coefficient * moe.num_experts * balance
+            total = total + moe.router_aux_loss_coef * moe.num_experts * balance
     return total
 
 
 def _load(moe, weights, chosen, counted, row, row_length):
-    if moe.balance == "global":
+    if moe.load_balancing_type == "global":
         return weights["router.counts"].detach()
-    if moe.balance not in ("micro_batch", "sequence"):
+    if moe.load_balancing_type not in ("micro_batch", "sequence"):
         return None
     load = torch.zeros(moe.num_experts, dtype=torch.float64)
     for token, experts in enumerate(chosen):
-        is_same = moe.balance == "micro_batch" or token // row_length == row
+        is_same = moe.load_balancing_type == "micro_batch" or token // row_length == row
         if counted[token] and is_same:
             load[experts] += 1
     return load

@@ -17,13 +17,13 @@ def make_model(family: str, **changes) -> ModelSection:
     """A tiny model whose sizes all differ and suit tp up to 4."""
     sizes = {
         "num_layers": 3,
-        "width": 48,
+        "hidden_size": 48,
         "num_heads": 8,
         "num_kv_heads": "num_heads" if family == "gpt2" else 4,
-        "head_features": 10 if family == "qwen3" else "width / num_heads",
-        "ffn_width": 80,
+        "head_dim": 10 if family == "qwen3" else "hidden_size / num_heads",
+        "ffn_hidden_size": 80,
         "vocab_size": 52,
-        "vocab_multiple": 8,
+        "make_vocab_size_divisible_by": 8,
         "max_positions": 16,
     }
     return ModelSection(family=family, **{**sizes, **changes})
@@ -65,9 +65,9 @@ def gradients(model, weights, batch) -> dict:
     """
     leaves = {name: values.clone().requires_grad_() for name, values in weights.items()}
     loss = loss_sum(model, leaves, *batch)
-    if model.mtp_depth:
+    if model.num_nextn_predict_layers:
         further = further_loss_sum(model, leaves, *batch)
-        (loss + model.mtp_weight / model.mtp_depth * further).backward()
+        (loss + model.mtp_loss_scaling_factor / model.num_nextn_predict_layers * further).backward()
         grads = {name: leaf.grad for name, leaf in leaves.items()}
         return {"loss": loss.detach(), "mtp_loss": further.detach(), **grads}
     loss.backward()
@@ -78,7 +78,7 @@ def further_loss_sum(model, weights, tokens, labels, mask):
     """Sum over depths of the losses further ahead, token by token along the rows."""
     total, x = 0.0, norm(model, weights, "final_norm", hidden(model, weights, tokens))
     seen = mask.bool()
-    for depth in range(model.mtp_depth):
+    for depth in range(model.num_nextn_predict_layers):
         at, seq = f"mtp.{depth}", tokens.shape[1]
         read = torch.where(seen, labels, 0)
         token = norm(model, weights, f"{at}.token_norm", weights["embedding.tokens.weight"][read])
@@ -103,7 +103,7 @@ def logits(model, weights, tokens):
 
 
 def head_weight(model, weights):
-    head = "embedding.tokens.weight" if model.is_embedding_tied else "head.weight"
+    head = "embedding.tokens.weight" if model.tie_word_embeddings else "head.weight"
     return weights[head][: model.vocab_size]
 
 
@@ -139,7 +139,7 @@ def linear(weights, at, x):
 
 def attention(model, weights, at, x):
     """Each query head by itself: softmax over earlier positions of its kv head."""
-    if model.mla.kv_rank:
+    if model.mla.kv_lora_rank:
         return latent_attention(model, weights, at, x)
     seq, width = x.shape[1], model.head_width
     q, k, v = (linear(weights, f"{at}.{n}", x).unflatten(-1, (-1, width)) for n in "qkv")
@@ -160,10 +160,10 @@ def latent_attention(model, weights, at, x):
     """DeepSeek-V2's formulas 37 to 47, head by head; the turned part of keys is one for all heads."""
     mla, seq = model.mla, x.shape[1]
     down = linear(weights, f"{at}.kv_down", x)
-    latent = norm(model, weights, f"{at}.kv_latent_norm", down[..., : mla.kv_rank])
-    k_turned = rotate(model, down[..., None, mla.kv_rank :])[:, :, 0]
+    latent = norm(model, weights, f"{at}.kv_latent_norm", down[..., : mla.kv_lora_rank])
+    k_turned = rotate(model, down[..., None, mla.kv_lora_rank :])[:, :, 0]
     kv = linear(weights, f"{at}.kv_up", latent).unflatten(-1, (model.num_heads, -1))
-    if mla.q_rank:
+    if mla.q_lora_rank:
         q_latent = norm(
             model, weights, f"{at}.q_latent_norm", linear(weights, f"{at}.q_down", x)
         )  # fmt: skip
@@ -171,14 +171,14 @@ def latent_attention(model, weights, at, x):
     else:
         q = linear(weights, f"{at}.q", x)
     q = q.unflatten(-1, (model.num_heads, -1))
-    q_turned = rotate(model, q[..., mla.nope_features :])
-    scale = 1 / math.sqrt(mla.nope_features + mla.rope_features)
+    q_turned = rotate(model, q[..., mla.qk_nope_head_dim :])
+    scale = 1 / math.sqrt(mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if model.rope_scaling == "yarn":
-        scale *= (0.1 * model.rope_mscale_all_features * math.log(model.rope_factor) + 1) ** 2
+        scale *= (0.1 * model.rope_mscale_all_dim * math.log(model.rope_factor) + 1) ** 2
     later, heads = torch.ones(seq, seq).triu(1).bool(), []
     for head in range(model.num_heads):
-        k_plain, v = kv[:, :, head].split((mla.nope_features, mla.value_features), -1)
-        scores = q[:, :, head, : mla.nope_features] @ k_plain.transpose(1, 2)
+        k_plain, v = kv[:, :, head].split((mla.qk_nope_head_dim, mla.v_head_dim), -1)
+        scores = q[:, :, head, : mla.qk_nope_head_dim] @ k_plain.transpose(1, 2)
         scores = (scores + q_turned[:, :, head] @ k_turned.transpose(1, 2)) * scale
         heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ v)
     return linear(weights, f"{at}.out", torch.cat(heads, -1))
@@ -190,10 +190,10 @@ def rotate(model, x):
     width = x.shape[-1]
     half = width // 2
     positions = torch.arange(x.shape[1], dtype=torch.float64)
-    speed = [_speed(model, model.rope_base ** (-2 * i / width), i, width) for i in range(half)]
+    speed = [_speed(model, model.rope_theta ** (-2 * i / width), i, width) for i in range(half)]
     angles = positions[:, None] * torch.tensor(speed, dtype=torch.float64)
     turn = torch.polar(torch.full_like(angles, _stretch(model)), angles)[:, None]
-    if model.mla.kv_rank:
+    if model.mla.kv_lora_rank:
         y = torch.complex(x[..., 0::2], x[..., 1::2]) * turn
         return torch.view_as_real(y).flatten(-2)
     y = torch.complex(x[..., :half], x[..., half:]) * turn
@@ -206,7 +206,7 @@ def _stretch(model):
         return 1.0
     above, below = (
         0.1 * m * math.log(model.rope_factor) + 1
-        for m in (model.rope_mscale, model.rope_mscale_all_features)
+        for m in (model.rope_mscale, model.rope_mscale_all_dim)
     )
     return above / below
 
@@ -221,8 +221,8 @@ def _speed(model, plain, pair, width):
     if model.rope_scaling == "yarn":
         first, last = (
             width * math.log(model.rope_original_positions / (2 * math.pi * turns))
-            / (2 * math.log(model.rope_base))
-            for turns in (model.rope_high_freq_factor, model.rope_low_freq_factor)
+            / (2 * math.log(model.rope_theta))
+            for turns in (model.rope_beta_fast, model.rope_beta_slow)
         )  # fmt: skip
         first, last = max(0, math.floor(first)), min(width - 1, math.ceil(last))
         stretched = min(1.0, max(0.0, (pair - first) / (last - first)))

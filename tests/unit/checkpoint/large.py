@@ -11,8 +11,8 @@ from tests.unit.checkpoint.support import NO_WAIT, STATE, make_blocks, make_grid
 
 ALONE = make_grid("tp1")
 LARGE = ModelSection(
-    family="llama", num_layers=1, width=256, num_heads=8, num_kv_heads=4, ffn_width=256,
-    vocab_size=3072, vocab_multiple=8, max_positions=12, is_embedding_tied=True,
+    family="llama", num_layers=1, hidden_size=256, num_heads=8, num_kv_heads=4, ffn_hidden_size=256,
+    vocab_size=3072, make_vocab_size_divisible_by=8, max_positions=12, tie_word_embeddings=True,
 )  # fmt: skip
 PART = 5 << 20  # the least that services take
 FILES = SaveLimits(file_bytes=6 << 20)

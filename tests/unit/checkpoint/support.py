@@ -33,8 +33,8 @@ STATE = {"step": 100, "samples": 800, "tokens": 12800.0, "note": "x"}
 
 def make_model(family: str, *, is_tied: bool) -> ModelSection:
     return ModelSection(
-        family=family, num_layers=4, width=16, num_heads=8, num_kv_heads=4, ffn_width=24,
-        vocab_size=40, vocab_multiple=8, max_positions=12, is_embedding_tied=is_tied,
+        family=family, num_layers=4, hidden_size=16, num_heads=8, num_kv_heads=4, ffn_hidden_size=24,
+        vocab_size=40, make_vocab_size_divisible_by=8, max_positions=12, tie_word_embeddings=is_tied,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def rank_specs(model: ModelSection, grid: Grid, rank: int) -> list[ShardSpec]:
     groups: dict[str, list[GlobalTensor]] = {}
     for tensor in stage_tensors(model, stage):
         groups.setdefault(_fused_name(tensor.name), []).append(tensor)
-    is_split = grid.pp > 1 and model.is_embedding_tied
+    is_split = grid.pp > 1 and model.tie_word_embeddings
     return [
         make_spec(
             tuple(tensors),

@@ -64,7 +64,7 @@ def test_job_with_experts_has_the_published_size_and_its_state_fits(
         state = rank_state(job, plan.stages_of(rank), grid, tp_rank=0)
         layers = sum(stage.num_layers for stage in plan.stages_of(rank))
         own = job.model.moe.num_experts // grid.ep
-        assert held.experts == layers * own * 3 * job.model.width * job.model.ffn_width
+        assert held.experts == layers * own * 3 * job.model.hidden_size * job.model.ffn_hidden_size
         wanted = (6 + 12 / grid.replicas) * held.dense + (6 + 12 / grid.edp) * held.experts
         wanted += (8 + 8 / grid.replicas) * held.wide
         assert state.total_bytes == pytest.approx(wanted, rel=1e-6)

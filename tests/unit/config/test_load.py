@@ -25,7 +25,7 @@ def test_verify_job_parses_without_faults():
 def test_overrides_reach_into_a_section_inside_another():
     job = parse_job(VERIFY, ["model.moe.num_experts=4", "model.moe.top_k=1"]).job()
     assert (job.model.moe.num_experts, job.model.moe.top_k) == (4, 1)
-    assert job.model.moe.score == "softmax"
+    assert job.model.moe.router_score_function == "softmax"
     assert "a is not a known key" in _texts(parse_job(VERIFY, ["a.b.c=1"]))
 
 
@@ -77,7 +77,7 @@ def test_lists_are_refused_in_the_words_of_yaml(override, told):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["model.width=" + "9" * 400], "less than or equal to 9223372036854775807"),
+        (["model.hidden_size=" + "9" * 400], "less than or equal to 9223372036854775807"),
         (["run.seed=9223372036854775808"], "less than or equal to 9223372036854775807"),
         (["model.num_layers=200001"], "model.num_layers=200001; tensors are listed layer by layer"),
         (
@@ -127,14 +127,14 @@ def test_missing_file_is_refused(tmp_path):
     "override", ["steps=3", "run.steps", "=3", "a..c=1", "run.name=@x", "run.name={a: 1, a: 2}"]
 )
 def test_malformed_override_is_a_fault_beside_the_others(override):
-    text = _texts(parse_job(VERIFY, [override, "model.widht=3"]))
-    assert f"override {override!r}" in text and "did you mean model.width?" in text
+    text = _texts(parse_job(VERIFY, [override, "model.hiden_size=3"]))
+    assert f"override {override!r}" in text and "did you mean model.hidden_size?" in text
 
 
 @pytest.mark.parametrize(
     "override",
     ["optimizer.lr=.inf", "optimizer.beta2=1.0", "elastic.collective_timeout_s=.inf",
-     "optimizer.clip_norm=.nan", "cluster.cpus_per_worker=0.00001", "run.steps=1:30",
+     "optimizer.max_grad_norm=.nan", "cluster.cpus_per_worker=0.00001", "run.steps=1:30",
      "run.seed=0123"],
 )  # fmt: skip
 def test_numbers_that_make_no_run_are_refused(override):
@@ -206,3 +206,16 @@ def test_sequences_become_tuples_in_files_and_overrides(tmp_path):
     job = parse_job(path, ["data.batch_ramp=[{until_samples: 8, global_batch_size: 4}]"]).job()
     assert job.memory.recompute_parts == ("norm", "attention")
     assert job.data.batch_ramp[0].global_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [(0, "none"), (1, "optimizer"), (2, "gradients"), (3, "parameters")]
+)
+def test_zero_stages_are_synonyms_of_what_is_sharded(stage, name):
+    assert parse_job(VERIFY, [f"parallel.sharding={stage}"]).job().parallel.sharding == name
+
+
+@pytest.mark.parametrize("value", ["4", "-1", "true", "1.0"])
+def test_other_numbers_are_no_stage(value):
+    (fault,) = parse_job(VERIFY, [f"parallel.sharding={value}"]).faults
+    assert "parallel.sharding" in str(fault)

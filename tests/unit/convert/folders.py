@@ -15,10 +15,10 @@ NOW = "2025-01-01T00:00:00+00:00"
 
 def make_model(family="llama", **changes) -> ModelSection:
     sizes = {
-        "num_layers": 2, "width": 16, "num_heads": 4, "ffn_width": 24, "vocab_size": 50,
-        "max_positions": 12, "vocab_multiple": 8,
+        "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 24, "vocab_size": 50,
+        "max_positions": 12, "make_vocab_size_divisible_by": 8,
         "num_kv_heads": "num_heads" if family == "gpt2" else 2,
-        "head_features": 6 if family == "qwen3" else "width / num_heads",
+        "head_dim": 6 if family == "qwen3" else "hidden_size / num_heads",
     }  # fmt: skip
     return ModelSection(family=family, **{**sizes, **changes})
 

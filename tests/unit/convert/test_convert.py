@@ -34,7 +34,7 @@ FAMILIES = ["gpt2", "llama", "qwen2", "qwen3"]
 
 
 def _import(folder, out, **options):
-    return hf_import(folder, str(out), created=NOW, vocab_multiple=8, **options)
+    return hf_import(folder, str(out), created=NOW, make_vocab_size_divisible_by=8, **options)
 
 
 def _read(folder):
@@ -46,7 +46,7 @@ def _read(folder):
 def test_every_byte_comes_back(tmp_path, monkeypatch, family, is_tied):
     monkeypatch.setattr(native, "FILE_BYTES", 4000)
     monkeypatch.setattr(native, "MAX_BOX_BYTES", 1000)
-    model = make_model(family, is_embedding_tied=is_tied)
+    model = make_model(family, tie_word_embeddings=is_tied)
     folder = write_folder(tmp_path / "theirs", model, max_file_bytes=3000)
     assert (folder / "model.safetensors.index.json").exists()
     done = _import(folder, tmp_path / "ours")
@@ -93,11 +93,11 @@ def test_old_names_buffers_and_a_doubled_head_are_understood(tmp_path):
 
 
 DEEPSEEK = {
-    "num_kv_heads": "num_heads", "mtp_depth": 1, "is_embedding_tied": False, "norm_eps": 1e-6,
-    "mla": MlaSection(kv_rank=8, q_rank=6, nope_features=4, rope_features=2, value_features=3),
+    "num_kv_heads": "num_heads", "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "norm_eps": 1e-6,
+    "mla": MlaSection(kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3),
     "moe": MoeSection(
-        num_experts=4, width=12, first_dense_layers=1, shared_width=12, score="sigmoid", has_bias=True,
-        num_groups=2, top_groups=1, group_score="top2",
+        num_experts=4, intermediate_size=12, first_k_dense_replace=1, shared_expert_intermediate_size=12, router_score_function="sigmoid", expert_bias=True,
+        n_group=2, topk_group=1, group_score="top2",
     ),
 }  # fmt: skip
 
@@ -232,7 +232,7 @@ def test_files_are_found_where_a_run_started_from(tmp_path):
     folder = write_folder(tmp_path / "theirs", make_model())
     done = _import(folder, tmp_path / "ours")
     _, manifest = open_checkpoint(done.uri)
-    job = {**manifest.job, "checkpoint": {"start_from": done.uri}}
+    job = {**manifest.job, "checkpoint": {"init_from": done.uri}}
     shutil.copytree(tmp_path / "ours/checkpoints", tmp_path / "run/checkpoints")
     run = LocalStore(tmp_path / "run")
     run.put(manifest.key, [replace(manifest, job=job).to_json().encode()], overwrite=True)
@@ -276,7 +276,7 @@ def test_experts_of_a_gpt2_are_refused_before_anything_is_written(tmp_path):
     model = make_native_model("gpt2", is_tied=False)
     store, grid = LocalStore(tmp_path / "run"), Grid()
     manifest = assemble_shards(save_shards(store, model, grid), grid)
-    section = model.model_copy(update={"moe": MoeSection(num_experts=4, width=12)})
+    section = model.model_copy(update={"moe": MoeSection(num_experts=4, intermediate_size=12)})
     commit(store, replace(manifest, job={"model": section.model_dump(mode="json")}))
     with pytest.raises(
         ConfigError, match=r"model\.moe\.num_experts=4; GPT2LMHeadModel has no such"
@@ -303,7 +303,9 @@ def test_exports_write_no_folder_that_is_called_like_a_store(tmp_path, monkeypat
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
-    model = make_model(num_layers=24, width=64, num_heads=4, ffn_width=4096, vocab_size=512)
+    model = make_model(
+        num_layers=24, hidden_size=64, num_heads=4, ffn_hidden_size=4096, vocab_size=512
+    )
     folder = write_folder(tmp_path / "theirs", model)
     whole = (folder / "model.safetensors").stat().st_size
     largest = max(entry.num_bytes for entry in open_weights(folder).values())
@@ -318,7 +320,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
 
 @pytest.mark.parametrize(("factor", "notes"), [(0.0, 0), (1.5, 1)])
 def test_export_says_that_transformers_drops_no_choices(tmp_path, factor, notes):
-    moe = MoeSection(num_experts=4, width=24, capacity_factor=factor)
+    moe = MoeSection(num_experts=4, intermediate_size=24, capacity_factor=factor)
     model = make_model(moe=moe, norm_eps=1e-5)
     done = _import(write_folder(tmp_path / "theirs", model), tmp_path / "ours")
     store, manifest = open_checkpoint(done.uri)

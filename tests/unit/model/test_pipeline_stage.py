@@ -13,9 +13,9 @@ from tests.unit.model.parts import make_group, make_stage_modules, make_stream, 
 
 MODELS = {
     "gpt2-tied": plain_models.make_model("gpt2"),
-    "gpt2-untied": plain_models.make_model("gpt2", is_embedding_tied=False),
+    "gpt2-untied": plain_models.make_model("gpt2", tie_word_embeddings=False),
     "llama-tied": plain_models.make_model("llama"),
-    "llama-untied": plain_models.make_model("llama", is_embedding_tied=False),
+    "llama-untied": plain_models.make_model("llama", tie_word_embeddings=False),
     "qwen3-kv2": plain_models.make_model("qwen3", num_kv_heads=2),
 }
 LAYOUTS = {f"tp{tp}-pp{pp}": (tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 3, 5)}
@@ -45,7 +45,9 @@ def test_primary_pieces_tile_every_tensor_once(model, tp, pp):
 def test_table_starts_alike_whatever_it_is_padded_to_and_padding_is_zero():
     model, tables = MODELS["llama-untied"], {}
     for multiple in (1, 8, 128):
-        (module,) = make_stage_modules(model.model_copy(update={"vocab_multiple": multiple}))
+        (module,) = make_stage_modules(
+            model.model_copy(update={"make_vocab_size_divisible_by": multiple})
+        )
         tables[multiple] = module.embedding.tokens.weight, module.head.weight
     for both in tables.values():
         for table, first in zip(both, tables[1], strict=True):

@@ -49,8 +49,8 @@ def test_a_gradient_that_is_no_number_shows():
 
 
 @pytest.mark.parametrize(
-    ("norm", "clip_norm", "expected"),
+    ("norm", "max_grad_norm", "expected"),
     [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (9.0, 0.0, 1.0)],
 )
-def test_factor_shrinks_to_the_limit_and_never_grows(norm, clip_norm, expected):
-    assert clip_factor(norm, clip_norm) == expected
+def test_factor_shrinks_to_the_limit_and_never_grows(norm, max_grad_norm, expected):
+    assert clip_factor(norm, max_grad_norm) == expected

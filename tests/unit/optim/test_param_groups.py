@@ -41,7 +41,7 @@ def test_tables_are_not_decayed_when_the_job_says_so():
 
 def test_rates_decay_from_the_head_down_to_the_tables():
     section = OptimizerSection(lr=1.0, layer_lr_decay=0.5)
-    model = make_model("llama", num_layers=3, is_embedding_tied=False, mtp_depth=1)
+    model = make_model("llama", num_layers=3, tie_word_embeddings=False, num_nextn_predict_layers=1)
     scales = {t.name: rates_of(t, section, model).lr_scale for t in model_tensors(model)}
     assert scales["head.weight"] == scales["final_norm.weight"] == 1.0
     assert scales["mtp.0.join.weight"] == scales["mtp.0.attention.q.weight"] == 1.0
@@ -65,22 +65,26 @@ def test_rates_by_role_are_told_where_they_differ():
 )
 def test_rates_of_a_wider_model_follow_mup(name, matrix, other):
     section = OptimizerSection(name=name, lr=1.0)
-    model = MODEL.model_copy(update={"mup_base_width": MODEL.width // 4})
+    model = MODEL.model_copy(update={"mup_base_width": MODEL.hidden_size // 4})
     found = {role: _rates(role, section, model).lr_scale for role in RATES}
     assert found.pop("matrix") == matrix and set(found.values()) == {other}
 
 
 def test_only_matrices_start_smaller_in_a_wider_model():
-    plain = make_model("llama", is_embedding_tied=False, mtp_depth=1)
-    wide = plain.model_copy(update={"mup_base_width": plain.width // 4})
+    plain = make_model("llama", tie_word_embeddings=False, num_nextn_predict_layers=1)
+    wide = plain.model_copy(update={"mup_base_width": plain.hidden_size // 4})
     for a, b in zip(model_tensors(plain), model_tensors(wide), strict=True):
-        assert a.init_std / b.init_std == 2 if a.role == "matrix" else a.init_std == b.init_std
+        assert (
+            a.initializer_range / b.initializer_range == 2
+            if a.role == "matrix"
+            else a.initializer_range == b.initializer_range
+        )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_tensors_have_the_role_that_their_name_tells(family, is_tied):
-    for tensor in model_tensors(make_model(family, is_embedding_tied=is_tied)):
+    for tensor in model_tensors(make_model(family, tie_word_embeddings=is_tied)):
         if "norm" in tensor.name and tensor.name.endswith("weight"):
             wanted = "norm"
         elif tensor.name.endswith("bias"):

@@ -105,7 +105,7 @@ def test_sequence_that_the_chunks_do_not_divide_is_refused():
     ("all_to_all", 2, 2, 8, 6, "the 3 that model.num_kv_heads=6 leaves each of parallel.tp=2 ranks"),
     ("hybrid", 3, 1, 8, 8, "it must divide parallel.cp=4 and be neither 1 nor cp; use one of 2"),
     ("hybrid", 4, 1, 8, 8, "use one of 2"),
-    ("hybrid", 2, 8, 8, 8, "parallel.cp_inner=2 with parallel.cp_method=hybrid; ranks exchange whole"),
+    ("hybrid", 2, 8, 8, 8, "parallel.hierarchical_cp_size=2 with parallel.cp_method=hybrid; ranks exchange whole"),
 ])  # fmt: skip
 def test_heads_that_ranks_cannot_exchange_are_refused(method, inner, tp, heads, kv_heads, text):
     (fault,) = exchange_faults(4, method, inner, tp, heads, kv_heads)

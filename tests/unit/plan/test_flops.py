@@ -15,13 +15,13 @@ from raymega.plan.hardware.lookup import (
 LLAMA_3_8B = ModelSection(
     family="llama",
     num_layers=32,
-    width=4096,
+    hidden_size=4096,
     num_heads=32,
     num_kv_heads=8,
-    ffn_width=14336,
+    ffn_hidden_size=14336,
     vocab_size=128256,
     max_positions=8192,
-    is_embedding_tied=False,
+    tie_word_embeddings=False,
 )
 
 
@@ -33,7 +33,7 @@ def test_formula_of_a_gpt_without_grouped_heads():
     """Narayanan et al. 2021, equation 3, less recomputation (4 -> 3) and half of attention."""
     layers, width, seq_len, vocab = 24, 1024, 2048, 51200
     gpt = ModelSection(
-        family="gpt2", num_layers=layers, width=width, num_heads=16, ffn_width=4 * width,
+        family="gpt2", num_layers=layers, hidden_size=width, num_heads=16, ffn_hidden_size=4 * width,
         vocab_size=vocab, max_positions=seq_len,
     )  # fmt: skip
     expected = 72 * layers * width**2 * (1 + seq_len / (12 * width) + vocab / (12 * layers * width))
@@ -41,7 +41,7 @@ def test_formula_of_a_gpt_without_grouped_heads():
 
 
 def test_a_tied_head_costs_what_an_own_one_does():
-    tied = LLAMA_3_8B.model_copy(update={"is_embedding_tied": True})
+    tied = LLAMA_3_8B.model_copy(update={"tie_word_embeddings": True})
     assert flops_per_token(tied, seq_len=64) == flops_per_token(LLAMA_3_8B, seq_len=64)
 
 

@@ -14,7 +14,7 @@ from tests.support.jobs import VERIFY, make_test_plan
 
 ROWWISE, TENSORWISE = "precision.fp8=rowwise", "precision.fp8=tensorwise"
 LARGE = (
-    "model.width=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_width=14336",
+    "model.hidden_size=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_hidden_size=14336",
     "model.num_layers=8", "data.seq_len=4096", "model.max_positions=4096", "precision.dtype=bfloat16",
     "parallel.pp=1",
 )  # fmt: skip
@@ -53,7 +53,8 @@ def test_a_tensors_scale_holds_the_micro_batch_size():
 
 def test_a_shrunk_job_keeps_a_block_in_fp8():
     job = parse_job(
-        VERIFY, [ROWWISE, "precision.fp8_end_blocks=9", "model.num_layers=24", "model.width=64"]
+        VERIFY,
+        [ROWWISE, "precision.fp8_end_blocks=9", "model.num_layers=24", "model.hidden_size=64"],
     ).job()
     small = shrink_job(job, steps=2, max_params=20_000, max_ranks=2, is_data_there=True).job
     assert small.precision.fp8 == "rowwise" and 2 * small.precision.fp8_end_blocks < 8

@@ -30,5 +30,5 @@ def test_inverse_takes_it_back():
 
 @pytest.mark.parametrize("rule", ["a", "a=", "=b", "a..b=c", "a=b=c", "a.*=b", "a=b.*", "a =b", ""])
 def test_text_that_is_no_rule_is_refused(rule):
-    (fault,) = rename_faults("checkpoint.start_rename", [rule, "a.*.b=c.*"])
+    (fault,) = rename_faults("checkpoint.init_rename", [rule, "a.*.b=c.*"])
     assert repr(rule) in fault.fact and "OLD=NEW" in fault.rule

@@ -26,7 +26,7 @@ def test_plan_names_the_stage_of_each_rank():
 def test_plan_names_every_chunk_of_each_rank():
     plan = make_plan(parse_job(VERIFY, ["schedule.chunks=2", "schedule.name=interleaved"]).job())
     assert [[s.index for s in plan.stages_of(rank)] for rank in range(2)] == [[0, 2], [1, 3]]
-    assert plan.sizes(plan.batch).group_size == 2
+    assert plan.sizes(plan.batch).microbatch_group_size_per_vp_stage == 2
 
 
 def test_plan_refuses_all_broken_rules_at_once():
@@ -43,15 +43,24 @@ def test_plan_refuses_all_broken_rules_at_once():
     ("override", "fact"),
     [
         ("model.num_kv_heads=3", "model.num_kv_heads=3"),
-        ("model.width=36", "model.width=36"),
-        ("model.width=24", "model.width / model.num_heads = 3"),
-        ("model.head_features=5", "model.head_features=5"),
+        ("model.hidden_size=36", "model.hidden_size=36"),
+        ("model.hidden_size=24", "model.hidden_size / model.num_heads = 3"),
+        ("model.head_dim=5", "model.head_dim=5"),
         ("schedule.name=interleaved", "schedule.chunks=1"),
-        ("schedule.chunks=2 schedule.group_size=1", "schedule.group_size=1"),
-        ("schedule.group_size=4", "only 1f1b from 2 chunks on or interleaved goes by it"),
-        ("schedule.max_activations=4", "only zb_auto goes by it; this is 1f1b, schedule.chunks=1"),
+        (
+            "schedule.chunks=2 schedule.microbatch_group_size_per_vp_stage=1",
+            "schedule.microbatch_group_size_per_vp_stage=1",
+        ),
+        (
+            "schedule.microbatch_group_size_per_vp_stage=4",
+            "only 1f1b from 2 chunks on or interleaved goes by it",
+        ),
+        (
+            "schedule.max_in_flight_microbatches=4",
+            "only zb_auto goes by it; this is 1f1b, schedule.chunks=1",
+        ),
         ("parallel.stages=auto parallel.is_loss_a_layer=true", "parallel.is_loss_a_layer=true"),
-        ("model.vocab_multiple=257", "parallel.tp=2"),
+        ("model.make_vocab_size_divisible_by=257", "parallel.tp=2"),
     ],
 )
 def test_each_rule_names_its_fact(override, fact):
@@ -67,7 +76,7 @@ def test_ranks_hold_whole_key_and_value_heads_or_share_one(tp, kv_heads, is_lega
     job = parse_job(
         VERIFY, [
             f"parallel.tp={tp}", f"model.num_kv_heads={kv_heads}", f"model.num_heads={heads}",
-            f"model.width={4 * heads}",
+            f"model.hidden_size={4 * heads}",
         ],
     ).job()  # fmt: skip
     if is_legal:
@@ -104,5 +113,5 @@ def test_rope_scaling_rules(overrides, fact):
 
 
 def test_head_features_free_the_head_from_the_width():
-    job = parse_job(VERIFY, ["model.head_features=10", "model.width=36"]).job()
+    job = parse_job(VERIFY, ["model.head_dim=10", "model.hidden_size=36"]).job()
     assert make_plan(job).job.model.head_width == 10

@@ -27,8 +27,8 @@ def test_writer_writes_as_many_bytes_as_planned(layout, buffer_bytes):
         blocks = make_blocks(model, grid, rank)
         writer.save(1, blocks, STATE)
         assert writer.wait() and shards[-1].error == ""
-        row = 4 * model.ffn_width * 3
-        norms = 3 * 4 * model.width * (2 * model.num_layers + 1) if grid.tp > 1 else 0
+        row = 4 * model.ffn_hidden_size * 3
+        norms = 3 * 4 * model.hidden_size * (2 * model.num_layers + 1) if grid.tp > 1 else 0
         assert cost.share_bytes - row - norms <= shards[-1].num_bytes <= cost.share_bytes + row
         assert cost.num_files <= len({box.file for box in shards[-1].boxes}) <= 2 * cost.num_files
         if buffer_bytes:

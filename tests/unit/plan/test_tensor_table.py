@@ -20,10 +20,10 @@ def _model(**changes) -> ModelSection:
     fields = {
         "family": "llama",
         "num_layers": 4,
-        "width": 32,
+        "hidden_size": 32,
         "num_heads": 8,
         "num_kv_heads": 4,
-        "ffn_width": 64,
+        "ffn_hidden_size": 64,
         "vocab_size": 256,
         "max_positions": 64,
     }
@@ -32,14 +32,14 @@ def _model(**changes) -> ModelSection:
 
 def test_gpt2_small_has_its_published_parameter_count():
     model = _model(
-        family="gpt2", num_layers=12, width=768, num_heads=12, num_kv_heads="num_heads",
-        ffn_width=3072, vocab_size=50257, max_positions=1024,
+        family="gpt2", num_layers=12, hidden_size=768, num_heads=12, num_kv_heads="num_heads",
+        ffn_hidden_size=3072, vocab_size=50257, max_positions=1024,
     )  # fmt: skip
     assert count_parameters(model) == 124_439_808
 
 
 def test_table_is_padded_whatever_the_layout_and_padding_is_no_parameter():
-    padded, exact = _model(vocab_size=130), _model(vocab_size=130, vocab_multiple=1)
+    padded, exact = _model(vocab_size=130), _model(vocab_size=130, make_vocab_size_divisible_by=1)
     assert model_tensors(padded)[0].shape == (256, 32) and model_tensors(exact)[0].shape == (
         130,
         32,
@@ -48,24 +48,24 @@ def test_table_is_padded_whatever_the_layout_and_padding_is_no_parameter():
 
 
 def test_llama2_7b_and_llama3_8b_have_their_published_parameter_counts():
-    big = {"num_layers": 32, "width": 4096, "num_heads": 32, "is_embedding_tied": False}
-    llama2 = _model(**big, num_kv_heads=32, ffn_width=11008, vocab_size=32000)
-    llama3 = _model(**big, num_kv_heads=8, ffn_width=14336, vocab_size=128256)
+    big = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "tie_word_embeddings": False}
+    llama2 = _model(**big, num_kv_heads=32, ffn_hidden_size=11008, vocab_size=32000)
+    llama3 = _model(**big, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256)
     assert count_parameters(llama2) == 6_738_415_616
     assert count_parameters(llama3) == 8_030_261_248
 
 
 def test_mixtral_8x7b_has_its_published_parameter_count():
     model = _model(
-        num_layers=32, width=4096, num_heads=32, num_kv_heads=8, ffn_width=14336, vocab_size=32000,
-        is_embedding_tied=False, moe={"num_experts": 8},
+        num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=32000,
+        tie_word_embeddings=False, moe={"num_experts": 8},
     )  # fmt: skip
     assert count_parameters(model) == 46_702_792_704
 
 
 MOE = {
-    "num_experts": 8, "width": 24, "first_dense_layers": 1, "every": 2, "shared_width": 16,
-    "has_shared_gate": True, "has_bias": True, "balance": "global", "balance_coefficient": 0.1,
+    "num_experts": 8, "intermediate_size": 24, "first_k_dense_replace": 1, "layer_freq": 2, "shared_expert_intermediate_size": 16,
+    "shared_expert_gate": True, "expert_bias": True, "load_balancing_type": "global", "router_aux_loss_coef": 0.1,
 }  # fmt: skip
 
 
@@ -101,15 +101,15 @@ def test_boxes_of_all_experts_ranks_tile_the_expert_tensors(ep, etp):
 
 
 def test_qwen_models_have_their_published_parameter_counts():
-    """Qwen2.5-0.5B and Qwen3-0.6B, whose heads are wider than width / num_heads."""
-    small = {"vocab_size": 151936, "is_embedding_tied": True}
+    """Qwen2.5-0.5B and Qwen3-0.6B, whose heads are wider than hidden_size / num_heads."""
+    small = {"vocab_size": 151936, "tie_word_embeddings": True}
     qwen2 = _model(
-        family="qwen2", **small, num_layers=24, width=896, num_heads=14, num_kv_heads=2,
-        ffn_width=4864,
+        family="qwen2", **small, num_layers=24, hidden_size=896, num_heads=14, num_kv_heads=2,
+        ffn_hidden_size=4864,
     )  # fmt: skip
     qwen3 = _model(
-        family="qwen3", **small, num_layers=28, width=1024, num_heads=16, num_kv_heads=8,
-        ffn_width=3072, head_features=128,
+        family="qwen3", **small, num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8,
+        ffn_hidden_size=3072, head_dim=128,
     )  # fmt: skip
     assert count_parameters(qwen2) == 494_032_768
     assert count_parameters(qwen3) == 596_049_920
@@ -119,7 +119,7 @@ def test_qwen_models_have_their_published_parameter_counts():
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_hold_every_tensor_once_apart_from_the_tied_copy(family, is_tied, num_stages):
-    model = _model(family=family, is_embedding_tied=is_tied)
+    model = _model(family=family, tie_word_embeddings=is_tied)
     stages = even_stages(num_layers=4, num_stages=num_stages)
     held = [t.name for stage in stages for t in stage_tensors(model, stage)]
     names = [t.name for t in model_tensors(model)]

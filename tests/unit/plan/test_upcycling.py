@@ -25,10 +25,10 @@ def _wanted(experts, width):
     }
 
 
-def _make(width=F, given=DENSE, **moe):
+def _make(intermediate_size=F, given=DENSE, **moe):
     section, wanted = (
         MoeSection(**{"num_experts": 6, **moe}),
-        _wanted(moe.get("num_experts", 6), width),
+        _wanted(moe.get("num_experts", 6), intermediate_size),
     )
     upcycling = make_upcycling(section, given, wanted)
     return upcycling, [str(fault) for fault in upcycling_faults(upcycling, given, wanted)]
@@ -46,7 +46,7 @@ def test_sources_are_dense_layers_of_blocks_that_hold_experts():
 @pytest.mark.parametrize("name", ["up", "down"])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_boxes_of_a_dense_block_put_its_elements_where_experts_have_them(name, parts):
-    upcycling, faults = _make(width=F // parts, top_k=parts)
+    upcycling, faults = _make(intermediate_size=F // parts, top_k=parts)
     assert faults == []
     dense = np.arange(F * D).reshape(DENSE[f"layers.1.mlp.{name}.weight"])
     shape = _wanted(6, F // parts)[f"layers.1.moe.experts.{name}.weight"]
@@ -68,10 +68,10 @@ def test_boxes_of_a_dense_block_put_its_elements_where_experts_have_them(name, p
     ("moe", "width", "factor"),
     [
         ({}, F, 1.0),
-        ({"scaling": 2.5}, F, 0.4),
+        ({"routed_scaling_factor": 2.5}, F, 0.4),
         ({}, F // 2, 2.0),
-        ({"is_normalised": False, "top_k": 2}, F // 2, 6 * 2 / 2),
-        ({"is_normalised": False, "top_k": 4, "score": "sigmoid"}, F // 2, 1.0),
+        ({"norm_topk_prob": False, "top_k": 2}, F // 2, 6 * 2 / 2),
+        ({"norm_topk_prob": False, "top_k": 4, "router_score_function": "sigmoid"}, F // 2, 1.0),
     ],
 )
 def test_weights_of_a_copy_and_what_the_experts_are_scaled_by_make_one(moe, width, factor):
@@ -90,10 +90,13 @@ def test_parts_of_a_copy_have_one_row_of_the_router():
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"width": 5}, "is (12, 4), layers.1.moe.experts.up.weight is (6, 5, 4)"),
-        ({"width": 3}, "model.moe.num_experts=6; 4 experts are one copy"),
-        ({"width": 6, "top_k": 3}, "model.moe.top_k=3; 2 experts are one copy"),
-        ({"width": 6, "num_groups": 2, "top_groups": 1}, "num_groups=2; 2 experts are one copy"),
+        ({"intermediate_size": 5}, "is (12, 4), layers.1.moe.experts.up.weight is (6, 5, 4)"),
+        ({"intermediate_size": 3}, "model.moe.num_experts=6; 4 experts are one copy"),
+        ({"intermediate_size": 6, "top_k": 3}, "model.moe.top_k=3; 2 experts are one copy"),
+        (
+            {"intermediate_size": 6, "n_group": 2, "topk_group": 1},
+            "n_group=2; 2 experts are one copy",
+        ),
         ({"given": {}}, "here is no block that has experts and was dense"),
     ],
     ids=["no part", "experts", "choices", "groups", "nothing"],

@@ -122,7 +122,7 @@ SOLVED = [
 def test_zb_auto_is_no_worse_than_the_papers_solver(model, pp, m, limit, rate):
     """In equal bytes, with messages that delay and do not occupy, as the paper counts."""
     sizes = Sizes(
-        pp=pp, num_micro_batches=m, max_activations=limit, owed_share=_owed_share(model),
+        pp=pp, num_micro_batches=m, max_in_flight_microbatches=limit, wgrad_activation_fraction=_owed_share(model),
         times=_durations(model),
     )  # fmt: skip
     program = make_program(zb_auto(sizes), Placement(pp=pp))
@@ -135,10 +135,11 @@ def test_zb_auto_is_no_worse_than_the_papers_solver(model, pp, m, limit, rate):
 
 
 def test_more_room_for_what_is_owed_never_makes_it_worse():
-    base = Sizes(pp=4, num_micro_batches=12, max_activations=6, times=_durations("1.5B"))
+    base = Sizes(pp=4, num_micro_batches=12, max_in_flight_microbatches=6, times=_durations("1.5B"))
     rates = [
         simulate(
-            make_program(zb_auto(replace(base, owed_share=share)), Placement(pp=4)), base.times
+            make_program(zb_auto(replace(base, wgrad_activation_fraction=share)), Placement(pp=4)),
+            base.times,
         ).bubble_rate
         for share in (1.0, 0.6, 0.3)
     ]

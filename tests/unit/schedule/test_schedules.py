@@ -37,8 +37,8 @@ def requests(draw, names=ALL):
         pp=pp,
         num_micro_batches=draw(counts),
         chunks=draw(st.integers(kind.least_chunks, min(4, kind.most_chunks))),
-        group_size=draw(st.sampled_from([0, pp, pp + 1, 2 * pp])),
-        max_activations=draw(st.integers(1, 2 * pp + 1)),
+        microbatch_group_size_per_vp_stage=draw(st.sampled_from([0, pp, pp + 1, 2 * pp])),
+        max_in_flight_microbatches=draw(st.integers(1, 2 * pp + 1)),
     )
 
 
@@ -78,7 +78,7 @@ def test_interleaved_table_is_group_by_group_and_chunk_by_chunk():
 
 
 def test_1f1b_with_chunks_is_interleaved():
-    wanted = Sizes(pp=3, num_micro_batches=7, chunks=2, group_size=4)
+    wanted = Sizes(pp=3, num_micro_batches=7, chunks=2, microbatch_group_size_per_vp_stage=4)
     assert make_schedule("1f1b", wanted) == make_schedule("interleaved", wanted)
 
 
@@ -114,7 +114,7 @@ def test_training_schedule_is_legal_and_keeps_its_promise_of_memory(request):
     name, wanted = request
     pp, m, chunks = wanted.pp, wanted.num_micro_batches, wanted.chunks
     peaks = check(make_schedule(name, wanted), num_micro_batches=m).peak_activations
-    group = max(wanted.group_size, pp)
+    group = max(wanted.microbatch_group_size_per_vp_stage, pp)
     most = {
         "1f1b": [min(pp - rank, m) for rank in range(pp)],
         "gpipe": [m * chunks] * pp,
@@ -122,7 +122,7 @@ def test_training_schedule_is_legal_and_keeps_its_promise_of_memory(request):
         "zb_h1": [pp] * pp,
         "zb_h2": [2 * pp - 1] * pp,
         "zb_v": [2 * pp] * pp,
-        "zb_auto": [wanted.max_activations] * pp,
+        "zb_auto": [wanted.max_in_flight_microbatches] * pp,
         "dualpipe_v": [2 * pp + 1] * pp,
     }
     promised = most["interleaved" if chunks > 1 and name == "1f1b" else name]
@@ -167,7 +167,7 @@ def test_no_message_is_taken_before_it_must_be(request):
 def test_bubble_is_that_of_the_paper_whatever_the_durations(request, forward, backward):
     name, wanted = request
     if wanted.chunks > 1:  # the formula is for full groups
-        group = max(wanted.group_size, wanted.pp)
+        group = max(wanted.microbatch_group_size_per_vp_stage, wanted.pp)
         wanted = replace(wanted, num_micro_batches=-(-wanted.num_micro_batches // group) * group)
     pp, m, chunks = wanted.pp, wanted.num_micro_batches, wanted.chunks
     durations = Durations(forward=forward, backward=backward, weight=0.0)
@@ -213,7 +213,7 @@ def test_closed_forms_with_equal_times(pp, more):
 def test_zb_auto_is_never_worse_than_a_fixed_order_of_its_memory(pp, m):
     bubbles = {}
     for name, limit in (("zb_h1", pp), ("zb_h2", 2 * pp - 1)):
-        auto = Sizes(pp=pp, num_micro_batches=m, max_activations=limit)
+        auto = Sizes(pp=pp, num_micro_batches=m, max_in_flight_microbatches=limit)
         bubbles[name] = simulate(make_schedule("zb_auto", auto), Durations()).bubble
         assert bubbles[name] <= simulate(_make(name, pp=pp, m=m), Durations()).bubble + 1e-12
     assert bubbles["zb_h2"] <= bubbles["zb_h1"]
@@ -238,8 +238,10 @@ def test_chunks_that_a_schedule_cannot_have_are_refused_with_those_it_can(name, 
 
 
 def test_group_smaller_than_the_pipeline_is_refused():
-    wanted = Sizes(pp=4, num_micro_batches=8, chunks=2, group_size=3)
-    with pytest.raises(PlanError, match=r"schedule\.group_size=3.*use 4 or more"):
+    wanted = Sizes(pp=4, num_micro_batches=8, chunks=2, microbatch_group_size_per_vp_stage=3)
+    with pytest.raises(
+        PlanError, match=r"schedule\.microbatch_group_size_per_vp_stage=3.*use 4 or more"
+    ):
         make_schedule("interleaved", wanted)
 
 

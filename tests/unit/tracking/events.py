@@ -24,7 +24,7 @@ from raymega.tracking.sink import (
 GRID = {"tp": 2, "pp": 2, "dp": 2, "cp": 1, "ep": 1, "etp": 1}
 JOB = {
     "run": {"name": "demo", "steps": 4, "seed": 7},
-    "model": {"family": "gpt2", "width": 64},
+    "model": {"family": "gpt2", "hidden_size": 64},
     "parallel": {"tp": 2},
 }
 

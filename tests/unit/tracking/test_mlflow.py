@@ -79,7 +79,7 @@ def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment,
     assert children[1].data.tags["reason"] == "worker 3 died"
     assert children[1].data.params["grid.tp"] == "2"
     assert children[1].data.params["plan.schedule"] == "1f1b"
-    assert children[1].data.params["start_from"] == "store"
+    assert children[1].data.params["init_from"] == "store"
     assert parent.data.tags["raymega.checkpoint"].endswith("step-00000004")
     assert parent.data.metrics["run/goodput"] == 0.93
     files = {item.path for item in client.list_artifacts(parent.info.run_id)}
@@ -113,7 +113,7 @@ def test_next_driver_goes_on_in_the_same_run(client, uri, experiment):
 
 def test_params_hold_what_stays_and_tags_what_may_change(client, uri, experiment, caplog):
     driver(uri, experiment, run_started(), run_finished("failed"))
-    changed = JOB | {"model": {"family": "gpt2", "width": 128}, "parallel": {"tp": 4}}
+    changed = JOB | {"model": {"family": "gpt2", "hidden_size": 128}, "parallel": {"tp": 4}}
     with caplog.at_level(logging.WARNING):
         driver(uri, experiment, run_started(is_resumed=True, job=changed))
     parent, _ = runs_of(client, experiment)
@@ -121,12 +121,12 @@ def test_params_hold_what_stays_and_tags_what_may_change(client, uri, experiment
         "run.name": "demo",
         "run.seed": "7",
         "model.family": "gpt2",
-        "model.width": "64",
+        "model.hidden_size": "64",
     }
     assert parent.data.tags["job.parallel.tp"] == "4"
-    assert parent.data.tags["changed.model.width"] == "128"
+    assert parent.data.tags["changed.model.hidden_size"] == "128"
     assert "env.python" in parent.data.tags
-    assert "model.width=64" in caplog.text
+    assert "model.hidden_size=64" in caplog.text
 
 
 def test_repeating_a_request_that_failed_half_way_adds_nothing(client, uri, experiment):

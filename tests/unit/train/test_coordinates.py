@@ -20,12 +20,12 @@ RATES = {"adamw": 3e-3, "lion": 3e-3, "muon": 2e-2}
 def _sizes(width, name, base, is_tied):
     """Root mean squares of each block's output and of the last norm times the head, after STEPS."""
     plan = make_test_plan(
-        *layout_overrides("tp1"), f"model.width={width}", f"model.num_heads={width // 16}",
-        f"model.num_kv_heads={width // 16}", f"model.ffn_width={2 * width}", "model.num_layers=2",
-        f"model.mup_base_width={base}", f"model.is_embedding_tied={str(is_tied).lower()}",
+        *layout_overrides("tp1"), f"model.hidden_size={width}", f"model.num_heads={width // 16}",
+        f"model.num_kv_heads={width // 16}", f"model.ffn_hidden_size={2 * width}", "model.num_layers=2",
+        f"model.mup_base_width={base}", f"model.tie_word_embeddings={str(is_tied).lower()}",
         f"optimizer.name={name}", f"optimizer.lr={RATES[name]}", "optimizer.lr_schedule=constant",
         "optimizer.lr_warmup_steps=0", "data.global_batch_size=4", "schedule.micro_batch_size=4",
-        "precision.dtype=float32", "optimizer.clip_norm=0", "run.eval_samples=0",
+        "precision.dtype=float32", "optimizer.max_grad_norm=0", "run.eval_samples=0",
     )  # fmt: skip
     parts = build_parts(plan, rank=0, groups=ALONE, device=torch.device("cpu"))
     state = TrainState()

@@ -25,7 +25,14 @@ SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedul
 AXES = {("axis", axis) for axis in DEGREES}
 
 
-ELSEWHERE = ("dynamic_cp", "cp_inner", "ep", "etp", "dispatch", "overlap_experts")
+ELSEWHERE = (
+    "dynamic_cp",
+    "hierarchical_cp_size",
+    "ep",
+    "etp",
+    "moe_token_dispatcher_type",
+    "overlap_moe_expert_parallel_comm",
+)
 """Options that a few layouts of a small dense job cannot meet."""
 
 
@@ -136,8 +143,16 @@ def test_stages_of_the_jobs_own_are_tried_where_the_depth_is_kept():
 @pytest.mark.parametrize(
     "words",
     [
-        ("schedule.name=interleaved", "schedule.chunks=2", "schedule.group_size=3"),
-        ("schedule.name=zb_auto", "schedule.max_activations=3", "schedule.owed_share=0.25"),
+        (
+            "schedule.name=interleaved",
+            "schedule.chunks=2",
+            "schedule.microbatch_group_size_per_vp_stage=3",
+        ),
+        (
+            "schedule.name=zb_auto",
+            "schedule.max_in_flight_microbatches=3",
+            "schedule.wgrad_activation_fraction=0.25",
+        ),
     ],
 )
 def test_settings_of_the_jobs_own_schedule_are_tried_on_its_own_grid(words):
@@ -145,14 +160,20 @@ def test_settings_of_the_jobs_own_schedule_are_tried_on_its_own_grid(words):
     small = shrink_job(job, steps=3, max_params=10**6, max_ranks=8, is_data_there=True)
     assert not [change for change in small.changes if change.field.startswith("schedule")]
     own = layout_of(job)
-    assert own.group_size == 3 or (own.max_activations, own.owed_share) == (3, 0.25)
+    assert own.microbatch_group_size_per_vp_stage == 3 or (
+        own.max_in_flight_microbatches,
+        own.wgrad_activation_fraction,
+    ) == (3, 0.25)
     assert draw_layouts(small.job, own=own, count=1, max_ranks=8, seed=0) == (own,)
 
 
 def test_settings_go_with_the_schedule_and_the_stages_that_read_them():
-    grouped = Layout(pp=2, schedule="interleaved", chunks=2, group_size=4)
-    assert is_legal(JOB, grouped) and grouped.with_value("schedule", "gpipe").group_size == "pp"
-    assert grouped.with_value("pp", 1).group_size == "pp"
+    grouped = Layout(pp=2, schedule="interleaved", chunks=2, microbatch_group_size_per_vp_stage=4)
+    assert (
+        is_legal(JOB, grouped)
+        and grouped.with_value("schedule", "gpipe").microbatch_group_size_per_vp_stage == "pp"
+    )
+    assert grouped.with_value("pp", 1).microbatch_group_size_per_vp_stage == "pp"
     by_hand = Layout(pp=2, first_stage_layers=1, is_loss_a_layer=True)
     assert is_legal(JOB, by_hand)
     assert by_hand.with_value("stages", "auto") == Layout(pp=2, stages="auto")
@@ -182,7 +203,7 @@ def test_hybrid_is_drawn_with_every_number_of_neighbours_that_fits():
     few = ("data.global_batch_size=1", "model.num_layers=1", "parallel.pp=1", "parallel.tp=1")
     job = make_job("model.num_heads=8", "model.num_kv_heads=8", *few)
     drawn = {
-        (layout.cp, layout.cp_inner)
+        (layout.cp, layout.hierarchical_cp_size)
         for seed in range(30)
         for layout in draw_layouts(job, own=layout_of(job), count=8, max_ranks=8, seed=seed)
         if layout.cp_method == "hybrid"
@@ -191,9 +212,11 @@ def test_hybrid_is_drawn_with_every_number_of_neighbours_that_fits():
 
 
 def test_what_has_nothing_to_say_on_a_simpler_layout_goes():
-    hybrid = Layout(cp=8, cp_method="hybrid", cp_inner=4, recompute="full", recompute_every=2)
+    hybrid = Layout(
+        cp=8, cp_method="hybrid", hierarchical_cp_size=4, recompute="full", recompute_every=2
+    )
     assert hybrid.with_value("cp", 1) == replace(
-        hybrid, cp=1, cp_method="ring", cp_inner=2
+        hybrid, cp=1, cp_method="ring", hierarchical_cp_size=2
     ) and is_legal(JOB, hybrid.with_value("recompute", "none"))
 
 

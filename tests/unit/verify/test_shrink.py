@@ -29,11 +29,20 @@ def test_shipped_job_fits_and_keeps_its_ratios_and_degrees(file):
     was, now = job.model, small.model
     assert count_parameters(now) <= MAX_PARAMS
     assert Fraction(was.num_heads, was.kv_heads) == Fraction(now.num_heads, now.kv_heads)
-    assert was.ffn_width / was.width == pytest.approx(now.ffn_width / now.width, rel=0.02)
+    assert was.ffn_hidden_size / was.hidden_size == pytest.approx(
+        now.ffn_hidden_size / now.hidden_size, rel=0.02
+    )
     assert not job_faults(job_values(small))
     wanted = {shape.tp for shape in legal_shapes(job, 8)}
     assert {shape.tp for shape in legal_shapes(small, 8)} == wanted
-    kept = ("family", "is_embedding_tied", "norm_eps", "rope_base", "init_std", "num_kv_heads")
+    kept = (
+        "family",
+        "tie_word_embeddings",
+        "norm_eps",
+        "rope_theta",
+        "initializer_range",
+        "num_kv_heads",
+    )
     assert was.model_dump(include=set(kept[:-1])) == now.model_dump(include=set(kept[:-1]))
     assert (was.num_kv_heads == "num_heads") == (now.num_kv_heads == "num_heads")
 
@@ -77,7 +86,7 @@ def test_any_job_fits_and_is_of_the_same_kind(kv_heads, ratio, head_width, layer
     heads = kv_heads * ratio
     job = make_job(
         f"model.num_heads={heads}", f"model.num_kv_heads={kv_heads}",
-        f"model.width={heads * head_width}", f"model.ffn_width={heads * head_width * 4}",
+        f"model.hidden_size={heads * head_width}", f"model.ffn_hidden_size={heads * head_width * 4}",
         f"model.num_layers={layers}", "parallel.pp=1", f"model.vocab_size={vocab}",
         f"data.global_batch_size={batch}",
     )  # fmt: skip
@@ -90,7 +99,7 @@ def test_any_job_fits_and_is_of_the_same_kind(kv_heads, ratio, head_width, layer
     assert (small.model.vocab_size < small.model.table_rows) == (
         job.model.vocab_size < job.model.table_rows
     )
-    for field in ("ffn_width", "table_rows"):
+    for field in ("ffn_hidden_size", "table_rows"):
         was, now = getattr(job.model, field), getattr(small.model, field)
         assert [was % d == 0 for d in range(2, 9)] == [now % d == 0 for d in range(2, 9)], field
     size = small.data.global_batch_size
@@ -111,7 +120,7 @@ def test_changes_are_named_once_with_the_jobs_own_value():
     changes = {
         change.field: change for change in _shrink(make_job(file="llama-70b-512gpu.yaml")).changes
     }
-    assert str(changes["model.width"]).startswith("model.width 8192 -> ")
+    assert str(changes["model.hidden_size"]).startswith("model.hidden_size 8192 -> ")
     assert len(changes) == len(_shrink(make_job(file="llama-70b-512gpu.yaml")).changes)
     assert "cannot be read" in str(changes["data.path"])
 
@@ -120,7 +129,7 @@ def test_real_data_is_used_while_the_vocabulary_is_whole():
     job = make_job("data.path=/corpus", "model.vocab_size=512")
     assert _shrink(job, is_data_there=True).job.data.path == "/corpus"
     assert _shrink(job, is_data_there=False).job.data.path == "synthetic"
-    large = make_job("data.path=/corpus", "model.vocab_size=128000", "model.width=128")
+    large = make_job("data.path=/corpus", "model.vocab_size=128000", "model.hidden_size=128")
     assert _shrink(large, is_data_there=True).job.data.path == "synthetic"
 
 
@@ -138,9 +147,9 @@ def test_what_is_not_tested_is_said():
 
 def test_a_narrower_job_is_as_many_times_as_wide_as_its_mup_base():
     model = make_job(file="llama-70b-512gpu.yaml").model
-    job = make_job(f"model.mup_base_width={model.width // 4}", file="llama-70b-512gpu.yaml")
+    job = make_job(f"model.mup_base_width={model.hidden_size // 4}", file="llama-70b-512gpu.yaml")
     small = _shrink(job).job.model
-    assert small.width < model.width and small.width_ratio == 4
+    assert small.hidden_size < model.hidden_size and small.width_ratio == 4
 
 
 def test_bound_below_the_smallest_model_is_refused_with_its_size():
@@ -163,30 +172,33 @@ def test_ramp_and_cooldown_are_kept_but_short():
 
 
 def test_experts_are_fewer_with_their_groups_and_choices_and_some_block_keeps_them():
-    moe = {"num_experts": 256, "top_k": 8, "num_groups": 8, "top_groups": 4, "group_score": "top2"}
+    moe = {"num_experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "group_score": "top2"}
     values = make_job().model_dump()
-    values["model"] |= {"num_layers": 61, "moe": {**moe, "first_dense_layers": 10, "width": 32}}
+    values["model"] |= {
+        "num_layers": 61,
+        "moe": {**moe, "first_k_dense_replace": 10, "intermediate_size": 32},
+    }
     small = _shrink(Job.model_validate(values)).job.model
-    assert small.moe.num_experts == 8 and small.moe.num_groups == 4 and small.moe.top_groups == 3
+    assert small.moe.num_experts == 8 and small.moe.n_group == 4 and small.moe.topk_group == 3
     assert small.moe.top_k == 3
     assert any(small.moe.holds_experts(layer) for layer in range(small.num_layers))
 
 
 @pytest.mark.parametrize(
-    ("experts", "top_k", "groups", "top_groups"),
+    ("experts", "top_k", "groups", "topk_group"),
     [(11, 2, 1, 1), (13, 4, 1, 1), (22, 2, 1, 1), (257, 8, 1, 1), (121, 1, 1, 1), (9, 2, 3, 2), (77, 3, 7, 2),
      (16, 16, 1, 1)],
 )  # fmt: skip
-def test_choice_among_any_number_of_experts_stays_a_choice(experts, top_k, groups, top_groups):
+def test_choice_among_any_number_of_experts_stays_a_choice(experts, top_k, groups, topk_group):
     moe = {
-        "num_experts": experts, "top_k": top_k, "num_groups": groups, "top_groups": top_groups,
-        "is_normalised": top_k > 1,
+        "num_experts": experts, "top_k": top_k, "n_group": groups, "topk_group": topk_group,
+        "norm_topk_prob": top_k > 1,
     }  # fmt: skip
     job = make_job(*(f"model.moe.{name}={str(value).lower()}" for name, value in moe.items()))
     shrunk = _shrink(job, max_params=count_parameters(job.model) - 1).job
     small = shrunk.model.moe
     assert not job_faults(job_values(shrunk)) and small.num_experts <= experts
     assert (small.top_k < small.num_experts) == (top_k < experts)
-    assert (small.top_k > 1, small.num_groups > 1) == (top_k > 1, groups > 1)
+    assert (small.top_k > 1, small.n_group > 1) == (top_k > 1, groups > 1)
     for degree in range(2, 9):
         assert (small.num_experts % degree == 0) == (experts % degree == 0)

@@ -36,7 +36,9 @@ def _local_blocks(specs, dtypes=("float32",), *, num_replicas=1, replica=0):
 
 
 def _tensor(name, *shape):
-    return GlobalTensor(name=name, shape=shape, tp_dim=-1, init="zeros", init_std=0.0, role="bias")
+    return GlobalTensor(
+        name=name, shape=shape, tp_dim=-1, init="zeros", initializer_range=0.0, role="bias"
+    )
 
 
 def _slices(box):

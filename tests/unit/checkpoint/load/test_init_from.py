@@ -28,14 +28,12 @@ from tests.unit.convert.folders import NOW, make_model, write_folder
 
 @pytest.fixture
 def imported(tmp_path):
-    folder = write_folder(tmp_path / "theirs", make_model(is_embedding_tied=False))
-    return hf_import(folder, str(tmp_path / "ours"), created=NOW, vocab_multiple=8)
+    folder = write_folder(tmp_path / "theirs", make_model(tie_word_embeddings=False))
+    return hf_import(folder, str(tmp_path / "ours"), created=NOW, make_vocab_size_divisible_by=8)
 
 
 def _start(uri, model, **rules) -> list:
-    """Faults of a start; rules are given without their prefix."""
-    fields = {f"start_{name}": value for name, value in rules.items()}
-    return start_faults(CheckpointSection(start_from=uri, **fields), model)
+    return start_faults(CheckpointSection(init_from=uri, **rules), model)
 
 
 def _changed(model: ModelSection, **changes) -> ModelSection:
@@ -51,44 +49,44 @@ def test_same_model_has_no_faults(imported):
     [
         ({"num_layers": 3}, "layers.2.attention_norm.weight as nothing instead of (16,)"),
         ({"num_layers": 1}, "layers.1.attention.k.weight, which this model lacks"),
-        ({"ffn_width": 32}, "mlp.gate.weight as (24, 16) instead of (32, 16)"),
+        ({"ffn_hidden_size": 32}, "mlp.gate.weight as (24, 16) instead of (32, 16)"),
         ({"num_heads": 2, "num_kv_heads": 1}, "was made with model.num_heads=4, not 2"),
         ({"vocab_size": 51}, "was made with model.vocab_size=50, not 51"),
         ({"norm_eps": 1e-3}, "not 0.001"),
-        ({"rope_base": 5e5}, "was made with model.rope_base=10000.0, not 500000.0"),
+        ({"rope_theta": 5e5}, "was made with model.rope_theta=10000.0, not 500000.0"),
         ({"rope_scaling": "llama3"}, "was made with model.rope_scaling=none, not llama3"),
     ],
     ids=["deeper", "shallower", "wider", "heads", "padding", "norms", "waves", "scaling"],
 )
 def test_other_model_is_refused(imported, change, fact):
     (fault,) = _start(imported.uri, _changed(imported.model, **change))
-    assert fact in str(fault) and "checkpoint.start_from=" in str(fault)
+    assert fact in str(fault) and "checkpoint.init_from=" in str(fault)
 
 
 def test_what_the_weights_do_not_fix_may_change(imported):
-    changes = {"residual_dropout": 0.1, "z_loss": 0.1, "max_positions": 24}
+    changes = {"hidden_dropout": 0.1, "z_loss": 0.1, "max_positions": 24}
     assert _start(imported.uri, _changed(imported.model, **changes)) == []
 
 
 def test_what_the_run_changes_on_purpose_is_named(imported):
-    longer = _changed(imported.model, rope_base=5e5, norm_eps=1e-3)
-    (fault,) = _start(imported.uri, longer, changed=("rope_base",))
-    assert "model.norm_eps" in fault.fact and "start_changed=[norm_eps]" in fault.remedy
-    assert _start(imported.uri, longer, changed=("rope_base", "norm_eps")) == []
+    longer = _changed(imported.model, rope_theta=5e5, norm_eps=1e-3)
+    (fault,) = _start(imported.uri, longer, allow_changed=("rope_theta",))
+    assert "model.norm_eps" in fault.fact and "allow_changed=[norm_eps]" in fault.remedy
+    assert _start(imported.uri, longer, allow_changed=("rope_theta", "norm_eps")) == []
 
 
 def test_every_field_that_changes_the_function_but_no_shape_is_watched():
     """Nothing new in the model section may slip by: shapes, the function, or neither."""
-    shapes = {"num_layers", "width", "num_heads", "num_kv_heads", "head_features", "ffn_width",
-              "vocab_size", "vocab_multiple", "is_embedding_tied", "max_positions",
-              "moe.num_experts", "moe.width", "moe.every", "moe.first_dense_layers",
-              "mtp_depth", *(f"mla.{field}" for field in MlaSection.model_fields),
-              "moe.shared_width", "moe.has_shared_gate", "moe.has_bias"}  # fmt: skip
-    training = {"init_std", "residual_dropout", "attention_dropout", "label_smoothing", "z_loss",
-                "mtp_weight",
-                "moe.jitter", "moe.router_dtype", "moe.balance", "moe.balance_coefficient",
-                "moe.sinkhorn_rounds", "moe.bias_rate", "moe.z_coefficient",
-                "moe.is_padded_to_capacity"}  # fmt: skip
+    shapes = {"num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size",
+              "vocab_size", "make_vocab_size_divisible_by", "tie_word_embeddings", "max_positions",
+              "moe.num_experts", "moe.intermediate_size", "moe.layer_freq", "moe.first_k_dense_replace",
+              "num_nextn_predict_layers", *(f"mla.{field}" for field in MlaSection.model_fields),
+              "moe.shared_expert_intermediate_size", "moe.shared_expert_gate", "moe.expert_bias"}  # fmt: skip
+    training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss",
+                "mtp_loss_scaling_factor",
+                "moe.router_jitter_noise", "moe.router_dtype", "moe.load_balancing_type", "moe.router_aux_loss_coef",
+                "moe.sinkhorn_rounds", "moe.expert_bias_update_rate", "moe.router_z_loss_coef",
+                "moe.pad_expert_input_to_capacity"}  # fmt: skip
     fields = set(ModelSection.model_fields) - {"moe", "mla"}
     for name, section in (("moe", MoeSection), ("mla", MlaSection)):
         fields |= {f"{name}.{field}" for field in section.model_fields}
@@ -98,29 +96,29 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
 
 def test_rules_say_what_belongs_where(imported):
     """A deeper model of another vocabulary: the new layer and the tables begin fresh."""
-    deeper = _changed(imported.model, num_layers=3, vocab_size=51, is_embedding_tied=True)
+    deeper = _changed(imported.model, num_layers=3, vocab_size=51, tie_word_embeddings=True)
     fresh = ("layers.2.*", "embedding.tokens.weight")
-    assert _start(imported.uri, deeper, fresh=fresh, ignore=("head.*",)) == []
-    (fault,) = _start(imported.uri, deeper, fresh=fresh)
+    assert _start(imported.uri, deeper, reinit=fresh, init_ignore=("head.*",)) == []
+    (fault,) = _start(imported.uri, deeper, reinit=fresh)
     assert "head.weight, which this model lacks" in str(fault)
     shallower = _changed(imported.model, num_layers=1)
-    assert _start(imported.uri, shallower, ignore=("layers.1.*",)) == []
+    assert _start(imported.uri, shallower, init_ignore=("layers.1.*",)) == []
     last = ("layers.1=layers.0",)
-    assert _start(imported.uri, shallower, ignore=("layers.0.*",), rename=last) == []
+    assert _start(imported.uri, shallower, init_ignore=("layers.0.*",), init_rename=last) == []
 
 
 @pytest.mark.parametrize(
     ("rules", "fact"),
     [
-        ({"ignore": ("layer.1.*",)}, "start_ignore has 'layer.1.*', which fits no tensor"),
-        ({"fresh": ("haed.*",)}, "start_fresh has 'haed.*', which fits no tensor of this model"),
-        ({"rename": ("norm=final_norm",)}, "start_rename has 'norm=final_norm', which fits no"),
+        ({"init_ignore": ("layer.1.*",)}, "init_ignore has 'layer.1.*', which fits no tensor"),
+        ({"reinit": ("haed.*",)}, "reinit has 'haed.*', which fits no tensor of this model"),
+        ({"init_rename": ("norm=final_norm",)}, "init_rename has 'norm=final_norm', which fits no"),
         (
-            {"rename": ("layers.*.mlp.up=layers.*.mlp.gate", "layers.0.mlp=layers.0.mlp")},
+            {"init_rename": ("layers.*.mlp.up=layers.*.mlp.gate", "layers.0.mlp=layers.0.mlp")},
             "layers.0.mlp.gate.weight and layers.0.mlp.up.weight are both layers.0.mlp.gate.weight",
         ),
     ],
-    ids=["ignore", "fresh", "rename", "two sources"],
+    ids=["ignore", "reinit", "rename", "two sources"],
 )
 def test_rules_that_are_mistakes_are_refused(imported, rules, fact):
     assert fact in str(_start(imported.uri, imported.model, **rules)[0])
@@ -130,25 +128,29 @@ def test_fields_that_shapes_do_not_tell_matter_only_for_what_is_taken(imported):
     other = _changed(imported.model, num_heads=2, num_kv_heads=1, vocab_size=51)
     facts = list(map(str, _start(imported.uri, other)))
     assert len(facts) == 2
-    assert len(_start(imported.uri, other, fresh=("layers.*.attention.*",))) == 1
+    assert len(_start(imported.uri, other, reinit=("layers.*.attention.*",))) == 1
     fresh = ("layers.*.attention.*", "embedding.*", "head.*")
-    assert _start(imported.uri, other, fresh=fresh) == []
+    assert _start(imported.uri, other, reinit=fresh) == []
 
 
 def test_experts_begin_as_the_dense_layer_or_parts_of_it_where_the_job_says_so(imported):
-    moe = MoeSection(num_experts=4, width=12, first_dense_layers=1)
+    moe = MoeSection(num_experts=4, intermediate_size=12, first_k_dense_replace=1)
     upcycled = _changed(imported.model, moe=moe)
-    assert _start(imported.uri, upcycled, upcycle=True) == []
-    biased = _changed(upcycled, moe=moe.model_copy(update={"has_bias": True, "balance": "global"}))
-    assert _start(imported.uri, biased, upcycle=True) == [], "no tensor of a router has a source"
+    assert _start(imported.uri, upcycled, init_upcycle=True) == []
+    biased = _changed(
+        upcycled, moe=moe.model_copy(update={"expert_bias": True, "load_balancing_type": "global"})
+    )
+    assert _start(imported.uri, biased, init_upcycle=True) == [], (
+        "no tensor of a router has a source"
+    )
     assert "layers.1.mlp.down.weight, which this model" in str(_start(imported.uri, upcycled)[0])
-    (fault,) = _start(imported.uri, imported.model, upcycle=True)
+    (fault,) = _start(imported.uri, imported.model, init_upcycle=True)
     assert "here is no block that has experts and was dense" in str(fault)
-    shared = _changed(upcycled, moe=moe.model_copy(update={"shared_width": 8}))
-    (fault,) = _start(imported.uri, shared, upcycle=True)
+    shared = _changed(upcycled, moe=moe.model_copy(update={"shared_expert_intermediate_size": 8}))
+    (fault,) = _start(imported.uri, shared, init_upcycle=True)
     assert "layers.1.moe.shared.gate.weight as nothing" in str(fault)
     fresh = ("layers.*.moe.shared.*",)
-    assert _start(imported.uri, shared, upcycle=True, fresh=fresh) == []
+    assert _start(imported.uri, shared, init_upcycle=True, reinit=fresh) == []
 
 
 def test_load_of_the_last_step_is_left_behind(imported):
@@ -158,19 +160,19 @@ def test_load_of_the_last_step_is_left_behind(imported):
     box = replace(manifest.boxes[0], tensor=f"model/{counts}")
     began = starting_manifest(
         replace(manifest, boxes=(*manifest.boxes, box)),
-        CheckpointSection(start_from=imported.uri),
+        CheckpointSection(init_from=imported.uri),
         imported.model,
     )
     assert began.boxes == manifest.boxes
-    assert is_reinitialised(CheckpointSection(start_from=imported.uri), counts)
+    assert is_reinitialised(CheckpointSection(init_from=imported.uri), counts)
 
 
 def test_start_holds_what_is_renamed_and_nothing_else(imported):
     _, manifest = open_checkpoint(imported.uri)
     section = CheckpointSection(
-        start_from=imported.uri,
-        start_rename=("layers.1=layers.0",),
-        start_ignore=("layers.0.*", "head.*"),
+        init_from=imported.uri,
+        init_rename=("layers.1=layers.0",),
+        init_ignore=("layers.0.*", "head.*"),
     )
     began = starting_manifest(manifest, section, _changed(imported.model, num_layers=1))
     assert {box.tensor for box in began.boxes if "layers" in box.tensor} == {
@@ -183,15 +185,15 @@ def test_start_holds_what_is_renamed_and_nothing_else(imported):
 @pytest.mark.parametrize(
     "override",
     [
-        "start_rename=[a=b]",
-        "start_fresh=[head.*]",
-        "start_ignore=[head.*]",
-        "start_changed=[norm_eps]",
-        "start_upcycle=true",
+        "init_rename=[a=b]",
+        "reinit=[head.*]",
+        "init_ignore=[head.*]",
+        "allow_changed=[norm_eps]",
+        "init_upcycle=true",
     ],
 )
 def test_rules_without_a_start_are_refused(override):
-    with pytest.raises(ConfigError, match="start_from is none"):
+    with pytest.raises(ConfigError, match="init_from is none"):
         load_job(VERIFY, [f"checkpoint.{override}"])
 
 
@@ -204,9 +206,9 @@ def test_run_of_another_model_is_refused_before_it_goes_on(tmp_path, imported):
 
 def test_run_of_another_model_is_told_field_by_field(imported):
     store, _ = open_checkpoint(imported.uri)
-    with_experts = _changed(imported.model, moe=MoeSection(num_experts=4, width=16))
+    with_experts = _changed(imported.model, moe=MoeSection(num_experts=4, intermediate_size=16))
     (fault,) = resume_faults(store, with_experts, micro_batch_size=1)
-    assert fault.fact.startswith("model.moe.num_experts=4, model.moe.width=16: ")
+    assert fault.fact.startswith("model.moe.num_experts=4, model.moe.intermediate_size=16: ")
     assert "{" not in fault.fact and ",," not in fault.fact
 
 
@@ -215,7 +217,7 @@ def test_other_micro_batches_are_refused_where_routing_goes_by_them(imported):
     store.delete(manifest.key)
     commit(store, replace(manifest, job=manifest.job | {"schedule": {"micro_batch_size": 2}}))
     by_token, by_micro = (
-        _changed(imported.model, moe=MoeSection(balance=balance))
+        _changed(imported.model, moe=MoeSection(load_balancing_type=balance))
         for balance in ("global", "micro_batch")
     )
     assert resume_faults(store, by_token, micro_batch_size=4) == []
@@ -245,9 +247,9 @@ def test_missing_files_are_told(imported):
 
 
 def test_job_with_a_start_that_is_none_is_refused_before_it_runs(tmp_path):
-    override = f"checkpoint.start_from={tmp_path / 'nothing'}"
+    override = f"checkpoint.init_from={tmp_path / 'nothing'}"
     root = f"checkpoint.uri={tmp_path / 'runs'}"
-    with pytest.raises(ConfigError, match=r"start_from=.*there is no checkpoint at") as caught:
+    with pytest.raises(ConfigError, match=r"init_from=.*there is no checkpoint at") as caught:
         load_job(VERIFY, [override, root], is_for_training=True)
     (fault,) = caught.value.faults
     assert str(fault).count("; ") == 2, "one fact, one rule, one remedy"
@@ -263,7 +265,7 @@ def test_run_with_checkpoints_of_its_own_needs_its_start_no_more(tmp_path):
     model = imported.model.model_dump(mode="json")
     overrides = [f"model.{name}={value}" for name, value in model.items()]
     overrides += [
-        f"checkpoint.start_from={tmp_path / 'gone'}", f"checkpoint.uri={root}", "data.seq_len=8",
+        f"checkpoint.init_from={tmp_path / 'gone'}", f"checkpoint.uri={root}", "data.seq_len=8",
         "parallel.pp=1",
     ]  # fmt: skip
     assert load_job(VERIFY, overrides, is_for_training=True).run.name == "verify"

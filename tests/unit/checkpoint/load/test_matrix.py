@@ -17,7 +17,7 @@ from raymega.parallel.comm import process_groups
 from raymega.plan.memory.optimizer_state import KINDS, saved_kinds
 from raymega.plan.run_plan import make_plan
 from raymega.plan.tensor_table import model_tensors
-from raymega.plan.zero_levels import group_size
+from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.storage.memory import MemoryStore
 from raymega.train.build import build_parts
 from raymega.verify.layout import DEGREES, OPTIONS, Layout
@@ -33,8 +33,8 @@ DTYPES = ("bfloat16", "float32", "float64")
 EXPERTS = {
     0: (),
     4: (
-        "model.moe.num_experts=4", "model.moe.width=8", "model.moe.every=2", "model.moe.has_bias=true",
-        "model.moe.balance=global", "model.moe.balance_coefficient=0.1",
+        "model.moe.num_experts=4", "model.moe.intermediate_size=8", "model.moe.layer_freq=2", "model.moe.expert_bias=true",
+        "model.moe.load_balancing_type=global", "model.moe.router_aux_loss_coef=0.1",
     ),
 }  # fmt: skip
 """In every other block, with state of routers: a bias, and the last step's load."""
@@ -56,10 +56,10 @@ class Kind:
 def make_job(kind: Kind) -> Job:
     heads = "num_heads" if kind.family == "gpt2" else 2
     return make_test_plan(
-        f"model.family={kind.family}", f"model.is_embedding_tied={str(kind.is_tied).lower()}",
-        f"model.num_kv_heads={heads}", f"optimizer.name={kind.optimizer}", "model.width=16",
+        f"model.family={kind.family}", f"model.tie_word_embeddings={str(kind.is_tied).lower()}",
+        f"model.num_kv_heads={heads}", f"optimizer.name={kind.optimizer}", "model.hidden_size=16",
         f"optimizer.state_dtype={kind.state_dtype}",
-        "model.ffn_width=24", "model.vocab_size=70", "model.vocab_multiple=24", "model.num_layers=6",
+        "model.ffn_hidden_size=24", "model.vocab_size=70", "model.make_vocab_size_divisible_by=24", "model.num_layers=6",
         "model.num_heads=4", "run.eval_samples=0", "parallel.pp=1", *EXPERTS[kind.num_experts],
     ).job  # fmt: skip
 
@@ -116,7 +116,7 @@ def ranks_of(kind, side):
     plan = make_plan(Job.model_validate(values))
     for rank in range(plan.grid.world_size):
         own = process_groups.build_groups(
-            plan.grid, rank, timeout_s=1.0, sharers=group_size(plan.job.parallel)
+            plan.grid, rank, timeout_s=1.0, sharers=data_parallel_shard_size(plan.job.parallel)
         )
         yield rank, build_parts(plan, rank=rank, groups=own, device=CPU)
 

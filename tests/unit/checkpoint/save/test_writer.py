@@ -92,7 +92,7 @@ def test_host_buffer_is_as_large_as_the_share_and_used_again():
         assert writer.wait()
         addresses.append(writer._host._buffer.data_ptr())
     assert writer.host_bytes == shards[0].num_bytes
-    assert shards[0].num_bytes <= sum(b.values.nbytes for b in blocks) // 2 + MODEL.width * 4
+    assert shards[0].num_bytes <= sum(b.values.nbytes for b in blocks) // 2 + MODEL.hidden_size * 4
     assert addresses[0] == addresses[1]
 
 

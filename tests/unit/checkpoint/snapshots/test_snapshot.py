@@ -157,7 +157,7 @@ class Ranks:
 
     def __init__(self, servers, *, every=1, attempt=1, when_late="skip", assignments=True):
         plan = make_test_plan(
-            "parallel.pp=1", "parallel.dp=1", "parallel.tp=2", f"elastic.snapshot_every={every}", f"elastic.snapshot_when_late={when_late}",
+            "parallel.pp=1", "parallel.dp=1", "parallel.tp=2", f"elastic.snapshot_every={every}", f"elastic.snapshot_backpressure={when_late}",
         )  # fmt: skip
         self.grid, self.step, self.num_waits = plan.grid, 0, 0
         self.writers = [

@@ -47,7 +47,7 @@ QWEN3_06B = {
 def test_published_configs_give_models_of_the_published_size():
     llama, qwen = model_from(LLAMA31_8B), model_from(QWEN3_06B)
     assert (count_parameters(llama), count_parameters(qwen)) == (8_030_261_248, 596_049_920)
-    assert (llama.rope_scaling, llama.rope_base, llama.rope_factor) == ("llama3", 500000.0, 8.0)
+    assert (llama.rope_scaling, llama.rope_theta, llama.rope_factor) == ("llama3", 500000.0, 8.0)
     assert (llama.max_positions, llama.rope_original_positions) == (131072, 8192)
     assert (qwen.head_width, qwen.rope_scaling, qwen.norm_eps) == (128, "none", 1e-6)
 
@@ -55,11 +55,13 @@ def test_published_configs_give_models_of_the_published_size():
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("rope", ["none", "llama3"])
 def test_config_gives_back_the_model(family, rope):
-    changes = {} if family == "gpt2" else {"rope_scaling": rope, "rope_base": 12345.0}
-    model = make_model(family, **changes, init_std=0.03, norm_eps=2e-6, is_embedding_tied=False)
+    changes = {} if family == "gpt2" else {"rope_scaling": rope, "rope_theta": 12345.0}
+    model = make_model(
+        family, **changes, initializer_range=0.03, norm_eps=2e-6, tie_word_embeddings=False
+    )
     config = config_from(model, dtype="float32", carried={"bos_token_id": 7, "torch_dtype": "x"})
     assert config["bos_token_id"] == 7 and "torch_dtype" not in config
-    assert model_from(config).model_copy(update={"vocab_multiple": 8}) == model
+    assert model_from(config).model_copy(update={"make_vocab_size_divisible_by": 8}) == model
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     assert model_from(old) == model_from(config)
 
@@ -124,11 +126,11 @@ def test_all_values_of_another_kind_are_told_at_once():
     [
         (
             QWEN3_MOE | {"num_experts_per_tok": 1},
-            "gives model.moe.top_k=1 with is_normalised=true;",
+            "gives model.moe.top_k=1 with norm_topk_prob=true;",
         ),
         (QWEN3_MOE | {"num_experts_per_tok": 5}, "gives model.moe.top_k=5;"),
-        (DEEPSEEK_V3 | {"topk_group": 5}, "gives model.moe.top_groups=5 with num_groups=4;"),
-        (DEEPSEEK_V3 | {"n_group": 3}, "gives model.moe.num_groups=3;"),
+        (DEEPSEEK_V3 | {"topk_group": 5}, "gives model.moe.topk_group=5 with n_group=4;"),
+        (DEEPSEEK_V3 | {"n_group": 3}, "gives model.moe.n_group=3;"),
         (LLAMA31_8B | {"num_key_value_heads": 5}, "gives model.num_kv_heads=5;"),
     ],
     ids=["one-normalised", "too-many", "groups", "uneven-groups", "kv-heads"],
@@ -141,7 +143,7 @@ def test_what_a_job_file_would_be_refused_for_is_not_imported(config, fact):
 
 def test_choice_among_all_groups_is_none():
     moe = model_from(DEEPSEEK_V3 | {"topk_group": 4}).moe
-    assert (moe.num_groups, moe.top_groups, moe.group_score) == (1, 1, "max")
+    assert (moe.n_group, moe.topk_group, moe.group_score) == (1, 1, "max")
 
 
 @pytest.mark.parametrize(
@@ -149,4 +151,4 @@ def test_choice_among_all_groups_is_none():
 )
 def test_experts_in_no_block_are_a_dense_model(change):
     model = model_from(QWEN3_MOE | change)
-    assert (model.family, model.moe, model.ffn_width) == ("qwen3", MoeSection(), 24)
+    assert (model.family, model.moe, model.ffn_hidden_size) == ("qwen3", MoeSection(), 24)

@@ -7,7 +7,7 @@ from raymega.errors import ConfigError
 from tests.unit.convert.torch_dcp.test_round_trip import MODEL as SHAPE
 from tests.unit.convert.torch_dcp.test_round_trip import NOW, dcp_save, draw_state
 
-MODEL = SHAPE.model_copy(update={"vocab_multiple": 1})
+MODEL = SHAPE.model_copy(update={"make_vocab_size_divisible_by": 1})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_rope_is_a_product_of_complex_numbers():
 
 def test_rope_has_known_values():
     """Position 1, one pair: (1, 0) turns by one radian."""
-    rope, _ = _rope(width=8, num_heads=4)
+    rope, _ = _rope(hidden_size=8, num_heads=4)
     x = torch.tensor([1.0, 0.0]).double().expand(2, 1, 1, 2)
     assert torch.equal(rope(x)[0], x[0])
     assert rope(x)[1].flatten().tolist() == pytest.approx([0.5403023058681398, 0.8414709848078965])
@@ -53,8 +53,8 @@ def test_rope_adds_nothing_to_the_state():
 SCALED = {
     "rope_scaling": "llama3",
     "rope_original_positions": 64,
-    "rope_base": 500.0,
-    "head_features": 16,
+    "rope_theta": 500.0,
+    "head_dim": 16,
     "max_positions": 256,
 }
 

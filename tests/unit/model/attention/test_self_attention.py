@@ -26,8 +26,8 @@ def _attention(model):
 def test_attention_is_the_written_out_softmax(family, kv_heads):
     model = plain_models.make_model(family, num_kv_heads=kv_heads)
     attention, weights = _attention(model)
-    x = torch.randn(7, 3, model.width).double().requires_grad_()
-    y, grad_y = attention(x), torch.randn(7, 3, model.width).double()
+    x = torch.randn(7, 3, model.hidden_size).double().requires_grad_()
+    y, grad_y = attention(x), torch.randn(7, 3, model.hidden_size).double()
     wanted = plain_models.attention(model, weights, AT, x.transpose(0, 1)).transpose(0, 1)
     assert plain_models.difference(y, wanted) < FLOAT64_LAYER
     (grad,) = torch.autograd.grad(y, x, grad_y)
@@ -39,7 +39,7 @@ def test_attention_is_the_written_out_softmax(family, kv_heads):
 def test_earlier_positions_do_not_see_later_ones(family):
     model = plain_models.make_model(family)
     attention, _ = _attention(model)
-    x = torch.randn(7, 1, model.width).double()
+    x = torch.randn(7, 1, model.hidden_size).double()
     changed = x.clone()
     changed[4] += 1.0
     before, after = attention(x), attention(changed)

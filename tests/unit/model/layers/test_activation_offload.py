@@ -6,9 +6,9 @@ import torch
 from raymega.config.schema import MemorySection
 from raymega.model.layers import activation_offload
 from raymega.model.layers.activation_offload import ActivationOffloader
-from raymega.model.saved_tensor_bytes import SavedBytes
 from raymega.parallel.core.host_copies import HostMemory
 from tests.support.references import plain_models
+from tests.support.saved_tensor_bytes import SavedBytes
 from tests.unit.model.parts import CPU, make_stage_modules
 
 MODEL = plain_models.make_model("llama")

@@ -15,7 +15,7 @@ def test_embedding_looks_up_tokens_and_positions(family):
     embedding = Embedding(factory)
     tokens, _, _ = plain_models.draw_batch(model)
     x = embedding(tokens)
-    assert x.shape == (7, 3, model.width) and x.is_contiguous()
+    assert x.shape == (7, 3, model.hidden_size) and x.is_contiguous()
     for sample, position in [(0, 0), (2, 1), (1, 6)]:
         wanted = embedding.tokens.weight[tokens[sample, position]]
         if family == "gpt2":

@@ -8,12 +8,12 @@ import torch
 from raymega.config.schema import MemorySection
 from raymega.model.layers.fused_ops import bias_gelu, rms_norm
 from raymega.model.pipeline_stage import StageModule
-from raymega.model.saved_tensor_bytes import SavedBytes
 from raymega.parallel.core import compile
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import run_deferred
 from raymega.plan.stages import even_stages
 from tests.support.references.plain_models import draw_batch, make_model
+from tests.support.saved_tensor_bytes import SavedBytes
 from tests.unit.model.parts import CPU, make_stream
 
 ROUNDING = 1e-12

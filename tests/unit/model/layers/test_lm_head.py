@@ -12,7 +12,7 @@ from tests.support.references import plain_models
 from tests.support.tolerances import FLOAT64_LAYER
 from tests.unit.model.parts import make_model_factory
 
-MODEL = plain_models.make_model("llama", is_embedding_tied=False)
+MODEL = plain_models.make_model("llama", tie_word_embeddings=False)
 
 
 def _head(dtype=torch.float64, model=MODEL):
@@ -22,7 +22,7 @@ def _head(dtype=torch.float64, model=MODEL):
 
 def test_loss_is_the_sum_over_unmasked_tokens():
     head, (_, labels, mask) = _head(), plain_models.draw_batch(MODEL)
-    x = torch.randn(7, 3, MODEL.width).double()
+    x = torch.randn(7, 3, MODEL.hidden_size).double()
     kept = mask.bool()
     logits = (x @ head.weight[: MODEL.vocab_size].T).transpose(0, 1)
     wanted = cross_entropy(logits[kept], labels[kept], reduction="sum")
@@ -32,7 +32,7 @@ def test_loss_is_the_sum_over_unmasked_tokens():
 def test_smoothing_and_z_loss_are_of_training_only():
     model = MODEL.model_copy(update={"label_smoothing": 0.1, "z_loss": 1e-3})
     head, plain, (_, labels, mask) = _head(model=model), _head(), plain_models.draw_batch(MODEL)
-    x = torch.randn(7, 3, MODEL.width).double()
+    x = torch.randn(7, 3, MODEL.hidden_size).double()
     kept = mask.bool()
     logits = head(x).transpose(0, 1)[kept]
     wanted = cross_entropy(logits, labels[kept], reduction="sum", label_smoothing=0.1)
@@ -43,22 +43,22 @@ def test_smoothing_and_z_loss_are_of_training_only():
 
 
 def test_logits_of_a_wider_model_are_smaller_under_mup():
-    base = MODEL.width // 4
+    base = MODEL.hidden_size // 4
     wide, plain = _head(model=MODEL.model_copy(update={"mup_base_width": base})), _head()
-    x = torch.randn(7, 3, MODEL.width).double()
+    x = torch.randn(7, 3, MODEL.hidden_size).double()
     assert torch.equal(4 * wide(x), plain(x))
 
 
 def test_logits_have_no_column_of_padding():
     head = _head()
     assert head.weight.shape[0] == 56 and not head.weight[52:].any() and head.weight[51].all()
-    assert head(torch.randn(7, 3, MODEL.width).double()).shape == (7, 3, 52)
+    assert head(torch.randn(7, 3, MODEL.hidden_size).double()).shape == (7, 3, 52)
 
 
 @pytest.mark.parametrize("label", [-100, -1, 52, 55, 56, 2**40], ids=str)
 def test_masked_slots_are_exactly_nothing(label):
     head = _head()
-    x = torch.randn(7, 1, MODEL.width).double().requires_grad_()
+    x = torch.randn(7, 1, MODEL.hidden_size).double().requires_grad_()
     loss = head.loss_sum(x, torch.full((1, 7), label), torch.zeros(1, 7))
     loss.backward()
     assert loss.item() == 0.0
@@ -68,7 +68,7 @@ def test_masked_slots_are_exactly_nothing(label):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_loss_is_wide_and_gradients_are_of_the_compute_dtype(dtype):
     head, (_, labels, mask) = _head(dtype), plain_models.draw_batch(MODEL)
-    x = torch.randn(7, 3, MODEL.width).to(dtype).requires_grad_()
+    x = torch.randn(7, 3, MODEL.hidden_size).to(dtype).requires_grad_()
     loss = head.loss_sum(x, labels, mask.float())
     loss.backward()
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -80,7 +80,7 @@ def test_loss_stays_exact_with_huge_logits():
     head = _head()
     with torch.no_grad():
         head.weight.zero_()[3, 0] = 1e4
-    x = torch.zeros(1, 1, MODEL.width).double()
+    x = torch.zeros(1, 1, MODEL.hidden_size).double()
     x[..., 0] = 1.0
     for label, wanted in [(3, 0.0), (4, 1e4)]:
         loss = head.loss_sum(x, torch.tensor([[label]]), torch.ones(1, 1))

@@ -18,7 +18,7 @@ def test_mlp_is_its_formula(family, kind):
     mlp = kind(factory, AT)
     weights = plain_models.draw_weights(factory.table.values())
     plain_models.fill(mlp.parameters(), weights)
-    x = torch.randn(5, 2, model.width).double()
+    x = torch.randn(5, 2, model.hidden_size).double()
     assert plain_models.difference(mlp(x), plain_models.mlp(model, weights, AT, x)) < FLOAT64_LAYER
 
 

@@ -7,7 +7,7 @@ from raymega.parallel.core.dropout import keep_mask, place_key, row_keys
 from tests.support.references import plain_models
 from tests.unit.model.parts import make_stage_modules
 
-MODEL = plain_models.make_model("llama", residual_dropout=0.3, attention_dropout=0.2)
+MODEL = plain_models.make_model("llama", hidden_dropout=0.3, attention_dropout=0.2)
 SAMPLES = torch.tensor([5, 9, -1])
 BATCH = plain_models.draw_batch(MODEL)
 
@@ -32,13 +32,13 @@ def test_every_place_has_a_key_of_its_own_after_its_name():
 
 def test_embedding_is_dropped_by_sample_position_and_feature():
     stage = _stage()
-    x = torch.ones(7, 3, MODEL.width, dtype=torch.float64)
+    x = torch.ones(7, 3, MODEL.hidden_size, dtype=torch.float64)
     seen = []
     stage.embedding_dropout.register_forward_hook(lambda _m, args, _out: seen.append(args[1].own))
     stage(*BATCH, None, SAMPLES)
     kept = keep_mask(
         row_keys(7, SAMPLES, torch.arange(7)[:, None]) + place_key(7, "embedding"),
-        MODEL.width,
+        MODEL.hidden_size,
         rate=0.3,
     )
     assert torch.equal(seen[0], row_keys(7, SAMPLES, torch.arange(7)[:, None]))

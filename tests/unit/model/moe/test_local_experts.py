@@ -14,13 +14,13 @@ from tests.support.references.moe import layer as loop_over_experts
 from tests.unit.model.parts import make_stream
 
 D, F, B = 12, 8, 2
-MOE = MoeSection(num_experts=6, top_k=2, balance_coefficient=0.0)
+MOE = MoeSection(num_experts=6, top_k=2, router_aux_loss_coef=0.0)
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
 def _draw(num_tokens, moe, *, chosen=None):
     """Weights and tokens; with ``chosen`` no token goes to another expert than these."""
-    weights = draw_weights(moe, width=D, ffn_width=F)
+    weights = draw_weights(moe, width=D, ffn_hidden_size=F)
     generator = torch.Generator().manual_seed(num_tokens)
     x, grad = torch.randn(2, num_tokens, B, D, generator=generator).double()
     if chosen is not None:
@@ -63,7 +63,11 @@ CASES = {
     "one-token": (1, None, MOE),
     "two-experts-take-all": (16, (1, 4), MOE),
     "all-chosen": (5, None, MOE.model_copy(update={"top_k": 6})),
-    "sigmoid": (7, None, MOE.model_copy(update={"score": "sigmoid", "scaling": 2.5})),
+    "sigmoid": (
+        7,
+        None,
+        MOE.model_copy(update={"router_score_function": "sigmoid", "routed_scaling_factor": 2.5}),
+    ),
 }
 
 

@@ -27,7 +27,7 @@ def _token_ids(num_tokens, *, uncounted=()):
 
 
 def _layer(moe, dtype=torch.float64, *, rounded_to=torch.float64):
-    weights = plain.draw_weights(moe, width=12, ffn_width=8)
+    weights = plain.draw_weights(moe, width=12, ffn_hidden_size=8)
     weights = {name: values.to(rounded_to).double() for name, values in weights.items()}
     sp = SequenceParallel(tp=NOBODY)
     groups = ExpertGroups(ep=NOBODY, etp=NOBODY, micro=NOBODY, sp=sp)
@@ -51,14 +51,14 @@ def test_margin_is_the_gap_to_the_first_that_was_not_chosen():
 @pytest.mark.parametrize(("score", "wanted"), [("max", [0, 2]), ("top2", [2, 3])])
 def test_experts_come_from_the_best_groups(score, wanted):
     scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.1, 0.2]])
-    moe = MoeSection(num_experts=6, top_k=2, num_groups=3, top_groups=1, group_score=score)
+    moe = MoeSection(num_experts=6, top_k=2, n_group=3, topk_group=1, group_score=score)
     chosen, gaps = choose(scores, moe)
     assert sorted(chosen[0].tolist()) == (wanted if score == "top2" else [0, 1])
     assert gaps.item() == pytest.approx(0.3 if score == "max" else 0.2)
 
 
 def test_of_equal_groups_the_lower_is_chosen_though_scores_are_negative():
-    moe = MoeSection(num_experts=4, top_k=2, num_groups=2, top_groups=1)
+    moe = MoeSection(num_experts=4, top_k=2, n_group=2, topk_group=1)
     assert choose(torch.full((1, 4), -1.0), moe)[0].tolist() == [[0, 1]]
 
 
@@ -83,15 +83,19 @@ def test_sinkhorn_reads_counted_tokens_only():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("drop_by", "kept"), [("probability", [1, 3]), ("position", [0, 1])])
-def test_an_expert_keeps_the_first_in_its_order(drop_by, kept):
+@pytest.mark.parametrize(
+    ("token_drop_policy", "kept"), [("probability", [1, 3]), ("position", [0, 1])]
+)
+def test_an_expert_keeps_the_first_in_its_order(token_drop_policy, kept):
     chosen = torch.zeros(5, 1, dtype=torch.int64)
     weights = torch.tensor([[0.1], [0.9], [0.2], [0.9], [0.99]])
-    moe = MoeSection(num_experts=2, top_k=1, capacity_factor=1.0, drop_by=drop_by)
+    moe = MoeSection(
+        num_experts=2, top_k=1, capacity_factor=1.0, token_drop_policy=token_drop_policy
+    )
     token_ids = _token_ids(5, uncounted=[4])
     experts, gap = apply_capacity(chosen, weights, token_ids, torch.tensor(2), moe, NOBODY)
     assert [t for t in range(5) if experts[t] == 0] == kept
-    assert gap.item() == pytest.approx(0.7 if drop_by == "probability" else torch.inf)
+    assert gap.item() == pytest.approx(0.7 if token_drop_policy == "probability" else torch.inf)
     assert set(experts.flatten().tolist()) == {0, 2}
 
 
@@ -105,10 +109,16 @@ def test_of_equal_weights_the_earlier_token_stays_wherever_it_lies():
     assert experts.flatten().tolist() == [1, 0, 1, 0] and gap == 0
 
 
-@pytest.mark.parametrize(("drop_by", "is_close"), [("probability", True), ("position", False)])
-def test_a_choice_that_is_barely_kept_is_in_the_margin(drop_by, is_close):
+@pytest.mark.parametrize(
+    ("token_drop_policy", "is_close"), [("probability", True), ("position", False)]
+)
+def test_a_choice_that_is_barely_kept_is_in_the_margin(token_drop_policy, is_close):
     moe = MoeSection(
-        num_experts=2, top_k=1, capacity_factor=1, is_normalised=False, drop_by=drop_by
+        num_experts=2,
+        top_k=1,
+        capacity_factor=1,
+        norm_topk_prob=False,
+        token_drop_policy=token_drop_policy,
     )
     layer, token = _layer(moe), torch.randn(12).double()
     scales = torch.tensor(
@@ -153,7 +163,10 @@ def test_a_tally_counts_once_though_forward_runs_again():
 @pytest.mark.parametrize("is_remade", [False, True])
 def test_a_tally_counts_once_whatever_is_frozen(frozen, is_remade):
     moe = MoeSection(
-        num_experts=4, balance="micro_batch", balance_coefficient=0.1, z_coefficient=0.1
+        num_experts=4,
+        load_balancing_type="micro_batch",
+        router_aux_loss_coef=0.1,
+        router_z_loss_coef=0.1,
     )
     layer = _layer(moe)
     layer.is_remade = is_remade
@@ -186,7 +199,7 @@ def test_jitter_is_a_function_of_the_token_and_spread_evenly():
 
 
 def test_evaluation_neither_jitters_nor_evens_out():
-    moe = MoeSection(num_experts=4, balance="sinkhorn")
+    moe = MoeSection(num_experts=4, load_balancing_type="sinkhorn")
     layer = _layer(moe).eval()
     x, token_ids = torch.randn(6, 12).double(), _token_ids(6)
     _, routing = layer.router(x, token_ids)
@@ -196,7 +209,7 @@ def test_evaluation_neither_jitters_nor_evens_out():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_formats_come_close_and_route_in_wide_ones(dtype):
-    moe = MoeSection(num_experts=4, balance="micro_batch", balance_coefficient=0.1)
+    moe = MoeSection(num_experts=4, load_balancing_type="micro_batch", router_aux_loss_coef=0.1)
     x = torch.randn(32, 1, 12)
     wide, narrow = _layer(moe, rounded_to=dtype), _layer(moe, dtype)
     leaf = x.to(dtype).requires_grad_()
@@ -212,7 +225,7 @@ def test_narrow_formats_come_close_and_route_in_wide_ones(dtype):
 def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
     layout, factor, monkeypatch
 ):
-    moe = {"num_experts": 8, "capacity_factor": factor, "is_padded_to_capacity": "true"}
+    moe = {"num_experts": 8, "capacity_factor": factor, "pad_expert_input_to_capacity": "true"}
     fields = (f"model.moe.{name}={value}" for name, value in moe.items())
     plan = make_test_plan(*layout_overrides(layout), *fields)
     shape, parallel = activation_shape(plan.job), plan.job.parallel
@@ -223,7 +236,7 @@ def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
         router, "apply_capacity", lambda chosen, *_: (chosen, torch.tensor(torch.inf))
     )
     section = shape.model.moe
-    weights = plain.draw_weights(section, width=12, ffn_width=8)
+    weights = plain.draw_weights(section, width=12, ffn_hidden_size=8)
     one = Router(plain.Factory(weights, SequenceParallel(tp=NOBODY)), "moe.router", section, micro)
     num_tokens = shape.tokens // parallel.tp
     _, routing = one(torch.randn(num_tokens, 12).double(), _token_ids(num_tokens))

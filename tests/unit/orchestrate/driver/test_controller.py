@@ -812,7 +812,7 @@ def test_larger_run_steps_continue_a_finished_run(world):
     assert world.steps_seen() == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("change", ["model.width=64", "run.seed=1", "data.seq_len=16"])
+@pytest.mark.parametrize("change", ["model.hidden_size=64", "run.seed=1", "data.seq_len=16"])
 def test_another_model_seed_or_data_is_refused_with_exit_2(world, change):
     world.drive(whole_run()).run()
     with pytest.raises(ConfigError, match=change.partition("=")[0]) as caught:

@@ -32,8 +32,8 @@ def look(detector, at_s, *statuses):
     [
         (0.2, {}, 2.1),
         (10.0, {}, 31.5),
-        (0.2, {"hang_min_s": 20.0}, 20.0),
-        (300.0, {"hang_max_s": 60.0}, 60.0),
+        (0.2, {"hang_timeout_min_s": 20.0}, 20.0),
+        (300.0, {"hang_timeout_max_s": 60.0}, 60.0),
     ],
 )
 def test_deadline_is_learned_from_steps_within_the_jobs_bounds(step_s, fields, deadline_s):
@@ -78,14 +78,15 @@ def test_stopped_process_is_found_while_the_others_have_nothing_to_say():
 
 
 def test_silent_process_that_is_not_stopped_has_until_the_upper_bound():
-    detector = make_watch(hang_max_s=30.0)
+    detector = make_watch(hang_timeout_max_s=30.0)
     answer(detector, (0, 1), 0.0)
     answer(detector, (0,), 29.0)
     detector.observe(ProcessStatus(rank=1, state="R"), 29.0)
     assert detector.hang(29.0, last_sign_s=29.0, is_training=True) is None
     answer(detector, (0,), 30.0)
     assert (
-        "elastic.hang_max_s=30" in detector.hang(30.0, last_sign_s=30.0, is_training=True).message
+        "elastic.hang_timeout_max_s=30"
+        in detector.hang(30.0, last_sign_s=30.0, is_training=True).message
     )
 
 

@@ -86,7 +86,7 @@ def test_growth_is_weighed_by_what_was_measured():
 
 
 def test_growth_can_be_forbidden():
-    grids = make("elastic.grow=false")
+    grids = make("elastic.scale_up=false")
     grids.now = grids.shrink(locations(4))
     for _ in range(3):
         grids.add_step(1.0)
@@ -99,7 +99,7 @@ def test_growth_counts_no_gain_beyond_the_horizon():
 
 
 def test_shrink_passes_over_what_does_not_fit_into_the_devices_memory():
-    large = ("model.num_layers=96", "model.width=12288", "model.ffn_width=49152", "model.num_heads=96",
+    large = ("model.num_layers=96", "model.hidden_size=12288", "model.ffn_hidden_size=49152", "model.num_heads=96",
              "model.num_kv_heads=8", "parallel.tp=8", "parallel.pp=4", "precision.dtype=bfloat16",
              "parallel.sharding=optimizer")  # fmt: skip
     grids = ScalingPolicy(make_test_plan(*large, "parallel.dp=2"))

@@ -47,7 +47,8 @@ def test_open_record_goes_on_with_the_stored_run(store):
 
 
 @pytest.mark.parametrize(
-    "override", ["model.width=64", "run.seed=1", "data.seq_len=16", "data.global_batch_size=8"]
+    "override",
+    ["model.hidden_size=64", "run.seed=1", "data.seq_len=16", "data.global_batch_size=8"],
 )
 def test_open_record_refuses_another_run_of_the_same_name(store, override):
     path, _, value = override.partition("=")
@@ -75,8 +76,8 @@ def test_record_without_a_field_is_of_a_run_with_its_default(store):
 
 def test_open_record_reports_every_change_at_once(store):
     with pytest.raises(ConfigError) as caught:
-        open_record(store, make_job("run.seed=1", "model.width=64"), now=NOW)
-    assert [fault.fact for fault in caught.value.faults] == ["model.width=64", "run.seed=1"]
+        open_record(store, make_job("run.seed=1", "model.hidden_size=64"), now=NOW)
+    assert [fault.fact for fault in caught.value.faults] == ["model.hidden_size=64", "run.seed=1"]
 
 
 def test_open_record_welcomes_what_does_not_change_the_run(store):

@@ -9,7 +9,12 @@ from raymega.plan.tensor_table import GlobalTensor
 
 def _tensor(name: str, rows: int, *, tp_dim: int = 0) -> GlobalTensor:
     return GlobalTensor(
-        name=name, shape=(rows, 4), tp_dim=tp_dim, init="normal", init_std=0.02, role="matrix"
+        name=name,
+        shape=(rows, 4),
+        tp_dim=tp_dim,
+        init="normal",
+        initializer_range=0.02,
+        role="matrix",
     )
 
 

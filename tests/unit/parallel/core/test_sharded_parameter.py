@@ -16,7 +16,7 @@ from raymega.plan.tensor_table import GlobalTensor
 
 def _tensor(name="w", shape=(8, 4), *, tp_dim=0, init="normal"):
     return GlobalTensor(
-        name=name, shape=shape, tp_dim=tp_dim, init=init, init_std=0.5, role="matrix"
+        name=name, shape=shape, tp_dim=tp_dim, init=init, initializer_range=0.5, role="matrix"
     )
 
 

@@ -13,7 +13,12 @@ COST = PackCost(
     token_s=3.0, pair_s=2.0, near_s=5.0, far_s=50.0, hop_s=7.0, start_s=11.0, ranks_per_node=4
 )
 MODEL = ModelSection(
-    family="llama", num_layers=12, width=2048, num_heads=16, ffn_width=8192, vocab_size=32768
+    family="llama",
+    num_layers=12,
+    hidden_size=2048,
+    num_heads=16,
+    ffn_hidden_size=8192,
+    vocab_size=32768,
 )
 
 

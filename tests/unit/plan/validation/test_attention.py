@@ -12,8 +12,10 @@ from raymega.plan.validation.attention import (
 )
 
 NONE = MlaSection()
-LATENT = MlaSection(kv_rank=8, q_rank=6, nope_features=4, rope_features=2, value_features=3)
-SHARED = "width / num_heads"
+LATENT = MlaSection(
+    kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
+)
+SHARED = "hidden_size / num_heads"
 
 
 def _one(faults):
@@ -26,20 +28,23 @@ def test_heads_share_the_width_out_and_rope_turns_pairs():
     assert "multiple of model.num_heads=5 (remainder 2); use 30 or 35" in _one(
         head_width_faults(32, 5, SHARED, "llama", NONE)
     )
-    assert "model.width / model.num_heads = 3" in _one(
+    assert "model.hidden_size / model.num_heads = 3" in _one(
         head_width_faults(24, 8, SHARED, "llama", NONE)
     )
-    assert "model.head_features=5" in _one(head_width_faults(24, 8, 5, "qwen3", NONE))
+    assert "model.head_dim=5" in _one(head_width_faults(24, 8, 5, "qwen3", NONE))
     assert head_width_faults(24, 8, SHARED, "gpt2", NONE) == []
     assert head_width_faults(32, 5, SHARED, "llama", LATENT) == []
 
 
 def test_waves_are_stretched_where_there_are_some():
     assert rope_scaling_faults("none", "gpt2", 4.0, 1.0) == []
-    assert rope_scaling_faults("llama3", "llama", 1.0, 4.0) == []
-    assert "has learned positions" in _one(rope_scaling_faults("yarn", "gpt2", 1.0, 32.0))
+    assert rope_scaling_faults("llama3", "llama", 1.0, 4.0, 1.0, 32.0) == []
+    assert "has learned positions" in _one(rope_scaling_faults("yarn", "gpt2", 1.0, 4.0, 1.0, 32.0))
     assert "less than model.rope_high_freq_factor=4" in _one(
-        rope_scaling_faults("llama3", "llama", 4.0, 4.0)
+        rope_scaling_faults("llama3", "llama", 4.0, 4.0, 1.0, 32.0)
+    )
+    assert "less than model.rope_beta_fast=32" in _one(
+        rope_scaling_faults("yarn", "llama", 1.0, 4.0, 32.0, 32.0)
     )
 
 
@@ -50,14 +55,14 @@ def _changed(**fields):
 @pytest.mark.parametrize(
     ("mla", "others", "told"),
     [
-        (MlaSection(q_rank=6), {}, "model.mla.q_rank=6 with model.mla.kv_rank=0"),
-        (LATENT, {"family": "qwen3"}, "model.family=qwen3 with model.mla.kv_rank=8"),
+        (MlaSection(q_lora_rank=6), {}, "model.mla.q_lora_rank=6 with model.mla.kv_lora_rank=0"),
+        (LATENT, {"family": "qwen3"}, "model.family=qwen3 with model.mla.kv_lora_rank=8"),
         (LATENT, {"kv_heads": 2}, "model.num_kv_heads=2"),
-        (LATENT, {"features": 6}, "model.head_features=6"),
-        (_changed(rope_features=3, nope_features=3), {}, "model.mla.rope_features=3"),
-        (_changed(rope_features=0, nope_features=6), {}, "no head knows positions"),
-        (_changed(value_features=7), {}, "no wider than keys, nope + rope = 6"),
-        (_changed(value_features=0), {}, "use 1 to 6"),
+        (LATENT, {"features": 6}, "model.head_dim=6"),
+        (_changed(qk_rope_head_dim=3, qk_nope_head_dim=3), {}, "model.mla.qk_rope_head_dim=3"),
+        (_changed(qk_rope_head_dim=0, qk_nope_head_dim=6), {}, "no head knows positions"),
+        (_changed(v_head_dim=7), {}, "no wider than keys, nope + rope = 6"),
+        (_changed(v_head_dim=0), {}, "use 1 to 6"),
     ],
 )
 def test_latents_say_themselves_how_wide_heads_are(mla, others, told):
@@ -70,12 +75,12 @@ def test_latents_say_themselves_how_wide_heads_are(mla, others, told):
 def test_whole_scores_are_scaled_in_latent_attention_with_yarn_only():
     assert score_scale_faults(LATENT, "yarn", 0.7) == [] == score_scale_faults(NONE, "none", 0.0)
     for mla, scaling in ((NONE, "yarn"), (LATENT, "llama3")):
-        assert "rope_mscale_all_features=0.7" in _one(score_scale_faults(mla, scaling, 0.7))
+        assert "rope_mscale_all_dim=0.7" in _one(score_scale_faults(mla, scaling, 0.7))
 
 
 def test_the_furthest_token_lies_in_the_row():
     assert mtp_faults(7, 8) == []
     assert (
-        "model.mtp_depth=8; a row of data.seq_len=8 has no token so far ahead; use at most 7"
+        "model.num_nextn_predict_layers=8; a row of data.seq_len=8 has no token so far ahead; use at most 7"
         in _one(mtp_faults(8, 8))
     )

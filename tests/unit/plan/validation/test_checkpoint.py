@@ -33,5 +33,5 @@ def test_best_checkpoints_are_kept_where_each_has_a_loss():
 
 def test_buffer_must_hold_a_row_of_the_widest_tensor():
     (fault,) = _faults("checkpoint.buffer_bytes=511")
-    assert "checkpoint.buffer_bytes=511" in fault and "512 bytes for model.width=32" in fault
+    assert "checkpoint.buffer_bytes=511" in fault and "512 bytes for model.hidden_size=32" in fault
     assert _faults("checkpoint.buffer_bytes=512") == []

@@ -18,8 +18,10 @@ def test_ratio_that_what_is_usual_exceeds_is_refused(override):
 
 
 def test_deadline_bounds_come_in_order():
-    with pytest.raises(PlanError, match=r"elastic.hang_min_s=9; .*elastic.hang_max_s=8"):
-        make_test_plan("elastic.hang_min_s=9.0", "elastic.hang_max_s=8.0")
+    with pytest.raises(
+        PlanError, match=r"elastic.hang_timeout_min_s=9; .*elastic.hang_timeout_max_s=8"
+    ):
+        make_test_plan("elastic.hang_timeout_min_s=9.0", "elastic.hang_timeout_max_s=8.0")
 
 
 @pytest.mark.parametrize("field", ["elastic.spares", "elastic.snapshot_every"])

@@ -14,9 +14,9 @@ from raymega.plan.validation.moe import (
 )
 
 DEEPSEEK = {
-    "num_experts": 256, "top_k": 8, "score": "sigmoid", "scaling": 2.5, "num_groups": 8,
-    "top_groups": 4, "group_score": "top2", "shared_width": 2048, "first_dense_layers": 3,
-    "has_bias": True, "bias_rate": 1e-3, "balance": "sequence", "balance_coefficient": 1e-4,
+    "num_experts": 256, "top_k": 8, "router_score_function": "sigmoid", "routed_scaling_factor": 2.5, "n_group": 8,
+    "topk_group": 4, "group_score": "top2", "shared_expert_intermediate_size": 2048, "first_k_dense_replace": 3,
+    "expert_bias": True, "expert_bias_update_rate": 1e-3, "load_balancing_type": "sequence", "router_aux_loss_coef": 1e-4,
 }  # fmt: skip
 
 
@@ -27,15 +27,17 @@ def _faults(num_layers=61, **fields):
 def test_known_models_are_legal():
     assert _faults() == []
     assert _faults(**DEEPSEEK) == []
-    assert _faults(num_experts=8, balance="micro_batch", balance_coefficient=0.02) == []
-    assert _faults(num_experts=8, top_k=1, is_normalised=False, capacity_factor=1.25) == []
+    assert (
+        _faults(num_experts=8, load_balancing_type="micro_batch", router_aux_loss_coef=0.02) == []
+    )
+    assert _faults(num_experts=8, top_k=1, norm_topk_prob=False, capacity_factor=1.25) == []
 
 
 @pytest.mark.parametrize("name", sorted(set(MoeSection.model_fields) - {"num_experts"}))
 def test_no_field_means_anything_in_a_dense_model(name):
     plain = getattr(MoeSection(), name)
     others = {"softmax": "sigmoid", "max": "top2", "float32": "float64", "none": "global",
-              "probability": "position", "ffn_width": 8}  # fmt: skip
+              "probability": "position", "ffn_hidden_size": 8}  # fmt: skip
     other = others.get(plain) or (not plain if isinstance(plain, bool) else 0.5)
     if type(plain) is int:
         other = plain + 1
@@ -48,24 +50,39 @@ def test_no_field_means_anything_in_a_dense_model(name):
     [
         ({"top_k": 9}, "top_k=9; a token chooses among model.moe.num_experts=8; use at most 8"),
         ({"top_k": 1}, "a single score divided by itself is 1"),
-        ({"top_k": 4, "num_groups": 4, "top_groups": 1}, "the 2 experts of 1 groups"),
-        ({"num_groups": 3, "top_groups": 2}, "must divide model.moe.num_experts=8 (remainder 2)"),
-        ({"num_groups": 2, "top_groups": 2}, "a choice of groups must leave some out"),
+        ({"top_k": 4, "n_group": 4, "topk_group": 1}, "the 2 experts of 1 groups"),
+        ({"n_group": 3, "topk_group": 2}, "must divide model.moe.num_experts=8 (remainder 2)"),
+        ({"n_group": 2, "topk_group": 2}, "a choice of groups must leave some out"),
         (
-            {"num_groups": 8, "top_groups": 2, "group_score": "top2"},
-            "num_groups=8; it adds the scores of two experts of a group, and a group of num_experts / "
-            "num_groups = 8 / 8 holds 1; use at most 4 groups, or set model.moe.group_score=max",
+            {"n_group": 8, "topk_group": 2, "group_score": "top2"},
+            "n_group=8; it adds the scores of two experts of a group, and a group of num_experts / "
+            "n_group = 8 / 8 holds 1; use at most 4 groups, or set model.moe.group_score=max",
         ),
-        ({"top_groups": 2}, "with model.moe.num_groups=1 it does nothing"),
-        ({"has_shared_gate": True}, "where model.moe.shared_width is 0 it does nothing"),
-        ({"bias_rate": 0.1}, "where model.moe.has_bias is false it does nothing"),
-        ({"drop_by": "position"}, "where model.moe.capacity_factor is 0 it does nothing"),
-        ({"is_padded_to_capacity": True}, "where model.moe.capacity_factor is 0"),
-        ({"sinkhorn_rounds": 3}, "where model.moe.balance is not sinkhorn it does nothing"),
-        ({"balance_coefficient": 0.1}, "where model.moe.balance is no loss it does nothing"),
-        ({"balance": "global"}, "with model.moe.balance_coefficient=0 its loss does nothing"),
-        ({"balance": "sinkhorn", "has_bias": True}, "sinkhorn evens out the choice by itself"),
-        ({"first_dense_layers": 61}, "of model.num_layers=61 blocks none would hold experts"),
+        ({"topk_group": 2}, "with model.moe.n_group=1 it does nothing"),
+        (
+            {"shared_expert_gate": True},
+            "where model.moe.shared_expert_intermediate_size is 0 it does nothing",
+        ),
+        ({"expert_bias_update_rate": 0.1}, "where model.moe.expert_bias is false it does nothing"),
+        ({"token_drop_policy": "position"}, "where model.moe.capacity_factor is 0 it does nothing"),
+        ({"pad_expert_input_to_capacity": True}, "where model.moe.capacity_factor is 0"),
+        (
+            {"sinkhorn_rounds": 3},
+            "where model.moe.load_balancing_type is not sinkhorn it does nothing",
+        ),
+        (
+            {"router_aux_loss_coef": 0.1},
+            "where model.moe.load_balancing_type is no loss it does nothing",
+        ),
+        (
+            {"load_balancing_type": "global"},
+            "with model.moe.router_aux_loss_coef=0 its loss does nothing",
+        ),
+        (
+            {"load_balancing_type": "sinkhorn", "expert_bias": True},
+            "sinkhorn evens out the choice by itself",
+        ),
+        ({"first_k_dense_replace": 61}, "of model.num_layers=61 blocks none would hold experts"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -80,9 +97,9 @@ def test_every_so_many_blocks_hold_experts():
         return [layer for layer in range(7) if moe.holds_experts(layer)]
 
     assert places() == [*range(7)]
-    assert places(every=2) == [1, 3, 5]
-    assert places(first_dense_layers=3) == [3, 4, 5, 6]
-    assert places(first_dense_layers=1, every=3) == [3, 6]
+    assert places(layer_freq=2) == [1, 3, 5]
+    assert places(first_k_dense_replace=3) == [3, 4, 5, 6]
+    assert places(first_k_dense_replace=1, layer_freq=3) == [3, 6]
     assert not MoeSection().holds_experts(0)
 
 
@@ -95,11 +112,11 @@ def test_tensor_parallel_ranks_share_out_tokens():
 
 
 def test_a_section_inside_a_section_is_read_field_by_field():
-    raw = {"model": {"moe": {"top_k": "two", "nmu_experts": 4, "score": "tanh"}}}
+    raw = {"model": {"moe": {"top_k": "two", "nmu_experts": 4, "router_score_function": "tanh"}}}
     texts = "\n".join(map(str, parse_mapping(raw).faults))
     assert "model.moe.nmu_experts is not a known key" in texts
     assert "did you mean model.moe.num_experts?" in texts
-    assert "model.moe.top_k='two'" in texts and "model.moe.score='tanh'" in texts
+    assert "model.moe.top_k='two'" in texts and "model.moe.router_score_function='tanh'" in texts
     (fault,) = [f for f in parse_mapping({"model": {"moe": 4}}).faults if "moe" in str(f)]
     assert "model.moe=4; it must be a mapping" in str(fault)
     values = parse_mapping({"model": {"moe": {"num_experts": 4}}}).values
@@ -108,17 +125,19 @@ def test_a_section_inside_a_section_is_read_field_by_field():
 
 def test_experts_and_their_features_are_cut_evenly():
     moe = MoeSection(num_experts=8)
-    assert expert_place_faults(moe, ffn_width=64, ep=8, etp=4) == []
-    ep, etp = map(str, expert_place_faults(moe, ffn_width=64, ep=3, etp=5))
+    assert expert_place_faults(moe, ffn_hidden_size=64, ep=8, etp=4) == []
+    ep, etp = map(str, expert_place_faults(moe, ffn_hidden_size=64, ep=3, etp=5))
     assert "parallel.ep=3; experts are shared out evenly, so it must divide" in ep
     assert "model.moe.num_experts=8 (remainder 2); use one of 1, 2, 4, 8" in ep
-    assert "parallel.etp=5" in etp and "divide model.ffn_width=64 (remainder 4)" in etp
-    (fault,) = expert_place_faults(MoeSection(num_experts=8, width=6), ffn_width=64, ep=1, etp=4)
-    assert "divide model.moe.width=6 (remainder 2)" in str(fault)
+    assert "parallel.etp=5" in etp and "divide model.ffn_hidden_size=64 (remainder 4)" in etp
+    (fault,) = expert_place_faults(
+        MoeSection(num_experts=8, intermediate_size=6), ffn_hidden_size=64, ep=1, etp=4
+    )
+    assert "divide model.moe.intermediate_size=6 (remainder 2)" in str(fault)
 
 
 def test_experts_axes_of_a_dense_model_are_refused():
-    faults = expert_place_faults(MoeSection(), ffn_width=64, ep=2, etp=2)
+    faults = expert_place_faults(MoeSection(), ffn_hidden_size=64, ep=2, etp=2)
     assert [fault.fact for fault in faults] == ["parallel.ep=2", "parallel.etp=2"]
     assert all("num_experts=0 is a dense model" in fault.rule for fault in faults)
 
@@ -126,19 +145,40 @@ def test_experts_axes_of_a_dense_model_are_refused():
 def test_tp_cuts_dense_blocks_and_shared_experts_only():
     everywhere = MoeSection(num_experts=8)
     assert cut_width_faults(4, 6, everywhere, 2) == []
-    assert len(cut_width_faults(4, 6, MoeSection(num_experts=8, every=2), 2)) == 1
-    (fault,) = cut_width_faults(4, 6, MoeSection(num_experts=8, shared_width=10), 2)
-    assert "divide model.moe.shared_width=10 (remainder 2); use one of 1, 2, 5, 10" in str(fault)
+    assert len(cut_width_faults(4, 6, MoeSection(num_experts=8, layer_freq=2), 2)) == 1
+    (fault,) = cut_width_faults(
+        4, 6, MoeSection(num_experts=8, shared_expert_intermediate_size=10), 2
+    )
+    assert (
+        "divide model.moe.shared_expert_intermediate_size=10 (remainder 2); use one of 1, 2, 5, 10"
+        in str(fault)
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "dispatch", "told"),
     [
         ({"capacity_factor": 1.5}, "all_to_all", "capacity_factor=1.5; capacity is of the tokens"),
-        ({"balance": "micro_batch"}, "all_to_all", "balance=micro_batch; it goes by the tokens"),
-        ({"balance": "sequence"}, "all_to_all", "balance=sequence; it goes by the tokens"),
-        ({"balance": "sinkhorn"}, "all_to_all", "balance=sinkhorn; it goes by the tokens"),
-        ({}, "all_gather", "parallel.dispatch=all_gather; it collects equally many tokens"),
+        (
+            {"load_balancing_type": "micro_batch"},
+            "all_to_all",
+            "load_balancing_type=micro_batch; it goes by the tokens",
+        ),
+        (
+            {"load_balancing_type": "sequence"},
+            "all_to_all",
+            "load_balancing_type=sequence; it goes by the tokens",
+        ),
+        (
+            {"load_balancing_type": "sinkhorn"},
+            "all_to_all",
+            "load_balancing_type=sinkhorn; it goes by the tokens",
+        ),
+        (
+            {},
+            "all_gather",
+            "parallel.moe_token_dispatcher_type=all_gather; it collects equally many tokens",
+        ),
     ],
 )
 def test_what_goes_by_micro_batches_is_refused_under_dynamic_context_parallelism(
@@ -152,7 +192,12 @@ def test_what_goes_by_micro_batches_is_refused_under_dynamic_context_parallelism
 
 
 def test_what_goes_by_the_token_or_the_last_step_is_not():
-    for fields in ({}, {"balance": "global"}, {"has_bias": True}, {"z_coefficient": 0.1}):
+    for fields in (
+        {},
+        {"load_balancing_type": "global"},
+        {"expert_bias": True},
+        {"router_z_loss_coef": 0.1},
+    ):
         assert dynamic_faults(MoeSection(num_experts=8, **fields), True, "all_to_all") == []
 
 

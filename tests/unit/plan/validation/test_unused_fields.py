@@ -12,29 +12,31 @@ UNREAD = {
     "data.packing_window": (64, ["data.packing=best_fit"]),
     "elastic.snapshot_timeout_s": (5.0, ["elastic.snapshot_every=1"]),
     "elastic.snapshot_during_save": ("pause", ["elastic.snapshot_every=1"]),
-    "elastic.snapshot_when_late": ("skip", ["elastic.snapshot_every=1"]),
+    "elastic.snapshot_backpressure": ("skip", ["elastic.snapshot_every=1"]),
     "memory.recompute_every": (2, ["memory.recompute=full"]),
     "memory.recompute_parts": ("[norm]", ["memory.recompute=selective"]),
-    "model.mtp_weight": (0.1, ["model.mtp_depth=1"]),
-    "model.rope_base": (5e5, ["model.family=llama"]),
+    "model.mtp_loss_scaling_factor": (0.1, ["model.num_nextn_predict_layers=1"]),
+    "model.rope_theta": (5e5, ["model.family=llama"]),
     "model.rope_factor": (4.0, ["model.rope_scaling=llama3"]),
     "model.rope_high_freq_factor": (5.0, ["model.rope_scaling=llama3"]),
     "model.rope_low_freq_factor": (2.0, ["model.rope_scaling=llama3"]),
+    "model.rope_beta_fast": (16.0, ["model.rope_scaling=yarn"]),
+    "model.rope_beta_slow": (2.0, ["model.rope_scaling=yarn"]),
     "model.rope_mscale": (0.5, ["model.rope_scaling=yarn"]),
     "model.rope_original_positions": (64, ["model.rope_scaling=llama3"]),
     "optimizer.beta1": (0.8, ["optimizer.name=adamw"]),
     "optimizer.beta2": (0.8, ["optimizer.name=adamw"]),
     "optimizer.eps": (1e-6, ["optimizer.name=adamw"]),
-    "optimizer.head_lr": (1e-3, ["model.is_embedding_tied=false"]),
+    "optimizer.head_lr": (1e-3, ["model.tie_word_embeddings=false"]),
     "optimizer.momentum": (0.5, ["optimizer.name=sgd"]),
     "optimizer.newton_schulz_steps": (4, ["optimizer.name=muon"]),
-    "parallel.cp_inner": (4, ["parallel.cp=8", "parallel.cp_method=hybrid"]),
+    "parallel.hierarchical_cp_size": (4, ["parallel.cp=8", "parallel.cp_method=hybrid"]),
     "parallel.cp_method": ("all_gather", ["parallel.cp=2"]),
-    "parallel.dispatch": (
+    "parallel.moe_token_dispatcher_type": (
         "all_gather",
         ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
     ),
-    "parallel.overlap_experts": (
+    "parallel.overlap_moe_expert_parallel_comm": (
         "true",
         ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
     ),
@@ -45,7 +47,7 @@ UNREAD = {
     "precision.min_loss_scale": (2.0, ["precision.dtype=float16"]),
 }
 ALONE = {
-    "model.rope_base": ["model.family=gpt2"],
+    "model.rope_theta": ["model.family=gpt2"],
     **{
         key: ["optimizer.name=sgd"]
         for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.eps")
@@ -56,7 +58,7 @@ PLAIN = (
     "model.family=llama",
     "data.seq_len=32",
     "model.num_heads=8",
-    "model.width=64",
+    "model.hidden_size=64",
 )
 
 
@@ -79,11 +81,11 @@ def test_every_row_names_fields_that_exist():
 
 def test_defaults_of_what_is_not_read_make_the_job_legal_at_once():
     job = _job("parallel.pp=1", "parallel.cp=1")
-    asked = {"cp_method": "hybrid", "cp_inner": 4}
+    asked = {"cp_method": "hybrid", "hierarchical_cp_size": 4}
     broken = job.model_copy(update={"parallel": job.parallel.model_copy(update=asked)})
     assert unused_values(job_values(broken)) == {
         "parallel.cp_method": "ring",
-        "parallel.cp_inner": 2,
+        "parallel.hierarchical_cp_size": 2,
     }
     assert settled(broken) == job and settled(job) is job and make_plan(settled(broken))
 

@@ -24,7 +24,7 @@ def test_a_system_that_hides_no_message_stands_still_for_each(name, chunks):
     plan, still = piped(**{"parallel.pp": 4, **sizes}), replace(RAYMEGA, hides_messages=False)
     slow = replace(H100, link_bytes_per_s=H100.link_bytes_per_s / 50)
     shape = activation_shape(plan.job)
-    num_bytes = shape.tokens * shape.model.width * shape.element
+    num_bytes = shape.tokens * shape.model.hidden_size * shape.element
     message_s = message_of(slow, num_bytes, is_inside=True)
 
     @dataclass(frozen=True)

@@ -13,7 +13,7 @@ def _job(cp, *overrides, tokens=1024):
     """A rank has ``tokens`` tokens, 4 heads of 64 and float32, as in benchmarks/context_parallel.py."""
     return make_job(
         f"parallel.cp={cp}", f"data.seq_len={tokens * cp}", f"model.max_positions={tokens * cp}",
-        "model.num_heads=4", "model.num_kv_heads=4", "model.width=256", "parallel.pp=1",
+        "model.num_heads=4", "model.num_kv_heads=4", "model.hidden_size=256", "parallel.pp=1",
         "schedule.micro_batch_size=1", "precision.dtype=float32", *overrides,
     )  # fmt: skip
 

@@ -26,8 +26,8 @@ from raymega.planner.kernels.system_traits import RAYMEGA
 H100 = CATALOGUE["h100"]
 JOBS = Path(__file__).parents[4] / "jobs"
 MIXTRAL = {
-    "family": "llama", "num_layers": 32, "width": 4096, "num_heads": 32, "num_kv_heads": 8,
-    "ffn_width": 14336, "vocab_size": 32000, "max_positions": 4096, "is_embedding_tied": False,
+    "family": "llama", "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8,
+    "ffn_hidden_size": 14336, "vocab_size": 32000, "max_positions": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def plan(moe: dict[str, Any] | None = None, *, batch: int = 64, **parallel: Any)
 def test_parameters_and_operations_are_those_that_are_printed_of_mixtral():
     model = plan(dp=8, ep=8).job.model
     assert count_parameters(model) / 1e9 == pytest.approx(46.70, abs=0.01)
-    active = flops_per_token(model, seq_len=0) / 6 + model.vocab_size * model.width
+    active = flops_per_token(model, seq_len=0) / 6 + model.vocab_size * model.hidden_size
     assert active / 1e9 == pytest.approx(12.88, abs=0.01)
 
 
@@ -85,13 +85,13 @@ def test_rows_follow_choices_capacity_and_etp():
     assert expert_rows(activation_shape(plan(tp=2, dp=4, ep=2, etp=2).job)) == 4096 / 2 * 2 * 2
     dropping = activation_shape(plan({"capacity_factor": 0.5}, tp=2, dp=4, ep=2).job)
     assert expert_rows(dropping) == expert_rows(shape) / 2
-    padded = {"capacity_factor": 1.5, "is_padded_to_capacity": True}
+    padded = {"capacity_factor": 1.5, "pad_expert_input_to_capacity": True}
     assert expert_rows(activation_shape(plan(padded, dp=8, ep=2).job)) == 1.5 * 2 * 4096
 
 
 def test_where_tokens_are_gathered_the_choices_of_all_ranks_are_added_up_on_each():
     exchanged, gathered = (
-        activation_shape(plan(dp=8, ep=8, dispatch=dispatch).job)
+        activation_shape(plan(dp=8, ep=8, moe_token_dispatcher_type=dispatch).job)
         for dispatch in ("all_to_all", "all_gather")
     )
     more = [
@@ -117,7 +117,7 @@ def test_tokens_travel_behind_the_shared_expert():
 def test_tokens_travel_behind_another_micro_batch_and_that_one_is_kept_too():
     moe = {"num_experts": 8, "top_k": 2}
     alone, beside = (
-        plan(moe, dp=8, ep=8, sharding="optimizer", overlap_experts=is_overlapped)
+        plan(moe, dp=8, ep=8, sharding="optimizer", overlap_moe_expert_parallel_comm=is_overlapped)
         for is_overlapped in (False, True)
     )
     times = [step_time(each, H100) for each in (alone, beside)]
@@ -131,7 +131,7 @@ def test_a_block_with_experts_is_priced_apart_and_a_dense_model_has_one_kind():
     times = block_times(activation_shape(plan(dp=8, ep=8).job), H100, RAYMEGA)
     assert times.experts.experts_s > 0 and times.dense.experts_s == 0.0
     assert times.experts.forward_s > times.dense.forward_s, "two experts work on each token"
-    some = plan({"every": 2}, dp=8, ep=8)
+    some = plan({"layer_freq": 2}, dp=8, ep=8)
     assert step_time(some, H100).total_s < step_time(plan(dp=8, ep=8), H100).total_s
 
 
@@ -155,7 +155,7 @@ def test_a_model_of_deepseek_v3s_size_is_planned_on_2048_gpus():
     job = load_job(JOBS / "deepseek-v3-2048gpu.yaml")
     made = make_plan(job)
     assert made.grid.world_size == 2048
-    without = job.model.model_copy(update={"mtp_depth": 0})
+    without = job.model.model_copy(update={"num_nextn_predict_layers": 0})
     assert count_parameters(without) / 1e9 == pytest.approx(671.0, abs=0.1)
     assert flops_per_token(without, seq_len=4096) / 1e9 == pytest.approx(249.4, rel=0.02)
     assert memory_use(made).total_bytes < H100.memory_bytes

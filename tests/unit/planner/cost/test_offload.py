@@ -50,7 +50,7 @@ def test_a_slow_link_sets_the_pace_and_a_fast_one_is_hidden():
 
 def test_state_on_the_host_leaves_three_portions_and_takes_the_links_time():
     large = (
-        "model.width=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_width=14336",
+        "model.hidden_size=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_hidden_size=14336",
         "model.num_layers=8", "parallel.pp=1", "precision.dtype=bfloat16", "cluster.device=cuda",
     )  # fmt: skip
     here, away = (

@@ -9,7 +9,7 @@ from raymega.planner.cost.step_time import step_time
 from tests.support.jobs import layout_overrides, make_test_plan
 
 LARGE = (
-    "model.width=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_width=14336",
+    "model.hidden_size=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_hidden_size=14336",
     "model.num_layers=8", "precision.dtype=bfloat16", "cluster.device=cuda",
 )  # fmt: skip
 MUON, EIGHT = "optimizer.name=muon", "optimizer.state_dtype=8bit"
@@ -40,7 +40,7 @@ def test_a_rank_sends_its_part_to_owners_and_gets_it_back():
 
 def test_products_are_counted_for_each_matrix():
     heads = "model.num_heads=4", "model.num_kv_heads=4"
-    model = make_test_plan("model.width=8", "model.ffn_width=16", *heads).job.model
+    model = make_test_plan("model.hidden_size=8", "model.ffn_hidden_size=16", *heads).job.model
     square, wide = 4 * 8**3 + 2 * 8**3, 4 * 8 * 8 * 16 + 2 * 8**3
     assert newton_schulz_flops(model, 0, 5) == 5 * (4 * square + 3 * wide)
 

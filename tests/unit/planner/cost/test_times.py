@@ -112,7 +112,7 @@ def test_kernels_of_single_operations_cost_what_they_read_and_write():
     fused, apart = (
         layer_time(shape, H100, replace(system, fuses_kernels=f)) for f in (True, False)
     )
-    stream = 2 * shape.stream_tokens * shape.model.width * 32
+    stream = 2 * shape.stream_tokens * shape.model.hidden_size * 32
     rate = H100.memory_bytes_per_s * CATALOGUE["a100"].fitted.memory_share
     assert apart.norms_s - fused.norms_s == pytest.approx(stream / rate)
     assert apart.activation_s > fused.activation_s
@@ -128,7 +128,7 @@ def test_fused_kernels_save_the_passes_over_memory_that_steps_make(name):
     device = CATALOGUE[name]
     shape = activation_shape(plan_of().job)
     stepped, fused = block_of(device), block_of(device, "run.kernels=compile")
-    hidden = shape.tokens * shape.model.ffn_width / shape.parallel.tp
+    hidden = shape.tokens * shape.model.ffn_hidden_size / shape.parallel.tp
     gate = stream_s(device, 2 * hidden * shape.element)
     assert stepped.activation_s - fused.activation_s == pytest.approx(gate)
     assert stepped.norms_s == fused.norms_s
@@ -268,5 +268,9 @@ def test_as_many_in_flight_as_the_closed_form_says(name, pp, chunks, micro_batch
 
 def _sizes(pp: int, chunks: int, micro_batches: int):
     return make_sizes(
-        pp=pp, chunks=chunks, num_micro_batches=micro_batches, group_size="pp", max_activations="pp"
+        pp=pp,
+        chunks=chunks,
+        num_micro_batches=micro_batches,
+        microbatch_group_size_per_vp_stage="pp",
+        max_in_flight_microbatches="pp",
     )

@@ -17,7 +17,7 @@ from raymega.planner.search.selection import best_grid
 JOBS = Path(__file__).parents[4] / "jobs"
 FILE = """
 run: {name: chosen, steps: 5}
-model: {family: llama, num_layers: 4, width: 64, num_heads: 4, ffn_width: 128, vocab_size: 256,
+model: {family: llama, num_layers: 4, hidden_size: 64, num_heads: 4, ffn_hidden_size: 128, vocab_size: 256,
   max_positions: 64}
 data: {path: synthetic, seq_len: 64, global_batch_size: 16}
 parallel: auto

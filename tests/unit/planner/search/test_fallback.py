@@ -72,8 +72,8 @@ EXPERTS = ("parallel.pp=1", "model.moe.num_experts=8", "schedule.micro_batch_siz
     "routing",
     [
         ("model.moe.capacity_factor=1.0",),
-        ("model.moe.balance=sinkhorn",),
-        ("model.moe.balance=micro_batch", "model.moe.balance_coefficient=0.1"),
+        ("model.moe.load_balancing_type=sinkhorn",),
+        ("model.moe.load_balancing_type=micro_batch", "model.moe.router_aux_loss_coef=0.1"),
     ],
 )
 def test_micro_batches_that_routing_goes_by_stay(routing):
@@ -83,7 +83,7 @@ def test_micro_batches_that_routing_goes_by_stay(routing):
 
 def test_a_dispatch_that_one_rank_has_no_use_for_keeps_no_replica_away():
     job = make_test_plan(
-        *EXPERTS, "parallel.dp=4", "parallel.ep=2", "parallel.dispatch=all_gather"
+        *EXPERTS, "parallel.dp=4", "parallel.ep=2", "parallel.moe_token_dispatcher_type=all_gather"
     ).job
     cut = [(each.plan.grid.dp, each.plan.grid.ep) for each in fallbacks(job, limit=8)]
     assert cut == [(3, 1), (2, 2), (1, 1)]
@@ -94,8 +94,8 @@ def test_replicas_that_cannot_be_grouped_as_before_share_out_all():
         "parallel.pp=1",
         "parallel.dp=4",
         "parallel.sharding=parameters",
-        "parallel.sharding_group=2",
+        "parallel.data_parallel_shard_degree=2",
     ).job
-    groups = [(each.plan.grid.dp, each.plan.job.parallel.sharding_group)
+    groups = [(each.plan.grid.dp, each.plan.job.parallel.data_parallel_shard_degree)
               for each in fallbacks(job, limit=8)]  # fmt: skip
     assert groups == [(3, "all"), (2, 2), (1, "all")]

@@ -36,7 +36,11 @@ def _peak(schedule, share):
 def test_limit_holds_in_bytes_whatever_the_times(pp, m, limit, share, f, b, w, transfer):
     durations = Durations(forward=f, backward=b + w, weight=w, transfer=transfer)
     sizes = Sizes(
-        pp=pp, num_micro_batches=m, max_activations=limit, owed_share=share, times=durations
+        pp=pp,
+        num_micro_batches=m,
+        max_in_flight_microbatches=limit,
+        wgrad_activation_fraction=share,
+        times=durations,
     )
     work = zb_auto(sizes)
     check(make_program(work, Placement(pp=pp)), num_micro_batches=m)
@@ -44,7 +48,9 @@ def test_limit_holds_in_bytes_whatever_the_times(pp, m, limit, share, f, b, w, t
 
 
 def test_every_rank_finds_the_same():
-    sizes = Sizes(pp=4, num_micro_batches=9, max_activations=6, times=Durations(weight=0.6))
+    sizes = Sizes(
+        pp=4, num_micro_batches=9, max_in_flight_microbatches=6, times=Durations(weight=0.6)
+    )
     work = zb_auto(sizes)
     zb_auto.cache_clear()  # as another rank would find it
     assert zb_auto(sizes) == work
@@ -83,8 +89,8 @@ def test_work_of_a_search_is_bounded(pp, m, monkeypatch):
 
 @pytest.mark.parametrize("share", [0.0, 1.5])
 def test_share_that_is_none_is_refused(share):
-    with pytest.raises(PlanError, match=r"schedule\.owed_share"):
-        make_schedule("zb_auto", Sizes(pp=2, num_micro_batches=2, owed_share=share))
+    with pytest.raises(PlanError, match=r"schedule\.wgrad_activation_fraction"):
+        make_schedule("zb_auto", Sizes(pp=2, num_micro_batches=2, wgrad_activation_fraction=share))
 
 
 def test_order_that_was_found_is_found_no_second_time(monkeypatch):

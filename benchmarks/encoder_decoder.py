@@ -21,10 +21,10 @@ class EncoderDecoder:
         width: Of the stream.
         num_heads: Of every attention.
         head_width: Of one; heads together need not be as wide as the stream.
-        ffn_width: Of the feed-forward layers.
+        ffn_hidden_size: Of the feed-forward layers.
         vocab_size: Rows of the table.
         is_gated: Feed-forward layers have a gate (T5 1.1).
-        is_embedding_tied: The head is the table (T5 1.0).
+        tie_word_embeddings: The head is the table (T5 1.0).
         position_buckets: Of relative positions, with a number a head in the first layer of each side.
     """
 
@@ -33,10 +33,10 @@ class EncoderDecoder:
     width: int
     num_heads: int
     head_width: int
-    ffn_width: int
+    ffn_hidden_size: int
     vocab_size: int
     is_gated: bool = False
-    is_embedding_tied: bool = True
+    tie_word_embeddings: bool = True
     position_buckets: int = 32
 
     @property
@@ -46,13 +46,13 @@ class EncoderDecoder:
 
     @property
     def _feed_forward(self) -> int:
-        return (3 if self.is_gated else 2) * self.width * self.ffn_width
+        return (3 if self.is_gated else 2) * self.width * self.ffn_hidden_size
 
     def num_parameters(self) -> int:
         """Of the whole model, a tied table counted once."""
         encoder = 4 * self._projection + self._feed_forward + 2 * self.width
         decoder = 8 * self._projection + self._feed_forward + 3 * self.width
-        table = self.vocab_size * self.width * (1 if self.is_embedding_tied else 2)
+        table = self.vocab_size * self.width * (1 if self.tie_word_embeddings else 2)
         ends = 2 * self.width + 2 * self.position_buckets * self.num_heads
         return self.encoder_layers * encoder + self.decoder_layers * decoder + table + ends
 

@@ -7,17 +7,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5ForConditionalGeneration
 
-from raymega.planner.calibration.encoder_decoder import EncoderDecoder
+from benchmarks.encoder_decoder import EncoderDecoder
 
 SMALL = EncoderDecoder(
-    encoder_layers=6, decoder_layers=6, width=512, num_heads=8, head_width=64, ffn_width=2048, vocab_size=32128
+    encoder_layers=6, decoder_layers=6, width=512, num_heads=8, head_width=64, ffn_hidden_size=2048, vocab_size=32128
 )  # fmt: skip
 XXL = EncoderDecoder(
-    encoder_layers=24, decoder_layers=24, width=4096, num_heads=64, head_width=64, ffn_width=10240,
-    vocab_size=32128, is_gated=True, is_embedding_tied=False,
+    encoder_layers=24, decoder_layers=24, width=4096, num_heads=64, head_width=64, ffn_hidden_size=10240,
+    vocab_size=32128, is_gated=True, tie_word_embeddings=False,
 )  # fmt: skip
 ELEVEN_B = EncoderDecoder(
-    encoder_layers=24, decoder_layers=24, width=1024, num_heads=128, head_width=128, ffn_width=65536,
+    encoder_layers=24, decoder_layers=24, width=1024, num_heads=128, head_width=128, ffn_hidden_size=65536,
     vocab_size=32128,
 )  # fmt: skip
 
@@ -25,9 +25,9 @@ ELEVEN_B = EncoderDecoder(
 def transformers_model(model: EncoderDecoder) -> T5ForConditionalGeneration:
     config = T5Config(
         num_layers=model.encoder_layers, num_decoder_layers=model.decoder_layers, d_model=model.width,
-        num_heads=model.num_heads, d_kv=model.head_width, d_ff=model.ffn_width,
+        num_heads=model.num_heads, d_kv=model.head_width, d_ff=model.ffn_hidden_size,
         vocab_size=model.vocab_size, feed_forward_proj="gated-gelu" if model.is_gated else "relu",
-        tie_word_embeddings=model.is_embedding_tied,
+        tie_word_embeddings=model.tie_word_embeddings,
     )  # fmt: skip
     with torch.device("meta"):
         return T5ForConditionalGeneration(config)
