@@ -13,9 +13,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from raymega import ray_private
 from raymega.errors import ConfigError, Fault, RaymegaError
 
 PROBE_TIMEOUT_S = 5.0
@@ -73,7 +73,7 @@ def open_session(
     import ray
 
     try:
-        with _own_process_groups():
+        with ray_private.own_process_groups():
             ray.init(
                 target,
                 num_cpus=num_cpus if is_private and num_cpus else None,
@@ -86,7 +86,7 @@ def open_session(
     except Exception as error:  # Ray raises bare ones when its processes do not come up in time
         raise RaymegaError(_no_start(target, error)) from error
     if not log_to_driver:
-        _print_nothing()
+        ray_private.print_no_worker_logs()
     here = ray.get_runtime_context()
     return Session(address=here.gcs_address, node_id=here.get_node_id(), is_private=is_private)
 
@@ -98,7 +98,7 @@ def close_session() -> None:
     ray.shutdown()
     if os.environ.get("RAY_AUTH_TOKEN", "").startswith(PRIVATE_TOKEN_PREFIX):
         del os.environ["RAY_AUTH_TOKEN"], os.environ["RAY_AUTH_MODE"]
-        _reread_environment()
+        ray_private.reread_environment()
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def set_environment(*, is_private: bool) -> None:
     if is_private and not _has_token():
         os.environ["RAY_AUTH_TOKEN"] = PRIVATE_TOKEN_PREFIX + secrets.token_hex(32)
     os.environ["RAY_AUTH_MODE"] = "token" if _has_token() else "disabled"
-    _reread_environment()
+    ray_private.reread_environment()
 
 
 def _resolve(address: str) -> str:
@@ -155,9 +155,7 @@ def _recorded_address() -> str:
 
     Ray's own ``auto`` also joins private instances of other processes, which end without notice.
     """
-    from ray._private.services import find_bootstrap_address
-
-    recorded = find_bootstrap_address(None) or ""
+    recorded = ray_private.recorded_address()
     return recorded if recorded and not _probe(recorded) else ""
 
 
@@ -216,44 +214,8 @@ def _no_start(target: str, error: Exception) -> Fault:
     )
 
 
-@contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Ray's processes that start in the body lead process groups of their own.
-
-    A signal to our group (a scheduler's, a `timeout`'s) then reaches this process alone, which saves
-    before it ends them. They still die when this process does. Ray has no setting for it.
-    """
-    from ray._private import services
-
-    module = vars(services)
-    start = module["ConsolePopen"]
-    module["ConsolePopen"] = partial(start, process_group=0)
-    try:
-        yield
-    finally:
-        module["ConsolePopen"] = start
-
-
-def _print_nothing() -> None:
-    """Keep raylets' messages (a paragraph on stdout for each dead worker) off the driver's output.
-
-    The driver reports a death itself, once, with the rank. Ray has no public setting for it.
-    """
-    import ray._private.worker as core
-
-    core._worker_logs_enabled = False
-
-
 def _has_token() -> bool:
     """The three places where Ray looks for one."""
     saved = Path.home() / ".ray" / "auth_token"
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(named) or saved.is_file()
-
-
-def _reread_environment() -> None:
-    """Ray's core reads the mode at import and caches the token; a change must be announced."""
-    import ray._raylet as core  # its stubs lack these two
-
-    core.Config.initialize("")  # type: ignore[attr-defined]
-    core.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raymega.errors import Fault, InternalError
-from raymega.parallel.core.autograd_engine import add_gradients
 from raymega.parallel.core.weight_grads import DeferredGrad, WeightGradQueue, run_deferred
 from raymega.parallel.expert_parallel.overlap import PassInterleaver
+from raymega.parallel.workarounds.autograd_engine import add_gradients
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import (
     FREES_ACTIVATIONS,

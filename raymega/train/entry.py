@@ -27,9 +27,9 @@ from raymega.parallel.comm.collectives import is_communication_error
 from raymega.parallel.comm.nccl_warmup import open_communicators
 from raymega.parallel.comm.process_groups import Store
 from raymega.parallel.context_parallel.varlen_attention import torch_kernel
-from raymega.parallel.core.autograd_engine import add_gradients
 from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
+from raymega.parallel.workarounds.autograd_engine import add_gradients
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.init_from_rules import is_reinitialised
 from raymega.plan.memory.optimizer_state import saved_kinds

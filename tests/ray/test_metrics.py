@@ -8,7 +8,7 @@ from signal import SIGINT
 import pytest
 from ray.cluster_utils import Cluster
 
-from raymega import session
+from raymega import ray_private
 from raymega.tracking.names import METRICS
 from tests.support.command import train
 from tests.support.servers.prometheus import (
@@ -40,9 +40,9 @@ def open_cluster():
     """Clusters of this module ask for no token, whatever this machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        session._reread_environment()
+        ray_private.reread_environment()
         yield
-    session._reread_environment()
+    ray_private.reread_environment()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
 from ray.util.placement_group import placement_group_table
 
-from raymega import session
+from raymega import ray_private, session
 from raymega.errors import CapacityError, ConfigError, PreemptedError
 from raymega.orchestrate.cluster.node_inventory import find_device, list_nodes
 from raymega.orchestrate.core.clock import SystemClock
@@ -40,7 +40,7 @@ def cluster():
     """A head without slots and three nodes with 3 slots each: room for one tp pair a node."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        session._reread_environment()
+        ray_private.reread_environment()
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
         try:
             session.open_session(cluster.address)
@@ -50,7 +50,7 @@ def cluster():
             session.close_session()
         finally:
             cluster.shutdown()
-    session._reread_environment()
+    ray_private.reread_environment()
 
 
 @pytest.fixture

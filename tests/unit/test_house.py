@@ -2,6 +2,7 @@
 
 import ast
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -40,6 +41,20 @@ def test_no_file_is_too_long():
 def test_no_folder_is_a_heap():
     folders = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
     assert {f: n for f, n in folders.items() if n > MAX_FILES_IN_FOLDER} == {}
+
+
+def test_private_parts_of_ray_are_imported_in_one_file():
+    private = re.compile(r"\bray\._(private|raylet)\b")
+    users = {str(p.relative_to(ROOT)) for p in SOURCES if private.search(p.read_text())}
+    assert users == {"raymega/ray_private.py"}
+
+
+def test_each_workaround_says_when_it_goes():
+    modules = [p for p in SOURCES if p.parent.name == "workarounds" and p.name != "__init__.py"]
+    assert modules
+    assert [
+        p.name for p in modules if "Goes when" not in ast.get_docstring(ast.parse(p.read_text()))
+    ] == []
 
 
 def test_functions_are_short():

@@ -10,7 +10,6 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from raymega.config.schema import ModelSection
-from raymega.parallel.core.output_cache import CpuOutputCache
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.tensor_parallel.cross_entropy import (
     LossTerms,
@@ -18,6 +17,7 @@ from raymega.parallel.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from raymega.parallel.tensor_parallel.layers import ParameterFactory, column_linear
+from raymega.parallel.workarounds.output_cache import CpuOutputCache
 
 
 class Head(nn.Module):

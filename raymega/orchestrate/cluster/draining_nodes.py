@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ray._private.state import state
+from raymega.ray_private import drain_deadlines_ms
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class DrainingNodes:
 def _draining_nodes() -> dict[str, float]:
     """Ray's table of drains, which is private: without it a node that leaves is a node that is lost."""
     try:
-        deadlines_ms = state.get_draining_nodes()
+        deadlines_ms = drain_deadlines_ms()
     except (AttributeError, RuntimeError) as error:
         log.debug("no table of drains: %s", error)
         return {}

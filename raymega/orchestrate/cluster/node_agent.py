@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from types import FrameType
-from typing import Any
 
 from raymega.errors import Fault, RaymegaError
 from raymega.orchestrate.cluster.preemption_notices import Ask, Notice
+from raymega.ray_private import gcs_client
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def drain_node(address: str, node_id: str, notice: Notice) -> None:
     reasons = autoscaler_pb2.DrainNodeReason  # type: ignore[attr-defined]  # generated, without stubs
     reason = reasons.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline_ms = int(time.time_ns() / 1e6 + notice.seconds * 1000)
-    client = _client(address)
+    client = gcs_client(address)
     is_accepted, why = client.drain_node(node_id, reason, notice.reason, deadline_ms)
     if not is_accepted:
         raise RaymegaError(
@@ -136,7 +136,7 @@ def find_node(address: str) -> str:
         RaymegaError: There is none, or several are.
     """
     mine = _own_address(address)
-    nodes = _client(address).get_all_node_info(timeout=10).values()
+    nodes = gcs_client(address).get_all_node_info(timeout=10).values()
     alive = [n.node_id.hex() for n in nodes if n.state == 0 and n.node_manager_address == mine]
     if len(alive) != 1:
         raise RaymegaError(
@@ -147,12 +147,6 @@ def find_node(address: str) -> str:
             )
         )
     return str(alive[0])
-
-
-def _client(address: str) -> Any:  # Ray's own, without stubs
-    import ray._raylet as core
-
-    return core.GcsClient(address=address)  # type: ignore[attr-defined]
 
 
 def _own_address(address: str) -> str:

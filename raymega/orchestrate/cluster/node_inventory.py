@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import ray
-from ray._private.state import state
 
 from raymega.config.schema import ClusterSection
 from raymega.messages import NodeSlots
+from raymega.ray_private import declared_resources, free_resources
 
 Device = Literal["cpu", "cuda"]
 
@@ -24,8 +24,7 @@ def list_nodes(cluster: ClusterSection) -> list[NodeSlots]:
 
 def list_free_nodes(cluster: ClusterSection) -> list[NodeSlots]:
     """The same, with the number of workers for which it has room beside what runs on it."""
-    free = state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    return _with_slots(cluster, _living_nodes(), free)
+    return _with_slots(cluster, _living_nodes(), free_resources())
 
 
 def node_memory() -> dict[str, int]:
@@ -74,8 +73,7 @@ def _device(cluster: ClusterSection, nodes: list[dict[str, Any]]) -> Device:
 
 def _are_gpus_declared() -> bool:
     """A node type with GPUs is known to Ray's state. Not every autoscaler tells it its types."""
-    declared = state.get_max_resources_from_cluster_config() or {}
-    return declared.get("GPU", 0) >= 1
+    return declared_resources().get("GPU", 0) >= 1
 
 
 def _num_slots(resources: Mapping[str, float], device: Device, cpus_per_worker: float) -> int:

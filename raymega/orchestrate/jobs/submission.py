@@ -18,13 +18,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
-from ray._private.ray_constants import get_runtime_env_default_excludes
-from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
 from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.config.load import read_yaml
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
+from raymega.ray_private import walk_shipped_files
 from raymega.storage.registry import open_store, reading_faults
 
 MAX_WORKING_DIR_BYTES = 512 * 2**20
@@ -203,8 +202,7 @@ def shipped_sizes(root: Path) -> dict[str, int]:
             name = path.relative_to(root).parts[0]
             sizes[name] = sizes.get(name, 0) + path.stat().st_size
 
-    excludes = [_get_excludes(root, get_runtime_env_default_excludes())]
-    _dir_travel(root, excludes, add, include_gitignore=True)
+    walk_shipped_files(root, add)
     return sizes
 
 

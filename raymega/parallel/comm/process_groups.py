@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store, TCPStore, _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from raymega.errors import CommunicationError, Fault
-from raymega.parallel.comm.dns_lookups import without_name_lookups
-from raymega.parallel.comm.sockets import Connections
+from raymega.parallel.workarounds.dns_lookups import without_name_lookups
+from raymega.parallel.workarounds.sockets import Connections
 from raymega.plan.grid import Grid
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from raymega.parallel.context_parallel.context import TokenLayout
 from raymega.parallel.context_parallel.transfers import start_collection, start_pass, sum_parts
 from raymega.parallel.context_parallel.ulysses import Attend, ulysses
 from raymega.parallel.context_parallel.varlen_attention import attend_in_documents, has_one_kernel
-from raymega.parallel.core.matmul import is_emulated
+from raymega.parallel.workarounds.matmul import is_emulated
 from raymega.plan.cp_layout import AttentionPart, Segment, gathered_parts, ring_parts
 
 

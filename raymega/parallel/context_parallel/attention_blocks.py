@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from raymega.parallel.core.matmul import is_emulated
+from raymega.parallel.workarounds.matmul import is_emulated
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from raymega.parallel.core.autograd_engine import find_gradients
+from raymega.parallel.workarounds.autograd_engine import find_gradients
 
 
 def checkpoint_output(

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from raymega.parallel.core.autograd_engine import add_gradients
 from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.workarounds.autograd_engine import add_gradients
 
 SMALL_BYTES = 2**20
 """Below this a pass over a weight's gradient takes less time than a call into Python."""

@@ -17,8 +17,6 @@ from torch.nn.functional import linear
 
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.work import Work
-from raymega.parallel.core.matmul import add_outer, is_emulated, outer, product, project
-from raymega.parallel.core.output_cache import CpuOutputCache
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
 from raymega.parallel.core.weight_grads import (
@@ -27,6 +25,8 @@ from raymega.parallel.core.weight_grads import (
 )
 from raymega.parallel.tensor_parallel.fp8_linear import Fp8, Fp8Placement, fp8_linear
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
+from raymega.parallel.workarounds.matmul import add_outer, is_emulated, outer, product, project
+from raymega.parallel.workarounds.output_cache import CpuOutputCache
 from raymega.plan.grid import ExpertPlace
 from raymega.plan.tensor_table import WHOLE_EXPERTS, GlobalTensor
 

@@ -2,7 +2,7 @@
 
 Numbers of 16 bits are multiplied in float32 where a CPU has no instructions for them: torch takes them
 one by one there. Sums are in float32 and the result is rounded once, as with such instructions. Which
-products there are, and what they mean, is tensor's.
+products there are, and what they mean, the layers say. Goes when torch multiplies 16 bits on such CPUs as fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from raymega.parallel.core.output_cache import LEAST_BYTES, CpuOutputCache
+from raymega.parallel.workarounds.output_cache import LEAST_BYTES, CpuOutputCache
 
 
 def project(

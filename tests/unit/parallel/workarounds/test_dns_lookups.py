@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raymega.parallel.comm.dns_lookups import TRIES, _resolver_state, without_name_lookups
 from raymega.parallel.comm.process_groups import host_store
+from raymega.parallel.workarounds.dns_lookups import TRIES, _resolver_state, without_name_lookups
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of glibc's resolver")
 SERVERS_AT, MAX_SERVERS, SERVER_BYTES = 20, 3, 16

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from raymega.errors import InternalError
-from raymega.parallel.core.autograd_engine import add_gradients, find_gradients
+from raymega.parallel.workarounds.autograd_engine import add_gradients, find_gradients
 
 
 def test_gradients_are_those_of_torch_and_leaves_are_left_alone():
@@ -40,7 +40,7 @@ def test_a_gradient_of_another_shape_is_refused(shape):
 def test_a_worker_loads_no_sympy_before_it_trains():
     """0.4 s of a CPU in each new process, as torch.autograd's own calls would load it."""
     code = (
-        "import sys, torch; from raymega.train import entry; from raymega.parallel.core.autograd_engine import *; "
+        "import sys, torch; from raymega.train import entry; from raymega.parallel.workarounds.autograd_engine import *; "
         "add_gradients(torch.ones(1, requires_grad=True).sum(), torch.ones(())); "
         "sys.exit('sympy' in sys.modules)"
     )

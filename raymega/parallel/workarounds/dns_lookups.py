@@ -1,4 +1,7 @@
-"""Keeps torch's store from asking name servers; it owns that switch and nothing of the store."""
+"""Keeps torch's store from asking name servers; it owns that switch and nothing of the store.
+
+Goes when TCPStore takes an address without a reverse lookup.
+"""
 
 from __future__ import annotations
 

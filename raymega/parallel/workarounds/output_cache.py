@@ -2,7 +2,7 @@
 
 The C library gives a block of this size back to the system at once and gets the next one anew, each page
 filled with zeros when it is first touched: a third of what the product takes that fills it. GPUs have
-torch's allocator for that.
+torch's allocator for that. Goes when torch's CPU allocator keeps large blocks.
 """
 
 from __future__ import annotations

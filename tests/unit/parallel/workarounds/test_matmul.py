@@ -5,9 +5,9 @@ import torch
 
 from raymega.parallel.context_parallel.attention import attend
 from raymega.parallel.context_parallel.context import make_token_layout, no_context, whole_rows
-from raymega.parallel.core import matmul
-from raymega.parallel.core.matmul import add_outer, outer, product, project
-from raymega.parallel.core.output_cache import CpuOutputCache
+from raymega.parallel.workarounds import matmul
+from raymega.parallel.workarounds.matmul import add_outer, outer, product, project
+from raymega.parallel.workarounds.output_cache import CpuOutputCache
 from tests.support.references.plain_models import draw_batch, make_model
 from tests.unit.model.parts import make_stage_modules, run_stages
 

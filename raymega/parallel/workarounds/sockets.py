@@ -3,6 +3,7 @@
 gloo cannot give up a transfer: it ends when the peer lets go or its process ends, and a machine that stands
 still does neither. A connection that is shut down fails whatever waits on it, on both of its sides.
 Linux tells a process its sockets. Elsewhere there are none to cut, and such a wait ends with its timeout.
+Goes when gloo can abort a transfer.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from raymega.parallel.comm.sockets import Connections
+from raymega.parallel.workarounds.sockets import Connections
 
 
 def pair(server):

@@ -3,6 +3,7 @@
 torch.autograd's own calls make those checks, and import sympy for them: 0.4 of the 1.8 s of a CPU that a new
 process loads, and each that takes a lost rank's place is one. Shapes here are numbers. The engine itself would sum
 a gradient that is larger than its output, so that is refused here. Megatron-LM calls it too (schedules.custom_backward).
+Goes when torch.autograd.backward no longer imports sympy.
 """
 
 from __future__ import annotations

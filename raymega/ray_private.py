@@ -1,0 +1,118 @@
+"""What raymega needs of Ray's private modules: the only file that imports them.
+
+Held with ray 2.55 to 2.60, which pyproject.toml bounds; each function says what would make it go. Ray is
+imported inside, because it reads part of its environment when it is imported. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def recorded_address() -> str:
+    """Return the ``host:port`` that ``ray start`` recorded on this machine, or ''.
+
+    Goes when ``ray.init("auto")`` no longer joins private instances of other processes.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    return find_bootstrap_address(None) or ""
+
+
+@contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Let Ray's processes that start in the body lead process groups of their own.
+
+    A signal to our group (a scheduler's, a `timeout`'s) then reaches this process alone, which saves
+    before it ends them. They still die when this process does. Goes when Ray has a setting for it.
+    """
+    from ray._private import services
+
+    module = vars(services)
+    start = module["ConsolePopen"]
+    module["ConsolePopen"] = partial(start, process_group=0)
+    try:
+        yield
+    finally:
+        module["ConsolePopen"] = start
+
+
+def print_no_worker_logs() -> None:
+    """Keep raylets' messages (a paragraph on stdout for each dead worker) off the driver's output.
+
+    The driver reports a death itself, once, with the rank. Goes when Ray has a setting for it.
+    """
+    import ray._private.worker as core
+
+    core._worker_logs_enabled = False
+
+
+def reread_environment() -> None:
+    """Announce a change of the authentication mode or token.
+
+    Ray's core reads the mode when it is imported and caches the token. Goes when ``ray.init`` takes both.
+    """
+    import ray._raylet as core  # its stubs lack these two
+
+    core.Config.initialize("")  # type: ignore[attr-defined]
+    core.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
+
+
+def gcs_client(address: str) -> Any:  # Ray's own, without stubs
+    """Return a client of the head at ``host:port``, which can drain a node.
+
+    Goes when Ray's public API drains nodes.
+    """
+    import ray._raylet as core
+
+    return core.GcsClient(address=address)  # type: ignore[attr-defined]
+
+
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """Return what is free on each living node, by node id and resource.
+
+    Goes when ``ray.available_resources`` tells nodes apart.
+    """
+    from ray._private.state import state
+
+    return state.available_resources_per_node()
+
+
+def declared_resources() -> Mapping[str, float]:
+    """Return the most that the autoscaler may add, by resource; empty where it does not tell.
+
+    Goes when a public call tells which node types a cluster can have.
+    """
+    from ray._private.state import state
+
+    return state.get_max_resources_from_cluster_config() or {}
+
+
+def drain_deadlines_ms() -> Mapping[str, int]:
+    """Return when each draining node is taken away, ms since the epoch by node id; 0 without a deadline.
+
+    Goes when ``ray.nodes`` tells it.
+
+    Raises:
+        AttributeError: This Ray has no such table.
+        RuntimeError: The head does not answer.
+    """
+    from ray._private.state import state
+
+    return state.get_draining_nodes()
+
+
+def walk_shipped_files(root: Path, visit: Callable[[Path], None]) -> None:
+    """Call ``visit`` with each path below ``root`` that a job's working folder would ship.
+
+    Goes when Ray tells a working folder's size before it uploads it.
+    """
+    from ray._private.ray_constants import get_runtime_env_default_excludes
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+    excludes = [_get_excludes(root, get_runtime_env_default_excludes())]
+    _dir_travel(root, excludes, visit, include_gitignore=True)
