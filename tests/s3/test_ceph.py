@@ -10,7 +10,7 @@ import pytest
 
 from raymega.checkpoint.format.epochs import read_grant
 from raymega.checkpoint.format.manifest import find_restore, list_manifests
-from raymega.checkpoint.save.writer import RetryPolicy
+from raymega.checkpoint.save.writer import RETRY
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import LeaseError, StorageError
 from raymega.orchestrate.run_store.lease import supports_conditional_put
@@ -81,7 +81,7 @@ def test_nothing_is_visible_before_the_last_part(store, raw, prefix):
 
 def _put_as_the_checkpoint_writer_does(store, chunks):
     """A put, and again when the gateway stays away for longer than the client's own retries."""
-    for delay_s in RetryPolicy().retry_delays_s:
+    for delay_s in RETRY.pauses_s:
         try:
             return store.put("k", chunks(), overwrite=False)
         except StorageError:

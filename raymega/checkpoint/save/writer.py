@@ -23,12 +23,15 @@ from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.checkpoint.save.tensor_blocks import local_block_of, values_at
-from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
+from raymega.storage.retry import RetryPolicy
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+RETRY = RetryPolicy(pauses_s=(1.0, 4.0))
+"""Of data files: a save that cannot be written soon is given up, and the next one made."""
 
 FILES_IN_FLIGHT = 2
 """Files that a rank writes at once; each may be sent in parts of its own."""
@@ -36,19 +39,6 @@ ALIGNMENT = 64
 """Files begin at such bytes of the buffer, so that elements of every type lie right."""
 
 State = dict[str, int | float | str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetryPolicy:
-    """How long a writer bears with its store.
-
-    Attributes:
-        timeout_s: Longest wait for the write before; a save that would wait longer is given up.
-        retry_delays_s: Pauses before the second and the third try.
-    """
-
-    timeout_s: float = 600.0
-    retry_delays_s: tuple[float, float] = (1.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +51,14 @@ class SaveLimits:
             piece while training waits, but for the last piece.
         bytes_per_s: Of all the files that a rank writes.
         report_every_s: Seconds between reports of how far a save is.
+        timeout_s: Longest wait for the write before; a save that would wait longer is given up.
     """
 
     file_bytes: int = 2**30
     buffer_bytes: int = 0
     bytes_per_s: int = 0
     report_every_s: float = 2.0
+    timeout_s: float = 600.0
 
 
 class Near(Protocol):
@@ -144,7 +136,7 @@ class CheckpointWriter:
         rank: int,
         attempt: int,
         report: Callable[[ShardSaved | SaveAdvanced], None],
-        retry_policy: RetryPolicy = RetryPolicy(),
+        retry: RetryPolicy = RETRY,
         limits: SaveLimits = SaveLimits(),
         local_cache: Near = NO_NEAR_TIER,
     ) -> None:
@@ -157,7 +149,7 @@ class CheckpointWriter:
         self._store = store
         self._rank, self._attempt = rank, attempt
         self._report = report
-        self._retry_policy, self._limits, self._local_cache = retry_policy, limits, local_cache
+        self._retry, self._limits, self._local_cache = retry, limits, local_cache
         self._pace = RateLimiter(limits.bytes_per_s)
         self._host = self._last = HostCopy()
         self._background = Background("checkpoint")
@@ -195,9 +187,7 @@ class CheckpointWriter:
             step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic()
         )  # fmt: skip
         if not self.wait():
-            error = (
-                f"the save before is still being written after {self._retry_policy.timeout_s:g} s"
-            )
+            error = f"the save before is still being written after {self._limits.timeout_s:g} s"
             return self._give_up(save, error)
         save.host = self._last = copy or (into() if into else self._host)
         division = self._divide(blocks)
@@ -216,7 +206,7 @@ class CheckpointWriter:
             assert copy is None, "a copy holds the whole share"
             self._start(save, files, blocks, is_last=False)
             if not self.wait():
-                save.error = f"its first part was not written in {self._retry_policy.timeout_s:g} s"
+                save.error = f"its first part was not written in {self._limits.timeout_s:g} s"
             if save.error:
                 return self._give_up(save, save.error)
         self._start(save, last, () if copy else blocks, is_last=True)
@@ -228,7 +218,7 @@ class CheckpointWriter:
 
     def wait(self) -> bool:
         """Wait until nothing is being written; false when that took longer than the patience."""
-        return self._background.wait(self._retry_policy.timeout_s)
+        return self._background.wait(self._limits.timeout_s)
 
     def _divide(self, blocks: Sequence[TensorBlock]) -> _Division:
         """The rank's share, which is that of the save before unless other blocks came."""
@@ -313,13 +303,13 @@ class CheckpointWriter:
         chunks = [memoryview(header), *blocks]
         self._local_cache.put(key, chunks)
 
-        def put() -> None:
+        def put(_number: int) -> None:
             self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
 
         # The file does not hold the checksums, so they are made while the store is waited for.
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sum") as summing:
             checksums = summing.submit(lambda: [crc32(block) for block in blocks])
-            self._retry(put)
+            self._retry.run(put)
             return saved_boxes(
                 file.layout, checksums.result(), file=file.name, header_bytes=len(header)
             )
@@ -341,15 +331,6 @@ class CheckpointWriter:
                         written_bytes=min(sum(save.written.values()), save.num_bytes),
                     )
                 )  # fmt: skip
-
-    def _retry(self, put: Callable[[], None]) -> None:
-        for delay_s in self._retry_policy.retry_delays_s:
-            try:
-                return put()
-            except (StorageError, OSError) as error:
-                log.warning("writing again in %g s: %s", delay_s, error)
-                time.sleep(delay_s)
-        return put()
 
 
 def _aligned(num_bytes: int) -> int:

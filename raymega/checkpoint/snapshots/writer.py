@@ -17,7 +17,7 @@ from threading import Thread
 
 from raymega.checkpoint.format.keys import ROOT, CheckpointId, data_prefix
 from raymega.checkpoint.save.host_copy import HostCopy
-from raymega.checkpoint.save.writer import CheckpointWriter, RetryPolicy, SaveLimits, State
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits, State
 from raymega.checkpoint.snapshots.buffers import SnapshotBuffers
 from raymega.checkpoint.snapshots.snapshot import SnapshotPart
 from raymega.checkpoint.tools.retention import RetentionPolicy, expired_keys
@@ -27,11 +27,12 @@ from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.replicated_store import ReplicatedStore
+from raymega.storage.retry import RetryPolicy
 from raymega.storage.shared_memory import SharedMemories
 
 log = logging.getLogger(__name__)
 
-PATIENCE = RetryPolicy(retry_delays_s=(0.1, 0.1))
+RETRY = RetryPolicy(pauses_s=(0.1, 0.1))
 """Short: what is tried again is only what no keeper at all took."""
 
 
@@ -78,7 +79,7 @@ class SnapshotWriter:
         self._tidied = [stores[address] for address in replicas.tidies]
         self._writer = CheckpointWriter(
             self._copies, rank=rank, attempt=attempt, report=self._finish,
-            retry_policy=PATIENCE,
+            retry=RETRY,
             limits=SaveLimits(file_bytes=plan.job.checkpoint.file_bytes, report_every_s=inf),
         )  # fmt: skip
         self._newest = _Newest(step=0)

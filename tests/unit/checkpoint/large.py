@@ -25,14 +25,12 @@ def blocks_of_step(step):
     return blocks
 
 
-def write_step(
-    store, step, *, attempt=1, limits=FILES, local_cache=NO_NEAR_TIER, retry_policy=NO_WAIT
-):
+def write_step(store, step, *, attempt=1, limits=FILES, local_cache=NO_NEAR_TIER, retry=NO_WAIT):
     """The report of a save."""
     shards = []
     writer = CheckpointWriter(
         store, rank=0, attempt=attempt, report=shards.append, limits=limits,
-        retry_policy=retry_policy, local_cache=local_cache,
+        retry=retry, local_cache=local_cache,
     )  # fmt: skip
     writer.save(step, blocks_of_step(step), {**STATE, "step": step})
     assert writer.wait()

@@ -7,7 +7,7 @@ import torch
 
 from raymega.checkpoint.format.manifest import Manifest, commit
 from raymega.checkpoint.format.manifest_builder import assemble
-from raymega.checkpoint.save.writer import CheckpointWriter, RetryPolicy, SaveLimits
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.config.schema import ModelSection
 from raymega.errors import StorageError
 from raymega.messages import Box
@@ -21,10 +21,11 @@ from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import GlobalTensor, stage_tensors
 from raymega.plan.zero_levels import ZeroLevel
 from raymega.storage.memory import MemoryStore
+from raymega.storage.retry import RetryPolicy
 
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")
 FUSED = (("attention.q.", "attention.k.", "attention.v."), ("mlp.gate.", "mlp.up."))
-NO_WAIT = RetryPolicy(timeout_s=100.0, retry_delays_s=(0.0, 0.0))
+NO_WAIT = RetryPolicy(pauses_s=(0.0, 0.0))
 DEFAULT_LIMITS = SaveLimits()
 QUIET = SaveLimits(report_every_s=inf)
 """Nothing is reported before the end of a save, however long that takes."""
@@ -177,7 +178,7 @@ def save_rank(store, blocks, *, rank, step=100, attempt=1, limits=DEFAULT_LIMITS
     """One rank's report of a save."""
     shards = []
     writer = CheckpointWriter(
-        store, rank=rank, attempt=attempt, report=shards.append, retry_policy=NO_WAIT,
+        store, rank=rank, attempt=attempt, report=shards.append, retry=NO_WAIT,
         limits=limits,
     )  # fmt: skip
     writer.save(step, blocks, {**STATE, "step": step})

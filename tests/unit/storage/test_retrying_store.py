@@ -2,6 +2,7 @@ import pytest
 
 from raymega.errors import Fault, StorageError
 from raymega.storage.memory import MemoryStore
+from raymega.storage.retry import RetryPolicy
 from raymega.storage.retrying_store import RetryingStore
 
 AWAY = StorageError(Fault(fact="no answer", rule="a store answers", remedy="wait"))
@@ -25,7 +26,7 @@ class Failing(MemoryStore):
 
 def patient(store):
     slept = []
-    return RetryingStore(store, pauses_s=(1.0, 2.0), sleep=slept.append), slept
+    return RetryingStore(store, retry=RetryPolicy(pauses_s=(1.0, 2.0), sleep=slept.append)), slept
 
 
 def test_write_is_tried_again_with_pauses():

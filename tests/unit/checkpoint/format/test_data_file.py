@@ -65,7 +65,7 @@ def test_file_tells_its_step_and_mixes_element_types(tmp_path):
 
 def _save(store, shards, blocks):
     writer = CheckpointWriter(
-        store, rank=0, attempt=3, report=shards.append, retry_policy=NO_WAIT, limits=QUIET
+        store, rank=0, attempt=3, report=shards.append, retry=NO_WAIT, limits=QUIET
     )
     writer.save(7, blocks, {})
     assert writer.wait()

@@ -13,7 +13,7 @@ from raymega.checkpoint.format.write_plan import share_boxes
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.rate_limit import RateLimiter
-from raymega.checkpoint.save.writer import CheckpointWriter, RetryPolicy
+from raymega.checkpoint.save.writer import RETRY, CheckpointWriter, SaveLimits
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, ShardSaved
 from raymega.plan.grid import Grid
@@ -33,7 +33,7 @@ from tests.unit.checkpoint.support import (
 
 ALONE, MODEL = make_grid("tp1"), MODELS["llama-tied"]
 GUARD_S = 60
-"""Less than the patience of NO_WAIT, so that a save which waits for what it must not is seen."""
+"""Less than the longest wait of a save, so that a save which waits for what it must not is seen."""
 
 
 class SlowStore(MemoryStore):
@@ -49,9 +49,9 @@ class SlowStore(MemoryStore):
         super().put(key, chunks, overwrite=overwrite)
 
 
-def _writer(store, shards, *, retry_policy=NO_WAIT):
+def _writer(store, shards, *, retry=NO_WAIT, limits=QUIET):
     return CheckpointWriter(
-        store, rank=0, attempt=1, report=shards.append, retry_policy=retry_policy, limits=QUIET
+        store, rank=0, attempt=1, report=shards.append, retry=retry, limits=limits
     )
 
 
@@ -153,11 +153,10 @@ def test_failed_write_is_reported_and_the_next_save_works():
     assert shards[1].error == "" and shards[1].boxes
 
 
-def test_pauses_between_tries_grow(monkeypatch):
+def test_pauses_between_tries_grow():
     store, pauses = FailingStore(), []
-    monkeypatch.setattr("raymega.checkpoint.save.writer.time.sleep", pauses.append)
     store.failures["put"] = 3
-    writer = _writer(store, [], retry_policy=RetryPolicy())
+    writer = _writer(store, [], retry=replace(RETRY, sleep=pauses.append))
     writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait() and pauses == [1.0, 4.0]
 
@@ -172,9 +171,7 @@ def test_mistake_in_the_background_becomes_a_report_too(monkeypatch):
 
 def test_save_is_given_up_when_the_one_before_hangs():
     store, shards = SlowStore(), []
-    writer = _writer(
-        store, shards, retry_policy=RetryPolicy(timeout_s=0.01, retry_delays_s=(0.0, 0.0))
-    )
+    writer = _writer(store, shards, limits=SaveLimits(timeout_s=0.01))
     blocks = make_blocks(MODEL, ALONE, 0)
     writer.save(100, blocks, STATE)
     assert not writer.wait()
@@ -201,7 +198,7 @@ def test_lack_of_host_memory_is_reported(monkeypatch):
 
 def _limited(store, shards, **limits):
     return CheckpointWriter(
-        store, rank=0, attempt=1, report=shards.append, retry_policy=NO_WAIT,
+        store, rank=0, attempt=1, report=shards.append, retry=NO_WAIT,
         limits=replace(QUIET, **limits),
     )  # fmt: skip
 
