@@ -1,6 +1,6 @@
 """A keeper: objects in the memory of a process that other processes reach over the network.
 
-It serves what KeeperStore asks for, to whoever knows its token, and forgets all when its process
+It serves what RemoteMemoryStore asks for, to whoever knows its token, and forgets all when its process
 ends. What is kept where, and how long, is its users' to say.
 """
 

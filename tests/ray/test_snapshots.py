@@ -89,7 +89,7 @@ def keeper_pids(cluster):
 def is_keeper(process, raylets):
     try:
         parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        return parent in raylets and b"KeeperActor" in (process / "cmdline").read_bytes()
+        return parent in raylets and b"SnapshotServerActor" in (process / "cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

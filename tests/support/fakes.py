@@ -169,7 +169,7 @@ class FakeWorkerGroup:
 
 
 class FakeKeeping:
-    """SnapshotKeeping on a list of whole snapshots; empty at a driver's first look, as in life."""
+    """SnapshotManager on a list of whole snapshots; empty at a driver's first look, as in life."""
 
     def __init__(self):
         self.snapshots, self.num_settles, self.is_begun = [], 0, False

@@ -62,7 +62,7 @@ class SaveLimits:
 
 
 class Near(Protocol):
-    """Keeps copies of data files close by; tiers.NearTier does, unless there is no such tier."""
+    """Keeps copies of data files close by; local_cache.LocalCache does, unless there is no such tier."""
 
     def put(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Called from the background, for several files at once; may block, may not raise."""

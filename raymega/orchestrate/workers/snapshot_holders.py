@@ -63,7 +63,7 @@ class _Kept:
 
 
 class SnapshotServers:
-    """SnapshotKeeping on Ray, and what the worker group needs to know of it."""
+    """SnapshotManager on Ray, and what the worker group needs to know of it."""
 
     def __init__(self, plan: RunPlan, *, clock: Clock) -> None:
         """Starts nothing."""
@@ -121,7 +121,7 @@ class SnapshotServers:
         )
 
     def find(self, *, skip: Collection[str]) -> Snapshot | None:
-        """See SnapshotKeeping."""
+        """See SnapshotManager."""
         self._drop_dead()
         if not self._by_node:
             return None
@@ -136,7 +136,7 @@ class SnapshotServers:
         return find_snapshot(stores, job=job, now=self._clock.timestamp(), skip=skip)
 
     def settle(self) -> None:
-        """See SnapshotKeeping."""
+        """See SnapshotManager."""
         self._kill(self._by_node.keys() - self._wanted)
 
     def close(self) -> None:
