@@ -12,7 +12,7 @@ from raymega.parallel.context_parallel.context import Context, Rows
 
 
 class Tokens(Protocol):
-    """What a stage reads of a micro-batch; tensors are [B, S/cp] where nothing else is said."""
+    """The parts of a micro-batch that a stage reads; tensors are [B, S/cp] where nothing else is said."""
 
     @property
     def tokens(self) -> Tensor:

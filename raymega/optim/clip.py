@@ -60,7 +60,7 @@ def tensor_group(name: str) -> str:
 
 
 def clip_factor(norm: float, max_grad_norm: float) -> float:
-    """What gradients of global norm ``norm`` are multiplied by; ``max_grad_norm`` 0 never clips."""
+    """Return the factor for gradients of global norm ``norm``; ``max_grad_norm`` 0 never clips."""
     return max_grad_norm / norm if 0 < max_grad_norm < norm else 1.0
 
 

@@ -31,7 +31,7 @@ from raymega.storage.store import Store
 log = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(pauses_s=(1.0, 4.0))
-"""Of data files: a save that cannot be written soon is given up, and the next one made."""
+"""Two tries more for a data file: a save that cannot be written soon is given up, and the next one made."""
 
 FILES_IN_FLIGHT = 2
 """Files that a rank writes at once; each may be sent in parts of its own."""

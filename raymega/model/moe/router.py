@@ -115,7 +115,7 @@ class Router(nn.Module):
     def _routing(
         self, chosen: Tensor, weights: Tensor, totals: Tensor | None, load_stats: LoadStats
     ) -> Routing:
-        """Where each token goes; ``load_stats`` is told of what is dropped."""
+        """Return the routing of these choices; ``load_stats`` counts what a capacity drops."""
         moe, token_ids, num_tokens = self.moe, load_stats.token_ids, chosen.shape[0]
         if totals is None or not moe.capacity_factor:
             return Routing(experts=chosen, weights=weights, num_experts=moe.num_experts)

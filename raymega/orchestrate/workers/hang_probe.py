@@ -25,7 +25,7 @@ class HangProbe:
         self._stopped: set[WorkerSlot] = set()
 
     def pop_results(self) -> Reports:
-        """What was known at once, of processes on the driver's own node; the rest is an answer to a call."""
+        """Return what was known at once of processes on the driver's node; the rest comes as results of calls."""
         known, self._known = self._known, []
         return known
 

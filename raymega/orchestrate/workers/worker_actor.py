@@ -142,7 +142,7 @@ class Worker:
             self._queue.set_requests(requests)
 
     def thread_status(self) -> ThreadStatus:
-        """Where the training thread is; see ThreadStatus."""
+        """Return the stack and state of the training thread."""
         return thread_status_of(self._thread, rank=self._rank, step=self._steps.step)
 
     def process_status(self, pid: int) -> str:

@@ -86,7 +86,7 @@ class WeightGradQueue:
             self._owed = None
 
     def accumulate_or_defer(self, weight: Tensor, term: GradTerm) -> Tensor | None:
-        """What backward returns for ``weight``: see :func:`accumulate_grad`; None too when it was put off."""
+        """Return the gradient for autograd, or None if it was accumulated or deferred."""
         if self._owed is None:
             return accumulate_grad(weight, term)
         self._owed.append(DeferredGrad(weight, term))

@@ -41,7 +41,7 @@ def vocab_embedding(tokens: Tensor, weight: Tensor, sp: SequenceParallel) -> Ten
 
 
 def local_rows(ids: Tensor, num_rows: int, tp: Group) -> tuple[Tensor, Tensor]:
-    """Where global ``ids`` lie in this rank's ``num_rows`` rows of a table cut over ``tp``.
+    """Turn global ``ids`` into rows of this rank's ``num_rows`` rows of a table cut over ``tp``.
 
     Returns:
         Row numbers, 0 where another rank holds the id or nobody does; and that condition.

@@ -57,11 +57,8 @@ from raymega.schedule.order import make_sizes
 from raymega.schedule.table import make_placement, schedule_faults, unused_size_faults
 
 PLACING = ("stages", *EVEN_ONLY)
-SCHEDULING = (
-    "microbatch_group_size_per_vp_stage",
-    "max_in_flight_microbatches",
-    "wgrad_activation_fraction",
-)
+SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches",
+              "wgrad_activation_fraction")  # fmt: skip
 MAX_LISTED = 100_000
 """Layers of a model, and stages of a pipeline: more than anyone has, and few enough to be looked at."""
 
