@@ -127,7 +127,10 @@ class Lease:
         if self._taken_by is None:
             asked_s = self._clock.monotonic()
             if newest_epoch(self.store) > self.epoch:
-                self._taken_by = newest_grant(self.store)
+                newest = newest_grant(self.store)
+                # An epoch that another thread of this driver is taking is not yet in self.epoch.
+                if newest is None or newest.holder.token != self.holder.token:
+                    self._taken_by = newest
             self._confirmed_s = asked_s
         return self._taken_by
 

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import boto3
 
 HOST = "127.0.0.1"
+SERVER = Path(__file__).with_name("moto_one_at_a_time.py")
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "planted-secret-0123456789"
 BUCKET = "runs"
 
@@ -50,7 +52,7 @@ def exported(values: Mapping[str, str]) -> Iterator[None]:
 def moto_server(bucket: str = BUCKET) -> Iterator[str]:
     """The endpoint of a service that lives in memory, with one empty bucket."""
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
+    command = [sys.executable, str(SERVER), "-H", HOST, "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_open(port, timeout_s=200)

@@ -182,6 +182,25 @@ def test_driver_that_was_overtaken_learns_it_by_its_next_renewal(world):
     assert newest_grant(world.store) == before, "the other's grant is as it was"
 
 
+def test_driver_is_not_overtaken_by_the_attempt_that_it_begins(world):
+    class AskedMeanwhile(MemoryStore):
+        """Another thread, the journal's, asks for the run's driver while an epoch is taken."""
+
+        ask = None
+
+        def put(self, key, chunks, *, overwrite):
+            super().put(key, chunks, overwrite=overwrite)
+            if self.ask:
+                assert self.ask() is None
+
+    world = World(AskedMeanwhile())
+    lease = world.taken("a")
+    lease.begin_attempt()
+    world.store.ask = lease.check
+    assert lease.begin_attempt() == 2
+    lease.refuse_if_lost()
+
+
 def test_driver_that_was_overtaken_begins_no_attempt(world):
     first = world.taken("a")
     first.begin_attempt()
