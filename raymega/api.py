@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
+from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
 from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from raymega.checkpoint.format.manifest import Manifest
-from raymega.checkpoint.tools.diff import Side, TensorDifference, compare
+from raymega.checkpoint.tools.diff import TensorDifference, compare
+from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import (
     CheckpointSummary,
     list_checkpoints,
@@ -84,7 +85,7 @@ def diff(
 
     Example: raymega checkpoint diff runs/a runs/b/checkpoints/step-00000100
     """
-    sides = [Side(store=store, manifest=at) for store, at in map(open_checkpoint, (uri, other))]
+    sides = [open_checkpoint(uri), open_checkpoint(other)]
     found = list(compare(*sides))
     if as_json:
         steps = [side.manifest.step for side in sides]
@@ -109,7 +110,7 @@ def _plain(found: list[TensorDifference]) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def _show_differences(sides: list[Side], found: list[TensorDifference]) -> None:
+def _show_differences(sides: list[Checkpoint], found: list[TensorDifference]) -> None:
     for side in sides:
         print(f"{side.store.uri}/{side.manifest.key}: step {side.manifest.step}")
     rows = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -22,12 +24,31 @@ from raymega.errors import EXIT_CODES, RaymegaError
 
 app = typer.Typer(
     name="raymega",
-    help="Megatron-style training on Ray. Every command has --help with an example.",
     epilog="Exit codes:\n\n" + "\n\n".join(f"{code}: {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"raymega {metadata.version('raymega')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Megatron-style training on Ray. Every command has --help with an example."""
+
+
 app.command()(train)
 app.command()(submit)
 app.command()(doctor)

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from raymega.config.fields import Section
 from raymega.config.schema import Job
+from raymega.config.shipped_files import shipped_file
 from raymega.errors import ConfigError, Fault
 
 
@@ -169,6 +170,13 @@ def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The file's mapping; a relative path that is not here may be that of a shipped file.
+
+    Raises:
+        ConfigError: There is no such file, or it is no mapping.
+    """
+    if not path.exists() and not path.is_absolute():
+        path = shipped_file(path.as_posix()) or path
     if not path.is_file():
         raise ConfigError(
             Fault(

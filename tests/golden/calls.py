@@ -183,6 +183,10 @@ def _manifest_twice(folder: Path) -> None:
     commit(store, replace(manifest, created="later"))
 
 
+def _absent_tensor(folder: Path) -> None:
+    open_checkpoint(str(folder / "ours")).read("model/layers.0.mlp.up.weights")
+
+
 def _other_model(folder: Path) -> None:
     """What a checkpoint lacks, has in another shape, and has beside it."""
     store, manifest = open_checkpoint(str(folder / "ours"))
@@ -271,6 +275,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "a node with other versions": _other_versions,
     "a save with lost reports": _lost_reports,
     "a manifest that is there already": _manifest_twice,
+    "a tensor that no checkpoint has": _absent_tensor,
     "a run with a living driver": _run_is_held,
     "a run that another driver took": _run_was_taken,
     "a working folder above what Ray ships": _large_folder,

@@ -29,8 +29,9 @@ def _functions(path: Path) -> list[tuple[str, int]]:
     return [(f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1) for node in nodes]
 
 
-def test_packages_hold_no_code_in_init():
-    assert [p for p in SOURCES if p.name == "__init__.py" and p.read_text().strip()] == []
+def test_packages_hold_no_code_in_init_but_the_one_that_users_import():
+    code = [p for p in SOURCES if p.name == "__init__.py" and p.read_text().strip()]
+    assert code == [ROOT / "raymega/__init__.py"]
 
 
 def test_no_file_is_too_long():

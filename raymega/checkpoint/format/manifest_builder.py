@@ -11,7 +11,7 @@ from types import MappingProxyType
 from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.errors import CheckpointError, Fault, raise_faults
-from raymega.messages import Box, ShardSaved
+from raymega.messages import Box, SavedBox, ShardSaved
 
 
 def assemble(  # noqa: PLR0913  # each is a part of the manifest
@@ -48,19 +48,25 @@ def assemble(  # noqa: PLR0913  # each is a part of the manifest
 
 def coverage_faults(manifest: Manifest) -> list[Fault]:
     """Parts of tensors that the manifest does not list exactly once, and boxes that disagree."""
-    faults = []
-    for name, boxes in manifest.tensors().items():
-        shape = boxes[0].global_shape
-        whole = Box(offset=(0,) * len(shape), shape=shape)
-        if len({(box.dtype, box.global_shape) for box in boxes}) > 1:
-            faults.append(_tensor_fault(manifest, name, "has boxes of several shapes or dtypes"))
-        elif any(whole.intersect(box.box) != box.box for box in boxes):
-            faults.append(_tensor_fault(manifest, name, f"has a box outside its shape {shape}"))
-        else:
-            for cell, count in uncovered_cells(whole, [box.box for box in boxes]):
-                fact = f"has its block {cell.shape} at {cell.offset} {count} times"
-                faults.append(_tensor_fault(manifest, name, fact))
-    return faults
+    return [
+        fault
+        for name, boxes in manifest.tensors().items()
+        for fault in tensor_faults(manifest, name, boxes)
+    ]
+
+
+def tensor_faults(manifest: Manifest, name: str, boxes: Sequence[SavedBox]) -> list[Fault]:
+    """The same of one tensor, whose ``boxes`` are all that the manifest lists of it."""
+    shape = boxes[0].global_shape
+    whole = Box(offset=(0,) * len(shape), shape=shape)
+    if len({(box.dtype, box.global_shape) for box in boxes}) > 1:
+        return [_tensor_fault(manifest, name, "has boxes of several shapes or dtypes")]
+    if any(whole.intersect(box.box) != box.box for box in boxes):
+        return [_tensor_fault(manifest, name, f"has a box outside its shape {shape}")]
+    return [
+        _tensor_fault(manifest, name, f"has its block {cell.shape} at {cell.offset} {count} times")
+        for cell, count in uncovered_cells(whole, [box.box for box in boxes])
+    ]
 
 
 def _shard_faults(shards: Sequence[ShardSaved], world_size: int) -> Iterator[Fault]:

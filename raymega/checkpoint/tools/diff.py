@@ -15,25 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raymega.checkpoint.format.data_file import read_block
-from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import coverage_faults
+from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.errors import CheckpointError, raise_faults
 from raymega.messages import Box, SavedBox
-from raymega.storage.store import Store
 
 BOXES_HELD = 8
 """Boxes of one side that are kept in case the next box of the other side meets them too."""
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One of the two: a checkpoint and the store that it lies in."""
-
-    store: Store
-    manifest: Manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +48,7 @@ class TensorDifference:
     note: str = ""
 
 
-def compare(a: Side, b: Side) -> Iterator[TensorDifference]:
+def compare(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
     """Every tensor of either checkpoint, in order of names, as it is read.
 
     Raises:
@@ -78,12 +68,12 @@ def compare(a: Side, b: Side) -> Iterator[TensorDifference]:
 
 
 def _pairs(
-    a: Side, boxes_a: Sequence[SavedBox], b: Side, boxes_b: Sequence[SavedBox]
+    a: Checkpoint, boxes_a: Sequence[SavedBox], b: Checkpoint, boxes_b: Sequence[SavedBox]
 ) -> Iterator[tuple[Array, Array]]:
     """The values of both where a box of one meets a box of the other."""
-    read_b = lru_cache(BOXES_HELD)(lambda index: _values(b, boxes_b[index]))
+    read_b = lru_cache(BOXES_HELD)(lambda index: b.read_box(boxes_b[index]))
     for box_a in sorted(boxes_a, key=lambda saved: saved.box.offset):
-        values_a = _values(a, box_a)
+        values_a = a.read_box(box_a)
         for index, box_b in enumerate(boxes_b):
             common = box_a.box.intersect(box_b.box)
             if common is not None:
@@ -92,16 +82,6 @@ def _pairs(
 
 def _part(values: Array, common: Box, saved: SavedBox) -> Array:
     return values[common.within(saved.box)].astype(np.float64)
-
-
-def _values(side: Side, saved: SavedBox) -> Array:
-    """A box as numbers; numpy has no bfloat16, whose bits are the upper half of a float32."""
-    data = read_block(side.store, side.manifest, saved)
-    if saved.dtype == "bfloat16":
-        bits = np.frombuffer(data, "<u2").astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(saved.box.shape)
-    dtype = np.dtype(saved.dtype).newbyteorder("<")
-    return np.frombuffer(data, dtype).reshape(saved.box.shape)
 
 
 def _difference(name: str, pairs: Iterator[tuple[Array, Array]]) -> TensorDifference:

@@ -19,6 +19,7 @@ from raymega.checkpoint.format.manifest import (
     read_manifest,
 )
 from raymega.checkpoint.format.manifest_builder import coverage_faults
+from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.storage.registry import is_anything_at, open_store, reading_faults
 from raymega.storage.store import Store
@@ -71,7 +72,7 @@ def verify_checkpoints(uri: str) -> list[CheckpointSummary]:
     return [_summarise(store, key, is_deep=True) for key in keys]
 
 
-def open_checkpoint(uri: str) -> tuple[Store, Manifest]:
+def open_checkpoint(uri: str) -> Checkpoint:
     """The newest checkpoint that ``uri`` names, whole or not.
 
     Raises:
@@ -80,7 +81,7 @@ def open_checkpoint(uri: str) -> tuple[Store, Manifest]:
     """
     store, keys = _locate(uri)
     raise_faults(ConfigError, [] if keys else [_nothing_at(uri)])
-    return store, read_manifest(store, keys[0])
+    return Checkpoint(store, read_manifest(store, keys[0]))
 
 
 def _locate(uri: str) -> tuple[Store, list[str]]:

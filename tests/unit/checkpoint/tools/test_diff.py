@@ -8,7 +8,8 @@ import torch
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.save.writer import CheckpointWriter
-from raymega.checkpoint.tools.diff import Side, compare
+from raymega.checkpoint.tools.diff import compare
+from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.errors import CheckpointError
 from raymega.storage.memory import MemoryStore
 from tests.unit.checkpoint.support import (
@@ -38,7 +39,7 @@ def _save(layout, change=lambda block: None, *, dtype=torch.float64):
         shards, world_size=grid.world_size, attempt=1, created="now", job={}, grid={}
     )
     commit(store, manifest)
-    return Side(store=store, manifest=manifest)
+    return Checkpoint(store=store, manifest=manifest)
 
 
 def _set(name, index, value):
@@ -101,7 +102,8 @@ def test_tensors_of_one_side_only_and_of_other_shapes_are_named():
     store = MemoryStore()
     other = save_checkpoint(store, MODELS["llama-untied"], make_grid("tp1"))
     notes = {
-        each.name: each.note for each in compare(_save("tp1"), Side(store=store, manifest=other))
+        each.name: each.note
+        for each in compare(_save("tp1"), Checkpoint(store=store, manifest=other))
     }
     assert notes["model/head.weight"] == "only in the second"
     assert not notes[NAME]
