@@ -129,3 +129,19 @@ def test_wheel_trains_a_shipped_job_from_another_folder(environment, tmp_path):
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs/verify"
     assert (run / "metrics.jsonl").is_file() and raymega.open_checkpoint(str(run)).step == 3
+
+
+@pytest.mark.wide
+@pytest.mark.ray
+def test_python_page_runs_as_it_stands(tmp_path):
+    """Its example, with a home of its own for the run."""
+    page = (ROOT / "docs/python.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, ended, *tensors, _ = done.stdout.splitlines()
+    assert first == "2 ranks, 8 micro-batches a step" and ended.startswith("finished 12 goodput")
+    assert len(tensors) == 3
