@@ -12,7 +12,7 @@ from raymega.config.schema import Job
 from raymega.errors import EXIT_CODES, RaymegaError
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = ("raymega", "tests", "docs", "jobs")
 # A path in this repository, and whether the page says that the reader makes the file.
@@ -79,6 +79,29 @@ def test_relative_links_lead_somewhere(page):
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
     targets = [link.partition("#")[0] for link in links]
     assert [t for t in targets if t and not (page.parent / t).exists()] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """What links to a page's headings end with, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pages
+def test_links_to_headings_lead_to_one(page):
+    found = [link.partition("#") for link in LINK.findall(page.read_text(encoding="utf-8"))]
+    inside = [(page.parent / path if path else page, at) for path, _, at in found if at]
+    assert [
+        (str(to), at)
+        for to, at in inside
+        if to.suffix == ".md" and to.is_file() and at not in _anchors(to)
+    ] == []
+
+
+def test_index_names_every_page():
+    index = ROOT / "docs" / "README.md"
+    linked = {link.partition("#")[0] for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - linked == {"README.md"}
 
 
 @pages
