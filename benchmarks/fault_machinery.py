@@ -23,16 +23,8 @@ from benchmarks.measure import Sample, report
 from benchmarks.snapshots import MODEL, SMALL
 from raymega.chaos.sandbox import sandbox
 from raymega.config.load import parse_mapping
-from raymega.messages import (
-    Channel,
-    MemoryMeasured,
-    Progress,
-    Report,
-    Requests,
-    StartWorker,
-    StepDone,
-    Working,
-)
+from raymega.events import RunEvent, StepFinished
+from raymega.messages import Channel, Progress, RankMemory, Report, Requests, StartWorker, Working
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
@@ -42,7 +34,6 @@ from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import RunPlan, make_plan, read_plan
 from raymega.session import close_session, open_session
 from raymega.storage.registry import open_store
-from raymega.tracking.sink import RunEvent, StepFinished
 from raymega.train import entry
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.step import StepOutcome
@@ -50,7 +41,7 @@ from raymega.train.step import StepOutcome
 RANKS = 2
 WARMUP = 1
 """Pairs that do not count."""
-OF_A_STEP = (StepDone, Progress, Working, MemoryMeasured)
+OF_A_STEP = (StepFinished, Progress, Working, RankMemory)
 TIMES = "pairs.json"
 
 host_rendezvous, abort, warm_up = entry.host_rendezvous, entry.abort, entry.warm_up

@@ -27,6 +27,14 @@ from benchmarks.recovery_ray_train import kills_under_ray_train
 from raymega.chaos.sandbox import Sandbox, sandbox
 from raymega.config.load import parse_job
 from raymega.errors import PreemptedError
+from raymega.events import (
+    AttemptFailed,
+    AttemptStarted,
+    Recovered,
+    RunEvent,
+    StepFinished,
+    WorkersStarted,
+)
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.hang_detector import NUM_STEPS
@@ -38,14 +46,6 @@ from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.session import close_session, open_session
 from raymega.storage.registry import open_store
-from raymega.tracking.sink import (
-    AttemptStarted,
-    FailureSeen,
-    Recovered,
-    RunEvent,
-    StepFinished,
-    WorkersStarted,
-)
 
 JOB = Path(__file__).parents[1] / "jobs" / "verify.yaml"
 CONTROL = ("detect", "abort", "find", "reserve", "rendezvous")
@@ -80,7 +80,7 @@ class Killer:
                 self.calm = 0
             case WorkersStarted():
                 self.pids = dict(event.pids)
-            case FailureSeen() if not self.detect_s:
+            case AttemptFailed() if not self.detect_s:
                 self.detect_s = time.monotonic() - self.killed_s
             case Recovered():
                 lost = {
@@ -128,7 +128,7 @@ class NodeKiller:
                 self.calm = 0
             case WorkersStarted():
                 self.nodes = dict(event.nodes)
-            case FailureSeen() if "lost" in self.since_s:
+            case AttemptFailed() if "lost" in self.since_s:
                 self.since_s.setdefault("detected", time.monotonic())
             case StepFinished():
                 self._step()

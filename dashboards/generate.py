@@ -284,9 +284,7 @@ ROWS = (
             curve("Detection and recovery", "run/detection_s", "run/recovery_s", width=6),
             curve("Steps done again", "run/lost_steps", width=6),
             curve("Goodput, at the end", "run/goodput", width=6, unit="percentunit"),
-            curve(
-                "Steps done twice for bad numbers", "run/doubted_steps", "run/rollbacks", width=6
-            ),
+            curve("Steps done twice for bad numbers", "run/bad_steps", "run/rollbacks", width=6),
             curve("Look at replicas", "train/divergence_check_s", width=6),
         ),
     ),

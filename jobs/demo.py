@@ -17,9 +17,7 @@ from rich.table import Table
 from raymega import api
 from raymega.cli.progress import phase_bars, step_bar
 from raymega.errors import RaymegaError
-from raymega.prepare.pipeline import PrepareOptions, prepare
-from raymega.tracking.console import ConsoleSink
-from raymega.tracking.sink import (
+from raymega.events import (
     CheckpointCommitted,
     EvaluationFinished,
     Recovered,
@@ -27,6 +25,8 @@ from raymega.tracking.sink import (
     StepFinished,
     WorkersStarted,
 )
+from raymega.prepare.pipeline import PrepareOptions, prepare
+from raymega.tracking.console import ConsoleSink
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "demo-out"

@@ -24,6 +24,7 @@ from raymega.data.first_step import first_rows
 from raymega.data.remote_dataset import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
+from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import place_ranks
@@ -57,13 +58,12 @@ from raymega.storage.registry import (
 )
 from raymega.storage.retrying_store import RetryingStore
 from raymega.storage.store import Store
-from raymega.tracking.composite import CompositeSink
 from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
 from raymega.tracking.plots_sink import PlotsSink
 from raymega.tracking.ray_metrics import RayMetricsSink
-from raymega.tracking.sink import RunFinished, Sink
+from raymega.tracking.sink import CompositeSink, Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
 SINK_CLOSE_S = 30.0

@@ -10,6 +10,16 @@ from dataclasses import dataclass, field
 from operator import add, sub
 from typing import Protocol
 
+from raymega.events import (
+    BadStep,
+    EvaluationFinished,
+    ExpertLoads,
+    NodesChecked,
+    SaveSkipped,
+    StepFinished,
+)
+from raymega.schedule.timeline import EventTuple
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
@@ -131,34 +141,6 @@ class Entered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepDone:
-    """One optimizer step is complete; sent by the rank that reports for all.
-
-    ``metrics`` has the names of tracking.names; values are already reduced over ranks.
-    """
-
-    rank: int
-    step: int
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepDoubted:
-    """The first pass of the step just done had numbers that are no good; reported by rank 0.
-
-    ``kind`` is ``nan`` or ``spike``, ``fact`` the numbers, ``where`` the first that is not finite, if
-    it was found, and ``action`` what became of the step.
-    """
-
-    rank: int
-    step: int
-    kind: str
-    fact: str
-    where: str
-    action: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Rank ``rank`` has completed ``step`` steps; the heart beat of ranks that do not report."""
 
@@ -172,15 +154,6 @@ class Working:
     was read or written. It says that the rank is alive, not how far it is."""
 
     rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
-    """Held-out metrics after ``step`` steps."""
-
-    rank: int
-    step: int
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +176,7 @@ class ShardSaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveAdvanced:
+class RankSaveProgress:
     """A rank is writing its part: ``written_bytes`` of ``num_bytes`` were handed to the store."""
 
     rank: int
@@ -213,15 +186,7 @@ class SaveAdvanced:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveSkipped:
-    """The save after ``step`` was left out on all ranks: the one before is still being written."""
-
-    rank: int
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimelineRecorded:
+class RankTimeline:
     """What one rank's executor did in one step: ``(name, micro_batch, chunk, start_s, end_s)``.
 
     Times are seconds on the rank's monotonic clock, relative to a step start that all ranks share.
@@ -229,20 +194,11 @@ class TimelineRecorded:
 
     rank: int
     step: int
-    events: tuple[tuple[str, int, int, float, float], ...]
+    events: tuple[EventTuple, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertsLoaded:
-    """Where the tokens of a step went: by layer, how many chose each expert; all ranks together."""
-
-    rank: int
-    step: int
-    tokens: dict[int, tuple[float, ...]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryMeasured:
+class RankMemory:
     """Memory of one rank after ``step``, by the names of tracking.names; all ranks send the same
     steps."""
 
@@ -288,32 +244,25 @@ class WorkerDied:
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodesChecked:
-    """Every node that hosts workers can take part; made by the driver, not by a worker."""
-
-    seconds: float
-    detail: str
-
-
 Report = (
     Entered
-    | StepDone
-    | StepDoubted
+    | StepFinished
+    | BadStep
     | Progress
     | Working
-    | Evaluated
+    | EvaluationFinished
     | ShardSaved
-    | SaveAdvanced
+    | RankSaveProgress
     | SaveSkipped
-    | TimelineRecorded
-    | MemoryMeasured
-    | ExpertsLoaded
+    | RankTimeline
+    | RankMemory
+    | ExpertLoads
     | WorkerFinished
     | WorkerFailed
     | WorkerDied
     | NodesChecked
 )
+"""What a worker, or its host, says: of its rank alone, or an event of the run that one tells for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

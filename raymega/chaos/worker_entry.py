@@ -13,6 +13,7 @@ from threading import Event
 
 from raymega.chaos.faulty_store import trouble_folders
 from raymega.chaos.phase_barriers import FOLDER, RAISE, Arrival, begin_step, wait_at
+from raymega.events import StepFinished
 from raymega.messages import (
     Channel,
     Entered,
@@ -21,7 +22,6 @@ from raymega.messages import (
     Requests,
     ShardSaved,
     StartWorker,
-    StepDone,
 )
 from raymega.plan.run_plan import read_plan
 from raymega.train import entry
@@ -79,7 +79,7 @@ class GatedChannel:
         self._channel.report(report)
         if isinstance(report, Entered) and report.phase == "built":
             self.arrive("restore")
-        if isinstance(report, StepDone | Progress):
+        if isinstance(report, StepFinished | Progress):
             self._here = replace(self._here, step=report.step)
             self.arrive("snapshot")
 

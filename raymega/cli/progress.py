@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from raymega.tracking.sink import AttemptStarted, RunEvent, RunStarted, StepFinished, WorkersStarted
+from raymega.events import AttemptStarted, RunEvent, RunStarted, StepFinished, WorkersStarted
 
 OnProgress = Callable[[str, int, int], None]
 

@@ -10,31 +10,30 @@ from typing import TextIO
 
 from rich.console import Console
 
-from raymega.tracking.expert_load import collapse_warning
-from raymega.tracking.metrics import metrics_of
-from raymega.tracking.sink import (
+from raymega.events import (
     ArtefactWritten,
+    AttemptFailed,
     AttemptStarted,
+    BadStep,
     CheckpointCommitted,
-    DoubtSeen,
     EvaluationFinished,
-    ExpertsSeen,
-    FailureSeen,
-    MemoryReady,
-    NodesPassed,
+    ExpertLoads,
+    Memory,
+    NodesChecked,
     Recovered,
     RoutingCollapsed,
     RunEvent,
     RunFinished,
     RunStarted,
     SaveFailed,
-    SavePassedOver,
-    SaveUnderWay,
+    SaveProgress,
+    SaveSkipped,
     StepFinished,
-    StragglerSeen,
-    TimelineReady,
+    StragglerDetected,
+    Timeline,
     WorkersStarted,
 )
+from raymega.tracking.expert_load import collapse_warning
 
 GIB_BYTES = 1024**3
 MIB_BYTES = 1024**2
@@ -49,6 +48,7 @@ EVALUATION_COLUMNS = (
     ("eval/loss", "loss {:.4f}", 1.0),
     ("eval/perplexity", "perplexity {:.2f}", 1.0),
 )
+Trouble = SaveFailed | AttemptFailed | BadStep | StragglerDetected | RoutingCollapsed
 
 
 class ConsoleSink:
@@ -76,12 +76,12 @@ class ConsoleSink:
             case RunFinished():
                 style = "bold green" if event.status == "finished" else "bold red"
                 self._print(_run_finished(event, self._name), style=style)
-            case SaveFailed() | FailureSeen() | DoubtSeen() | StragglerSeen() | RoutingCollapsed():
-                self._print(_trouble(event), style="red")
-            case MemoryReady() | ExpertsSeen():
+            case Memory() | ExpertLoads():
                 pass  # numbers for curves and the heat map
             case Recovered():
                 self._print(_recovered(event), style="green")
+            case _ if isinstance(event, Trouble):
+                self._print(_trouble(event), style="red")
             case _:
                 self._print(_news(event))
 
@@ -156,22 +156,22 @@ def _run_finished(event: RunFinished, name: str) -> str:
     )
 
 
-def _trouble(
-    event: SaveFailed | FailureSeen | DoubtSeen | StragglerSeen | RoutingCollapsed,
-) -> str:
-    if isinstance(event, RoutingCollapsed):
-        return collapse_warning(event.layer, event.experts, event.step)
-    if isinstance(event, SaveFailed):
-        return f"The checkpoint of step {event.step} failed, training goes on: {event.reason}"
-    if isinstance(event, StragglerSeen):
-        return (
-            f"Rank {event.rank} on node {event.node} is slow: {event.work_s * 1000:.0f} ms of work a step, "
-            f"{event.ratio:.1f} times the others of its stage."
-        )
-    if isinstance(event, DoubtSeen):
-        where = f"; {event.where}" if event.where else ""
-        return f"Step {event.step} was done once more, and {event.action}: {event.fact}{where}"
-    return f"Attempt {event.attempt} was lost after step {event.step}: {event.cause}"
+def _trouble(event: Trouble) -> str:
+    match event:
+        case RoutingCollapsed():
+            return collapse_warning(event.layer, event.experts, event.step)
+        case SaveFailed():
+            return f"The checkpoint of step {event.step} failed, training goes on: {event.reason}"
+        case StragglerDetected():
+            return (
+                f"Rank {event.rank} on node {event.node} is slow: {event.work_s * 1000:.0f} ms of work a step, "
+                f"{event.ratio:.1f} times the others of its stage."
+            )
+        case BadStep():
+            where = f"; {event.where}" if event.where else ""
+            return f"Step {event.step} was done once more, and {event.action}: {event.fact}{where}"
+        case AttemptFailed():
+            return f"Attempt {event.attempt} was lost after step {event.step}: {event.cause}"
 
 
 def _recovered(event: Recovered) -> str:
@@ -193,7 +193,7 @@ def _news(event: RunEvent) -> str:
         case WorkersStarted():
             nodes = _count(len(set(event.nodes.values())), "node")
             return f"{_count(len(event.pids), 'worker')} at work on {nodes}."
-        case NodesPassed():
+        case NodesChecked():
             return f"Checked in {event.seconds:.1f} s: {event.detail}."
         case EvaluationFinished():
             found = ", ".join(_cells(event.metrics, EVALUATION_COLUMNS))
@@ -203,19 +203,18 @@ def _news(event: RunEvent) -> str:
                 f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stood still "
                 f"{event.stall_s * 1000:.0f} ms, written in {event.save_s:.1f} s."
             )
-        case SaveUnderWay():
+        case SaveProgress():
             share = event.written_bytes / max(1, event.num_bytes)
             return f"Saving step {event.step}: {share:.0%} of {_size(event.num_bytes)} are written."
-        case SavePassedOver():
+        case SaveSkipped():
             return (
                 f"The checkpoint of step {event.step} is left out: the one before is still being "
                 "written."
             )
-        case TimelineReady():
-            bubble = metrics_of(event)["run/bubble"]
+        case Timeline():
             return (
-                f"Time line of step {event.step}: measured bubble {bubble:.1%} of busy time, "
-                f"simulated {event.simulated_bubble:.1%}."
+                f"Time line of step {event.step}: measured bubble {event.metrics['run/bubble']:.1%} of busy "
+                f"time, simulated {event.metrics['run/simulated_bubble']:.1%}."
             )
         case ArtefactWritten():
             return f"{event.title}: {event.path}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from threading import Lock
 
-from raymega.tracking.sink import RunEvent, StepFinished
+from raymega.events import RunEvent, StepFinished
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

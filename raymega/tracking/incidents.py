@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from raymega.tracking.sink import (
+from raymega.events import (
     ArtefactWritten,
+    AttemptFailed,
     AttemptStarted,
-    DoubtSeen,
-    FailureSeen,
+    BadStep,
     Recovered,
     RunEvent,
     RunFinished,
     RunStarted,
-    Sink,
-    StragglerSeen,
+    StragglerDetected,
     WorkersStarted,
 )
+from raymega.tracking.sink import Sink
 
 MAX_RANKS = 64
 """Rows of the table of ranks; a larger run shows the first ones."""
@@ -37,9 +37,9 @@ class _Incident:
     attempt: int
     grid: Mapping[str, int]
     nodes: Mapping[int, str]
-    failures: list[FailureSeen] = field(default_factory=list)
+    failures: list[AttemptFailed] = field(default_factory=list)
     attempts: list[AttemptStarted] = field(default_factory=list)
-    signs: list[DoubtSeen | StragglerSeen] = field(default_factory=list)
+    signs: list[BadStep | StragglerDetected] = field(default_factory=list)
 
 
 class IncidentsSink:
@@ -60,7 +60,7 @@ class IncidentsSink:
         self._name = ""
         self._grid: Mapping[str, int] = {}
         self._nodes: Mapping[int, str] = {}
-        self._signs: list[DoubtSeen | StragglerSeen] = []
+        self._signs: list[BadStep | StragglerDetected] = []
         self._open: _Incident | None = None
 
     def emit(self, event: RunEvent) -> None:
@@ -70,11 +70,11 @@ class IncidentsSink:
                 self._name = event.name
             case WorkersStarted():
                 self._nodes = event.nodes
-            case DoubtSeen() | StragglerSeen():
+            case BadStep() | StragglerDetected():
                 self._signs = [*self._signs[-4:], event]
             case AttemptStarted():
                 self._start(event)
-            case FailureSeen():
+            case AttemptFailed():
                 self._fail(event)
             case Recovered() | RunFinished() if self._open is not None:
                 self._write(self._open, event)
@@ -88,7 +88,7 @@ class IncidentsSink:
         if self._open is not None:
             self._open.attempts.append(event)
 
-    def _fail(self, event: FailureSeen) -> None:
+    def _fail(self, event: AttemptFailed) -> None:
         if self._open is None:
             number = 1 + len(list(self._folder.glob("incident-*.md")))
             self._open = _Incident(
@@ -136,7 +136,7 @@ def _outcome(incident: _Incident, end: Recovered | RunFinished) -> Iterator[str]
     yield f"| in all | {end.detection_s + end.recovery_s:.3f} |"
 
 
-def _ranks(first: FailureSeen, nodes: Mapping[int, str]) -> Iterator[str]:
+def _ranks(first: AttemptFailed, nodes: Mapping[int, str]) -> Iterator[str]:
     if not first.whereabouts:
         return
     yield from (
@@ -153,8 +153,8 @@ def _ranks(first: FailureSeen, nodes: Mapping[int, str]) -> Iterator[str]:
         yield f"| ... | | {len(first.whereabouts) - MAX_RANKS} more |"
 
 
-def _sign(sign: DoubtSeen | StragglerSeen) -> str:
-    if isinstance(sign, DoubtSeen):
+def _sign(sign: BadStep | StragglerDetected) -> str:
+    if isinstance(sign, BadStep):
         return f"step {sign.step}: {_line(sign.fact)}; {sign.action}"
     return f"step {sign.step}: rank {sign.rank} worked {sign.ratio:.1f} times as long as the others"
 

@@ -13,31 +13,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
-from raymega.tracking.metrics import metrics_of
-from raymega.tracking.names import find_metric
-from raymega.tracking.sink import (
-    ArtefactWritten,
+from raymega.events import (
     AttemptStarted,
-    CheckpointCommitted,
-    DoubtSeen,
     EvaluationFinished,
-    ExpertsSeen,
-    FailureSeen,
-    MemoryReady,
-    NodesPassed,
-    Recovered,
-    RoutingCollapsed,
+    ExpertLoads,
+    Memory,
     RunEvent,
     RunFinished,
     RunStarted,
-    SaveFailed,
-    SavePassedOver,
-    SaveUnderWay,
     StepFinished,
-    StragglerSeen,
-    TimelineReady,
-    WorkersStarted,
+    Timeline,
 )
+from raymega.tracking.names import find_metric
 
 Record = dict[str, object]
 
@@ -72,25 +59,23 @@ class JsonLinesSink:
             self._stream.close()
 
     def _record(self, event: RunEvent) -> Record:
+        head: Record = {"event": event.json_name}
         match event:
             case StepFinished() | EvaluationFinished():
                 place = {"grid": dict(self._grid), "attempt": event.attempt}
-                return {"event": _name(event), "step": event.step} | _short_metrics(event) | place
+                return head | {"step": event.step} | _by_short_name(event.metrics) | place
             case RunFinished():
-                return {"event": "finished", "run_id": self._run_id} | _fields(event)
-            case TimelineReady():
-                place = {"step": event.step, "attempt": event.attempt}
-                return {"event": "timeline"} | place | _short_metrics(event)
-            case MemoryReady():
-                rows = {str(rank): _by_short_name(row) for rank, row in event.ranks.items()}
-                place = {"step": event.step, "attempt": event.attempt}
-                return {"event": "memory"} | place | {"ranks": rows}
-            case ExpertsSeen():
+                return head | {"run_id": self._run_id} | _fields(event)
+            case Timeline():
+                return head | _place(event) | _by_short_name(event.metrics)
+            case Memory():
+                ranks = {str(rank): _by_short_name(row) for rank, row in event.ranks.items()}
+                return head | _place(event) | {"ranks": ranks}
+            case ExpertLoads():
                 tokens = {str(layer): [*counts] for layer, counts in event.tokens.items()}
-                place = {"step": event.step, "attempt": event.attempt}
-                return {"event": "experts"} | place | {"tokens": tokens}
+                return head | _place(event) | {"tokens": tokens}
             case _:
-                return {"event": _name(event)} | _fields(event)
+                return head | _fields(event)
 
 
 def open_jsonl(path: Path) -> JsonLinesSink:
@@ -99,36 +84,8 @@ def open_jsonl(path: Path) -> JsonLinesSink:
     return JsonLinesSink(path.open("a", encoding="utf-8"), is_owner=True)
 
 
-_NAMES: Mapping[type, str] = {
-    RunStarted: "run",
-    AttemptStarted: "attempt",
-    WorkersStarted: "workers",
-    NodesPassed: "nodes",
-    StepFinished: "step",
-    EvaluationFinished: "evaluation",
-    CheckpointCommitted: "checkpoint",
-    SaveFailed: "save_failed",
-    SaveUnderWay: "save_progress",
-    SavePassedOver: "save_skipped",
-    FailureSeen: "failure",
-    DoubtSeen: "doubt",
-    Recovered: "recovered",
-    TimelineReady: "timeline",
-    MemoryReady: "memory",
-    StragglerSeen: "straggler",
-    ExpertsSeen: "experts",
-    RoutingCollapsed: "routing_collapsed",
-    ArtefactWritten: "artefact",
-    RunFinished: "finished",
-}
-
-
-def _name(event: RunEvent) -> str:
-    return _NAMES[type(event)]
-
-
-def _short_metrics(event: RunEvent) -> Record:
-    return _by_short_name(metrics_of(event))
+def _place(event: Timeline | Memory | ExpertLoads) -> Record:
+    return {"step": event.step, "attempt": event.attempt}
 
 
 def _by_short_name(metrics: Mapping[str, float]) -> Record:

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
+from raymega.events import RunEvent, RunStarted, StepFinished
 from raymega.tracking.event_buffer import EventBuffer, Stamped
-from raymega.tracking.sink import RunEvent, RunStarted, StepFinished
 
 if TYPE_CHECKING:
     from raymega.tracking.mlflow_recorder import Recorder

@@ -25,24 +25,24 @@ from mlflow.exceptions import MlflowException
 from mlflow.telemetry import set_telemetry_client
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME
 
-from raymega.tracking.event_buffer import Stamped
-from raymega.tracking.expert_load import collapse_warning
-from raymega.tracking.metrics import metrics_of
-from raymega.tracking.sink import (
+from raymega.events import (
     ArtefactWritten,
+    AttemptFailed,
     AttemptStarted,
+    BadStep,
     CheckpointCommitted,
-    DoubtSeen,
     EvaluationFinished,
-    FailureSeen,
     RoutingCollapsed,
     RunFinished,
     RunStarted,
     SaveFailed,
     StepFinished,
-    StragglerSeen,
+    StragglerDetected,
     WorkersStarted,
 )
+from raymega.tracking.event_buffer import Stamped
+from raymega.tracking.expert_load import collapse_warning
+from raymega.tracking.sink import metrics_of
 
 RUN_ID_TAG = "raymega.run_id"
 ATTEMPT_TAG = "raymega.attempt"
@@ -115,9 +115,9 @@ class Recorder:
                 self._tag(self._parent, tags)
             case SaveFailed() as event:
                 self._tag(self._parent, {"raymega.failed_save": f"{event.step}: {event.reason}"})
-            case DoubtSeen() | StragglerSeen() | RoutingCollapsed() as event:
+            case BadStep() | StragglerDetected() | RoutingCollapsed() as event:
                 self._tag(self._child, _sign_tag(event))
-            case FailureSeen() as event:
+            case AttemptFailed() as event:
                 self._fail_attempt(event)
             case ArtefactWritten() as event:
                 self._client.log_artifact(self._parent, event.path)
@@ -195,7 +195,7 @@ class Recorder:
         )
         self._tag(self._parent, grid | {ATTEMPT_TAG: number})
 
-    def _fail_attempt(self, event: FailureSeen) -> None:
+    def _fail_attempt(self, event: AttemptFailed) -> None:
         facts = {
             "cause": event.cause, "rank": event.rank, "step": event.step,
             "decision": event.decision,
@@ -251,11 +251,11 @@ class Recorder:
             self._client.log_batch(run_id, params=chunk)
 
 
-def _sign_tag(event: DoubtSeen | StragglerSeen | RoutingCollapsed) -> dict[str, str]:
+def _sign_tag(event: BadStep | StragglerDetected | RoutingCollapsed) -> dict[str, str]:
     if isinstance(event, RoutingCollapsed):
         return {f"collapse.{event.layer}": collapse_warning(event.layer, event.experts, event.step)}
-    if isinstance(event, DoubtSeen):
-        return {f"doubt.{event.step}": f"{event.action}: {event.fact} {event.where}".strip()}
+    if isinstance(event, BadStep):
+        return {f"bad_step.{event.step}": f"{event.action}: {event.fact} {event.where}".strip()}
     told = f"{event.ratio:.2f} at step {event.step}, node {event.node}"
     return {f"straggler.{event.rank}": told}
 

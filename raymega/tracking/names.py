@@ -1,7 +1,7 @@
 """The one table of metric names: name, unit, kind and help line of everything a run measures.
 
 Console, JSON lines, MLflow, Prometheus and dashboards derive from it. Which event carries which
-metric is tracking.metrics'.
+metric is tracking.sink's.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ METRICS = (
         "run/recovery_s", "s", "From a failure's detection until its lost steps are made up for."
     ),
     _gauge("run/lost_steps", "steps", "Completed steps that a failure made to be done again."),
-    _gauge("run/doubted_steps", "steps", "Steps done once more for bad numbers, since the start."),
+    _gauge("run/bad_steps", "steps", "Steps done once more for bad numbers, since the start."),
     _gauge("run/rollbacks", "1", "Times that the driver went back for bad numbers."),
     _gauge("run/goodput", "1", "Share of the driver's wall time spent on steps that count."),
     _gauge("run/wall_s", "s", "Wall time of the driver."),

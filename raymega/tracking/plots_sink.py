@@ -9,18 +9,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from raymega.events import ArtefactWritten, RunEvent, RunFinished, RunStarted, Timeline
 from raymega.schedule.timeline_svg import draw_svg
 from raymega.schedule.trace import merge_trace
 from raymega.tracking.expert_heatmap import draw_heat, load_expert_loads
 from raymega.tracking.loss_plot import draw_curve, load_curve
-from raymega.tracking.sink import (
-    ArtefactWritten,
-    RunEvent,
-    RunFinished,
-    RunStarted,
-    Sink,
-    TimelineReady,
-)
+from raymega.tracking.sink import Sink
 
 
 class PlotsSink:
@@ -51,14 +45,14 @@ class PlotsSink:
         self._references, self._watcher = references, watcher
         self._files = files or {}
         self._name = ""
-        self._timeline: TimelineReady | None = None
+        self._timeline: Timeline | None = None
 
     def emit(self, event: RunEvent) -> None:
         """Remember what the pictures need; draws at RunFinished, which takes about 2 s."""
         match event:
             case RunStarted():
                 self._name = event.name
-            case TimelineReady():
+            case Timeline():
                 self._timeline = event
             case RunFinished():
                 self._draw()
@@ -82,11 +76,11 @@ class PlotsSink:
             draw_heat(loads, path, title=f"run {self._name}, load of experts")
             self._tell(path, "Load of experts")
 
-    def _draw_timeline(self, event: TimelineReady) -> None:
+    def _draw_timeline(self, event: Timeline) -> None:
         rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
         title = (
             f"run {self._name}, step {event.step}, as recorded; the schedule alone has a bubble of "
-            f"{event.simulated_bubble:.3f}"
+            f"{event.metrics['run/simulated_bubble']:.3f}"
         )
         path = self._folder / "timeline.svg"
         picture = draw_svg(rows, title=title, time_unit="ms", scale=1000.0)

@@ -14,18 +14,19 @@ from typing import NamedTuple, Protocol
 import ray
 from ray.util import metrics as ray_metrics
 
-from raymega.tracking.metrics import metrics_of, rank_metrics_of, standing_metrics_of
-from raymega.tracking.names import Metric, find_metric
-from raymega.tracking.sink import (
+from raymega.events import (
+    AttemptFailed,
     AttemptStarted,
-    DoubtSeen,
-    FailureSeen,
+    BadStep,
+    Measured,
     RunEvent,
     RunStarted,
     SaveFailed,
-    SavePassedOver,
+    SaveSkipped,
     StepFinished,
 )
+from raymega.tracking.names import Metric, find_metric
+from raymega.tracking.sink import metrics_of, standing_metrics_of
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ REFRESH_S = 2.0
 TAGS = ("run", "attempt")
 RANK_TAG = "rank"
 SINCE_BEGIN = (
-    "checkpoint/failed_saves", "checkpoint/skipped_saves", "run/doubted_steps", "run/rollbacks",
+    "checkpoint/failed_saves", "checkpoint/skipped_saves", "run/bad_steps", "run/rollbacks",
 )  # fmt: skip
 """What is counted from the driver's begin on."""
 NO_RANK = -1
@@ -90,7 +91,7 @@ class RayMetricsSink:
             self._turn(event)
             for name, value in metrics_of(event).items():
                 self._measured[_Key(name, NO_RANK)] = value
-            for rank, values in rank_metrics_of(event).items():
+            for rank, values in event.ranks.items() if isinstance(event, Measured) else ():
                 self._measured.update({_Key(name, rank): value for name, value in values.items()})
             for name, value in standing_metrics_of(event).items():
                 self._stand(name, value)
@@ -115,11 +116,11 @@ class RayMetricsSink:
                 self._stand("run/last_step_unix_s", self._clock())
             case SaveFailed():
                 self._count("checkpoint/failed_saves")
-            case SavePassedOver():
+            case SaveSkipped():
                 self._count("checkpoint/skipped_saves")
-            case DoubtSeen():
-                self._count("run/doubted_steps")
-            case FailureSeen(is_rollback=True):
+            case BadStep():
+                self._count("run/bad_steps")
+            case AttemptFailed(is_rollback=True):
                 self._count("run/rollbacks")
 
     def _count(self, name: str) -> None:

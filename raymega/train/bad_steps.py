@@ -16,7 +16,7 @@ from raymega.train.state import TrainState
 
 
 class BadStepAction(StrEnum):
-    """What becomes of a step that was doubted."""
+    """What becomes of a bad step."""
 
     SECOND_PASS = "used the second pass"
     """It was fine: what went wrong was a passing fault of a machine, and left nothing behind."""
@@ -28,7 +28,7 @@ class BadStepAction(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BadStep:
+class BadNumbers:
     """Why a step's numbers are not taken as they are.
 
     Attributes:
@@ -44,11 +44,11 @@ class BadStep:
 
 def detect_bad_step(
     section: ElasticSection, state: TrainState, *, loss: float, grad_norm: float
-) -> BadStep | None:
+) -> BadNumbers | None:
     """What is wrong with a step after ``state``; None when nothing is."""
     if not (isfinite(loss) and isfinite(grad_norm)):
         fact = f"loss={loss!r}, gradient norm={grad_norm!r}"
-        return BadStep(kind="nan", fact=fact, policy=section.on_nan)
+        return BadNumbers(kind="nan", fact=fact, policy=section.on_nan)
     held_against = (
         ("loss", loss, section.spike_loss, state.losses),
         ("gradient norm", grad_norm, section.spike_grad_norm, state.grad_norms),
@@ -62,17 +62,17 @@ def detect_bad_step(
                 f"{name} {value:.4g} is {value / usual if usual else float('inf'):.3g} times the median "
                 f"{usual:.4g} of the last {section.spike_window} steps"
             )
-            return BadStep(kind="spike", fact=fact, policy=section.on_spike)
+            return BadNumbers(kind="spike", fact=fact, policy=section.on_spike)
     return None
 
 
-def decide(section: ElasticSection, state: TrainState, bad_step: BadStep) -> BadStepAction:
-    """What becomes of a step whose second pass leaves ``bad_step`` too, or that gets none."""
-    match bad_step.policy:
+def decide(section: ElasticSection, state: TrainState, numbers: BadNumbers) -> BadStepAction:
+    """What becomes of a step whose second pass has bad ``numbers`` too, or that gets none."""
+    match numbers.policy:
         case "skip" if state.bad_steps < section.max_bad_steps:
             return BadStepAction.SKIP
         case "rollback":
             return BadStepAction.ROLL_BACK
-        case "rerun" if bad_step.kind == "spike":
+        case "rerun" if numbers.kind == "spike":
             return BadStepAction.KEEP
     return BadStepAction.STOP

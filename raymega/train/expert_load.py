@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raymega.messages import ExpertsLoaded
+from raymega.events import ExpertLoads
 from raymega.model.moe.load_balancing import Load
 from raymega.tracking.expert_load import load_metrics
 
@@ -28,7 +28,7 @@ def expert_metrics(loads: Mapping[int, Load]) -> dict[str, float]:
     return metrics
 
 
-def expert_report(loads: Mapping[int, Load], *, rank: int, step: int) -> ExpertsLoaded:
+def expert_loads(loads: Mapping[int, Load], *, step: int) -> ExpertLoads:
     """Tokens by layer and expert."""
     tokens = {layer: tuple(load.counts.tolist()) for layer, load in loads.items()}
-    return ExpertsLoaded(rank=rank, step=step, tokens=tokens)
+    return ExpertLoads(step=step, tokens=tokens)

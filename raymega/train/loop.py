@@ -11,14 +11,12 @@ from dataclasses import replace
 
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
+from raymega.events import EvaluationFinished, StepFinished
 from raymega.messages import (
     Channel,
-    Evaluated,
-    MemoryMeasured,
     Progress,
-    StepDone,
-    StepDoubted,
-    TimelineRecorded,
+    RankMemory,
+    RankTimeline,
     WorkerFinished,
 )
 from raymega.optim.param_groups import role_rates
@@ -26,11 +24,11 @@ from raymega.parallel.comm.collectives import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import TrainingComponents
 from raymega.train.evaluate import evaluate
-from raymega.train.expert_load import expert_metrics, expert_report
+from raymega.train.expert_load import expert_loads, expert_metrics
 from raymega.train.replica_divergence import DivergenceCheck
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState
-from raymega.train.step import BadStepOutcome, StepOutcome, train_step
+from raymega.train.step import StepOutcome, train_step
 from raymega.train.throughput import (
     BusyTimeMeter,
     ThroughputMeter,
@@ -91,9 +89,9 @@ def run_loop(
         _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             own = memory_metrics(parts.device) | work.pop_metrics()
-            channel.report(MemoryMeasured(rank=rank, step=state.step, metrics=own))
+            channel.report(RankMemory(rank=rank, step=state.step, metrics=own))
             if rank == 0 and outcome.loads:
-                channel.report(expert_report(outcome.loads, rank=rank, step=state.step))
+                channel.report(expert_loads(outcome.loads, step=state.step))
 
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
@@ -153,14 +151,13 @@ def _report_step(
 ) -> None:
     step = outcome.state.step
     if outcome.events:
-        channel.report(TimelineRecorded(rank=rank, step=step, events=outcome.events))
+        channel.report(RankTimeline(rank=rank, step=step, events=outcome.events))
     if rank != 0:
         channel.report(Progress(rank=rank, step=step))
         return
-    if outcome.doubted is not None:
-        channel.report(_doubted(outcome.doubted, rank=rank, step=step))
-    metrics = _step_metrics(outcome)
-    channel.report(StepDone(rank=rank, step=step, metrics=metrics | others))
+    if outcome.bad_step is not None:
+        channel.report(outcome.bad_step)
+    channel.report(StepFinished(step=step, metrics=_step_metrics(outcome) | others))
 
 
 def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
@@ -188,13 +185,6 @@ def _rates(lr: float, job: Job) -> dict[str, float]:
     return {f"train/role_lr/{role}": lr * scale for role, scale in scales.items()}
 
 
-def _doubted(doubted: BadStepOutcome, *, rank: int, step: int) -> StepDoubted:
-    return StepDoubted(
-        rank=rank, step=step, kind=doubted.kind, fact=doubted.fact, where=doubted.where,
-        action=doubted.action.value,
-    )  # fmt: skip
-
-
 def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:
     if rank == 0 and metrics:
-        channel.report(Evaluated(rank=rank, step=step, metrics=metrics))
+        channel.report(EvaluationFinished(step=step, metrics=metrics))

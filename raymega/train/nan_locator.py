@@ -16,7 +16,7 @@ from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.data.loader import MicroBatch
 from raymega.errors import Fault, NumericsError, RollbackError
 from raymega.parallel.comm.collectives import all_gather
-from raymega.train.bad_steps import BadStep
+from raymega.train.bad_steps import BadNumbers
 from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import forward_backward
 from raymega.train.module_hooks import TensorObservation, hook_modules
@@ -31,15 +31,15 @@ FORMS = {
 }
 
 
-def refuse_step(fact: str, *, bad_step: BadStep, roll_back_to: int = -1) -> NumericsError:
+def refuse_step(fact: str, *, numbers: BadNumbers, roll_back_to: int = -1) -> NumericsError:
     """The error that ends the attempt at a step whose numbers are no good, as the job wishes.
 
     With ``roll_back_to``, a sample, the run goes back and passes over the data before it.
     """
     rule = (
         "both must be finite numbers"
-        if bad_step.kind == "nan"
-        else f"elastic.on_spike={bad_step.policy}"
+        if numbers.kind == "nan"
+        else f"elastic.on_spike={numbers.policy}"
     )
     remedy = "lower optimizer.lr, raise precision.dtype or look at the data of this step"
     fault = Fault(fact=fact, rule=f"{rule}; the parameters were not updated", remedy=remedy)

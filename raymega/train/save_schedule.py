@@ -10,7 +10,8 @@ from functools import partial
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
-from raymega.messages import Channel, SaveSkipped
+from raymega.events import SaveSkipped
+from raymega.messages import Channel
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.save_cost import shares_snapshot
 from raymega.train.build import TrainingComponents
@@ -115,4 +116,4 @@ class SaveScheduler:
     def _report_skip(self, step: int) -> None:
         """All ranks know that the save is left out; one says so."""
         if self._rank == 0:
-            self._channel.report(SaveSkipped(rank=self._rank, step=step))
+            self._channel.report(SaveSkipped(step=step))

@@ -15,6 +15,7 @@ import torch
 
 from raymega.data.loader import MicroBatch
 from raymega.errors import DataError, Fault
+from raymega.events import BadStep
 from raymega.messages import Requests
 from raymega.model.moe.load_balancing import Load
 from raymega.optim.clip import clip_factor, local_norm_sq
@@ -23,7 +24,7 @@ from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
-from raymega.train.bad_steps import BadStep, BadStepAction, decide, detect_bad_step
+from raymega.train.bad_steps import BadNumbers, BadStepAction, decide, detect_bad_step
 from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import forward_backward
 from raymega.train.nan_locator import locate_non_finite, refuse_step
@@ -38,7 +39,7 @@ class StepOutcome:
     tokens further ahead, mean of depths, by the same count; None without them. ``grad_norm`` is the
     global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
     ``save`` are true when the driver asked any rank for it. ``extra_reductions`` is what the ranks gave to be
-    summed, ``loads`` by layer what the routing of all tokens was. ``doubted`` says what was wrong with
+    summed, ``loads`` by layer what the routing of all tokens was. ``bad_step`` says what was wrong with
     the step's first pass, if anything was.
     """
 
@@ -55,17 +56,7 @@ class StepOutcome:
     extra_reductions: tuple[float, ...]
     loads: Mapping[int, Load]
     events: tuple[Event, ...]
-    doubted: BadStepOutcome | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadStepOutcome:
-    """A step whose first pass had no good numbers; ``where`` they come from, if that was found."""
-
-    kind: str
-    fact: str
-    action: BadStepAction
-    where: str = ""
+    bad_step: BadStep | None = None
 
 
 def _do_nothing() -> None:
@@ -100,13 +91,13 @@ def train_step(
     scale = loss_gradient(parts.plan, state)
     asked = (requests.stop, requests.save, *extra_reductions)
     do_pass = partial(_do_pass, parts, state, micro_batches, asked, scale)
-    seen, doubted = do_pass(is_recording=is_recording), None
-    bad_step = _bad_step(parts, state, seen)
-    if bad_step:
-        seen, doubted = _settle(parts, state, bad_step, seen, do_pass, micro_batches)
+    seen, bad_step = do_pass(is_recording=is_recording), None
+    numbers = _bad_numbers(parts, state, seen)
+    if numbers:
+        seen, bad_step = _settle(parts, state, numbers, seen, do_pass, micro_batches)
     totals = seen.totals
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
-    is_left_out = doubted is not None and doubted.action is BadStepAction.SKIP
+    is_left_out = bad_step is not None and bad_step.action == BadStepAction.SKIP
     events = list(seen.events)
     if not (seen.is_overflow or is_left_out):
         factor = clip_factor(seen.grad_norm, job.optimizer.max_grad_norm)
@@ -122,7 +113,7 @@ def train_step(
         loss=seen.loss, mtp_loss=seen.mtp_loss, grad_norm=seen.grad_norm, lr=lr,
         samples=batch.global_batch_size, tokens=round(totals.tokens),
         is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save,
-        extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), doubted=doubted,
+        extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), bad_step=bad_step,
     )  # fmt: skip
 
 
@@ -164,7 +155,7 @@ def _do_pass(
     )
 
 
-def _bad_step(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadStep | None:
+def _bad_numbers(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadNumbers | None:
     if seen.is_overflow:
         return None
     section = parts.plan.job.elastic
@@ -174,37 +165,36 @@ def _bad_step(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadS
 def _settle(  # all of a step
     parts: TrainingComponents,
     state: TrainState,
-    bad_step: BadStep,
+    numbers: BadNumbers,
     seen: _Pass,
     do_pass: Callable[..., _Pass],
     micro_batches: Sequence[MicroBatch],
-) -> tuple[_Pass, BadStepOutcome]:
-    """Do the step once more, and what the job says if that leaves a doubt too.
+) -> tuple[_Pass, BadStep]:
+    """Do the step once more, and what the job says if that leaves bad numbers too.
 
     No weight has changed, and a pass depends on weights and samples alone: the second one has the
     bits that the first would have had without a fault.
     """
-    if bad_step.policy != "stop":
-        first = bad_step
+    settled = partial(BadStep, step=state.step + 1)
+    if numbers.policy != "stop":
         seen = replace(do_pass(is_recording=False), events=seen.events)
-        left = _bad_step(parts, state, seen)
+        left = _bad_numbers(parts, state, seen)
         if left is None:
-            return seen, BadStepOutcome(
-                kind=first.kind, fact=first.fact, action=BadStepAction.SECOND_PASS
-            )
-        bad_step = left
+            action = BadStepAction.SECOND_PASS
+            return seen, settled(kind=numbers.kind, fact=numbers.fact, action=action.value)
+        numbers = left
     where = ""
-    if bad_step.kind == "nan":
+    if numbers.kind == "nan":
         scale = loss_gradient(parts.plan, state)
         where = locate_non_finite(parts, micro_batches, loss_gradient=scale)
-    action = decide(parts.plan.job.elastic, state, bad_step)
-    fact = f"step {state.step + 1}: {bad_step.fact}" + (f"; {where}" if where else "")
+    action = decide(parts.plan.job.elastic, state, numbers)
+    fact = f"step {state.step + 1}: {numbers.fact}" + (f"; {where}" if where else "")
     if action is BadStepAction.STOP:
-        raise refuse_step(fact, bad_step=bad_step)
+        raise refuse_step(fact, numbers=numbers)
     if action is BadStepAction.ROLL_BACK:
         end = state.samples + parts.plan.batch_at(state.samples).global_batch_size
-        raise refuse_step(fact, bad_step=bad_step, roll_back_to=end)
-    return seen, BadStepOutcome(kind=bad_step.kind, fact=bad_step.fact, action=action, where=where)
+        raise refuse_step(fact, numbers=numbers, roll_back_to=end)
+    return seen, settled(kind=numbers.kind, fact=numbers.fact, where=where, action=action.value)
 
 
 def _state_after(

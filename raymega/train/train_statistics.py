@@ -66,7 +66,7 @@ class Activations:
 
         None of a step whose second pass was used: the bad numbers of the first were seen as well.
         """
-        if outcome.doubted is not None and outcome.doubted.action is BadStepAction.SECOND_PASS:
+        if outcome.bad_step is not None and outcome.bad_step.action == BadStepAction.SECOND_PASS:
             return {}
         parallel, here = self._parts.plan.job.parallel, self._parts.coords
         if here.tp > 0 and not parallel.sequence_parallel:

@@ -128,7 +128,7 @@ def outcome() -> str:
 
 def _numbers() -> Iterator[str]:
     from raymega.config.elastic import ElasticSection
-    from raymega.train.bad_steps import BadStep, BadStepAction, decide, detect_bad_step
+    from raymega.train.bad_steps import BadNumbers, BadStepAction, decide, detect_bad_step
     from raymega.train.state import TrainState
 
     section = ElasticSection(spike_window=4, spike_loss=3.0, on_nan="skip", max_bad_steps=2)
@@ -137,10 +137,10 @@ def _numbers() -> Iterator[str]:
     before = TrainState(losses=(1.0, 9.0, 1.0, 1.0), grad_norms=(1.0,) * 4)
     if detect_bad_step(section, before, loss=5.0, grad_norm=1.0) is None:
         yield "a spike passes behind another one"
-    doubt = BadStep(kind="nan", fact="", policy="skip")
-    if decide(section, TrainState(bad_steps=2), doubt) is not BadStepAction.STOP:
+    bad = BadNumbers(kind="nan", fact="", policy="skip")
+    if decide(section, TrainState(bad_steps=2), bad) is not BadStepAction.STOP:
         yield "batches are left out for ever"
-    again = BadStep(kind="nan", fact="", policy="rerun")
+    again = BadNumbers(kind="nan", fact="", policy="rerun")
     if decide(section, TrainState(), again) is not BadStepAction.STOP:
         yield "numbers that are not finite are kept"
 

@@ -79,7 +79,7 @@ def outcome() -> str:
     from raymega.checkpoint.format.epochs import newest_grant
     from raymega.checkpoint.format.manifest import find_restore, list_manifests
     from raymega.errors import LeaseError
-    from raymega.orchestrate.driver.checkpoint_committer import Committed
+    from raymega.events import CheckpointCommitted
     from tests.support.fakes import FakeWorkers
     from tests.unit.checkpoint.format.test_epochs import Slow, save
     from tests.unit.orchestrate.driver.test_checkpoint_committer import make_saves
@@ -103,7 +103,7 @@ def outcome() -> str:
     saves, workers = make_saves(world.store), FakeWorkers(2, step=30)
     for rank in range(2):
         saves.handle_report(workers.shard(rank))
-    if isinstance(saves.pop_outcomes()[0], Committed):
+    if isinstance(saves.pop_outcomes()[0], CheckpointCommitted):
         return "the first driver takes its late checkpoint for committed"
     world.meanwhile = [second.renew] * 3
     for goes_on, ending in (

@@ -7,20 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raymega.errors import LeaseError, NumericsError, PreemptedError, WorkerError
+from raymega.events import (
+    AttemptFailed,
+    CheckpointCommitted,
+    EvaluationFinished,
+    Recovered,
+    StepFinished,
+    WorkersStarted,
+)
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.memory import MemoryStore
 from raymega.storage.registry import open_store
-from raymega.tracking.sink import (
-    CheckpointCommitted,
-    EvaluationFinished,
-    FailureSeen,
-    Recovered,
-    StepFinished,
-    WorkersStarted,
-)
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
@@ -83,7 +83,7 @@ def test_killed_worker_is_detected_and_the_run_goes_on_from_the_commit(bench, re
     ended = bench.controller("x.kill-3-7").run()
     assert (ended.status, ended.step) == ("finished", 12)
     assert bench.steps() == [*range(1, 7), *range(5, 13)]
-    (seen,) = bench.sink.of(FailureSeen)
+    (seen,) = bench.sink.of(AttemptFailed)
     assert (seen.rank, seen.attempt) == (3, 1) and "died" in seen.cause
     (recovered,) = bench.sink.of(Recovered)
     record_property("detection_s", recovered.detection_s)
@@ -95,12 +95,12 @@ def test_killed_worker_is_detected_and_the_run_goes_on_from_the_commit(bench, re
 
 def test_kill_of_rank_0_moves_the_rendezvous(bench):
     assert bench.controller("x.kill-0-6").run().status == "finished"
-    assert bench.sink.of(FailureSeen)[0].rank == 0
+    assert bench.sink.of(AttemptFailed)[0].rank == 0
 
 
 def test_passing_error_restarts_without_a_new_process(bench):
     assert bench.controller("x.raise-1-6").run().status == "finished"
-    assert bench.sink.of(FailureSeen)[0].cause == "rank 1 raised ValueError: a passing error"
+    assert bench.sink.of(AttemptFailed)[0].cause == "rank 1 raised ValueError: a passing error"
     first, second = bench.sink.of(WorkersStarted)
     assert first.pids == second.pids
 
@@ -122,11 +122,11 @@ def test_hung_worker_is_replaced_after_the_deadline(bench):
     while "it hangs" not in (log.read_text() if log.exists() else ""):
         assert not ended.done(), ended.result()
         time.sleep(0.05)
-    while not bench.sink.of(FailureSeen):
+    while not bench.sink.of(AttemptFailed):
         clock.skipped_s += 10.0
         time.sleep(0.1)
     assert ended.result().status == "finished"
-    assert "no step after step 5 for 110 s" in bench.sink.of(FailureSeen)[0].cause
+    assert "no step after step 5 for 110 s" in bench.sink.of(AttemptFailed)[0].cause
     first, second = bench.sink.of(WorkersStarted)
     assert first.pids[2] != second.pids[2]
 
@@ -135,7 +135,7 @@ def test_hung_worker_is_replaced_after_the_deadline(bench):
 def test_stopped_worker_is_replaced_long_before_its_collective_times_out(bench):
     controller = bench.controller("x.stop-2-6", "elastic.collective_timeout_s=300.0")
     assert controller.run().status == "finished"
-    assert "rank 2 hung: its process is stopped (state T)" in bench.sink.of(FailureSeen)[0].cause
+    assert "rank 2 hung: its process is stopped (state T)" in bench.sink.of(AttemptFailed)[0].cause
     first, second = bench.sink.of(WorkersStarted)
     assert first.pids[2] != second.pids[2]
 
@@ -144,7 +144,7 @@ def test_mistake_in_the_code_stops_after_three_times_with_exit_4(bench):
     with pytest.raises(WorkerError, match="a mistake in the training code") as caught:
         bench.controller("x.bug-1-3", "elastic.max_failures=50").run()
     assert caught.value.exit_code == 4
-    assert len(bench.sink.of(FailureSeen)) == 3
+    assert len(bench.sink.of(AttemptFailed)) == 3
 
 
 def test_numerics_guard_ends_the_run_with_exit_5(bench):

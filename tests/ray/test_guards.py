@@ -8,20 +8,20 @@ from statistics import median
 
 import pytest
 
+from raymega.events import (
+    AttemptFailed,
+    AttemptStarted,
+    BadStep,
+    StepFinished,
+    StragglerDetected,
+    WorkersStarted,
+)
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.registry import open_store
-from raymega.tracking.composite import CompositeSink
 from raymega.tracking.incidents import IncidentsSink
-from raymega.tracking.sink import (
-    AttemptStarted,
-    DoubtSeen,
-    FailureSeen,
-    StepFinished,
-    StragglerSeen,
-    WorkersStarted,
-)
+from raymega.tracking.sink import CompositeSink
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
@@ -87,10 +87,10 @@ def test_run_through_all_faults_ends_with_the_bits_of_the_calm_one(tmp_path, cal
     seen = run(tmp_path, name)
     assert seen.losses == calm
 
-    assert {event.rank for event in seen.of(StragglerSeen)} == {1}
-    (doubt,) = seen.of(DoubtSeen)
-    assert (doubt.step, doubt.kind, doubt.action) == (3, "nan", "used the second pass")
-    flipped, hung, stopped = seen.of(FailureSeen)
+    assert {event.rank for event in seen.of(StragglerDetected)} == {1}
+    (bad_step,) = seen.of(BadStep)
+    assert (bad_step.step, bad_step.kind, bad_step.action) == (3, "nan", "used the second pass")
+    flipped, hung, stopped = seen.of(AttemptFailed)
     assert flipped.is_rollback and "one of ranks 0, 1 differs" in flipped.cause
     assert hung.rank == 1 and "faulty_entry.py" in hung.cause, hung.cause
     assert "all_reduce" in hung.whereabouts[0]
@@ -110,7 +110,7 @@ def test_run_through_all_faults_ends_with_the_bits_of_the_calm_one(tmp_path, cal
 
 def test_bad_batch_is_gone_back_for_and_passed_over_for_good(tmp_path, calm):
     seen = run(tmp_path, "x.bad-1-8-0", "elastic.on_nan=rollback", "elastic.replica_check_every=0")
-    (failure,) = seen.of(FailureSeen)
+    (failure,) = seen.of(AttemptFailed)
     assert failure.is_rollback and "rollback 1 of at most 5" in failure.decision
     assert "rank 1 (tp 0, cp 0, pp 0, dp 1)" in failure.cause
     _, again = seen.of(AttemptStarted)

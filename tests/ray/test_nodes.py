@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group_table
 
 from raymega import ray_private, session
 from raymega.errors import CapacityError, ConfigError, PreemptedError
+from raymega.events import AttemptFailed, NodesChecked, StepFinished, WorkersStarted
 from raymega.orchestrate.cluster.node_inventory import find_device, list_nodes
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
@@ -23,7 +24,6 @@ from raymega.orchestrate.run_store.journal import AttemptRecord
 from raymega.orchestrate.workers.preflight import Preflight
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.registry import open_store
-from raymega.tracking.sink import FailureSeen, NodesPassed, StepFinished, WorkersStarted
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
@@ -120,7 +120,7 @@ def test_tp_groups_stay_on_one_node(make_controller, record_property):
     homes = nodes_of_tp_groups(make_controller.plan, workers)
     assert [len(home) for home in homes] == [1, 1]
     assert len(set.union(*homes)) == 2, "3 slots hold one pair, so two nodes are at work"
-    (passed,) = make_controller.sink.of(NodesPassed)
+    (passed,) = make_controller.sink.of(NodesChecked)
     assert passed.detail == "versions and the run's store are right on 2 nodes"
     record_property("preflight_s", passed.seconds)
 
@@ -160,7 +160,7 @@ def test_lost_node_is_replaced_by_a_spare_one_and_survivors_stay(cluster, make_c
     sink.emit = lose_a_node_at_step_30
     with pytest.raises(PreemptedError):
         controller.run()
-    assert "node has died" in sink.of(FailureSeen)[0].cause
+    assert "node has died" in sink.of(AttemptFailed)[0].cause
     first, second = sink.of(WorkersStarted)
     assert lost[0].node_id not in second.nodes.values()
     assert [len(home) for home in nodes_of_tp_groups(make_controller.plan, second)] == [1, 1]

@@ -7,11 +7,11 @@ import ray
 from ray._private.state import actors
 from ray.train.v2._internal.state.state_actor import get_state_actor
 
+from raymega.events import AttemptFailed, CheckpointCommitted, StepFinished, WorkersStarted
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.ray_train.worker_group import RayTrainGroup
 from raymega.storage.registry import open_store
-from raymega.tracking.sink import CheckpointCommitted, FailureSeen, StepFinished, WorkersStarted
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
@@ -62,7 +62,7 @@ def test_killed_worker_is_recovered_from_the_commit_and_trainers_are_gone(drive)
     assert [event.step for event in drive.sink.of(CheckpointCommitted)] == [4, 8, 12]
     first, second = drive.sink.of(WorkersStarted)
     assert len({*first.pids.values(), *second.pids.values()}) == 4, "Train ends all of them"
-    assert drive.sink.of(FailureSeen)[0].attempt == 1
+    assert drive.sink.of(AttemptFailed)[0].attempt == 1
     assert in_train_tab() == {"x.kill-1-7-a1": "ERRORED", "x.kill-1-7-a2": "FINISHED"}
     living = [a["ActorClassName"] for a in actors().values() if a["State"] == "ALIVE"]
     assert set(living) <= OF_RAY_TRAIN, "small processes of Ray Train's own stay"

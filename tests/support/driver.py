@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from raymega.errors import RaymegaError
+from raymega.events import StepFinished, WorkersStarted
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.signals import stop_on_signals
@@ -16,7 +17,6 @@ from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.session import close_session, open_session
 from raymega.storage.registry import open_store
-from raymega.tracking.sink import StepFinished, WorkersStarted
 from tests.support.jobs import make_test_plan
 
 

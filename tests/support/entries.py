@@ -17,16 +17,8 @@ from multiprocessing.connection import Client, Listener
 from raymega.checkpoint.format.keys import data_file, folder_of
 from raymega.checkpoint.format.manifest import read_manifest
 from raymega.errors import CommunicationError, NumericsError
-from raymega.messages import (
-    Box,
-    Entered,
-    Evaluated,
-    Progress,
-    SavedBox,
-    ShardSaved,
-    StepDone,
-    WorkerFinished,
-)
+from raymega.events import EvaluationFinished, StepFinished
+from raymega.messages import Box, Entered, Progress, SavedBox, ShardSaved, WorkerFinished
 from raymega.plan.run_plan import read_plan
 from raymega.storage.registry import open_store
 
@@ -111,13 +103,13 @@ def _train(start, plan, channel, line, step):
         step += 1
         if start.rank == 0:
             metrics = {"train/loss": 1.0 / step, "train/step_time_s": STEP_S}
-            channel.report(StepDone(rank=0, step=step, metrics=metrics))
+            channel.report(StepFinished(step=step, metrics=metrics))
         else:
             channel.report(Progress(rank=start.rank, step=step))
         if stopped or step == job.run.steps or step % job.checkpoint.every == 0:
             channel.report(_save(start, plan, step))
     if start.rank == 0:
-        channel.report(Evaluated(rank=0, step=step, metrics={"eval/loss": 0.5}))
+        channel.report(EvaluationFinished(step=step, metrics={"eval/loss": 0.5}))
     channel.report(WorkerFinished(rank=start.rank, step=step, stopped=stopped))
 
 

@@ -9,13 +9,13 @@ from datetime import UTC, datetime, timedelta
 from raymega.checkpoint.format.keys import data_file, folder_of
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.snapshots.snapshot import Snapshot
+from raymega.events import StepFinished
 from raymega.messages import (
     Box,
     Entered,
     Progress,
     SavedBox,
     ShardSaved,
-    StepDone,
     WorkerDied,
     WorkerFailed,
     WorkerFinished,
@@ -254,4 +254,4 @@ class FakeWorkers:
         self.step += 1
         metrics = {"train/loss": 1.0, "train/step_time_s": seconds}
         others = [Progress(rank=r, step=self.step) for r in self.ranks if r]
-        return [[StepDone(rank=0, step=self.step, metrics=metrics), *others]]
+        return [[StepFinished(step=self.step, metrics=metrics), *others]]

@@ -23,7 +23,7 @@ from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.checkpoint.save.tensor_blocks import local_block_of, values_at
-from raymega.messages import SaveAdvanced, SavedBox, ShardSaved
+from raymega.messages import RankSaveProgress, SavedBox, ShardSaved
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.retry import RetryPolicy
 from raymega.storage.store import Store
@@ -135,7 +135,7 @@ class CheckpointWriter:
         *,
         rank: int,
         attempt: int,
-        report: Callable[[ShardSaved | SaveAdvanced], None],
+        report: Callable[[ShardSaved | RankSaveProgress], None],
         retry: RetryPolicy = RETRY,
         limits: SaveLimits = SaveLimits(),
         local_cache: Near = NO_NEAR_TIER,
@@ -326,7 +326,7 @@ class CheckpointWriter:
             if now - max(save.reported_s, save.began_s) >= self._limits.report_every_s:
                 save.reported_s = now
                 self._report(
-                    SaveAdvanced(
+                    RankSaveProgress(
                         rank=self._rank, step=save.step, num_bytes=save.num_bytes,
                         written_bytes=min(sum(save.written.values()), save.num_bytes),
                     )

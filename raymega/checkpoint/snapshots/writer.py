@@ -22,7 +22,7 @@ from raymega.checkpoint.snapshots.buffers import SnapshotBuffers
 from raymega.checkpoint.snapshots.snapshot import SnapshotPart
 from raymega.checkpoint.tools.retention import RetentionPolicy, expired_keys
 from raymega.errors import RaymegaError
-from raymega.messages import Replicas, SaveAdvanced, ShardSaved
+from raymega.messages import RankSaveProgress, Replicas, ShardSaved
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.remote_memory_store import RemoteMemoryStore
@@ -169,9 +169,9 @@ class SnapshotWriter:
             "checkpoint/snapshot_bytes": float(newest.num_bytes),
         }
 
-    def _finish(self, shard: ShardSaved | SaveAdvanced) -> None:
+    def _finish(self, shard: ShardSaved | RankSaveProgress) -> None:
         """The data are written, or cannot be; called by the writer, from its own thread."""
-        if isinstance(shard, SaveAdvanced):
+        if isinstance(shard, RankSaveProgress):
             return
         error = shard.error or _attempt(lambda: self._put_part(shard))
         self._newest = replace(

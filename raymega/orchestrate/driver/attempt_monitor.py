@@ -11,14 +11,13 @@ from collections.abc import Iterable
 
 from raymega.config.schema import ElasticSection
 from raymega.errors import CheckpointError
+from raymega.events import EvaluationFinished, StepFinished
 from raymega.messages import (
     Entered,
-    Evaluated,
     Progress,
+    RankSaveProgress,
     Report,
-    SaveAdvanced,
     ShardSaved,
-    StepDone,
     WorkerDied,
     WorkerFailed,
     WorkerFinished,
@@ -89,14 +88,14 @@ class AttemptMonitor:
             case Entered():
                 self._entered[report.phase].add(report.rank)
                 self.last_sign_s = now_s
-            case StepDone() | Progress():
+            case StepFinished() | Progress():
                 self._advance(report, now_s)
             case WorkerFinished():
                 self._finished.add(report.rank)
                 self.last_sign_s = now_s
-            case ShardSaved() | Evaluated() | Working():
+            case ShardSaved() | EvaluationFinished() | Working():
                 self.last_sign_s = now_s
-            case SaveAdvanced() if report.step >= self.step:  # training may be waiting for it
+            case RankSaveProgress() if report.step >= self.step:  # training may be waiting for it
                 self.last_sign_s = now_s
 
     def failure(self, now_s: float) -> Failure | None:
@@ -142,11 +141,14 @@ class AttemptMonitor:
         if self._primary is None:
             self._primary = failure
 
-    def _advance(self, report: StepDone | Progress, now_s: float) -> None:
-        if isinstance(report, StepDone):
+    def _advance(self, report: StepFinished | Progress, now_s: float) -> None:
+        rank = 0  # reports for all
+        if isinstance(report, StepFinished):
             self._watch.add_step(report.metrics.get("train/step_time_s", 0.0))
-        if report.step > self._steps[report.rank]:
-            self._steps[report.rank] = report.step
+        else:
+            rank = report.rank
+        if report.step > self._steps[rank]:
+            self._steps[rank] = report.step
             self.step = max(report.step, self.step)
             self.last_sign_s = now_s
 

@@ -17,38 +17,23 @@ from raymega.checkpoint.format.manifest import Manifest, commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import CheckpointError, RaymegaError
-from raymega.messages import Evaluated, Report, SaveAdvanced, SaveSkipped, ShardSaved
+from raymega.events import (
+    CheckpointCommitted,
+    EvaluationFinished,
+    SaveFailed,
+    SaveProgress,
+)
+from raymega.messages import RankSaveProgress, Report, ShardSaved
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.worker_status import WorkerStatus
 from raymega.orchestrate.driver.rank_reports import RankCollector
 from raymega.orchestrate.driver.save_requests import SaveRequests
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.store import Store
-from raymega.tracking.sink import SavePassedOver, SaveUnderWay
 
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Committed:
-    """The checkpoint of ``step`` exists; ``key`` and ``uri`` are its manifest's."""
-
-    step: int
-    key: str
-    uri: str
-    stall_s: float
-    save_s: float
-    num_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
-    """The checkpoint of ``step`` does not exist, and ``reason`` is why."""
-
-    step: int
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +43,7 @@ class Superseded:
     step: int
 
 
-Outcome = Committed | Refused | Superseded
+Outcome = CheckpointCommitted | SaveFailed | Superseded
 
 
 class CheckpointCommitter:
@@ -73,8 +58,8 @@ class CheckpointCommitter:
         self._shards: RankCollector[ShardSaved] = RankCollector(plan.grid.world_size)
         self._under_way: list[Future[Outcome]] = []
         self._requests = SaveRequests(store, executor, clock)
-        self._metrics: dict[int, dict[str, float]] = {}
-        self._progress: dict[int, SaveAdvanced] = {}
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._progress: dict[int, RankSaveProgress] = {}
         self._told_s = clock.monotonic()
         section = plan.job.checkpoint
         keep = RetentionPolicy(
@@ -87,18 +72,16 @@ class CheckpointCommitter:
         """Every save that all ranks have reported has an outcome, and it was taken."""
         return not self._under_way
 
-    def handle_report(self, report: Report | WorkerStatus) -> list[SaveUnderWay | SavePassedOver]:
-        """Take in what concerns saves, and return what is to be told of it. Never blocks."""
+    def handle_report(self, report: Report | WorkerStatus) -> SaveProgress | None:
+        """Take in what concerns saves, and return what is to be told of them. Never blocks."""
         match report:
             case ShardSaved():
                 self._add(report)
-            case Evaluated():
+            case EvaluationFinished():
                 self._metrics[report.step] = report.metrics
-            case SaveAdvanced():
+            case RankSaveProgress():
                 return self._advance(report)
-            case SaveSkipped():
-                return [SavePassedOver(attempt=self._attempt, step=report.step)]
-        return []
+        return None
 
     def is_requested(self, step: int) -> bool:
         """Whether somebody has asked for a save since ``step``, the last one, was complete."""
@@ -110,9 +93,9 @@ class CheckpointCommitter:
         self._under_way = [future for future in self._under_way if not future.done()]
         outcomes = [future.result() for future in done]
         for outcome in outcomes:
-            if isinstance(outcome, Committed):
+            if isinstance(outcome, CheckpointCommitted):
                 self._requests.answer(outcome.step, uri=outcome.uri)
-            if isinstance(outcome, Refused):
+            if isinstance(outcome, SaveFailed):
                 self._requests.answer(outcome.step, error=outcome.reason)
         return outcomes
 
@@ -128,22 +111,19 @@ class CheckpointCommitter:
             self._metrics = {step: at for step, at in self._metrics.items() if step > shard.step}
             self._under_way.append(self._executor.submit(self._finish, shards, metrics))
 
-    def _advance(self, report: SaveAdvanced) -> list[SaveUnderWay | SavePassedOver]:
+    def _advance(self, report: RankSaveProgress) -> SaveProgress | None:
         """What all ranks have said of the newest save, now and then."""
         self._progress[report.rank] = report
         now_s = self._clock.monotonic()
         if now_s - self._told_s < PROGRESS_EVERY_S:
-            return []
+            return None
         self._told_s = now_s
         of_step = [each for each in self._progress.values() if each.step == report.step]
-        return [
-            SaveUnderWay(
-                attempt=self._attempt,
-                step=report.step,
-                written_bytes=sum(each.written_bytes for each in of_step),
-                num_bytes=sum(each.num_bytes for each in of_step),
-            )
-        ]
+        return SaveProgress(
+            step=report.step,
+            written_bytes=sum(each.written_bytes for each in of_step),
+            num_bytes=sum(each.num_bytes for each in of_step),
+        )
 
     def _finish(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Outcome:
         step = next(iter(shards.values())).step
@@ -152,7 +132,7 @@ class CheckpointCommitter:
             manifest = self._assemble(shards, metrics)
         except CheckpointError as error:
             self._clear_away(step)
-            return Refused(step=step, reason=str(error))
+            return SaveFailed(step=step, reason=str(error))
         try:
             if self._is_overtaken():
                 return Superseded(step=step)
@@ -160,12 +140,11 @@ class CheckpointCommitter:
             if self._is_overtaken():  # readers pass over what came after the newer epoch
                 return Superseded(step=step)
         except RaymegaError as error:
-            return Refused(step=step, reason=str(error))
+            return SaveFailed(step=step, reason=str(error))
         self._delete_old()
         written_s = max(shard.stall_s + shard.write_s for shard in shards.values())
-        return Committed(
+        return CheckpointCommitted(
             step=step,
-            key=manifest.key,
             uri=f"{self._store.uri}/{manifest.key}",
             stall_s=max(shard.stall_s for shard in shards.values()),
             save_s=written_s + self._clock.monotonic() - begun_s,

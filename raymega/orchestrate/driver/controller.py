@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from math import inf
 
 from raymega.errors import CapacityError, RaymegaError
+from raymega.events import RunFinished
 from raymega.messages import Requests
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.state import RunState, State
@@ -17,7 +18,7 @@ from raymega.orchestrate.core.worker_group_api import WorkerGroup
 from raymega.orchestrate.driver.run_context import TICK_S, RunContext
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
-from raymega.tracking.sink import RunFinished, Sink
+from raymega.tracking.sink import Sink
 
 LOADING_PATIENCE = 3
 """So many times elastic.replan_after_s are processes waited for that load on nodes that live: they come

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raymega.events import Recovered, StateSource
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import Decision, Failure, FailurePolicy
 from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor
 from raymega.orchestrate.driver.recovery_timer import RecoveryTimer
-from raymega.tracking.sink import Recovered, StateSource
 
 PHASE_OF = {"rendezvous": "rendezvous", "built": "build", "restored": "restore"}
 """Phases of a recovery by those that workers report."""
@@ -53,15 +53,12 @@ class FailureHistory:
         if attempt.has_passed(phase):
             self.mark(PHASE_OF[phase])
 
-    def end(
-        self, attempt: AttemptMonitor, *, number: int, step: int, source: StateSource
-    ) -> Recovered | None:
+    def end(self, attempt: AttemptMonitor, *, step: int, source: StateSource) -> Recovered | None:
         """The event of the outage's end, when ``step`` completed steps make up for it."""
         if self._recovery is None or not self._recovery.is_over(step):
             return None
         recovery, self._recovery = self._recovery, None
         return recovery.recovered(
-            attempt=number,
             step=step,
             restored_step=attempt.first_step,
             source=source,

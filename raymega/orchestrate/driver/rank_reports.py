@@ -6,22 +6,23 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from raymega.messages import ExpertsLoaded, MemoryMeasured, TimelineRecorded
+from raymega.events import (
+    AttemptEvent,
+    ExpertLoads,
+    Memory,
+    RoutingCollapsed,
+    StragglerDetected,
+    Timeline,
+)
+from raymega.messages import RankMemory, RankTimeline
 from raymega.orchestrate.driver.straggler_detector import Stragglers, ratios
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.recording import Recording
+from raymega.schedule.timeline import EventTuple
 from raymega.tracking.expert_load import is_collapsed, starved_experts
-from raymega.tracking.sink import (
-    ExpertsSeen,
-    MemoryReady,
-    RoutingCollapsed,
-    StragglerSeen,
-    TimelineReady,
-    WorkEvent,
-)
+from raymega.tracking.timeline_metrics import rank_timeline_metrics, timeline_metrics
 
 T = TypeVar("T")
-Found = TimelineReady | MemoryReady | StragglerSeen | ExpertsSeen | RoutingCollapsed
 
 
 class RankCollector(Generic[T]):
@@ -45,7 +46,7 @@ class RankReports:
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
-        self._timelines: RankCollector[tuple[WorkEvent, ...]] = RankCollector(plan.grid.world_size)
+        self._timelines: RankCollector[tuple[EventTuple, ...]] = RankCollector(plan.grid.world_size)
         self._memory: RankCollector[dict[str, float]] = RankCollector(plan.grid.world_size)
         self._stragglers = Stragglers(plan.grid, ratio=plan.job.elastic.straggler_ratio)
         self._num_looks = 0
@@ -53,53 +54,50 @@ class RankReports:
         self.nodes: Mapping[int, str] = {}
         """Of each rank, once it is known."""
 
-    def add(
-        self, report: TimelineRecorded | MemoryMeasured | ExpertsLoaded, *, attempt: int
-    ) -> list[Found]:
-        """The event of all ranks when this was the last one missing."""
-        rank, step = report.rank, report.step
-        if isinstance(report, ExpertsLoaded):  # of all ranks already
-            seen = ExpertsSeen(attempt=attempt, step=step, tokens=report.tokens)
-            return [seen, *self._collapses(seen)]
-        if isinstance(report, TimelineRecorded):
-            rows = self._timelines.add(rank=rank, step=step, value=report.events)
-            return [_timeline(self._plan, rows, attempt=attempt, step=step)] if rows else []
-        ranks = self._memory.add(rank=rank, step=step, value=report.metrics)
-        return self._measured(ranks, attempt=attempt, step=step) if ranks else []
+    def add(self, report: RankTimeline | RankMemory | ExpertLoads) -> list[AttemptEvent]:
+        """What is to be told with this report: of all ranks, when it was the last one missing."""
+        match report:
+            case ExpertLoads():  # of all ranks already
+                return [report, *self._collapses(report)]
+            case RankTimeline():
+                rows = self._timelines.add(rank=report.rank, step=report.step, value=report.events)
+                return [_timeline(self._plan, rows, step=report.step)] if rows else []
+            case RankMemory():
+                own = self._memory.add(rank=report.rank, step=report.step, value=report.metrics)
+                return self._measured(own, step=report.step) if own else []
 
-    def _collapses(self, seen: ExpertsSeen) -> list[RoutingCollapsed]:
+    def _collapses(self, loads: ExpertLoads) -> list[RoutingCollapsed]:
         """Of each layer once, until its routing has recovered."""
         before = self._collapsed
-        self._collapsed = {layer for layer, counts in seen.tokens.items() if is_collapsed(counts)}
+        self._collapsed = {layer for layer, counts in loads.tokens.items() if is_collapsed(counts)}
         return [
             RoutingCollapsed(
-                attempt=seen.attempt, step=seen.step, layer=layer,
-                experts=starved_experts(seen.tokens[layer]),
+                step=loads.step, layer=layer, experts=starved_experts(loads.tokens[layer])
             )
             for layer in sorted(self._collapsed - before)
-        ]  # fmt: skip
+        ]
 
-    def _measured(
-        self, ranks: dict[int, dict[str, float]], *, attempt: int, step: int
-    ) -> list[Found]:
+    def _measured(self, ranks: dict[int, dict[str, float]], *, step: int) -> list[AttemptEvent]:
         """The first look of an attempt is its first step, in which ranks load and compile."""
         self._num_looks += 1
+        peaks = [own.get("memory/peak_bytes", 0.0) for own in ranks.values()]
+        metrics = {"memory/max_peak_bytes": max(peaks)}
         work_s = {r: own["worker/work_s"] for r, own in ranks.items() if "worker/work_s" in own}
         slow = self._stragglers.observe(work_s) if self._num_looks > 1 else []
         worst = max((ratio for _, ratio in ratios(work_s, self._plan.grid)), default=0.0)
+        if worst:
+            metrics["worker/max_work_ratio"] = worst
         told = [
-            StragglerSeen(
-                attempt=attempt, step=step, rank=rank, node=self.nodes.get(rank, "unknown"),
-                work_s=work_s[rank], ratio=ratio,
+            StragglerDetected(
+                step=step, rank=rank, node=self.nodes.get(rank, "unknown"), work_s=work_s[rank],
+                ratio=ratio,
             )
             for rank, ratio in slow
         ]  # fmt: skip
-        return [MemoryReady(attempt=attempt, step=step, ranks=ranks, work_ratio=worst), *told]
+        return [Memory(step=step, metrics=metrics, ranks=ranks), *told]
 
 
-def _timeline(
-    plan: RunPlan, rows: dict[int, tuple[WorkEvent, ...]], *, attempt: int, step: int
-) -> TimelineReady:
+def _timeline(plan: RunPlan, rows: dict[int, tuple[EventTuple, ...]], *, step: int) -> Timeline:
     """What the ranks recorded, on one clock."""
     recording = Recording(
         rows=rows,
@@ -107,12 +105,14 @@ def _timeline(
         replicas=_groups(plan, ("cp", "dp")),
         placement=plan.placement,
     ).aligned()
-    return TimelineReady(
-        attempt=attempt,
+    return Timeline(
         step=step,
         events=recording.rows,
-        simulated_bubble=recording.simulated().bubble,
         transfers=tuple(recording.transfers()),
+        metrics=timeline_metrics(
+            recording.rows.values(), simulated_bubble=recording.simulated().bubble
+        ),
+        ranks={rank: rank_timeline_metrics(row) for rank, row in recording.rows.items()},
     )
 
 

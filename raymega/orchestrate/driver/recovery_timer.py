@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raymega.tracking.sink import Recovered, StateSource
+from raymega.events import Recovered, StateSource
 
 PHASES = ("abort", "find", "reserve", "rendezvous", "build", "restore", "steps")
 """What a recovery passes through, in order; each ends where the next begins.
@@ -42,12 +42,11 @@ class RecoveryTimer:
         return step >= self.step
 
     def recovered(
-        self, *, attempt: int, step: int, restored_step: int, source: StateSource, now_s: float
+        self, *, step: int, restored_step: int, source: StateSource, now_s: float
     ) -> Recovered:
-        """The event of its end: ``attempt`` went from ``restored_step`` to ``step``."""
+        """The event of its end: the run went from ``restored_step`` to ``step``."""
         self.passed("steps", now_s)
         return Recovered(
-            attempt=attempt,
             rank=self.rank,
             step=step,
             restored_step=restored_step,

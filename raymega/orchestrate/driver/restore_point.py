@@ -14,6 +14,7 @@ from raymega.checkpoint.format.manifest import Manifest, find_restore
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.config.schema import Job
 from raymega.errors import CheckpointError, ConfigError, raise_faults
+from raymega.events import StateSource
 from raymega.orchestrate.core.failure_policy import Failure
 from raymega.orchestrate.core.worker_group_api import SnapshotManager
 from raymega.orchestrate.driver import exit_errors
@@ -21,7 +22,6 @@ from raymega.orchestrate.driver.rollbacks import Rollback, read_rollbacks, write
 from raymega.orchestrate.run_store.journal import RunRecord
 from raymega.orchestrate.run_store.run_identity import precision_faults
 from raymega.storage.store import Store
-from raymega.tracking.sink import StateSource
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +46,16 @@ class ResumePoint:
 
 
 class RestorePoint:
-    """``start`` is what the next attempt starts from, ``key`` the newest checkpoint in the store."""
+    """``start`` is what the next attempt starts from, ``uri`` the newest checkpoint in the store, empty
+    when there is none."""
 
     def __init__(self, store: Store, job: Job, snapshot_manager: SnapshotManager) -> None:
-        self.key = ""
+        self.uri = ""
         self.start = ResumePoint()
         self._store, self._job, self._snapshot_manager = store, job, snapshot_manager
         self._unreadable: dict[StateSource, set[str]] = {"store": set(), "memory": set()}
         self._rollbacks = read_rollbacks(store)
         self._going_back: Rollback | None = None
-
-    @property
-    def uri(self) -> str:
-        """Where the newest checkpoint is; empty when there is none."""
-        return f"{self._store.uri}/{self.key}" if self.key else ""
 
     def give_up_on_newest(self) -> None:
         """A worker could not read it."""
@@ -92,7 +88,8 @@ class RestorePoint:
         for fault in restore.broken:
             log.warning("passed over: %s", fault)
         snapshot = None if self._going_back else self._find_snapshot(record.num_attempts)
-        saved, self.key = restore.manifest, restore.key
+        saved = restore.manifest
+        self.uri = f"{self._store.uri}/{restore.key}" if restore.key else ""
         if snapshot is not None and (saved is None or snapshot.id >= _id(saved)):
             self.start = _start(snapshot.manifest, "memory", snapshot.holders)
         elif saved is not None:

@@ -9,19 +9,28 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import chain
 
 from raymega.errors import LeaseError, RaymegaError
-from raymega.messages import (
-    Entered,
-    Evaluated,
-    ExpertsLoaded,
-    MemoryMeasured,
+from raymega.events import (
+    AttemptEvent,
+    AttemptFailed,
+    AttemptStarted,
+    BadStep,
+    CheckpointCommitted,
+    EvaluationFinished,
+    ExpertLoads,
+    Measured,
     NodesChecked,
-    Report,
-    StepDone,
-    StepDoubted,
-    TimelineRecorded,
+    RunFinished,
+    RunStarted,
+    RunStatus,
+    SaveFailed,
+    SaveSkipped,
+    StepFinished,
+    WorkersStarted,
 )
+from raymega.messages import Entered, RankMemory, RankTimeline, Report
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import (
     Action,
@@ -33,9 +42,9 @@ from raymega.orchestrate.core.failure_policy import (
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup
 from raymega.orchestrate.core.worker_status import WorkerStatus
-from raymega.orchestrate.driver import events, exit_errors
+from raymega.orchestrate.driver import exit_errors
 from raymega.orchestrate.driver.attempt_context import AttemptContext, begin_work
-from raymega.orchestrate.driver.checkpoint_committer import Committed, Refused, Superseded
+from raymega.orchestrate.driver.checkpoint_committer import Superseded
 from raymega.orchestrate.driver.failure_history import FailureHistory
 from raymega.orchestrate.driver.goodput import GoodputMeter
 from raymega.orchestrate.driver.restore_point import RestorePoint
@@ -43,7 +52,8 @@ from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from raymega.orchestrate.run_store.journal import Journal
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
-from raymega.tracking.sink import RunFinished, Sink
+from raymega.tracking.names import check_names
+from raymega.tracking.sink import Sink
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +61,8 @@ TICK_S = 0.25
 """Longest wait for something to be said, and so of a stop request for its answer."""
 DRAIN_S = 30.0
 """Longest wait for a commit under way before a restart looks for the newest checkpoint."""
+STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
+"""Of a run that ended so; it failed in every other state."""
 
 
 class RunContext:
@@ -110,8 +122,18 @@ class RunContext:
 
     def open(self) -> None:
         """Tell the sink that the driver has taken up the run."""
-        record, uri = self._journal.record, self._store.uri
-        self._sink.emit(events.run_started(self.grids.now, record, self.state, uri=uri))
+        record = self._journal.record
+        self._sink.emit(
+            RunStarted(
+                run_id=record.run_id,
+                name=record.name,
+                uri=self._store.uri,
+                is_resumed=record.num_attempts > 0,
+                step=self.state.saved_step,
+                total_steps=self._job.run.steps,
+                job=self._job.model_dump(mode="json"),
+            )
+        )
 
     def move(self, to: State, reason: str) -> None:
         """Be in another state."""
@@ -135,7 +157,20 @@ class RunContext:
         start, spares = self._restore.start, self._num_spares()
         self._journal.begin(self.grids.now, self.state, restored=start.key, spares=spares)
         self.attempt_context = self._new_work()
-        self._sink.emit(events.attempt_started(self.grids.now, self.state, source=start.source))
+        plan = self.grids.now
+        self._tell(
+            AttemptStarted(
+                step=self.state.step,
+                source=start.source,
+                grid=plan.grid.degrees(),
+                plan={
+                    "world_size": plan.grid.world_size,
+                    "num_micro_batches": plan.batch.num_micro_batches,
+                    "schedule": plan.job.schedule.name,
+                },
+                reason=self.state.reason,
+            )
+        )
         self._group.start(
             AttemptSpec(
                 plan_json=self.grids.now.to_json(),
@@ -211,9 +246,15 @@ class RunContext:
         except LeaseError as error:
             self.error = error
         self._journal.end(self.state, DRAIN_S)
-        uri, now_s = self._restore.uri, self._clock.monotonic()
-        ended = events.run_finished(
-            self.state, self._meter, error=self.error, checkpoint_uri=uri, now_s=now_s
+        state, now_s = self.state, self._clock.monotonic()
+        is_lost = isinstance(self.error, LeaseError)
+        ended = RunFinished(
+            status="superseded" if is_lost else STATUS.get(state.state, "failed"),
+            step=state.saved_step,
+            checkpoint_uri=self._restore.uri,
+            goodput=self._meter.goodput(now_s),
+            wall_s=self._meter.wall_s(now_s),
+            reason=state.reason if state.state.is_end else f"interrupted while {state.state}",
         )
         self._sink.emit(ended)
         return ended
@@ -234,61 +275,78 @@ class RunContext:
         members = self._group.members()
         if members and not self.attempt_context.is_announced:
             self.attempt_context.is_announced = True
-            self.attempt_context.ranks.nodes = {rank: members[rank].node_id for rank in members}
-            self._sink.emit(events.workers_started(self.state, members))
+            ranks = sorted(members)
+            nodes = {rank: members[rank].node_id for rank in ranks}
+            pids = {rank: members[rank].pid for rank in ranks}
+            self.attempt_context.ranks.nodes = nodes
+            self._tell(WorkersStarted(pids=pids, nodes=nodes))
 
     def _take(self, report: Report | WorkerStatus) -> None:
-        for told in self.attempt_context.committer.handle_report(report):
-            self._sink.emit(told)
+        if (progress := self.attempt_context.committer.handle_report(report)) is not None:
+            self._tell(progress)
         match report:
             case Entered():
                 self.losses.mark_start(report.phase, self.attempt_context.attempt)
-            case StepDone():
+            case StepFinished():
                 self._take_step(report)
-            case TimelineRecorded() | MemoryMeasured() | ExpertsLoaded():
-                for event in self.attempt_context.ranks.add(report, attempt=self.state.attempt):
-                    self._sink.emit(event)
-            case Evaluated() | NodesChecked() | StepDoubted():
-                self._sink.emit(events.of_report(self.state, report))
+            case RankTimeline() | RankMemory() | ExpertLoads():
+                for event in self.attempt_context.ranks.add(report):
+                    self._tell(event)
+            case EvaluationFinished() | NodesChecked() | BadStep() | SaveSkipped():
+                self._tell(report)
 
-    def _take_step(self, report: StepDone) -> None:
+    def _take_step(self, report: StepFinished) -> None:
         self.state = replace(self.state, step=report.step)
         step_s = report.metrics.get("train/step_time_s", 0.0)
         self._meter.add(step_s)
         self.grids.add_step(step_s)
         if report.metrics.get("checkpoint/snapshot_step"):
             self._group.snapshot_manager.settle()
-        spares, age_s = self._num_spares(), self._lease.age_s
-        self._sink.emit(events.step_finished(self.state, report, spares=spares, age_s=age_s))
+        own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self._lease.age_s}
+        self._tell(replace(report, metrics={**report.metrics, **own}))
         source = self._restore.start.source
-        recovered = self.losses.end(
-            self.attempt_context.attempt, number=self.state.attempt, step=report.step, source=source
-        )
+        recovered = self.losses.end(self.attempt_context.attempt, step=report.step, source=source)
         if recovered is not None:
             self.grids.change_s = recovered.recovery_s
-            self._sink.emit(recovered)
+            self._tell(recovered)
 
     def _take_outcomes(self) -> None:
         for outcome in self.attempt_context.committer.pop_outcomes():
             match outcome:
-                case Committed():
+                case CheckpointCommitted():
                     self.state = replace(self.state, saved_step=outcome.step)
-                    self._restore.key = outcome.key
+                    self._restore.uri = outcome.uri
                     self._journal.record_state(self.state)
-                    self._sink.emit(events.checkpoint_committed(self.state, outcome))
-                case Refused():
+                    self._tell(outcome)
+                case SaveFailed():
                     log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
-                    self._sink.emit(events.save_failed(self.state, outcome))
+                    self._tell(outcome)
                 case Superseded():
                     self._lease.renew()  # learns who it was
                     self._lease.refuse_if_lost()
 
     def _note(self, failure: Failure, decision: str) -> None:
-        where = self.attempt_context.attempt.whereabouts()
-        self._sink.emit(
-            events.failure_seen(self.state, failure, decision=decision, whereabouts=where)
+        self._tell(
+            AttemptFailed(
+                rank=failure.rank,
+                step=failure.step,
+                cause=failure.cause,
+                is_rollback=failure.wants_rollback,
+                decision=decision,
+                whereabouts=self.attempt_context.attempt.whereabouts(),
+            )
         )
         self.losses.begin(failure, self.attempt_context.attempt)
+
+    def _tell(self, event: AttemptEvent) -> None:
+        """Tell the sink of the present attempt.
+
+        Raises:
+            InternalError: A metric is not in tracking.names; so no sink has to look.
+        """
+        if isinstance(event, Measured):
+            check_names({*event.metrics, *chain.from_iterable(event.ranks.values())})
+        self._sink.emit(replace(event, attempt=self.state.attempt))
 
     def _find_state(self) -> None:
         """Take the state back to the newest checkpoint or snapshot that can be restored."""

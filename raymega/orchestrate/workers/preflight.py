@@ -18,7 +18,7 @@ from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
 from raymega.data.remote_dataset import is_remote
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
-from raymega.messages import NodesChecked
+from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
 from raymega.storage.registry import local_path, open_store
 from raymega.storage.store import Store

@@ -1,9 +1,8 @@
 """The worker group on Ray: its processes, what each worker is told, and one place to wait.
 
 Every answer is met in poll by the function that was named when the call was made. Lost processes are
-made up for at once, in the background; who takes a lost rank is decided when the next attempt starts,
-and is seating's.
-It starts no attempt by itself: the controller does.
+made up for at once, in the background; who takes a lost rank is rank_assignment's, when the next attempt
+starts. It starts no attempt by itself: the controller does.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
-from raymega.messages import Replicas, Report, Requests, StartWorker, StepDone, WorkerDied
+from raymega.events import StepFinished
+from raymega.messages import Replicas, Report, Requests, StartWorker, WorkerDied
 from raymega.orchestrate.cluster.node_inventory import list_free_nodes, list_nodes, node_memory
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import (
@@ -163,7 +163,7 @@ class RayWorkerGroup:
             self._snapshot_servers.collect()
             self._let_go_when_clear()
         reports += self._renew_lost()
-        self._is_stepping |= any(isinstance(report, StepDone) for report in reports)
+        self._is_stepping |= any(isinstance(report, StepFinished) for report in reports)
         if self._is_stepping:  # before that, loading would take its cores from those who start
             self._fill_later()
         return [*self._hang_probe.pop_results(), *reports, *self._missing_nodes()]

@@ -20,13 +20,13 @@ from typing import Protocol, cast
 import ray
 
 from raymega.errors import CommunicationError, Fault, LeaseError
+from raymega.events import StepFinished
 from raymega.messages import (
     Channel,
     Progress,
     Report,
     Requests,
     StartWorker,
-    StepDone,
     WorkerFailed,
 )
 from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, WorkerLocation
@@ -186,7 +186,7 @@ class _Steps:
         self.step = 0
 
     def report(self, report: Report) -> None:
-        if isinstance(report, StepDone | Progress):
+        if isinstance(report, StepFinished | Progress):
             self.step = report.step
         self._channel.report(report)
 

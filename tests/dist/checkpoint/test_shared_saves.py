@@ -8,7 +8,8 @@ from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
-from raymega.messages import Progress, Replicas, Requests, ShardSaved, StepDone
+from raymega.events import StepFinished
+from raymega.messages import Progress, Replicas, Requests, ShardSaved
 from raymega.plan.run_plan import read_plan
 from raymega.plan.save_cost import save_cost
 from raymega.storage.memory_server import MemoryStoreServer
@@ -38,7 +39,7 @@ class Reports:
 
     def report(self, report):
         self.reports.append(report)
-        if isinstance(report, Progress | StepDone):
+        if isinstance(report, Progress | StepFinished):
             self.step = report.step
             if (
                 self.step > SAVED
@@ -87,7 +88,7 @@ def _train(env, plan_json, addresses, uri, manifest):
         parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank
     )
     run_loop(parts, state, channel=channel, save_scheduler=save_scheduler, rank=env.rank)
-    steps = {each.step: each.metrics for each in channel.reports if isinstance(each, StepDone)}
+    steps = {each.step: each.metrics for each in channel.reports if isinstance(each, StepFinished)}
     shards = {each.step: each for each in channel.reports if isinstance(each, ShardSaved)}
     return steps, shards, writer.host_bytes, snapshots._buffers.num_bytes
 

@@ -7,7 +7,8 @@ from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.snapshot import find_snapshot
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
-from raymega.messages import Replicas, Requests, StepDone
+from raymega.events import StepFinished
+from raymega.messages import Replicas, Requests
 from raymega.plan.run_plan import read_plan
 from raymega.plan.snapshot_replicas import copy_nodes, snapshot_cost
 from raymega.storage.memory import MemoryStore
@@ -65,7 +66,7 @@ def _train(env, plan_json, replicas, source):
         parts, channel=channel, writer=writer, snapshots=snapshots, rank=env.rank
     )
     run_loop(parts, state, channel=channel, save_scheduler=save_scheduler, rank=env.rank)
-    steps = [report for report in channel.reports if isinstance(report, StepDone)]
+    steps = [report for report in channel.reports if isinstance(report, StepFinished)]
     return {step.step: step.metrics for step in steps}, snapshots._newest.num_bytes
 
 

@@ -131,7 +131,7 @@ def _train_with_a_passing_fault(env, plan_json):
     state = first_state(plan.job.precision)
     with activations_of(parts, is_due=True) as activations:
         outcome = train_step(parts, state, Requests(), is_recording=False)
-    return outcome.doubted.action, activations.metrics(state, outcome), outcome.grad_norm
+    return outcome.bad_step.action, activations.metrics(state, outcome), outcome.grad_norm
 
 
 def test_numbers_of_a_pass_that_was_not_used_are_in_no_statistics():
@@ -139,5 +139,5 @@ def test_numbers_of_a_pass_that_was_not_used_are_in_no_statistics():
     for action, metrics, grad_norm in run_grid(
         _train_with_a_passing_fault, plan.grid, plan.to_json()
     ):
-        assert action is BadStepAction.SECOND_PASS and grad_norm > 0
+        assert action == BadStepAction.SECOND_PASS and grad_norm > 0
         assert metrics == {}

@@ -50,8 +50,8 @@ def _curve(env, plan_json, at, factor):
         outcome = train_step(parts, state, Requests(), is_recording=False)
         state = outcome.state
         curve.append((outcome.loss, outcome.grad_norm))
-        if outcome.doubted:
-            actions[number] = outcome.doubted.action
+        if outcome.bad_step:
+            actions[number] = outcome.bad_step.action
     assert at < 0 or env.rank != at or not calls["left"], "the fault did not happen"
     return curve, actions, [block.values.numpy().copy() for block in parts.optimizer.blocks()]
 
@@ -64,7 +64,7 @@ def test_passing_fault_of_one_rank_leaves_the_run_bit_for_bit_as_it_was(layout):
     for factor in (math.nan, 1e6):
         found = run_grid(_curve, plan.grid, plan.to_json(), plan.grid.world_size - 1, factor)
         assert {str(actions) for _, actions, _ in found} == {
-            str({BAD_STEP: BadStepAction.SECOND_PASS})
+            str({BAD_STEP: BadStepAction.SECOND_PASS.value})
         }
         for (curve, _, weights), (wanted, none, wanted_weights) in zip(found, calm, strict=True):
             assert none == {} and curve == wanted
@@ -93,7 +93,7 @@ def _bad_batch(env, plan_json):
         state = outcome.state
         kept = all(map(torch.equal, before, (b.values for b in parts.optimizer.blocks())))
         seen.append(
-            (outcome.doubted and outcome.doubted.action, kept, state.samples, state.updates)
+            (outcome.bad_step and outcome.bad_step.action, kept, state.samples, state.updates)
         )
     return seen, "", -1, "", True
 

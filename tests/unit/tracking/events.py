@@ -1,25 +1,26 @@
 """A run with one failure, as its driver tells it; every kind of event is in it."""
 
-from raymega.tracking.sink import (
+from raymega.events import (
     ArtefactWritten,
+    AttemptFailed,
     AttemptStarted,
+    BadStep,
     CheckpointCommitted,
-    DoubtSeen,
     EvaluationFinished,
-    FailureSeen,
-    MemoryReady,
-    NodesPassed,
+    Memory,
+    NodesChecked,
     Recovered,
     RunFinished,
     RunStarted,
     SaveFailed,
-    SavePassedOver,
-    SaveUnderWay,
+    SaveProgress,
+    SaveSkipped,
     StepFinished,
-    StragglerSeen,
-    TimelineReady,
+    StragglerDetected,
+    Timeline,
     WorkersStarted,
 )
+from raymega.tracking.timeline_metrics import rank_timeline_metrics, timeline_metrics
 
 GRID = {"tp": 2, "pp": 2, "dp": 2, "cp": 1, "ep": 1, "etp": 1}
 JOB = {
@@ -120,39 +121,41 @@ def run_finished(status="finished", step=4):
     )
 
 
-TIMELINE = TimelineReady(
+ROWS = {
+    0: (
+        ("forward", 0, 0, 0.0, 1.0),
+        ("backward", 0, 0, 4.0, 6.0),
+        ("reduce", 0, 0, 5.0, 7.0),
+        ("wait_reduce", 0, 0, 6.0, 7.0),
+        ("cp_pass", 0, 0, 0.0, 1.0),
+        ("wait_cp_pass", 0, 0, 0.75, 1.0),
+        ("ep_exchange", 0, 0, 1.0, 1.5),
+        ("wait_ep_exchange", 0, 0, 1.25, 1.5),
+        ("matrix_exchange", 0, 0, 3.0, 3.25),
+        ("wait_matrix_exchange", 0, 0, 3.0, 3.25),
+    ),
+    1: (("forward", 0, 0, 1.0, 2.0), ("recv_forward", 0, 0, 0.0, 1.0)),
+}
+TIMELINE = Timeline(
     attempt=2,
     step=4,
-    events={
-        0: (
-            ("forward", 0, 0, 0.0, 1.0),
-            ("backward", 0, 0, 4.0, 6.0),
-            ("reduce", 0, 0, 5.0, 7.0),
-            ("wait_reduce", 0, 0, 6.0, 7.0),
-            ("cp_pass", 0, 0, 0.0, 1.0),
-            ("wait_cp_pass", 0, 0, 0.75, 1.0),
-            ("ep_exchange", 0, 0, 1.0, 1.5),
-            ("wait_ep_exchange", 0, 0, 1.25, 1.5),
-            ("matrix_exchange", 0, 0, 3.0, 3.25),
-            ("wait_matrix_exchange", 0, 0, 3.0, 3.25),
-        ),
-        1: (("forward", 0, 0, 1.0, 2.0), ("recv_forward", 0, 0, 0.0, 1.0)),
-    },
-    simulated_bubble=0.5,
+    events=ROWS,
+    metrics=timeline_metrics(ROWS.values(), simulated_bubble=0.5),
+    ranks={rank: rank_timeline_metrics(row) for rank, row in ROWS.items()},
 )
-MEMORY = MemoryReady(
+MEMORY = Memory(
     attempt=2,
     step=4,
     ranks={
         0: {"memory/peak_bytes": 64.0, "memory/allocated_bytes": 32.0, "worker/work_s": 0.1},
         1: {"memory/peak_bytes": 96.0, "memory/allocated_bytes": 48.0, "worker/work_s": 0.2},
     },
-    work_ratio=2.0,
+    metrics={"memory/max_peak_bytes": 96.0, "worker/max_work_ratio": 2.0},
 )
-DOUBT = DoubtSeen(
+BAD_STEP = BadStep(
     attempt=1, step=2, kind="nan", fact="loss=nan", where="", action="used the second pass"
 )
-STRAGGLER = StragglerSeen(attempt=2, step=4, rank=1, node="a", work_s=0.2, ratio=2.0)
+STRAGGLER = StragglerDetected(attempt=2, step=4, rank=1, node="a", work_s=0.2, ratio=2.0)
 RECOVERED = Recovered(
     attempt=2, rank=3, step=3, restored_step=2, lost_steps=1, detection_s=0.5, recovery_s=3.0
 )
@@ -163,9 +166,9 @@ def whole_run(artefact="/tmp/loss.png"):
         run_started(),
         attempt_started(1),
         WorkersStarted(attempt=1, pids={0: 100, 1: 101}, nodes={0: "a", 1: "a"}),
-        NodesPassed(attempt=1, seconds=0.25, detail="versions are right on 1 node"),
+        NodesChecked(attempt=1, seconds=0.25, detail="versions are right on 1 node"),
         step_finished(1),
-        DOUBT,
+        BAD_STEP,
         step_finished(2),
         EvaluationFinished(
             attempt=1, step=2, metrics={"eval/loss": 5.25, "eval/perplexity": 190.57}
@@ -173,9 +176,9 @@ def whole_run(artefact="/tmp/loss.png"):
         checkpoint(2),
         step_finished(3),
         SaveFailed(attempt=1, step=3, reason="disk is full"),
-        SaveUnderWay(attempt=1, step=3, written_bytes=2**19, num_bytes=2**21),
-        SavePassedOver(attempt=1, step=3),
-        FailureSeen(attempt=1, rank=3, step=3, cause="killed by signal 9"),
+        SaveProgress(attempt=1, step=3, written_bytes=2**19, num_bytes=2**21),
+        SaveSkipped(attempt=1, step=3),
+        AttemptFailed(attempt=1, rank=3, step=3, cause="killed by signal 9"),
         attempt_started(2, step=2, reason="worker 3 died"),
         step_finished(3, attempt=2),
         RECOVERED,

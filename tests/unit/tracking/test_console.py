@@ -1,8 +1,8 @@
 import io
 from dataclasses import replace
 
+from raymega.events import AttemptFailed, StepFinished
 from raymega.tracking.console import ConsoleSink
-from raymega.tracking.sink import FailureSeen, StepFinished
 from tests.unit.tracking.events import (
     RECOVERED,
     attempt_started,
@@ -76,5 +76,5 @@ def test_state_from_memory_is_said():
 
 
 def test_failure_of_no_known_worker_names_the_attempt():
-    text = text_of([FailureSeen(attempt=2, rank=-1, step=7, cause="no progress in 300 s")])
+    text = text_of([AttemptFailed(attempt=2, rank=-1, step=7, cause="no progress in 300 s")])
     assert text == "Attempt 2 was lost after step 7: no progress in 300 s\n"

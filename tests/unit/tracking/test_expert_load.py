@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from raymega.events import ExpertLoads, RoutingCollapsed
 from raymega.model.moe.load_balancing import Load
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.expert_heatmap import draw_heat, load_expert_loads
@@ -17,14 +18,13 @@ from raymega.tracking.expert_load import (
 )
 from raymega.tracking.jsonl import JsonLinesSink
 from raymega.tracking.names import check_names
-from raymega.tracking.sink import ExpertsSeen, RoutingCollapsed
-from raymega.train.expert_load import expert_metrics, expert_report
+from raymega.train.expert_load import expert_loads, expert_metrics
 
 EVEN, PILED = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
 
 
 def _seen(step, **layers):
-    return ExpertsSeen(attempt=1, step=step, tokens={int(n[1:]): v for n, v in layers.items()})
+    return ExpertLoads(attempt=1, step=step, tokens={int(n[1:]): v for n, v in layers.items()})
 
 
 def test_metrics_of_a_layer():
@@ -39,7 +39,7 @@ def test_metrics_of_a_layer():
     assert metrics["moe/drop_rate/1"] == pytest.approx(0.25)
     assert (metrics["moe/router_entropy/1"], metrics["moe/router_loss/1"]) == (0.5, 0.3)
     assert not any(name.endswith("/2") for name in metrics)
-    assert expert_report({1: load}, rank=0, step=7).tokens == {1: (30.0, 10.0)}
+    assert expert_loads({1: load}, step=7).tokens == {1: (30.0, 10.0)}
 
 
 def test_a_collapse_names_layer_and_experts_and_few_tokens_are_none():

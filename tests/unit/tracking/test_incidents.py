@@ -1,15 +1,15 @@
 """One page for each recovery, told of before the run's end."""
 
-from raymega.tracking.incidents import IncidentsSink
-from raymega.tracking.sink import (
+from raymega.events import (
     ArtefactWritten,
+    AttemptFailed,
     AttemptStarted,
-    DoubtSeen,
-    FailureSeen,
+    BadStep,
     Recovered,
     RunFinished,
     WorkersStarted,
 )
+from raymega.tracking.incidents import IncidentsSink
 from tests.support.fakes import MemorySink
 from tests.unit.tracking.events import run_started
 
@@ -19,7 +19,7 @@ def attempt(number, tp):
 
 
 def failure(number, cause="rank 1 hung: its process is stopped"):
-    return FailureSeen(
+    return AttemptFailed(
         attempt=number, rank=1, step=7, cause=cause, decision="restart 1 of at most 3",
         whereabouts={0: "after step 7 it waits for all_reduce", 1: "after step 7"},
     )  # fmt: skip
@@ -37,13 +37,13 @@ RECOVERED = Recovered(
     attempt=3, rank=1, step=7, restored_step=6, lost_steps=1, detection_s=2.5, recovery_s=1.25,
     source="memory", phases={"abort": 0.25, "steps": 1.0},
 )  # fmt: skip
-DOUBT = DoubtSeen(attempt=1, step=5, kind="nan", fact="loss=nan", where="", action="left out")
+BAD_STEP = BadStep(attempt=1, step=5, kind="nan", fact="loss=nan", where="", action="left out")
 
 
 def test_page_says_what_failed_who_stood_where_what_was_decided_and_what_it_took(tmp_path):
     started = WorkersStarted(attempt=1, pids={0: 1, 1: 2}, nodes={0: "a" * 40, 1: "b" * 40})
     again = failure(2, "rank 0 died: gone|away")
-    events = (attempt(1, 2), started, DOUBT, failure(1), attempt(2, 2), again, attempt(3, 1))
+    events = (attempt(1, 2), started, BAD_STEP, failure(1), attempt(2, 2), again, attempt(3, 1))
     (path,) = tell(tmp_path / "incidents", *events, RECOVERED)
     text = (tmp_path / "incidents" / "incident-001.md").read_text()
     assert path.endswith("incident-001.md")

@@ -2,8 +2,8 @@ import io
 import json
 import math
 
+from raymega.events import StepFinished
 from raymega.tracking.jsonl import JsonLinesSink, open_jsonl
-from raymega.tracking.sink import StepFinished
 from tests.unit.tracking.events import GRID, attempt_started, step_finished, whole_run
 
 
@@ -31,7 +31,7 @@ def test_lines_tell_the_whole_run_in_order():
     names = [line["event"] for line in lines]
     assert names[:3] == ["run", "attempt", "workers"]
     assert names[-5:] == ["memory", "straggler", "checkpoint", "artefact", "finished"]
-    assert {"evaluation", "save_failed", "failure", "recovered", "doubt"} <= set(names)
+    assert {"evaluation", "save_failed", "failure", "recovered", "bad_step"} <= set(names)
 
 
 def test_workers_line_has_pids_by_rank():

@@ -8,11 +8,11 @@ import pytest
 from mlflow import MlflowClient
 from mlflow import environment_variables as settings
 
+from raymega.events import ArtefactWritten, AttemptFailed
 from raymega.tracking import mlflow, mlflow_recorder
 from raymega.tracking.event_buffer import Stamped
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
 from raymega.tracking.mlflow_recorder import Recorder, is_refusal
-from raymega.tracking.sink import ArtefactWritten, FailureSeen
 from tests.unit.tracking.events import (
     JOB,
     attempt_started,
@@ -182,7 +182,7 @@ def test_experiment_that_another_driver_makes_first_is_used(client, uri, experim
 
 
 def test_failure_before_any_attempt_is_no_error(client, uri, experiment):
-    failure = FailureSeen(attempt=1, rank=-1, step=0, cause="no capacity")
+    failure = AttemptFailed(attempt=1, rank=-1, step=0, cause="no capacity")
     driver(uri, experiment, run_started(), failure, run_finished("failed", step=0))
     assert runs_of(client, experiment)[0].info.status == "FAILED"
 

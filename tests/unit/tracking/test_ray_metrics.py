@@ -5,10 +5,10 @@ from threading import Event
 
 import pytest
 
+from raymega.events import SaveFailed
 from raymega.tracking import ray_metrics
 from raymega.tracking.names import METRICS, find_metric
 from raymega.tracking.ray_metrics import RayInstruments, RayMetricsSink
-from raymega.tracking.sink import SaveFailed
 from tests.unit.tracking.events import (
     attempt_started,
     checkpoint,

@@ -13,7 +13,7 @@ SECTION = ElasticSection(spike_window=4, max_bad_steps=2)
 CALM = TrainState(losses=(2.0, 1.0, 3.0, 2.0), grad_norms=(0.5, 0.4, 0.6, 0.5))
 
 
-def doubt_of(loss=2.0, grad_norm=0.5, state=CALM, **fields):
+def numbers_of(loss=2.0, grad_norm=0.5, state=CALM, **fields):
     section = SECTION.model_copy(update=fields)
     return detect_bad_step(section, state, loss=loss, grad_norm=grad_norm)
 
@@ -33,15 +33,15 @@ def doubt_of(loss=2.0, grad_norm=0.5, state=CALM, **fields):
     ],
     ids=str,
 )
-def test_doubt_is_of_what_is_not_finite_or_far_above_the_median(values, kind):
-    bad_step = doubt_of(**values)
-    assert (bad_step and bad_step.kind) == kind
+def test_bad_is_what_is_not_finite_or_far_above_the_median(values, kind):
+    numbers = numbers_of(**values)
+    assert (numbers and numbers.kind) == kind
 
 
-def test_doubt_says_the_number_and_what_it_is_held_against():
+def test_a_bad_step_says_the_number_and_what_it_is_held_against():
     text = "gradient norm 7.5 is 15 times the median 0.5 of the last 4 steps"
-    assert doubt_of(grad_norm=7.5).fact == text
-    assert doubt_of(loss=math.nan).fact == "loss=nan, gradient norm=0.5"
+    assert numbers_of(grad_norm=7.5).fact == text
+    assert numbers_of(loss=math.nan).fact == "loss=nan, gradient norm=0.5"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_what_comes_again_is_what_the_policy_says(policy, on_nan, on_spike):
 
 def test_no_more_batches_in_a_row_are_left_out_than_the_job_allows():
     section = SECTION.model_copy(update={"on_nan": "skip"})
-    bad_step = detect_bad_step(section, CALM, loss=math.nan, grad_norm=1.0)
-    actions = [decide(section, TrainState(bad_steps=n), bad_step) for n in range(4)]
+    numbers = detect_bad_step(section, CALM, loss=math.nan, grad_norm=1.0)
+    actions = [decide(section, TrainState(bad_steps=n), numbers) for n in range(4)]
     assert actions == [
         BadStepAction.SKIP,
         BadStepAction.SKIP,

@@ -15,7 +15,7 @@ from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.checkpoint.save.writer import RETRY, CheckpointWriter, SaveLimits
 from raymega.errors import StorageError
-from raymega.messages import SaveAdvanced, ShardSaved
+from raymega.messages import RankSaveProgress, ShardSaved
 from raymega.plan.grid import Grid
 from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock
@@ -330,7 +330,7 @@ def test_progress_of_a_save_is_reported_and_a_retry_counts_anew():
     writer.save(100, blocks, STATE)
     assert writer.wait()
     (saved,) = _saved(shards)
-    told = [each for each in shards if isinstance(each, SaveAdvanced)]
+    told = [each for each in shards if isinstance(each, RankSaveProgress)]
     assert shards[-1] is saved and {each.num_bytes for each in told} == {saved.num_bytes}
     counts = [each.written_bytes for each in told]
     assert counts[-1] == saved.num_bytes

@@ -1,7 +1,8 @@
 import pytest
 
 from raymega.config.schema import ElasticSection
-from raymega.messages import Evaluated, Progress, WorkerDied, Working
+from raymega.events import EvaluationFinished
+from raymega.messages import Progress, WorkerDied, Working
 from raymega.orchestrate.core.failure_policy import FailureKind
 from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S, SETTLE_S, AttemptMonitor
 from tests.support.fakes import FakeWorkers
@@ -134,7 +135,7 @@ def test_failure_of_many_names_only_some():
 
 
 def test_signs_of_life_other_than_steps_put_the_deadline_off(running, workers):
-    feed(running, [[Evaluated(rank=0, step=10, metrics={})]], 90.0)
+    feed(running, [[EvaluationFinished(step=10, metrics={})]], 90.0)
     feed(running, workers.save(), 180.0)
     assert running.failure(180.0 + DEADLINE_S - 0.1) is None
     assert running.failure(180.0 + DEADLINE_S) is not None

@@ -5,7 +5,8 @@ import pytest
 
 from raymega.checkpoint.format.manifest import list_manifests, read_manifest
 from raymega.errors import StorageError
-from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Committed, Refused
+from raymega.events import CheckpointCommitted, SaveFailed
+from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter
 from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock, FakeWorkerGroup, FakeWorkers, InlineExecutor
 from tests.support.jobs import make_test_plan
@@ -41,15 +42,15 @@ def test_add_commits_when_every_rank_has_written(store):
     assert saves.pop_outcomes() == [] and list_manifests(store) == []
     saves.handle_report(workers.shard(0))
     (outcome,) = saves.pop_outcomes()
-    assert outcome == Committed(
+    key = "checkpoints/step-00000010/manifest-a0001.json"
+    assert outcome == CheckpointCommitted(
         step=10,
-        key="checkpoints/step-00000010/manifest-a0001.json",
-        uri="memory:/checkpoints/step-00000010/manifest-a0001.json",
+        uri=f"memory:/{key}",
         stall_s=0.5,
         save_s=1.5,
         num_bytes=16,
     )
-    manifest = read_manifest(store, outcome.key)
+    manifest = read_manifest(store, key)
     assert (manifest.step, manifest.grid["dp"], manifest.job["run"]["name"]) == (10, 2, "verify")
     assert saves.pop_outcomes() == []
 
@@ -58,7 +59,7 @@ def test_add_refuses_a_save_that_one_rank_could_not_write(store):
     saves = make_saves(store)
     save(saves, store, 10, errors=[1])
     (outcome,) = saves.pop_outcomes()
-    assert isinstance(outcome, Refused) and outcome.step == 10
+    assert isinstance(outcome, SaveFailed) and outcome.step == 10
     assert "rank 1 failed: disk full" in outcome.reason
     assert list(store.list("")) == [], "what rank 0 wrote gives its room back"
 
@@ -71,7 +72,7 @@ def test_add_reports_a_store_that_fails(store, monkeypatch):
     saves, workers = make_saves(store), FakeWorkers(2, step=10)
     for rank in (0, 1):
         saves.handle_report(workers.shard(rank))
-    assert saves.pop_outcomes() == [Refused(step=10, reason="no space left")]
+    assert saves.pop_outcomes() == [SaveFailed(step=10, reason="no space left")]
 
 
 def test_old_checkpoints_are_deleted_after_a_commit(store):

@@ -12,42 +12,35 @@ from raymega.errors import (
     CheckpointError,
     ConfigError,
     Fault,
+    InternalError,
     LeaseError,
     NumericsError,
     PreemptedError,
     WorkerError,
 )
-from raymega.messages import (
-    Evaluated,
-    Requests,
-    SaveAdvanced,
+from raymega.events import (
+    AttemptFailed,
+    AttemptStarted,
+    BadStep,
+    CheckpointCommitted,
+    EvaluationFinished,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+    SaveProgress,
     SaveSkipped,
-    StepDone,
-    StepDoubted,
-    TimelineRecorded,
+    StepFinished,
+    Timeline,
+    WorkersStarted,
 )
+from raymega.messages import RankMemory, RankSaveProgress, RankTimeline, Requests
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.run_store.journal import read_history, read_record
 from raymega.storage.memory import MemoryStore
-from raymega.tracking.sink import (
-    AttemptStarted,
-    CheckpointCommitted,
-    DoubtSeen,
-    EvaluationFinished,
-    FailureSeen,
-    Recovered,
-    RunFinished,
-    RunStarted,
-    SaveFailed,
-    SavePassedOver,
-    SaveUnderWay,
-    StepFinished,
-    TimelineReady,
-    WorkersStarted,
-)
 from tests.support.fakes import (
     FakeClock,
     FakeKeeping,
@@ -188,11 +181,11 @@ def test_record_follows_commits_and_the_end(world):
 
 def test_evaluations_and_timelines_are_told(world):
     polls, rows = whole_run(), dict.fromkeys(range(4), (("forward", 0, 0, 0.0, 1.0),))
-    polls[-1:-1] = [[Evaluated(rank=0, step=4, metrics={"eval/loss": 2.0})]]
-    polls[-1:-1] = [[TimelineRecorded(rank=r, step=4, events=rows[r])] for r in rows]
+    polls[-1:-1] = [[EvaluationFinished(step=4, metrics={"eval/loss": 2.0})]]
+    polls[-1:-1] = [[RankTimeline(rank=r, step=4, events=rows[r])] for r in rows]
     world.drive(polls).run()
     assert world.sink.of(EvaluationFinished)[0].metrics == {"eval/loss": 2.0}
-    assert world.sink.of(TimelineReady)[0].events == rows
+    assert world.sink.of(Timeline)[0].events == rows
 
 
 def nothing_more(_workers):
@@ -233,7 +226,7 @@ def test_death_restarts_from_the_last_commit(world):
     assert (second.attempt, second.restore) == (2, "checkpoints/step-00000002/manifest-a0001.json")
     assert world.steps_seen() == [1, 2, 3, 3, 4]
     assert world.group.releases == [True, False]
-    (seen,) = world.sink.of(FailureSeen)
+    (seen,) = world.sink.of(AttemptFailed)
     assert (seen.attempt, seen.rank, seen.step, seen.cause) == (1, 3, 3, "rank 3 died: SIGKILL")
     assert world.sink.of(AttemptStarted)[1].reason == "rank 3 died, restart 1 of at most 3"
 
@@ -252,7 +245,7 @@ def test_recovery_is_told_when_the_lost_steps_are_made_up_for(world):
 def test_detection_is_counted_from_the_last_sign_of_progress(world):
     world.drive(lost_run(lambda w: [[], *w.die(3)]), whole_run(attempt=2, step=2))
     world.tick_until(State.RUNNING)
-    while not world.sink.of(FailureSeen):
+    while not world.sink.of(AttemptFailed):
         world.clock.advance(0.5)
         world.controller.tick()
     world.controller.run()
@@ -264,7 +257,7 @@ def test_two_failures_in_a_row_are_one_outage(world):
     world.drive(
         lost_run(lambda w: w.die(3)), second.enter() + second.die(1), whole_run(attempt=3, step=2)
     ).run()
-    assert [event.rank for event in world.sink.of(FailureSeen)] == [3, 1]
+    assert [event.rank for event in world.sink.of(AttemptFailed)] == [3, 1]
     (recovered,) = world.sink.of(Recovered)
     assert (recovered.attempt, recovered.rank, recovered.step) == (3, 3, 3)
 
@@ -281,13 +274,13 @@ def test_lost_connections_are_not_shown_when_the_cause_is_known(world):
         return workers.fail(0, "CommunicationError", is_secondary=True) + workers.die(2)
 
     world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
-    (seen,) = world.sink.of(FailureSeen)
+    (seen,) = world.sink.of(AttemptFailed)
     assert seen.cause == "rank 2 died: SIGKILL"
 
 
 def test_standstill_is_a_failure_after_the_deadline(world):
     world.drive(lost_run(nothing_more), whole_run(attempt=2, step=2)).run()
-    (seen,) = world.sink.of(FailureSeen)
+    (seen,) = world.sink.of(AttemptFailed)
     assert seen.cause.startswith("a worker hung: no step after step 3")
     limit_s = 300.0 + PROGRESS_MARGIN_S
     assert limit_s <= world.sink.of(Recovered)[0].detection_s < limit_s + 1
@@ -295,7 +288,7 @@ def test_standstill_is_a_failure_after_the_deadline(world):
 
 def test_start_that_does_not_come_is_a_failure_after_the_deadline(world):
     world.drive([], whole_run(attempt=2)).run()
-    assert "elastic.start_timeout_s=180" in world.sink.of(FailureSeen)[0].cause
+    assert "elastic.start_timeout_s=180" in world.sink.of(AttemptFailed)[0].cause
 
 
 def test_budget_spent_is_exit_4(world):
@@ -348,7 +341,7 @@ def test_rollback_goes_to_the_checkpoint_and_passes_over_samples_for_good(world)
     first, second = world.group.orders
     assert (first.skipped_samples, second.skipped_samples) == ((), ((0, 96),))
     assert second.restore == "checkpoints/step-00000002/manifest-a0001.json"
-    (seen,) = world.sink.of(FailureSeen)
+    (seen,) = world.sink.of(AttemptFailed)
     assert seen.is_rollback and seen.decision == "rollback 1 of at most 5"
     world.snapshot_manager.snapshots.clear()
     world.drive(whole_run(attempt=3, step=2)).run()
@@ -377,19 +370,33 @@ def test_rollbacks_have_a_budget_of_their_own_and_end_with_exit_5(world):
 
 def test_step_that_was_done_once_more_is_told(world):
     polls = whole_run()
-    polls[2:2] = [
-        [StepDoubted(rank=0, step=2, kind="spike", fact="loss 9", where="", action="kept")]
-    ]
+    polls[2:2] = [[BadStep(step=2, kind="spike", fact="loss 9", where="", action="kept")]]
     world.drive(polls).run()
-    (doubt,) = world.sink.of(DoubtSeen)
-    assert (doubt.attempt, doubt.step, doubt.action) == (1, 2, "kept")
+    (bad_step,) = world.sink.of(BadStep)
+    assert (bad_step.attempt, bad_step.step, bad_step.action) == (1, 2, "kept")
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [StepFinished(step=4, metrics={"train/loss": 1.0, "loss": 1.0})],
+        [EvaluationFinished(step=4, metrics={"loss": 1.0})],
+        [RankMemory(rank=rank, step=4, metrics={"loss": 1.0}) for rank in range(4)],
+    ],
+    ids=["step", "evaluation", "memory"],
+)
+def test_metric_that_is_in_no_table_is_our_mistake(world, reports):
+    polls = whole_run()
+    polls[-1:-1] = [reports]
+    with pytest.raises(InternalError, match=r"names\.py"):
+        world.drive(polls).run()
 
 
 def test_group_is_asked_to_look_before_a_silent_run_is_given_up(world):
     workers = FakeWorkers(4)
     polls = workers.enter() + workers.steps(3, seconds=0.1)
     world.drive(polls, whole_run(attempt=2))
-    while not world.sink.of(FailureSeen):
+    while not world.sink.of(AttemptFailed):
         world.controller.tick()
         if len(world.group.looks) == 1 and not world.group.orders[1:]:
             break
@@ -415,7 +422,7 @@ def test_run_whose_last_save_failed_goes_back_and_tries_again(world):
 
     ended = world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
     assert (ended.status, ended.step) == ("finished", 4)
-    assert "only step 2 is saved" in world.sink.of(FailureSeen)[0].cause
+    assert "only step 2 is saved" in world.sink.of(AttemptFailed)[0].cause
 
 
 def test_run_is_finished_only_when_its_last_commit_is(world):
@@ -510,7 +517,7 @@ def test_nodes_that_an_attempt_left_may_forget_when_it_has_a_whole_snapshot(worl
     polls = whole_run(attempt=2, step=4, steps=6)
     for poll in polls:
         for report in poll:
-            if isinstance(report, StepDone):
+            if isinstance(report, StepFinished):
                 report.metrics["checkpoint/snapshot_step"] = float(report.step - 5)
     world.drive(polls, overrides=["run.steps=6"]).run()
     assert world.snapshot_manager.num_settles == 1
@@ -589,24 +596,24 @@ def test_request_outlives_the_attempt_that_did_not_answer_it(world):
 def test_what_workers_say_of_saves_is_told(world):
     workers = FakeWorkers(4)
     polls = workers.enter() + workers.steps(2)
-    polls += [[SaveSkipped(rank=0, step=2)], []]
+    polls += [[SaveSkipped(step=2)], []]
     polls += [
-        [SaveAdvanced(rank=rank, step=2, written_bytes=rank, num_bytes=10)] for rank in (1, 2)
+        [RankSaveProgress(rank=rank, step=2, written_bytes=rank, num_bytes=10)] for rank in (1, 2)
     ]
     world.drive(polls + workers.steps(2) + workers.save() + workers.finish())
     world.tick_until(State.RUNNING)
     world.clock.advance(5.0)
     world.controller.run()
-    (skipped,) = world.sink.of(SavePassedOver)
+    (skipped,) = world.sink.of(SaveSkipped)
     assert skipped.step == 2
-    (advanced,) = world.sink.of(SaveUnderWay)
+    (advanced,) = world.sink.of(SaveProgress)
     assert (advanced.step, advanced.written_bytes, advanced.num_bytes) == (2, 1, 10)
 
 
 def test_manifest_carries_the_evaluation_of_its_step(world):
     workers = FakeWorkers(4)
     polls = workers.enter() + workers.steps(2)
-    polls += [[Evaluated(rank=0, step=2, metrics={"eval/loss": 1.5})]]
+    polls += [[EvaluationFinished(step=2, metrics={"eval/loss": 1.5})]]
     polls += workers.save() + workers.steps(2) + workers.save() + workers.finish()
     world.drive(polls).run()
     found = [read_manifest(world.store, key) for key in list_manifests(world.store)]

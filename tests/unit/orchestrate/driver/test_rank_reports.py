@@ -1,6 +1,7 @@
 import pytest
 
-from raymega.messages import ExpertsLoaded, TimelineRecorded
+from raymega.events import ExpertLoads
+from raymega.messages import RankTimeline
 from raymega.orchestrate.driver.rank_reports import RankCollector, RankReports
 from tests.support.jobs import layout_overrides, make_test_plan
 
@@ -32,12 +33,12 @@ def test_timelines_come_on_one_clock_with_the_schedules_own_bubble():
         ),
     ]
     reports = RankReports(plan)
-    recorded = [TimelineRecorded(rank=rank, step=3, events=row) for rank, row in enumerate(rows)]
-    assert reports.add(recorded[1], attempt=1) == []
-    (event,) = reports.add(recorded[0], attempt=1)
+    recorded = [RankTimeline(rank=rank, step=3, events=row) for rank, row in enumerate(rows)]
+    assert reports.add(recorded[1]) == []
+    (event,) = reports.add(recorded[0])
     assert event.events[0] == rows[0]
     assert event.events[1][0] == pytest.approx((*rows[1][0][:3], 0.5, 1.0))
-    assert event.simulated_bubble == pytest.approx(1.0)
+    assert event.metrics["run/simulated_bubble"] == pytest.approx(1.0)
     assert {(t.sender, t.receiver) for t in event.transfers} == {(0, 1), (1, 0)}
 
 
@@ -46,7 +47,7 @@ def test_a_layer_whose_routing_collapses_is_told_once_until_it_has_recovered():
     even, piled = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
     told = []
     for step, tokens in enumerate((even, piled, piled, even, piled)):
-        report = ExpertsLoaded(rank=0, step=step, tokens={0: even, 5: tokens})
-        _, *collapsed = reports.add(report, attempt=1)
+        report = ExpertLoads(step=step, tokens={0: even, 5: tokens})
+        _, *collapsed = reports.add(report)
         told += [(event.step, event.layer, event.experts) for event in collapsed]
     assert told == [(1, 5, (1, 2, 3)), (4, 5, (1, 2, 3))]

@@ -3,12 +3,12 @@
 import pytest
 
 from raymega.errors import CapacityError
+from raymega.events import AttemptFailed, AttemptStarted, Recovered
 from raymega.messages import Requests
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.core.worker_group_api import NodeDrain
 from raymega.plan.run_plan import read_plan
-from raymega.tracking.sink import AttemptStarted, FailureSeen, Recovered
 from tests.support.fakes import FakeWorkers
 from tests.unit.orchestrate.driver.test_controller import LACKING, World, lost_run
 
@@ -152,4 +152,4 @@ def test_ranks_whose_nodes_are_taken_away_save_and_go_on_without_a_loss(world, d
     event = world.sink.of(AttemptStarted)[-1]
     assert (event.step, event.source, event.grid["dp"]) == (4, "store", 2)
     assert "the nodes of ranks 2, 3 leave in" in event.reason
-    assert world.sink.of(FailureSeen) == [] and world.group.plans == []
+    assert world.sink.of(AttemptFailed) == [] and world.group.plans == []

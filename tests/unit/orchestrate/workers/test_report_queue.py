@@ -1,9 +1,10 @@
-from raymega.messages import Progress, Requests, StepDone, Working
+from raymega.events import StepFinished
+from raymega.messages import Progress, Requests, Working
 from raymega.orchestrate.workers.report_queue import ReportQueue
 
 
 def step(number):
-    return StepDone(rank=0, step=number, metrics={})
+    return StepFinished(step=number, metrics={})
 
 
 def beat(number):

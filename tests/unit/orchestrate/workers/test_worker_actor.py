@@ -5,7 +5,8 @@ from threading import Event
 import pytest
 
 from raymega.errors import CommunicationError, LeaseError, NumericsError
-from raymega.messages import Progress, Requests, StartWorker, StepDone, WorkerFailed
+from raymega.events import StepFinished
+from raymega.messages import Progress, Requests, StartWorker, WorkerFailed
 from raymega.orchestrate.workers import worker_actor as worker_module
 from raymega.orchestrate.workers.worker_actor import Worker
 
@@ -55,7 +56,7 @@ def start(worker, run, rank=1, attempt=2):
 
 
 def test_reports_of_the_thread_come_out_of_the_long_poll(worker):
-    report = StepDone(rank=1, step=1, metrics={})
+    report = StepFinished(step=1, metrics={})
     start(worker, lambda *args: args[1].report(report))
     assert worker.next_reports(GUARD_S) == [report]
 
@@ -113,7 +114,7 @@ def test_requests_reach_the_loop(worker):
 def test_abort_frees_a_thread_that_waits_for_others(worker):
     def run(_start, channel, _rendezvous):
         LET_GO.wait(ENDLESS_S)
-        channel.report(StepDone(rank=1, step=1, metrics={}))
+        channel.report(StepFinished(step=1, metrics={}))
 
     start(worker, run)
     assert worker.abort(GUARD_S, 2)
@@ -131,7 +132,7 @@ def test_reports_of_an_aborted_attempt_do_not_reach_the_next(worker):
     start(worker, lambda *args: channels.append(args[1]))
     assert worker.abort(GUARD_S, 2)
     start(worker, lambda *_: None)
-    channels[0].report(StepDone(rank=1, step=1, metrics={}))
+    channels[0].report(StepFinished(step=1, metrics={}))
     assert worker.next_reports(0.0) == []
 
 

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from raymega.api import load_job
 from raymega.cli.main import app
 from raymega.errors import ConfigError
+from raymega.events import AttemptStarted, RunStarted, StepFinished
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.run_plan import make_plan
 from raymega.planner.calibration.measured_run import calibrate_on, read_layouts
 from raymega.planner.cost.step_time import step_time
 from raymega.tracking.jsonl import JsonLinesSink
-from raymega.tracking.sink import AttemptStarted, RunStarted, StepFinished
 
 JOB = Path(__file__).parents[4] / "jobs" / "llama-7b-16gpu.yaml"
 H100 = CATALOGUE["h100"]

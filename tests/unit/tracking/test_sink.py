@@ -1,6 +1,6 @@
 import logging
 
-from raymega.tracking.composite import CompositeSink
+from raymega.tracking.sink import CompositeSink
 from tests.unit.tracking.events import step_finished
 
 
