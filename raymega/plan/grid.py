@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 
 from raymega.config.schema import ParallelSection
-from raymega.errors import Fault
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
@@ -198,55 +196,6 @@ class Grid:
 
 
 def make_grid(parallel: ParallelSection) -> Grid:
-    """The grid that a job's ``parallel`` section describes; call :func:`grid_faults` first."""
+    """The grid that a job's ``parallel`` section describes; a legal one."""
     degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
     return Grid(order=parallel.order, **degrees)
-
-
-def grid_faults(parallel: ParallelSection) -> list[Fault]:
-    """What is wrong with the degrees and the order by themselves."""
-    faults = []
-    ranks = parallel.tp * parallel.cp * parallel.dp
-    sharers = parallel.etp * parallel.ep
-    if ranks % sharers:
-        faults.append(
-            Fault(
-                fact=f"parallel.etp={parallel.etp} and parallel.ep={parallel.ep}",
-                rule=f"experts lie on the ranks of a pipeline stage, so etp * ep = {sharers} must "
-                f"divide tp={parallel.tp} * cp={parallel.cp} * dp={parallel.dp} = {ranks} (remainder "
-                f"{ranks % sharers})",
-                remedy=f"use an etp * ep of {_divisors(ranks)}",
-            )
-        )
-    if sorted(parallel.order.split("-")) != sorted(AXES):
-        faults.append(
-            Fault(
-                fact=f"parallel.order={parallel.order!r}",
-                rule=f"it must name each of {', '.join(AXES)} once, joined by '-'",
-                remedy="use tp-cp-ep-dp-pp, or the order you want with all five",
-            )
-        )
-    return faults
-
-
-def _divisors(number: int) -> str:
-    """All of them, for a remedy."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
-
-
-def world_fault(parallel: ParallelSection, num_workers: int) -> Fault | None:
-    """The fault of a world that is not ``num_workers``, or None."""
-    degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "dp", "pp")}
-    world_size = prod(degrees.values())
-    if world_size == num_workers:
-        return None
-    others = world_size // parallel.dp
-    remedy = f"set cluster.num_workers={world_size}"
-    if num_workers % others == 0:
-        remedy = f"set parallel.dp={num_workers // others}, or {remedy}"
-    numbers = " * ".join(f"{axis}={degree}" for axis, degree in degrees.items())
-    return Fault(
-        fact=f"cluster.num_workers={num_workers}",
-        rule=f"it must equal parallel {numbers} = {world_size}",
-        remedy=remedy,
-    )

@@ -7,11 +7,8 @@ level costs in bytes is state_size's, in seconds replica_time's.
 from __future__ import annotations
 
 from enum import IntEnum
-from math import gcd
 
-from raymega.config.moe import MoeSection
 from raymega.config.parallel import ParallelSection
-from raymega.errors import Fault
 
 
 class ZeroLevel(IntEnum):
@@ -61,45 +58,3 @@ def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
         if parallel.data_parallel_shard_degree == "all"
         else parallel.data_parallel_shard_degree
     )
-
-
-SHARDING_FIELDS = (
-    *(
-        f"parallel.{name}"
-        for name in ("sharding", "data_parallel_shard_degree", "dp", "cp", "tp", "ep", "etp")
-    ),
-    "model.moe",
-)
-"""What :func:`sharding_group_faults` reads."""
-
-
-def sharding_group_faults(  # noqa: PLR0913  # one a field
-    sharding: str, group: int | str, dp: int, cp: int, tp: int, ep: int, etp: int, moe: MoeSection
-) -> list[Fault]:
-    """Groups are equal, larger than one rank, and there for a reason; experts' as dense ones."""
-    if group == "all":
-        return []
-    size = int(group)
-    if sharding == "none":
-        return [
-            Fault(
-                fact=f"parallel.data_parallel_shard_degree={size}",
-                rule="parallel.sharding=none shares nothing out",
-                remedy="set parallel.sharding=optimizer, gradients or parameters, or "
-                "parallel.data_parallel_shard_degree=all",
-            )
-        ]
-    replicas = {"parallel.dp * parallel.cp": dp * cp}
-    if moe.num_experts:
-        replicas["the replicas of experts, tp * cp * dp / (etp * ep)"] = tp * cp * dp // (etp * ep)
-    ranks = gcd(*replicas.values())
-    legal = [str(d) for d in range(2, ranks + 1) if ranks % d == 0]
-    return [
-        Fault(
-            fact=f"parallel.data_parallel_shard_degree={size}",
-            rule=f"it must be more than 1 and divide {what} = {number} (remainder {number % size})",
-            remedy=f"use {', '.join([*legal, 'all'])}",
-        )
-        for what, number in replicas.items()
-        if size == 1 or number % size
-    ]
