@@ -1,7 +1,7 @@
 """The job file as frozen pydantic models: one class a top-level key, a description a field.
 
 It owns what a user may write and the rules that one value alone can break. Rules between values
-are in plan.rules; nothing derived is stored here.
+are in plan.validation; nothing derived is stored here.
 """
 
 from __future__ import annotations

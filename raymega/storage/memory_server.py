@@ -6,7 +6,6 @@ ends. What is kept where, and how long, is its users' to say.
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from raymega.errors import StorageError
+from raymega.glibc import map_blocks_from
 from raymega.storage.keys import check_key
 from raymega.storage.shared_memory import attach
 
@@ -27,7 +27,7 @@ SCHEMA = pa.schema([("bytes", pa.uint8())])
 ABSENT, TAKEN, ILLEGAL, UNSEEN = b"absent", b"taken", b"illegal", b"unseen"
 """What an error's ``extra_info`` says where the client must tell one from another."""
 TOKEN_HEADER = "x-raymega-token"
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**16
+MAPPED_BYTES = 2**16
 """glibc's number for the setting, and the size from which on a buffer is returned when it is freed."""
 BATCH_BYTES = 2**22
 """An object travels in messages of this size."""
@@ -51,9 +51,7 @@ def give_memory_back() -> None:
     Messages arrive in buffers of gRPC's, which glibc would hold on to in many small heaps; without
     this a keeper takes up to twice what it keeps.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    map_blocks_from(MAPPED_BYTES)
 
 
 def _memory(num_bytes: int) -> pa.Buffer:

@@ -7,14 +7,13 @@ the writer's to say.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 from collections.abc import Iterable
 from weakref import finalize
 
 import torch
 
+from raymega.glibc import ask_for_huge_pages
 from raymega.storage.shared_memory import SharedMemories, SharedMemory
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class HostCopy:
                 if is_pinned:
                     _pin(self._buffer)
             if not is_pinned:
-                _ask_for_huge_pages(self._buffer)
+                ask_for_huge_pages(self._buffer.data_ptr(), self._buffer.nbytes)
 
     def copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy each tensor to its first byte in the buffer, a multiple of its element's bytes.
@@ -122,12 +121,3 @@ def _pin(buffer: torch.Tensor) -> None:
         log.warning("%d bytes of shared memory could not be pinned", buffer.nbytes)
     else:
         finalize(buffer, cuda.cudaHostUnregister, begin)
-
-
-def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
-    """Where the system gives them to those who ask: a page of 4 KiB is looked up for each 4 KiB."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    begin = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    num_bytes = buffer.data_ptr() + buffer.nbytes - begin
-    if advice is not None and num_bytes > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
