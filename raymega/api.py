@@ -32,7 +32,6 @@ from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
-from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
@@ -168,7 +167,8 @@ def train(
         entry: Module that workers run; see orchestrate.worker.Entry.
 
     Raises:
-        ConfigError: The run exists with another model, seed or data, or a node cannot take part.
+        ConfigError: The run exists with another model, seed or data, its store cannot tell two drivers
+            apart, or a node cannot take part.
         LeaseError: Another driver holds the run, or has taken it from this one.
         CapacityError: The cluster has no room.
         PreemptedError: It was asked to stop, and saved.
@@ -197,7 +197,6 @@ def _drive(
     session = open_session(address)
     try:
         with (
-            hold_cluster_lock(lease),
             _watching(job, sinks, choice) as sink,
             ThreadPoolExecutor(max_workers=1) as executor,
         ):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from raymega.orchestrate.driver.exit_errors import nothing_readable, stopped
 from raymega.orchestrate.driver.rollbacks import ROLLBACKS, read_rollbacks
 from raymega.orchestrate.jobs.submission import make_submission
 from raymega.orchestrate.run_store.journal import open_record
-from raymega.orchestrate.run_store.lease import Lease
+from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.run_identity import precision_faults
 from raymega.plan.hardware.catalog import accelerator
 from raymega.plan.packing.cost import PackCost
@@ -250,6 +251,17 @@ def _run_is_held(_folder: Path) -> None:
         second.acquire()
 
 
+def _two_of_one_object(_folder: Path) -> None:
+    class Careless(MemoryStore):
+        def put(self, key: str, chunks: Any, *, overwrite: bool) -> None:
+            super().put(key, chunks, overwrite=True)
+
+    with _two_drivers() as (first, _):
+        first.store = Careless()
+        with hold_lease(first):
+            pass
+
+
 def _run_was_taken(_folder: Path) -> None:
     with _two_drivers() as (first, second):
         first.release()
@@ -278,6 +290,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "a tensor that no checkpoint has": _absent_tensor,
     "a run with a living driver": _run_is_held,
     "a run that another driver took": _run_was_taken,
+    "a store that creates an object twice": _two_of_one_object,
     "a working folder above what Ray ships": _large_folder,
     "a checkpoint of another model": _other_model,
     "a checkpoint of more than the model": _other_names,
