@@ -23,8 +23,8 @@ from raymega.orchestrate.cluster.node_probes import version_fault
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_up_error
 from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
 from raymega.orchestrate.core.state import RunState, State
-from raymega.orchestrate.driver.exit_errors import nothing_readable, stopped
-from raymega.orchestrate.driver.rollbacks import ROLLBACKS, read_rollbacks
+from raymega.orchestrate.driver.restore_point import ROLLBACKS, nothing_readable, read_rollbacks
+from raymega.orchestrate.driver.run_context import stopped
 from raymega.orchestrate.jobs.submission import make_submission
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease

@@ -124,7 +124,7 @@ class Controller:
             context.handle_failure(failure)
         elif self._is_stop_due():
             context.move(State.PREEMPTED, "stopped before its first step")
-        elif context.attempt_context.attempt.has_met:
+        elif context.attempt.has_met:
             context.move(State.RUNNING, "all workers have met")
 
     def _watch(self) -> None:
@@ -137,7 +137,7 @@ class Controller:
         elif self._asked_s_ago >= 0:
             self._group.request(Requests(stop=True, save=True))
             context.move(State.STOPPING, "asked to stop")
-        elif context.attempt_context.committer.is_requested(context.state.step):
+        elif context.committer.is_requested(context.state.step):
             self._group.request(Requests(save=True))
         else:
             self._leave_or_grow()
