@@ -25,7 +25,7 @@ from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.config.load import parse_mapping
 from raymega.messages import Replicas, Requests
-from raymega.orchestrate.workers.report_queue import ReportQueue
+from raymega.orchestrate.workers.worker_actor import ReportQueue
 from raymega.parallel.comm.process_groups import build_groups, open_world
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.snapshot_replicas import snapshot_cost

@@ -146,7 +146,7 @@ def _numbers() -> Iterator[str]:
 
 
 def _hangs() -> Iterator[str]:
-    from raymega.orchestrate.core.worker_status import ProcessStatus
+    from raymega.orchestrate.core.worker_group_api import ProcessStatus
     from tests.unit.orchestrate.driver import test_hang_detector as stage
 
     def silent(state: str) -> bool:

@@ -31,8 +31,7 @@ from raymega.orchestrate.core.failure_policy import (
     unsaved,
 )
 from raymega.orchestrate.core.state import RunState, State
-from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup
-from raymega.orchestrate.core.worker_status import WorkerStatus
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup, WorkerStatus
 from raymega.orchestrate.driver import events
 from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor
 from raymega.orchestrate.driver.checkpoint_committer import (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Mapping
 from threading import Event, Thread
 from typing import Any, cast
@@ -17,10 +16,13 @@ import ray.train
 
 from raymega.errors import WorkerError
 from raymega.messages import StartWorker
-from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, WorkerLocation
 from raymega.orchestrate.ray_train.mailbox import RemoteWorker
-from raymega.orchestrate.workers.report_queue import ReportQueue
-from raymega.orchestrate.workers.worker_actor import EntryModule, last_words
+from raymega.orchestrate.workers.worker_actor import (
+    EntryModule,
+    ReportQueue,
+    last_words,
+    worker_location,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
     worker_rendezvous = config["worker_rendezvous"]
     entry = cast(EntryModule, importlib.import_module(config["entry"]))
     entry.abort()  # the trainer's own process group would be in the way
-    location = _location()
+    location = worker_location()
     address, rendezvous = entry.host_rendezvous(location.address)
     index = ray.train.get_context().get_world_rank()
     _ask(worker_rendezvous.come.remote(index, RemoteWorker(location=location, rendezvous=address)))
@@ -90,16 +92,3 @@ def _await_start(worker_rendezvous: Any, index: int) -> StartWorker:
 
 def _ask(ref: ray.ObjectRef[Any]) -> Any:
     return ray.get(ref, timeout=ANSWER_TIMEOUT_S)
-
-
-def _location() -> WorkerLocation:
-    context = ray.get_runtime_context()
-    labels = context.get_node_labels() or {}
-    return WorkerLocation(
-        node_id=context.get_node_id(),
-        address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-        pid=os.getpid(),
-        gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
-        domain=str(labels.get(DOMAIN_LABEL, "")),
-        accelerator=str(labels.get(ACCELERATOR_LABEL, "")),
-    )

@@ -31,8 +31,8 @@ from raymega.orchestrate.core.worker_group_api import (
     NodeDrain,
     NoSnapshots,
     SnapshotManager,
+    WorkerStatus,
 )
-from raymega.orchestrate.core.worker_status import WorkerStatus
 from raymega.orchestrate.ray_train.mailbox import MAX_CONCURRENCY, RemoteWorker, WorkerRendezvous
 from raymega.orchestrate.ray_train.worker import run_worker
 from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY
@@ -47,7 +47,7 @@ MAX_CAUSE_LENGTH = 300
 
 
 class RayTrainGroup:
-    """The WorkerGroup protocol over TorchTrainer; see group for each verb's timing."""
+    """The WorkerGroup protocol over TorchTrainer; see worker_group_api for each verb's timing."""
 
     def __init__(
         self, plan: RunPlan, *, folder: Path, can_grow: bool, entry: str = TRAIN_ENTRY
@@ -58,7 +58,7 @@ class RayTrainGroup:
             plan: Whose grid and cluster section say what a worker needs.
             folder: Where Train keeps its own records.
             can_grow: Nodes may still join, so that lack of room is a reason to wait.
-            entry: Module that a worker runs; see worker.Entry.
+            entry: Module that a worker runs; see worker_actor.EntryModule.
         """
         self._plan, self._folder, self._can_grow, self._entry = plan, folder, can_grow, entry
         self._spec: AttemptSpec | None = None

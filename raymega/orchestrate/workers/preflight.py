@@ -51,7 +51,7 @@ class PreflightResult:
     """What a node says (worker to driver); an empty text is a yes.
 
     Attributes:
-        versions: As of probes.local_versions.
+        versions: As of node_probes.local_versions.
         sees_driver: It reads what the driver wrote, or why not.
         writes: It has written its own object, or why not.
         sees_data: It reads the dataset that the driver reads, or why not.
