@@ -10,12 +10,24 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 
-from raymega.chaos.experiment import ChaosExperiment, Verdict, run_baseline, run_drill
-from raymega.chaos.fault_schedule import DRAWN, ScheduledFault, draw_faults, draw_victims
-from raymega.chaos.faults import KINDS, ChaosFault, parse_faults
+from raymega.chaos.experiment import (
+    ChaosExperiment,
+    Verdict,
+    run_baseline,
+    run_drill,
+    verdict_object,
+)
+from raymega.chaos.faults import (
+    DRAWN,
+    KINDS,
+    ChaosFault,
+    ScheduledFault,
+    draw_faults,
+    draw_victims,
+    parse_faults,
+)
 from raymega.chaos.network import missing
 from raymega.chaos.plot import draw_verdict
-from raymega.chaos.report import verdict_object
 from raymega.chaos.sandbox import sandbox
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, raise_faults

@@ -29,9 +29,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymega.config.schema import ClusterSection
 from raymega.errors import Fault
-from raymega.orchestrate.cluster.draining_nodes import DrainingNodes
 from raymega.orchestrate.cluster.node_inventory import (
     Device,
+    DrainingNodes,
     find_device,
     list_nodes,
     worker_resources,

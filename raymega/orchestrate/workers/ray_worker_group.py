@@ -343,9 +343,9 @@ class RayWorkerGroup:
         """One worker of each node answers for it."""
         by_node = {slot.location.node_id: slot for slot in taken if slot.location}
         addresses = {node: slot.location.address for node, slot in by_node.items() if slot.location}
-        preflight_check, new = preflight.begin(addresses)
+        check, new = preflight.begin(addresses)
         for node in new:
-            self._calls.submit(by_node[node], "answer", preflight_check, on_result=self._on_answer)
+            self._calls.submit(by_node[node], "answer", check, on_result=self._on_answer)
 
     def _on_answer(self, slot: WorkerSlot, answer: PreflightResult) -> Reports:
         assert self._preflight and slot.location, "only a slot with a place was asked"

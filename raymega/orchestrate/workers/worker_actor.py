@@ -93,9 +93,9 @@ class Worker:
                 gc.freeze()  # later looks leave it out too, 0.1 s at the end of an attempt
                 gc.enable()
 
-    def answer(self, preflight_check: PreflightCheck) -> PreflightResult:
+    def answer(self, check: PreflightCheck) -> PreflightResult:
         """What this node says before anything trains on it."""
-        return answer_question(preflight_check, ray.get_runtime_context().get_node_id())
+        return answer_question(check, ray.get_runtime_context().get_node_id())
 
     def host_rendezvous(self, host: str) -> str:
         """Rank 0 only: open the meeting place of the next attempt and return its address."""
