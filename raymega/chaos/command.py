@@ -169,7 +169,6 @@ def _job_faults(job: Job) -> list[Fault]:
 def _cpus_per_node(job: Job) -> float:
     """Two nodes hold the grid and its spares; those beyond are there to take a lost one's place."""
     plan = make_plan(job)
-    is_free = job.parallel.is_tp_across_nodes_allowed
-    block = block_size(plan.grid, is_tp_across_nodes_allowed=is_free)
+    block = block_size(plan.grid, job.parallel)
     workers = plan.grid.world_size + job.elastic.spares
     return ceil(workers / 2 / block) * block * job.cluster.cpus_per_worker

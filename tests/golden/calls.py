@@ -114,12 +114,12 @@ def _waits_for_ever(_folder: Path) -> None:
 
 
 def _no_room(_folder: Path) -> None:
-    place_ranks((), make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
+    place_ranks((), make_test_plan("parallel.tp=2").grid, block=2)
 
 
 def _group_is_parted(_folder: Path) -> None:
     places = [WorkerLocation(node_id=name, address="", pid=0) for name in ("a", "b")]
-    assign_ranks(places, make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
+    assign_ranks(places, make_test_plan("parallel.tp=2").grid, block=2)
 
 
 def _no_digits_dropped(_folder: Path) -> None:

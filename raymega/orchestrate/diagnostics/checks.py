@@ -31,7 +31,7 @@ from raymega.orchestrate.cluster.node_probes import (
     time_store,
     version_fault,
 )
-from raymega.orchestrate.core.rank_placement import WorkerLocation, place_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import AttemptSpec
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.plan.hardware.lookup import nvlink_bytes_per_s
@@ -99,9 +99,8 @@ def check_resources(plan: RunPlan | None) -> Iterator[CheckFinding]:
     values = {"nodes": len(nodes), "cpus": cpus, "gpus": gpus}
     fact = f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs"
     if plan is not None:
-        is_free = plan.job.parallel.is_tp_across_nodes_allowed
         try:
-            place_ranks(nodes, plan.grid, is_tp_across_nodes_allowed=is_free)
+            place_ranks(nodes, plan.grid, block=block_size(plan.grid, plan.job.parallel))
         except CapacityError as error:
             yield _problem("resources", error.faults[0], values)
             return
