@@ -26,7 +26,7 @@ from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
-from raymega.orchestrate.core.rank_placement import place_ranks
+from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import WorkerGroup
 from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
 from raymega.orchestrate.driver.controller import Controller
@@ -240,9 +240,8 @@ def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     open_record(open_store(run_uri(job)), job, now=SystemClock().timestamp())
     open_session(address)
     try:
-        is_free = job.parallel.is_tp_across_nodes_allowed
         nodes = list_nodes(job.cluster)
-        node_of = place_ranks(nodes, plan.grid, is_tp_across_nodes_allowed=is_free)
+        node_of = place_ranks(nodes, plan.grid, block=block_size(plan.grid, job.parallel))
         raise_faults(ConfigError, memory_faults(plan, node_of, node_memory()))
     finally:
         close_session()

@@ -24,8 +24,8 @@ from raymega.orchestrate.cluster.node_probes import version_fault
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_up_error
 from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
 from raymega.orchestrate.core.state import RunState, State
-from raymega.orchestrate.driver.exit_errors import nothing_readable, stopped
-from raymega.orchestrate.driver.rollbacks import ROLLBACKS, read_rollbacks
+from raymega.orchestrate.driver.restore_point import ROLLBACKS, nothing_readable, read_rollbacks
+from raymega.orchestrate.driver.run_context import stopped
 from raymega.orchestrate.jobs.submission import make_submission
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
@@ -43,13 +43,13 @@ from raymega.schedule.stage_placement import Placement, Program
 from raymega.schedule.table import make_schedule
 from raymega.storage.keys import check_key
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
 from raymega.tracking.names import check_names
 from tests.golden.faults import NO_FAULT
 from tests.golden.scenery import verify_job
 from tests.golden.scratch import plain
 from tests.support.fakes import FakeClock
 from tests.support.jobs import VERIFY, make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, save_checkpoint
 from tests.unit.convert.folders import NOW
 
@@ -115,12 +115,12 @@ def _waits_for_ever(_folder: Path) -> None:
 
 
 def _no_room(_folder: Path) -> None:
-    place_ranks((), make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
+    place_ranks((), make_test_plan("parallel.tp=2").grid, block=2)
 
 
 def _group_is_parted(_folder: Path) -> None:
     places = [WorkerLocation(node_id=name, address="", pid=0) for name in ("a", "b")]
-    assign_ranks(places, make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
+    assign_ranks(places, make_test_plan("parallel.tp=2").grid, block=2)
 
 
 def _no_digits_dropped(_folder: Path) -> None:

@@ -19,7 +19,7 @@ from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import CheckpointError, RaymegaError
 from raymega.messages import Evaluated, Report, SaveAdvanced, SaveSkipped, ShardSaved
 from raymega.orchestrate.core.clock import Clock
-from raymega.orchestrate.core.worker_status import WorkerStatus
+from raymega.orchestrate.core.worker_group_api import WorkerStatus
 from raymega.orchestrate.driver.rank_reports import RankCollector
 from raymega.orchestrate.driver.save_requests import SaveRequests
 from raymega.plan.run_plan import RunPlan
