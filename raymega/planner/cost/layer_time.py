@@ -13,7 +13,6 @@ from functools import partial
 from raymega.config.schema import MemorySection
 from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.hardware.lookup import fitted_hardware
 from raymega.plan.memory.activation_bytes import ActivationShape, layer_bytes
 from raymega.plan.stages import Stage
 from raymega.planner.cost.context_cost import shape_cost
@@ -358,5 +357,5 @@ def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
     if parallel.cp == 1:
         return 0.0
     cost = shape_cost(shape, parallel.cp_method)
-    exposed = cost.exposed_s(fitted_hardware(device), span=parallel.tp * parallel.cp)
+    exposed = cost.exposed_s(device, span=parallel.tp * parallel.cp)
     return (exposed + memory_s(device, cost.added_bytes)) / 2

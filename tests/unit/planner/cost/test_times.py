@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.hardware.catalog import CATALOGUE, accelerator
-from raymega.plan.hardware.lookup import fitted_hardware
 from raymega.plan.memory.activation_bytes import activation_shape
 from raymega.plan.run_plan import make_plan
 from raymega.planner.cost.context_cost import METHODS, shape_cost
@@ -189,8 +188,8 @@ def test_waiting_is_that_of_the_formulas_of_context_parallelism():
     job = plan_of("parallel.cp=4", "parallel.tp=4", "parallel.dp=1").job
     shape = activation_shape(job)
     cost = shape_cost(shape, "ring")
-    hardware = fitted_hardware(H100.with_older_attention())
-    expected = cost.exposed_s(hardware, span=16) + memory_s(H100, cost.added_bytes)
+    device = H100.with_older_attention()
+    expected = cost.exposed_s(device, span=16) + memory_s(H100, cost.added_bytes)
     assert layer_time(shape, H100, RAYMEGA).context_parallel_s == pytest.approx(expected / 2)
 
 
