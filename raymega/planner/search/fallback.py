@@ -17,6 +17,7 @@ from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.validation.unused_fields import settled
 from raymega.planner.cost.peak_memory import memory_use
+from raymega.planner.search.candidates import ON_GRID
 from raymega.planner.search.selection import anywhere, best_grid
 
 MOST_SEARCHES = 8
@@ -62,10 +63,10 @@ def smaller_plan(
     # Beyond here a replica is cut anew.
     for num_workers in range(most, max(least, most - MOST_SEARCHES + 1) - 1, -1):
         try:
-            found = best_grid(_on_grid(job), num_workers, device or SEARCH_DEVICE, fits=fits).found
+            on_grid = job.with_values(cluster=ON_GRID)
+            return best_grid(on_grid, num_workers, device or SEARCH_DEVICE, fits=fits).found.plan
         except PlanError:
             continue
-        return found.plan
     return None
 
 
@@ -105,14 +106,7 @@ def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Itera
 
 
 def _changed(job: Job, **parallel: int | str) -> Job:
-    changed = job.parallel.model_copy(update=parallel)
-    return settled(_on_grid(job).model_copy(update={"parallel": changed}))
-
-
-def _on_grid(job: Job) -> Job:
-    """As many workers as the grid has ranks."""
-    cluster = job.cluster.model_copy(update={"num_workers": "grid"})
-    return job.model_copy(update={"cluster": cluster})
+    return settled(job.with_values(parallel=parallel, cluster=ON_GRID))
 
 
 def _plan_or_none(job: Job) -> RunPlan | None:

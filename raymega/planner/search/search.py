@@ -198,10 +198,8 @@ class _Judge:
 
 def _least(plan: RunPlan, ranks: Sequence[RankClass]) -> int:
     """Bytes below which no sharding brings the fullest rank's state."""
-    parallel = plan.job.parallel.model_copy(
-        update={"sharding": SHARDINGS[-1], "data_parallel_shard_degree": "all"}
-    )
-    job = plan.job.model_copy(update={"parallel": parallel})
+    most_cut = {"sharding": SHARDINGS[-1], "data_parallel_shard_degree": "all"}
+    job = plan.job.with_values(parallel=most_cut)
     states = (state_of(job, rank.elements, plan.grid) for rank in ranks)
     # Without what is gathered for a use, which lower levels have not.
     return RESERVED_BYTES + max(each.total_bytes - each.passing_bytes for each in states)

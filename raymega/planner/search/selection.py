@@ -93,8 +93,7 @@ def _for_workers(job: Job, num_workers: int) -> Job:
     """A job that names its workers by number is one for these."""
     if job.cluster.num_workers == "grid":
         return job
-    cluster = job.cluster.model_copy(update={"num_workers": num_workers})
-    return job.model_copy(update={"cluster": cluster})
+    return job.with_values(cluster={"num_workers": num_workers})
 
 
 def _nowhere(job: Job, num_workers: int, tried: int) -> Fault:
