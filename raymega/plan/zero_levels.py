@@ -1,7 +1,7 @@
 """Levels of sharding: what the ranks that hold the same parameters share out, each level the ones before too.
 
 Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020. What a
-level costs in bytes is state_size's, in seconds replica_time's.
+level costs in bytes is state_bytes', in seconds data_parallel_time's.
 """
 
 from __future__ import annotations

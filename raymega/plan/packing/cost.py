@@ -1,7 +1,7 @@
 """What a pack of documents costs the ranks that hold it together: seconds, by formula.
 
 Linear layers cost by the token, attention by the pair of tokens inside a document, the ring of keys
-and values by what it carries. It knows no schedule and takes no decision; plan.dynamic_cp compares.
+and values by what it carries. It knows no schedule and takes no decision; dynamic_cp compares.
 """
 
 from __future__ import annotations

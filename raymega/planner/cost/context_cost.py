@@ -1,7 +1,7 @@
 """What each way of context parallelism costs a rank in one layer and micro-batch: pure formulas.
 
 FLOPs of its blocks, bytes that it sends to neighbours and around, memory beyond what is kept. Which
-way is the best for packs of documents is plan.dynamic_cp's; rates of hardware are plan.hardware's.
+way is the best for packs of documents is dynamic_cp's; rates of hardware are catalog's.
 """
 
 from __future__ import annotations

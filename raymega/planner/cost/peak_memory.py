@@ -1,6 +1,6 @@
 """Bytes that a rank needs at the most: state, activations in flight, and what the device keeps back.
 
-State is state_size's and activations are activations' to count; here they are put together for every
+State is state_bytes' and activations are activation_bytes' to count; here they are put together for every
 rank of the pipeline, by closed forms that the lists of the schedules agree with.
 """
 

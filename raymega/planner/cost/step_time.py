@@ -1,7 +1,7 @@
 """Seconds of one optimizer step by part, before anything runs.
 
 It puts stages together into a pipeline, and adds what happens once a step. Times of stages are
-stage_costs', of transfers link_time's.
+stage_costs', of transfers collective_time's.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def step_time(
     fp8_coverage: Fp8Coverage | None = None,
     known: PrecomputedCosts | None = None,
 ) -> StepTime:
-    """Of a step of ``plan``'s batch by closed forms; fill_time's for the bubble.
+    """Of a step of ``plan``'s batch by closed forms; pipeline_bubble_time's for the bubble.
 
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
     ``fp8_coverage`` are products in fp8 of all blocks, where the job itself says nothing of it.

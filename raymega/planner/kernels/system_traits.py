@@ -1,6 +1,6 @@
 """How a training system works, where that decides its speed: facts, not fitted numbers.
 
-raymega's own are stated here; those of systems whose runs were published are published's.
+raymega's own are stated here; those of systems whose runs were published are published_runs'.
 """
 
 from __future__ import annotations

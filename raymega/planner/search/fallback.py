@@ -1,7 +1,7 @@
 """The layout that a job falls back to when fewer workers are left than its grid needs.
 
 Replicas go first: then no parameter changes its place on the grid, and only the number of
-micro-batches rises. When not even one replica is left, it is plan.choice that chooses. The global batch, and so
+micro-batches rises. When not even one replica is left, it is selection that chooses. The global batch, and so
 the samples of each step, stay what they were on every grid.
 """
 

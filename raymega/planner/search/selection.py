@@ -60,7 +60,7 @@ def best_grid(
     """The layout of ``job`` with the shortest step on ``num_workers``.
 
     The same arguments give the same layout. What a run computes does not depend on it, so that any
-    choice continues any run. What to do with fewer workers than a grid needs is plan.fallback's.
+    choice continues any run. What to do with fewer workers than a grid needs is fallback's.
 
     Args:
         job: Its model, batch and data stay.
