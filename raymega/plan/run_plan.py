@@ -65,7 +65,11 @@ class RunPlan:
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages that ``rank`` runs, by chunk."""
-        placement, pp_rank = self.placement, self.grid.coords(rank).pp
+        return self.chunks_of(self.grid.coords(rank).pp)
+
+    def chunks_of(self, pp_rank: int) -> tuple[Stage, ...]:
+        """The same of every rank at ``pp_rank``."""
+        placement = self.placement
         return tuple(
             self.stages[placement.stage(pp_rank, chunk)] for chunk in range(placement.chunks)
         )

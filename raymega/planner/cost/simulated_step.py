@@ -62,10 +62,10 @@ def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
 
 def play(plan: RunPlan, device: Accelerator, *, num_micro_batches: int) -> Simulation:
     """The pipeline of a step with so many micro-batches."""
-    placement, times = plan.placement, stage_times(plan, device)
+    times = stage_times(plan, device)
     by_rank = [
-        [times[placement.stage(rank, chunk)].durations for chunk in range(placement.chunks)]
-        for rank in range(plan.grid.pp)
+        [times[stage.index].durations for stage in plan.chunks_of(pp_rank)]
+        for pp_rank in range(plan.grid.pp)
     ]
     sizes = plan.sizes(_batch(plan, num_micro_batches))
     program = make_schedule(plan.job.schedule.name, sizes)
