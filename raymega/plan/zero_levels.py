@@ -56,11 +56,7 @@ def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
     """How many of ``replicas`` share one copy of the state out."""
     if parallel.sharding == "none":
         return 1
-    return (
-        replicas
-        if parallel.data_parallel_shard_degree == "all"
-        else parallel.data_parallel_shard_degree
-    )
+    return data_parallel_shard_size(parallel) or replicas
 
 
 SHARDING_FIELDS = (

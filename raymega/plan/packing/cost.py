@@ -16,6 +16,8 @@ from raymega.plan.tensor_table import layer_tensors
 
 KV_BACKWARD = 3
 """Backward carries keys, values and the gradients of both round: twice forward's bytes, so 3 in all."""
+KERNELS_OF_A_LAYER = 60
+"""Launches of its forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,22 +76,18 @@ def make_pack_cost(
     *,
     layers: int,
     tp: int = 1,
-    has_head: bool = True,
-    kernels_per_layer: int = 60,
 ) -> PackCost:
-    """The costs of ``layers`` layers of ``model`` in 16 bits on ``device``.
+    """The costs of ``layers`` layers of ``model`` and its head in 16 bits on ``device``.
 
     Args:
         model: Whose layers.
         device: What the ranks are.
         layers: Of the pipeline stage.
         tp: Ranks that share each layer's work; what they send each other is not counted.
-        has_head: The stage ends with the projection to the vocabulary.
-        kernels_per_layer: Launches of a layer's forward and backward.
     """
     fitted = device.fitted
     weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
-    head = model.vocab_size * model.hidden_size if has_head else 0
+    head = model.vocab_size * model.hidden_size
     token_flops = FORWARD_AND_BACKWARD * 2 * (layers * weights + head) / tp
     # Two products forward; backward makes the scores again, so five: 7 / 2 of forward.
     pair_flops = 3.5 * 2 * 2 * model.num_heads * model.head_width * layers / tp
@@ -100,6 +98,6 @@ def make_pack_cost(
         near_s=KV_BACKWARD * kv_bytes * layers / device.reached_link_bytes_per_s,
         far_s=KV_BACKWARD * kv_bytes * layers / device.reached_network_bytes_per_s,
         hop_s=2 * layers * fitted.network_latency_s,
-        start_s=layers * kernels_per_layer * fitted.launch_s,
+        start_s=layers * KERNELS_OF_A_LAYER * fitted.launch_s,
         ranks_per_node=device.devices_per_node // tp,
     )

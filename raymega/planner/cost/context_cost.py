@@ -67,20 +67,15 @@ def context_costs(job: Job) -> tuple[ContextCost, ...]:
     parallel, model = job.parallel, job.model
     heads = parallel.tp, model.num_heads, model.num_kv_heads
     return tuple(
-        context_cost(job, method)
+        shape_cost(activation_shape(job), method)
         for method in METHODS
         if parallel.cp > 1
         and not exchange_faults(parallel.cp, method, parallel.hierarchical_cp_size, *heads)
     )
 
 
-def context_cost(job: Job, method: str) -> ContextCost:
-    """Of ``method`` for the job's micro-batch and layers; one document a row."""
-    return shape_cost(activation_shape(job), method)
-
-
 def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
-    """The same from what activations are counted by."""
+    """Of ``method`` for a micro-batch and a layer as ``shape`` has them; one document a row."""
     model, parallel = shape.model, shape.parallel
     cp = parallel.cp
     inner = {"all_to_all": cp, "hybrid": parallel.hierarchical_cp_size}.get(method, 1)
