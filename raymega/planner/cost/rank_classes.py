@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
-from raymega.plan.memory.state_bytes import ElementCounts, Elements
+from raymega.plan.memory.state_bytes import Elements, rank_elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 
@@ -40,14 +40,8 @@ def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
     return stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends
 
 
-def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[RankClass, ...]:
-    """Those of a plan, that of the first rank first.
-
-    Args:
-        plan: Of which.
-        counts: Of its model, when others have asked for some of them before.
-    """
-    counts = counts or ElementCounts(plan.job)
+def rank_kinds(plan: RunPlan) -> tuple[RankClass, ...]:
+    """Those of a plan, that of the first rank first."""
     shape = activation_shape(plan.job)
     alike: dict[tuple[StageKind, ...], list[int]] = {}
     for pp_rank in range(plan.grid.pp):
@@ -56,7 +50,7 @@ def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[Rank
     return tuple(
         RankClass(
             pp_ranks=tuple(pp_ranks), stages=(stages := plan.chunks_of(pp_ranks[0])), kinds=kinds,
-            elements=counts.of(stages, plan.grid),
+            elements=rank_elements(plan.job, stages, plan.grid),
         )
         for kinds, pp_ranks in alike.items()
     )  # fmt: skip
