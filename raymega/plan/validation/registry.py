@@ -16,8 +16,7 @@ from raymega.errors import Fault
 from raymega.plan import init_from_rules
 from raymega.plan.fp8_layers import FP8_CHECKS
 from raymega.plan.grid import grid_faults, world_fault
-from raymega.plan.layer_split import EVEN_ONLY, KINDS, layer_counts, placement_faults
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import EVEN_ONLY, KINDS, layer_counts, make_stages, placement_faults
 from raymega.plan.validation.attention import HEAD_CHECKS
 from raymega.plan.validation.checkpoint import buffer_faults, keep_best_faults
 from raymega.plan.validation.context_parallel import (

@@ -15,10 +15,9 @@ from typing import Any
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.planner.calibration.fit import OF_A_STEP, Case, calibrate
 from raymega.planner.cost.step_time import step_time
-from raymega.planner.search.candidates import ON_GRID
 
 METRICS_FILE = "metrics.jsonl"
 LEFT_OUT = 2

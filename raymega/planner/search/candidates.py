@@ -13,6 +13,7 @@ from typing import Any, get_args
 from raymega.config.schema import Job, ParallelSection, ScheduleSection
 from raymega.plan.fp8_layers import goes_by_micro_batch
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.run_plan import ON_GRID
 from raymega.plan.validation.unused_fields import settled
 from raymega.schedule.table import SCHEDULES
 
@@ -33,8 +34,6 @@ CHOSEN = (
     "schedule.name", "schedule.chunks", MICRO_BATCH_SIZE, "memory.recompute",
 )  # fmt: skip
 """Fields that a search sets where nobody holds them."""
-ON_GRID = {"num_workers": "grid"}
-"""Of the section cluster: as many workers as the grid has ranks."""
 _FOLLOWING: dict[str, dict[str, Any]] = {
     "parallel": {
         "first_stage_layers": "even", "last_stage_layers": "even",

@@ -14,10 +14,9 @@ from raymega.config.schema import Job
 from raymega.errors import PlanError
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
-from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.plan.validation.unused_fields import settled
 from raymega.planner.cost.peak_memory import memory_use
-from raymega.planner.search.candidates import ON_GRID
 from raymega.planner.search.selection import anywhere, best_grid
 
 MOST_SEARCHES = 8
