@@ -1,7 +1,7 @@
 """Levels of sharding: what the ranks that hold the same parameters share out, each level the ones before too.
 
 Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020. What a
-level costs in bytes is state_size's, in seconds replica_time's.
+level costs in bytes is state_bytes', in seconds data_parallel_time's.
 """
 
 from __future__ import annotations
@@ -53,8 +53,4 @@ def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
     """How many of ``replicas`` share one copy of the state out."""
     if parallel.sharding == "none":
         return 1
-    return (
-        replicas
-        if parallel.data_parallel_shard_degree == "all"
-        else parallel.data_parallel_shard_degree
-    )
+    return data_parallel_shard_size(parallel) or replicas

@@ -12,8 +12,7 @@ from typing import Any, get_args
 
 from raymega.config.schema import Job
 from raymega.plan.grid import AXES
-from raymega.plan.layer_split import EVEN_ONLY, KINDS, LAYER
-from raymega.plan.stages import even_counts
+from raymega.plan.stages import EVEN_ONLY, KINDS, LAYER, even_counts
 from raymega.plan.validation.unused_fields import PARTNERS
 from raymega.schedule.table import MANY, SCHEDULES
 

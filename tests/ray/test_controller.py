@@ -22,7 +22,6 @@ from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
 from tests.support.local_ray import leftovers
-from tests.support.memory_store import MemoryStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

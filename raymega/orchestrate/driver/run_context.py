@@ -320,7 +320,7 @@ class RunContext:
             clock=self._clock,
         )
         self._ranks = RankReports(plan)
-        self._is_announced = False
+        self._is_announced: bool = False
 
 
 def stopped(record: RunRecord, state: RunState) -> PreemptedError:

@@ -7,8 +7,7 @@ from typing import Any
 
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
-from raymega.plan.layer_split import EVEN_ONLY, KINDS, layer_counts, placement_faults
-from raymega.plan.stages import make_stages
+from raymega.plan.stages import EVEN_ONLY, KINDS, layer_counts, make_stages, placement_faults
 from raymega.plan.validation.rule import fields, reads
 from raymega.plan.validation.unused_fields import default_of
 from raymega.schedule.order import make_sizes
