@@ -70,6 +70,8 @@ class RunContext:
         error: Why the driver gave up, if it did.
     """
 
+    _is_announced: bool
+
     def __init__(
         self,
         plan: RunPlan,
@@ -320,7 +322,7 @@ class RunContext:
             clock=self._clock,
         )
         self._ranks = RankReports(plan)
-        self._is_announced: bool = False
+        self._is_announced = False
 
 
 def stopped(record: RunRecord, state: RunState) -> PreemptedError:
