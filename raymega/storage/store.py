@@ -37,6 +37,41 @@ class Store(Protocol):
         """Remove an object; a missing key is no error."""
 
 
+class ForwardingStore:
+    """The Store protocol around another store, as safe from several threads as that is.
+
+    What a subclass does not define is the other store's, and it has no ReadsInto.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def uri(self) -> str:
+        """See Store."""
+        return self._store.uri
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
+        """See Store."""
+        self._store.put(key, chunks, overwrite=overwrite)
+
+    def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
+        """See Store."""
+        return self._store.get(key, start=start, num_bytes=num_bytes)
+
+    def size(self, key: str) -> int:
+        """See Store."""
+        return self._store.size(key)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """See Store."""
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        self._store.delete(key)
+
+
 @runtime_checkable
 class ReadsInto(Protocol):
     """What a store may do beside that: bring bytes to where they are wanted, without others' memory."""
