@@ -51,7 +51,10 @@ class ReadsInto(Protocol):
 
 
 class DelegatingStore:
-    """The Store protocol around another one, to be changed in part; as safe from threads as that is."""
+    """The Store protocol around another one, to be changed in part; as safe from threads as that is.
+
+    It has no ReadsInto, whatever the other has.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -16,7 +16,7 @@ from raymega.checkpoint.format.manifest import read_manifest
 from raymega.checkpoint.load.init_from import WEIGHTS, starting_manifest, upcycling_of
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
-from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, Near, SaveLimits
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection, Job
@@ -130,13 +130,14 @@ def _train(
     phases.passed("built")
     state = _restore(parts, start, progress)
     phases.passed("restored")
+    near = _near_store(plan.job)
     writer = CheckpointWriter(
         open_store(start.run_uri),
         rank=start.rank,
         attempt=start.attempt,
         report=channel.report,
         limits=_limits(plan),
-        local_cache=_near_tier(plan.job),
+        local_cache=LocalCache(near) if near else None,
     )
     snapshots = None
     if plan.job.elastic.snapshot_every:
@@ -171,11 +172,6 @@ def _near_store(job: Job) -> StateStore | None:
     """The run's folder on this node's own disk, when the job keeps one."""
     uri = job.checkpoint.local_uri
     return None if uri == "none" else open_store(f"{uri.rstrip('/')}/{job.run.name}")
-
-
-def _near_tier(job: Job) -> Near:
-    local_cache = _near_store(job)
-    return NO_NEAR_TIER if local_cache is None else LocalCache(local_cache)
 
 
 def _restore(
