@@ -13,6 +13,7 @@ from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.hardware.catalog import CATALOGUE, accelerator
 from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import make_plan
 from raymega.planner.cost.context_cost import METHODS, shape_cost
 from raymega.planner.cost.layer_time import head_time, layer_time
@@ -192,6 +193,17 @@ def test_waiting_is_that_of_the_formulas_of_context_parallelism():
     device = H100.with_older_attention()
     expected = cost.exposed_s(device, span=16) + memory_s(H100, cost.added_bytes)
     assert layer_time(shape, H100, RAYMEGA).context_parallel_s == pytest.approx(expected / 2)
+
+
+def test_copies_of_a_node_s_shards_are_summed_over_the_network():
+    sharded = "parallel.sharding=optimizer", "parallel.data_parallel_shard_degree=8"
+    plan = plan_of("parallel.tp=1", "parallel.pp=1", "parallel.dp=16", *sharded)
+    slow = replace(H100, network_bytes_per_s=H100.network_bytes_per_s / 1000)
+    fast_s, slow_s = (step_time(plan, device).data_parallel_s for device in (H100, slow))
+    held = rank_elements(plan.job, plan.stages, plan.grid)
+    sent = 4 * held.total / 8  # two nodes: half of a gradient's part each way, twice
+    later = sent / slow.reached_network_bytes_per_s - sent / H100.reached_network_bytes_per_s
+    assert slow_s - fast_s == pytest.approx(later)
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.dp=8", "parallel.pp=2")], ids=str)
