@@ -184,6 +184,16 @@ def _manifest_twice(folder: Path) -> None:
     commit(store, replace(manifest, created="later"))
 
 
+def _folder_of_runs(folder: Path) -> None:
+    open_checkpoint(str(folder))
+
+
+def _model_of_hugging_face(folder: Path) -> None:
+    (folder / "published").mkdir()
+    (folder / "published" / "config.json").write_text("{}")
+    open_checkpoint(str(folder / "published"))
+
+
 def _absent_tensor(folder: Path) -> None:
     open_checkpoint(str(folder / "ours")).read("model/layers.0.mlp.up.weights")
 
@@ -288,6 +298,8 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "a save with lost reports": _lost_reports,
     "a manifest that is there already": _manifest_twice,
     "a tensor that no checkpoint has": _absent_tensor,
+    "a folder of runs": _folder_of_runs,
+    "a model of Hugging Face": _model_of_hugging_face,
     "a run with a living driver": _run_is_held,
     "a run that another driver took": _run_was_taken,
     "a store that creates an object twice": _two_of_one_object,
