@@ -42,13 +42,13 @@ from raymega.schedule.stage_placement import Placement, Program
 from raymega.schedule.table import make_schedule
 from raymega.storage.keys import check_key
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
 from raymega.tracking.names import check_names
 from tests.golden.faults import NO_FAULT
 from tests.golden.scenery import verify_job
 from tests.golden.scratch import plain
 from tests.support.fakes import FakeClock
 from tests.support.jobs import VERIFY, make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, save_checkpoint
 from tests.unit.convert.folders import NOW
 

@@ -11,7 +11,6 @@ from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
-from raymega.storage.memory import MemoryStore
 from raymega.storage.registry import open_store
 from raymega.tracking.sink import (
     CheckpointCommitted,
@@ -25,6 +24,7 @@ from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
 from tests.support.local_ray import leftovers
+from tests.support.memory_store import MemoryStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

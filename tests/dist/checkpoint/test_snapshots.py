@@ -10,7 +10,6 @@ from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.messages import Replicas, Requests, StepDone
 from raymega.plan.run_plan import read_plan
 from raymega.plan.snapshot_replicas import copy_nodes, snapshot_cost
-from raymega.storage.memory import MemoryStore
 from raymega.storage.memory_server import MemoryStoreServer
 from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.replicated_store import ReplicatedStore
@@ -19,6 +18,7 @@ from raymega.train.loop import run_loop
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, state_from
 from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist

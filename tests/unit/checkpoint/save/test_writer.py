@@ -18,8 +18,8 @@ from raymega.checkpoint.save.writer import RETRY, CheckpointWriter, SaveLimits
 from raymega.errors import StorageError
 from raymega.messages import SaveAdvanced, ShardSaved
 from raymega.plan.grid import Grid
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     NO_WAIT,

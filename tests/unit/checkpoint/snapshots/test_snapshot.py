@@ -15,10 +15,10 @@ from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.errors import CheckpointError
 from raymega.messages import Replicas
 from raymega.plan.snapshot_replicas import copy_nodes
-from raymega.storage.memory import MemoryStore
 from raymega.storage.memory_server import MemoryStoreServer
 from raymega.storage.replicated_store import ReplicatedStore
 from tests.support.jobs import make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, STATE, make_blocks, make_grid, same, save_shards
 
 MODEL = MODELS["llama-tied"]

@@ -10,7 +10,7 @@ from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.tools.diff import Side, compare
 from raymega.errors import CheckpointError
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     QUIET,

@@ -6,9 +6,9 @@ import pytest
 from raymega.checkpoint.format.manifest import list_manifests, read_manifest
 from raymega.errors import StorageError
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Committed, Refused
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock, FakeWorkerGroup, FakeWorkers, InlineExecutor
 from tests.support.jobs import make_test_plan
+from tests.support.memory_store import MemoryStore
 
 
 def make_saves(store, executor=None, keep_last=3):

@@ -10,8 +10,8 @@ from raymega.checkpoint.format.manifest import list_manifests
 from raymega.errors import LeaseError, StorageError
 from raymega.orchestrate.run_store.lease import Lease, hold_lease, supports_conditional_put
 from raymega.orchestrate.run_store.lease_holder import this_process
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.format.test_epochs import save
 
 DURATION_S = 30.0
