@@ -6,7 +6,6 @@ Each function says when it goes.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,18 +25,6 @@ def map_blocks_from(num_bytes: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, num_bytes)
-
-
-def ask_for_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask for large pages under the whole pages of [address, address + num_bytes).
-
-    Goes when torch can allocate on huge pages, or share memory that mmap.madvise has been told of.
-    """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    left = address + num_bytes - begin
-    if advice is not None and left > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(left), advice)
 
 
 def enter_network_namespace(file: int) -> None:

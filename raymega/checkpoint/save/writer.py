@@ -184,7 +184,7 @@ class CheckpointWriter:
         try:
             is_cuda = any(block.values.is_cuda for block in blocks)
             save.host.reserve(largest, is_pinned=is_cuda)
-        except RuntimeError as error:  # how torch reports that host memory is used up
+        except (RuntimeError, OSError) as error:  # torch and mmap say so when it is used up
             return self._give_up(save, f"no host memory for the copy: {error}")
         *earlier, last = division.portions or ((),)
         for files in earlier:
