@@ -13,7 +13,7 @@ import torch
 
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
-from raymega.data.loader import Loader, MicroBatch
+from raymega.data.loader import Loader
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.packing import PackedSource
 from raymega.data.rows import Source
@@ -22,7 +22,7 @@ from raymega.model.pipeline_stage import StageModule
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
-from raymega.parallel.context_parallel.context import make_context, make_contexts
+from raymega.parallel.context_parallel.context import MicroBatch, make_context, make_contexts
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.data_parallel.state_tensors import StateTensor

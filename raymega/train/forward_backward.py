@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raymega.data.loader import MicroBatch
+from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.pipeline.executor import StepOutput
 from raymega.train.build import TrainingComponents
 

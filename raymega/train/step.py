@@ -13,7 +13,6 @@ from math import isfinite, sqrt
 
 import torch
 
-from raymega.data.loader import MicroBatch
 from raymega.errors import DataError, Fault
 from raymega.messages import Requests
 from raymega.model.moe.load_balancing import Load
@@ -21,6 +20,7 @@ from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
 from raymega.train.bad_steps import BadStep, BadStepAction, decide, detect_bad_step
