@@ -14,7 +14,7 @@ from raymega.planner.cost.context_cost import shape_cost
 from raymega.planner.cost.optimizer_time import exchanged_bytes
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE, overlap
 from raymega.train.build import build_parts
-from raymega.train.evaluate import evaluate
+from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan

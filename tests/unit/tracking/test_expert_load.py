@@ -18,7 +18,7 @@ from raymega.tracking.expert_load import (
 from raymega.tracking.jsonl import JsonLinesSink
 from raymega.tracking.names import check_names
 from raymega.tracking.sink import ExpertsSeen, RoutingCollapsed
-from raymega.train.expert_load import expert_metrics, expert_report
+from raymega.train.train_statistics import expert_metrics, expert_report
 
 EVEN, PILED = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
 
