@@ -1,6 +1,6 @@
 """The driver's loop: a state machine stepped once a tick, owner of attempts, commits and the run.
 
-It decides when what is due, by asking policies; course does it. It trains nothing, and every wait it
+It decides when what is due, by asking policies; run_context does it. It trains nothing, and every wait it
 makes is bounded.
 """
 

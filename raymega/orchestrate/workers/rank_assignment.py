@@ -1,7 +1,7 @@
 """Who has which rank: chosen among the processes that are there, or by where Ray will put them.
 
-It sets the homes and seats of slots. Which processes there are is slots', and what those with a seat
-are told is the worker group's.
+It sets the homes and ranks of slots. Which processes there are is placement_slots', and what those with a
+rank are told is the worker group's.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Every answer is met in poll by the function that was named when the call was made. Lost processes are
 made up for at once, in the background; who takes a lost rank is decided when the next attempt starts,
-and is seating's.
-It starts no attempt by itself: the controller does.
+and is rank_assignment's. It starts no attempt by itself: the controller does.
 """
 
 from __future__ import annotations
