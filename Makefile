@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo lint check test test-ranks test-clusters test-all golden rehearse
+.PHONY: setup demo lint check test test-ranks test-clusters test-all golden docs rehearse
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.
 setup: $(VENV)/.ok
@@ -55,6 +55,11 @@ test-all: setup
 # Writes tests/golden/files anew: after a change of output that is meant. Read the diff.
 golden: setup
 	$(BIN)/python -m tests.golden.write
+
+# The pages as a site, in site/; a link that leads nowhere is an error.
+docs: setup
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # As root. Brings the cluster files up for real on machines of namespaces, and breaks them: minutes.
 rehearse: setup

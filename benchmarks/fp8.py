@@ -23,7 +23,7 @@ from raymega.messages import Requests
 from raymega.parallel.comm.process_groups import build_groups
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.train.build import build_parts
-from raymega.train.evaluate import evaluate
+from raymega.train.forward_backward import evaluate
 from raymega.train.state import first_state
 from raymega.train.step import train_step
 

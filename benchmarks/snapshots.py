@@ -25,16 +25,16 @@ from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.config.load import parse_mapping
 from raymega.messages import Replicas, Requests
-from raymega.orchestrate.workers.report_queue import ReportQueue
+from raymega.orchestrate.workers.worker_actor import ReportQueue
 from raymega.parallel.comm.process_groups import build_groups, open_world
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.snapshot_replicas import snapshot_cost
-from raymega.storage.memory import MemoryStore
 from raymega.storage.memory_server import MemoryStoreServer, give_memory_back
 from raymega.train.build import build_parts
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import first_state
 from raymega.train.step import train_step
+from tests.support.memory_store import MemoryStore
 
 RANKS = 2
 TOKEN = "benchmark"

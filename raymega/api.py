@@ -27,13 +27,12 @@ from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
-from raymega.orchestrate.core.rank_placement import place_ranks
+from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import WorkerGroup
 from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
-from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
@@ -168,7 +167,8 @@ def train(
         entry: Module that workers run; see orchestrate.worker.Entry.
 
     Raises:
-        ConfigError: The run exists with another model, seed or data, or a node cannot take part.
+        ConfigError: The run exists with another model, seed or data, its store cannot tell two drivers
+            apart, or a node cannot take part.
         LeaseError: Another driver holds the run, or has taken it from this one.
         CapacityError: The cluster has no room.
         PreemptedError: It was asked to stop, and saved.
@@ -197,7 +197,6 @@ def _drive(
     session = open_session(address)
     try:
         with (
-            hold_cluster_lock(lease),
             _watching(job, sinks, choice) as sink,
             ThreadPoolExecutor(max_workers=1) as executor,
         ):
@@ -241,9 +240,8 @@ def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     open_record(open_store(run_uri(job)), job, now=SystemClock().timestamp())
     open_session(address)
     try:
-        is_free = job.parallel.is_tp_across_nodes_allowed
         nodes = list_nodes(job.cluster)
-        node_of = place_ranks(nodes, plan.grid, is_tp_across_nodes_allowed=is_free)
+        node_of = place_ranks(nodes, plan.grid, block=block_size(plan.grid, job.parallel))
         raise_faults(ConfigError, memory_faults(plan, node_of, node_memory()))
     finally:
         close_session()

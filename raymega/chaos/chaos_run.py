@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from raymega.chaos.driver_process import DriverOutput, DriverProcess
 from raymega.chaos.fault_injector import FaultInjector, FaultTarget
-from raymega.chaos.fault_schedule import ScheduledFault
-from raymega.chaos.faults import KINDS, ChaosFault
+from raymega.chaos.faults import KINDS, ChaosFault, ScheduledFault
 from raymega.chaos.phase_barriers import RAISE, Arrival, Gate, arrival_at, close_gate, open_gate
 from raymega.chaos.processes import Memory, look_at
 

@@ -10,12 +10,24 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 
-from raymega.chaos.experiment import ChaosExperiment, Verdict, run_baseline, run_drill
-from raymega.chaos.fault_schedule import DRAWN, ScheduledFault, draw_faults, draw_victims
-from raymega.chaos.faults import KINDS, ChaosFault, parse_faults
+from raymega.chaos.experiment import (
+    ChaosExperiment,
+    Verdict,
+    run_baseline,
+    run_drill,
+    verdict_object,
+)
+from raymega.chaos.faults import (
+    DRAWN,
+    KINDS,
+    ChaosFault,
+    ScheduledFault,
+    draw_faults,
+    draw_victims,
+    parse_faults,
+)
 from raymega.chaos.network import missing
 from raymega.chaos.plot import draw_verdict
-from raymega.chaos.report import verdict_object
 from raymega.chaos.sandbox import sandbox
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, raise_faults
@@ -157,7 +169,6 @@ def _job_faults(job: Job) -> list[Fault]:
 def _cpus_per_node(job: Job) -> float:
     """Two nodes hold the grid and its spares; those beyond are there to take a lost one's place."""
     plan = make_plan(job)
-    is_free = job.parallel.is_tp_across_nodes_allowed
-    block = block_size(plan.grid, is_tp_across_nodes_allowed=is_free)
+    block = block_size(plan.grid, job.parallel)
     workers = plan.grid.world_size + job.elastic.spares
     return ceil(workers / 2 / block) * block * job.cluster.cpus_per_worker

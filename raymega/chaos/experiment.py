@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from raymega.chaos.chaos_run import ChaosRun
 from raymega.chaos.driver_process import DriverOutput, DriverProcess, driver_command
 from raymega.chaos.fault_injector import FaultInjector
-from raymega.chaos.fault_schedule import ScheduledFault
-from raymega.chaos.faults import KINDS, ChaosFault
-from raymega.chaos.leak_check import find_leftovers, forget_gates
+from raymega.chaos.faults import KINDS, ChaosFault, ScheduledFault
 from raymega.chaos.phase_barriers import FOLDER
-from raymega.chaos.processes import Memory
+from raymega.chaos.processes import Memory, is_alive
 from raymega.chaos.run_comparison import RunComparison, compare_runs, surviving
 from raymega.chaos.sandbox import Sandbox
 from raymega.chaos.time_accounting import Incident, TimeBreakdown, incidents, time_sheet
 from raymega.config.schema import Job
 from raymega.errors import Fault, PreemptedError, RaymegaError
 from raymega.plan.run_plan import make_plan
+from raymega.storage.local import PARTIAL_FOLDER
 
 CALM_NAME, TRIED_NAME = "undisturbed", "under-faults"
 PREEMPTED = PreemptedError.exit_code
+PATIENCE_S = 15.0
+"""For what a run leaves to go."""
 Undisturbed = Callable[[int], Sequence[DriverOutput]]
 """What the undisturbed run said up to a step."""
 
@@ -88,6 +90,48 @@ class Verdict:
     faults: Sequence[str]
 
 
+def verdict_object(verdict: Verdict, *, seed: int) -> dict[str, object]:
+    """The verdict as plain values: what `raymega chaos --json` prints, and a file beside the runs."""
+    compared = asdict(verdict.comparison)
+    return {
+        "event": "verdict",
+        "passed": not verdict.faults,
+        "faults": [*verdict.faults],
+        "seed": seed,
+        "code": verdict.code,
+        "incidents": [_incident_object(each) for each in verdict.incidents],
+        "goodput": verdict.sheet.goodput,
+        "wall_s": verdict.sheet.wall_s,
+        "seconds_by_cause": dict(verdict.sheet.by_cause),
+        "loss": {
+            key: compared[key] for key in ("num_steps", "num_equal", "largest", "at", "limit")
+        },
+        "leftovers": [*verdict.leftovers],
+        "memory": [asdict(each) for each in verdict.memory],
+    }
+
+
+def _incident_object(each: Incident) -> dict[str, object]:
+    injected = each.injected
+    return {
+        "kind": injected.fault.kind,
+        "phase": injected.fault.phase,
+        "rank": injected.rank,
+        "step": injected.step,
+        "detection_s": _known(each.detection_s),
+        "recovery_s": _known(each.recovery_s),
+        "lost_steps": each.lost_steps,
+        "source": each.source,
+        "grid_before": dict(each.grid_before),
+        "grid_after": dict(each.grid_after),
+        "cause": each.cause,
+    }
+
+
+def _known(seconds: float) -> float | None:
+    return seconds if seconds >= 0 else None
+
+
 def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence[DriverOutput]:
     """What the undisturbed run says up to step ``last``, on the same cluster.
 
@@ -118,10 +162,10 @@ def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) ->
     output, begun_s = chaos_run.driver.output, chaos_run.driver.begun_s
     found = incidents(output, chaos_run.injected_faults, begun_s)
     box.clear()
-    forget_gates(chaos_run.inflicter.folder)
+    shutil.rmtree(chaos_run.inflicter.folder, ignore_errors=True)  # chaos clears up after itself
     is_tidy = all(KINDS[s.fault.kind].family == "service" for s in chaos_run.injected_faults)
     run = chaos_run.inflicter.folder.parent if is_tidy else None
-    left = find_leftovers(box, output, driver=chaos_run.driver.pid, run=run)
+    left = _find_leftovers(box, output, driver=chaos_run.driver.pid, run=run)
     calm = undisturbed(max(surviving(output), default=0))
     comparison = compare_runs(calm, output, dtype=drill.job.precision.dtype)
     missed = drill.faults[len(chaos_run.injected_faults) :]
@@ -200,3 +244,35 @@ def _chaos_run(
         scheduled_faults=iter(()) if is_calm else drill.scheduled_faults,
         stop_after_s=float("inf") if is_calm else drill.stop_after_s,
     )
+
+
+def _find_leftovers(
+    box: Sandbox, output: Sequence[DriverOutput], *, driver: int, run: Path | None
+) -> list[str]:
+    """What a run should have cleared away, after some time for it to go; by a word each.
+
+    A process that is gone holds no port and no thread. What a killed process had half written stays for a
+    day, so that no living writer loses its file: such files count only when none was killed.
+
+    Args:
+        box: The cluster, on which nothing else runs.
+        output: All that the run's drivers said.
+        driver: Pid of the last of them.
+        run: The run's folder, if it may hold no half-written file.
+    """
+    workers = [e.event["pids"].values() for e in output if e.name == "workers"]
+    pids = {driver, *(pid for started in workers for pid in started)}
+    deadline_s = time.monotonic() + PATIENCE_S
+    while (left := _left(box, pids, run)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return left
+
+
+def _left(box: Sandbox, pids: set[int], run: Path | None) -> list[str]:
+    partial = run / PARTIAL_FOLDER if run else None
+    files = sorted(path.name for path in partial.iterdir()) if partial and partial.is_dir() else []
+    return [
+        *box.leftovers(),
+        *(f"process {pid}" for pid in sorted(pids) if is_alive(pid)),
+        *(f"half-written file {name}" for name in files),
+    ]

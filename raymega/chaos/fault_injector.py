@@ -61,9 +61,9 @@ class FaultInjector:
         actions: Mapping[str, Callable[[FaultTarget], None]] = {
             "kill-worker": lambda at: os.kill(at.pid, signal.SIGKILL),
             "hang": lambda at: os.kill(at.pid, signal.SIGSTOP),
-            "kill-node": self._kill_node,
-            "freeze-node": self._freeze_node,
-            "link-down": self._pull_cable,
+            "kill-node": lambda at: self._lose_node(at, self.box.kill),
+            "freeze-node": lambda at: self._lose_node(at, self.box.freeze),
+            "link-down": lambda at: self._lose_node(at, self.box.cut_off),
             "drain-node": self._drain_node,
             "kill-driver": lambda _: self.driver.signal(signal.SIGKILL),
             "stop-driver": lambda _: self.driver.signal(signal.SIGTERM),
@@ -93,31 +93,19 @@ class FaultInjector:
     def _do_later(self, seconds: float, action: Callable[[], None]) -> None:
         self._later.append((time.monotonic() + seconds, action))
 
-    def _kill_node(self, target: FaultTarget) -> None:
+    def _lose_node(self, target: FaultTarget, how: Callable[[str], None]) -> None:
+        """A node is lost by ``how``; later another one takes its place."""
         if target.node:
-            self._replace_later()
-            self.box.kill(target.node)
-
-    def _freeze_node(self, target: FaultTarget) -> None:
-        if target.node:
-            self._replace_later()
-            self.box.freeze(target.node)
-
-    def _pull_cable(self, target: FaultTarget) -> None:
-        if target.node:
-            self._replace_later()
-            self.box.cut_off(target.node)
+            if self.return_s < float("inf"):
+                self._do_later(self.return_s, lambda: self.box.fill(self.num_nodes))
+            how(target.node)
 
     def _drain_node(self, target: FaultTarget) -> None:
         """Ray is asked for drains once a second, and a tiny job does tens of steps in that."""
         slow_down(self.folder)
         if target.node:
             self.box.drain(target.node, seconds=self.hold_s)
-            self._do_later(self.hold_s, lambda: self._kill_node(target))
-
-    def _replace_later(self) -> None:
-        if self.return_s < float("inf"):
-            self._do_later(self.return_s, lambda: self.box.fill(self.num_nodes))
+            self._do_later(self.hold_s, lambda: self._lose_node(target, self.box.kill))
 
     def _lock_database(self, _target: FaultTarget) -> None:
         """As long as another process holds the lock, the run's own writes are refused."""

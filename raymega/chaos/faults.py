@@ -1,13 +1,14 @@
-"""The faults there are, the phases of a run that they can meet, and how both are written. Pure.
+"""The faults there are, the phases of a run that they can meet, how both are written, and draws of them.
 
-How a fault is inflicted is the injectors'; when one comes is schedule's.
+Pure. How a fault is inflicted is fault_injector's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from random import Random
 
 from raymega.errors import Fault as Mistake
 
@@ -90,6 +91,8 @@ KINDS: Mapping[str, FaultKind] = {
 }
 
 ALIASES = {"freeze-worker": "hang"}
+DRAWN = ("kill-worker", "raise", "kill-node", "store-errors", "store-slow", "kill-driver")
+"""What comes by chance when nobody says what; hangs cost a timeout each and are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +135,6 @@ def parse_faults(text: str, *, rank_of: Sequence[int] = ()) -> list[ChaosFault]:
         raise ValueError(*(mistakes or [_nothing()]))
     ranks = [*rank_of, *[-1] * len(words)]
     return [_parse(word, rank) for word, rank in zip(words, ranks, strict=False)]
-
-
-def legal_cells(*, has_network: bool = False) -> list[tuple[str, str]]:
-    """Every kind of fault in every phase in which it can come, of those that need a network or of the others."""
-    kinds = {kind: facts for kind, facts in KINDS.items() if facts.needs_network == has_network}
-    return [(kind, phase) for kind, facts in kinds.items() for phase in facts.phases]
 
 
 def _parse(word: str, rank: int) -> ChaosFault:
@@ -187,3 +184,31 @@ def _nothing() -> Mistake:
         rule="a list of faults has at least one",
         remedy="write kill-worker@5, or use --mtbf SECONDS",
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledFault:
+    """A fault at a time: ``after_s`` seconds after the one before was made good."""
+
+    kind: str
+    after_s: float
+    rank: int
+
+
+def draw_faults(
+    *, mtbf_s: float, seed: int, world_size: int, kinds: Sequence[str] = DRAWN
+) -> Iterator[ScheduledFault]:
+    """Without end: exponential times of mean ``mtbf_s``, kinds and victims alike by chance."""
+    draw = Random(seed)
+    while True:
+        yield ScheduledFault(
+            kind=draw.choice(list(kinds)),
+            after_s=draw.expovariate(1.0 / mtbf_s),
+            rank=draw.randrange(world_size),
+        )
+
+
+def draw_victims(num_faults: int, *, seed: int, world_size: int) -> list[int]:
+    """The rank of each fault of a list."""
+    draw = Random(seed)
+    return [draw.randrange(world_size) for _ in range(num_faults)]

@@ -16,43 +16,22 @@ from pathlib import Path
 
 from raymega.chaos.phase_barriers import FOLDER
 from raymega.storage.registry import SCHEMES, Backend
-from raymega.storage.store import Store
+from raymega.storage.store import DelegatingStore, Store
 
 TROUBLE_FILE = "trouble"
 SLOW_S = 1.0
 
 
-class FaultyStore:
-    """The Store protocol; safe from any thread."""
+class FaultyStore(DelegatingStore):
+    """Another store, whose writes are in trouble while a file says so."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        super().__init__(store)
         self._trouble = Path(store.uri) / FOLDER / TROUBLE_FILE
-
-    @property
-    def uri(self) -> str:
-        """See Store."""
-        return self._store.uri
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
         """See Store."""
-        self._store.put(key, self._suffered(chunks), overwrite=overwrite)
-
-    def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """See Store."""
-        return self._store.get(key, start=start, num_bytes=num_bytes)
-
-    def size(self, key: str) -> int:
-        """See Store."""
-        return self._store.size(key)
-
-    def list(self, prefix: str) -> Iterator[str]:
-        """See Store."""
-        return self._store.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """See Store."""
-        self._store.delete(key)
+        super().put(key, self._suffered(chunks), overwrite=overwrite)
 
     def _suffered(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """The chunks, as far as the trouble of now lets them come."""

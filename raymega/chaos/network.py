@@ -5,7 +5,6 @@ It takes root on Linux, and leaves nothing behind. What runs in a namespace is t
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -14,7 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-CLONE_NEWNET = 0x40000000
+from raymega.glibc import enter_network_namespace
+
 NAMESPACES = Path("/run/netns")
 TIMEOUT_S = 20.0
 
@@ -46,10 +46,10 @@ class Socket:
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(NAMESPACES / self.namespace, os.O_RDONLY)
         try:
-            _enter(there)
+            enter_network_namespace(there)
             yield
         finally:
-            _enter(own)
+            enter_network_namespace(own)
             os.close(own)
             os.close(there)
 
@@ -110,10 +110,3 @@ class Network:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=TIMEOUT_S)
-
-
-def _enter(namespace: int) -> None:
-    """Of this thread alone."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace, CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")

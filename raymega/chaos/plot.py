@@ -6,18 +6,14 @@ from pathlib import Path
 
 from raymega.chaos.experiment import Verdict
 from raymega.chaos.run_comparison import surviving
+from raymega.tracking.loss_plot import BLUE, GREY, ORANGE, RED, make_figure
 
 SIZE_INCHES = (8.0, 6.0)
-BLUE, GREY, RED, ORANGE = "#2f6fb0", "#8a8f98", "#c0392b", "#d9772b"
 
 
 def draw_verdict(verdict: Verdict, path: Path, *, title: str) -> None:
     """Write the picture; the suffix of ``path`` says its format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(*SIZE_INCHES)
     curves, times = figure.subplots(2, 1, height_ratios=(3, 1))
     for output, color, width, label in (
         (verdict.calm, GREY, 4.0, "undisturbed"),

@@ -12,9 +12,8 @@ import typer
 
 from raymega import api
 from raymega.chaos.command import DrillOptions, drill
-from raymega.chaos.experiment import Verdict
+from raymega.chaos.experiment import Verdict, verdict_object
 from raymega.chaos.faults import KINDS, PHASES
-from raymega.chaos.report import verdict_object
 from raymega.chaos.time_accounting import Incident
 from raymega.cli.tables import table
 from raymega.cli.train import Overrides

@@ -18,6 +18,7 @@ from raymega.checkpoint.tools.inspection import (
     CheckpointSummary,
     list_checkpoints,
     open_checkpoint,
+    runs_below,
     verify_checkpoints,
 )
 from raymega.cli.checkpoint_changes import AsJson, Uri, copy_, now, prune
@@ -133,6 +134,8 @@ def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bo
         return
     if not summaries:
         print(f"no checkpoints at {uri}")
+        if runs := runs_below(uri):
+            print(f"runs below it: {', '.join(runs)}")
         return
     headers = ("checkpoint", "step", "attempt", "created", "files", "bytes", "whole")
     lines = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from raymega.config.schema import Job
 
@@ -12,4 +13,5 @@ def schema() -> None:
 
     Example: raymega schema > job.schema.json
     """
-    print(json.dumps(Job.model_json_schema(), indent=2))
+    text = json.dumps(Job.model_json_schema(), indent=2)
+    print(text.replace(str(Path.home()), "~"))  # of whoever reads the job, not of whoever asks

@@ -1,12 +1,13 @@
 """The job file as frozen pydantic models: one class a top-level key, a description a field.
 
 It owns what a user may write and the rules that one value alone can break. Rules between values
-are in plan.rules; nothing derived is stored here.
+are in plan.validation; nothing derived is stored here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -197,3 +198,8 @@ class Job(Section):
     def run_uri(self) -> str:
         """Folder of the job's run in its store."""
         return f"{self.checkpoint.uri.rstrip('/')}/{self.run.name}"
+
+    def with_values(self, **sections: Mapping[str, Any]) -> Job:
+        """The job with other values in some sections; each must be legal by itself, and none is checked."""
+        changed = {name: getattr(self, name).model_copy(update=v) for name, v in sections.items()}
+        return self.model_copy(update=changed)

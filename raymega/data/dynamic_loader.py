@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from raymega.data.loader import MicroBatch
 from raymega.data.order import sample_window
 from raymega.data.packing import PackedSource, PlacedPiece
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import later_of, positions_of
-from raymega.parallel.context_parallel.context import Context, held_positions
+from raymega.parallel.context_parallel.context import Context, MicroBatch, held_positions
 from raymega.plan.batch import BatchPlan
 from raymega.plan.packing.cost import PackCost
 from raymega.plan.packing.dynamic_cp import (

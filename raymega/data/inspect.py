@@ -19,7 +19,7 @@ from raymega.data.format import (
 )
 from raymega.data.open_split import Shape, StreamDocuments, no_documents, packed
 from raymega.data.remote_dataset import is_remote, local_copy, meta_at, missing_shards, shard_crc32
-from raymega.errors import DataError, Fault, StorageError, raise_faults
+from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.storage.registry import open_store, reading_faults
 
 
@@ -36,10 +36,10 @@ def inspect_dataset(
     Raises:
         ConfigError: There is no dataset.
         DataError: Some of its shards are not what was written; all are named.
-        StorageError: Its store cannot be reached.
+        ConfigError: Its store cannot be reached.
     """
     if is_remote(uri):
-        raise_faults(StorageError, reading_faults(uri, field="URI"))
+        raise_faults(ConfigError, reading_faults(uri, field="URI"))
     meta = meta_at(uri)
     gaps = missing_shards(uri, meta) if is_remote(uri) else size_faults(local_folder(uri), meta)
     raise_faults(DataError, gaps)

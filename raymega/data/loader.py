@@ -6,46 +6,19 @@ It owns nothing that changes: which samples they are is plan.batch's, which rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from raymega.data.order import sample_window
 from raymega.data.rows import Row, Source, empty_row, later_of, positions_of
-from raymega.parallel.context_parallel.context import Context, held_positions, no_context
+from raymega.parallel.context_parallel.context import (
+    Context,
+    MicroBatch,
+    held_positions,
+    no_context,
+)
 from raymega.plan.batch import BatchPlan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """What one forward reads.
-
-    Attributes:
-        tokens: [B, S/cp] int64.
-        labels: [B, S/cp] int64, the token after each token.
-        mask: [B, S/cp] float32, 1 where the label counts; a slot without a sample is all 0.
-        samples: [B] int64, global sample indices, counted from the start of the run; -1 without.
-        positions: [B, S/cp] int64, place of each token in its document; [1, S/cp] where all rows have
-            the same documents.
-        documents: By row, lengths of its whole documents end to end; they add up to S. A single entry
-            stands for all rows.
-        context: The ranks that share this micro-batch out where not all have the same; then samples
-            are [B, S/cp] and ``row_positions`` [B, S/cp] int64 those of the tokens in them.
-        row_positions: See there.
-        later: Labels and mask of as many tokens further ahead as the model predicts, [depth, B, S/cp]
-            each; None where it predicts the next one alone.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    mask: torch.Tensor
-    samples: torch.Tensor
-    positions: torch.Tensor
-    documents: tuple[tuple[int, ...], ...]
-    context: Context | None = None
-    row_positions: torch.Tensor | None = None
-    later: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Loader:

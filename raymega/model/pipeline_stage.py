@@ -22,9 +22,9 @@ from raymega.model.layers.lm_head import Head
 from raymega.model.layers.residual_dropout import ResidualDropout
 from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.model.mtp import FutureLabels, MultiTokenPrediction, with_gradient
-from raymega.model.stage_input import Tokens, rows_of
 from raymega.parallel.context_parallel.context import (
     Context,
+    MicroBatch,
     Rows,
     TokenLayout,
     held_positions,
@@ -245,15 +245,15 @@ class StageModule(nn.Module):
             yield from some if self.blocks_together else ()
             yield from reversed(some)
 
-    def run(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
+    def run(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as training calls it."""
-        rows = rows_of(micro_batch)
+        rows = micro_batch.rows
         parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
         return self(*parts, hidden, micro_batch.samples, rows, micro_batch.later)
 
-    def evaluate(self, micro_batch: Tokens, hidden: Tensor | None) -> Tensor:
+    def evaluate(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
-        rows = rows_of(micro_batch)
+        rows = micro_batch.rows
         self.eval()
         try:
             parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask

@@ -1,7 +1,7 @@
 """In which format an optimizer's state is kept between steps: as masters are, or in fewer bits.
 
 An update works on values of the masters' format, which are made here and kept again. Which tensors have
-fewer bits is plan.optimizer_state's; which of their elements share a scale plan.state_blocks'.
+fewer bits is optimizer_state's; which of their elements share a scale quantized_blocks'.
 """
 
 from __future__ import annotations

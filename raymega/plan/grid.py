@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from typing import TypeVar
 
 from raymega.config.schema import ParallelSection
-from raymega.errors import Fault
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
@@ -42,6 +41,9 @@ class ExpertCoords:
     def on(self, axis: str) -> int:
         """The coordinate on ``axis``."""
         return int(getattr(self, axis))
+
+
+AnyCoords = TypeVar("AnyCoords", Coords, ExpertCoords)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,29 +112,15 @@ class Grid:
         """Coordinates of ``rank``, in [0, world_size)."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the world of {self.world_size} ranks")
-        digits: dict[str, int] = {}
-        for axis in self.dense_axes:
-            rank, digits[axis] = divmod(rank, self.degree(axis))
-        return Coords(**digits)
+        return Coords(**self._digits(rank, self.dense_axes))
 
     def rank(self, coords: Coords) -> int:
         """Inverse of :meth:`coords`."""
-        rank, stride = 0, 1
-        for axis in self.dense_axes:
-            rank += coords.on(axis) * stride
-            stride *= self.degree(axis)
-        return rank
+        return self._number(coords, self.dense_axes)
 
     def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` only on ``axes``; the first axis given varies fastest."""
-        axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        here = self.coords(rank)
-        fixed = {axis: here.on(axis) for axis in self.dense_axes if axis not in axes}
-        members = []
-        for digits in product(*(range(self.degree(axis)) for axis in reversed(axes))):
-            moving = dict(zip(reversed(axes), digits, strict=True))
-            members.append(self.rank(Coords(**fixed, **moving)))
-        return tuple(members)
+        return tuple(map(self.rank, self._along(axes, self.coords(rank))))
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -144,25 +132,14 @@ class Grid:
 
     def expert_coords(self, rank: int) -> ExpertCoords:
         """Coordinates of ``rank`` among the experts."""
-        here, place, stride = self.coords(rank), 0, 1
-        for axis in self._stage_axes:
-            place += here.on(axis) * stride
-            stride *= self.degree(axis)
-        digits: dict[str, int] = {}
-        for axis in self.expert_axes:
-            place, digits[axis] = divmod(place, self.degree(axis))
-        return ExpertCoords(pp=here.pp, **digits)
+        here = self.coords(rank)
+        place = self._number(here, self._stage_axes)
+        return ExpertCoords(pp=here.pp, **self._digits(place, self.expert_axes))
 
     def expert_rank(self, coords: ExpertCoords) -> int:
         """Inverse of :meth:`expert_coords`."""
-        place, stride = 0, 1
-        for axis in self.expert_axes:
-            place += coords.on(axis) * stride
-            stride *= self.degree(axis)
-        digits: dict[str, int] = {}
-        for axis in self._stage_axes:
-            place, digits[axis] = divmod(place, self.degree(axis))
-        return self.rank(Coords(pp=coords.pp, **digits))
+        place = self._number(coords, self.expert_axes)
+        return self.rank(Coords(pp=coords.pp, **self._digits(place, self._stage_axes)))
 
     def expert_place(self, rank: int) -> ExpertPlace:
         """Which part of expert tensors ``rank`` holds."""
@@ -171,17 +148,32 @@ class Grid:
 
     def expert_group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
         """:meth:`group` in the experts' view: ``axes`` are of etp, ep and edp."""
-        axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        here = self.expert_coords(rank)
-        members = []
-        for digits in product(*(range(self.degree(axis)) for axis in reversed(axes))):
-            moving = dict(zip(reversed(axes), digits, strict=True))
-            members.append(self.expert_rank(replace(here, **moving)))
-        return tuple(members)
+        return tuple(map(self.expert_rank, self._along(axes, self.expert_coords(rank))))
 
     @property
     def _stage_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis in self.dense_axes if axis != "pp")
+
+    def _digits(self, number: int, axes: Sequence[str]) -> dict[str, int]:
+        """The coordinate on each of ``axes``, fastest first, of what has this number on them."""
+        digits: dict[str, int] = {}
+        for axis in axes:
+            number, digits[axis] = divmod(number, self.degree(axis))
+        return digits
+
+    def _number(self, coords: Coords | ExpertCoords, axes: Sequence[str]) -> int:
+        """Inverse of :meth:`_digits`."""
+        number, stride = 0, 1
+        for axis in axes:
+            number += coords.on(axis) * stride
+            stride *= self.degree(axis)
+        return number
+
+    def _along(self, axes: str | Sequence[str], here: AnyCoords) -> Iterator[AnyCoords]:
+        """Every place that differs from ``here`` on ``axes`` alone, the first axis fastest."""
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        for digits in product(*(range(self.degree(axis)) for axis in reversed(axes))):
+            yield replace(here, **dict(zip(reversed(axes), digits, strict=True)))
 
     def groups(self, axes: str | Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Every group of :meth:`group`, each once, by lowest first member."""
@@ -198,55 +190,6 @@ class Grid:
 
 
 def make_grid(parallel: ParallelSection) -> Grid:
-    """The grid that a job's ``parallel`` section describes; call :func:`grid_faults` first."""
+    """The grid that a job's ``parallel`` section describes; a legal one."""
     degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
     return Grid(order=parallel.order, **degrees)
-
-
-def grid_faults(parallel: ParallelSection) -> list[Fault]:
-    """What is wrong with the degrees and the order by themselves."""
-    faults = []
-    ranks = parallel.tp * parallel.cp * parallel.dp
-    sharers = parallel.etp * parallel.ep
-    if ranks % sharers:
-        faults.append(
-            Fault(
-                fact=f"parallel.etp={parallel.etp} and parallel.ep={parallel.ep}",
-                rule=f"experts lie on the ranks of a pipeline stage, so etp * ep = {sharers} must "
-                f"divide tp={parallel.tp} * cp={parallel.cp} * dp={parallel.dp} = {ranks} (remainder "
-                f"{ranks % sharers})",
-                remedy=f"use an etp * ep of {_divisors(ranks)}",
-            )
-        )
-    if sorted(parallel.order.split("-")) != sorted(AXES):
-        faults.append(
-            Fault(
-                fact=f"parallel.order={parallel.order!r}",
-                rule=f"it must name each of {', '.join(AXES)} once, joined by '-'",
-                remedy="use tp-cp-ep-dp-pp, or the order you want with all five",
-            )
-        )
-    return faults
-
-
-def _divisors(number: int) -> str:
-    """All of them, for a remedy."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
-
-
-def world_fault(parallel: ParallelSection, num_workers: int) -> Fault | None:
-    """The fault of a world that is not ``num_workers``, or None."""
-    degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "dp", "pp")}
-    world_size = prod(degrees.values())
-    if world_size == num_workers:
-        return None
-    others = world_size // parallel.dp
-    remedy = f"set cluster.num_workers={world_size}"
-    if num_workers % others == 0:
-        remedy = f"set parallel.dp={num_workers // others}, or {remedy}"
-    numbers = " * ".join(f"{axis}={degree}" for axis, degree in degrees.items())
-    return Fault(
-        fact=f"cluster.num_workers={num_workers}",
-        rule=f"it must equal parallel {numbers} = {world_size}",
-        remedy=remedy,
-    )

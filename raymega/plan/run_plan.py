@@ -14,12 +14,14 @@ from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
 from raymega.plan.flops import loss_cost, pass_times
 from raymega.plan.grid import Grid, make_grid
-from raymega.plan.layer_split import layer_counts
-from raymega.plan.stages import Stage, make_stages
+from raymega.plan.stages import Stage, layer_counts, make_stages
 from raymega.plan.validation.registry import job_faults
 from raymega.schedule.order import Sizes, make_sizes
 from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_placement
+
+ON_GRID = {"num_workers": "grid"}
+"""Of a job's section cluster: as many workers as the grid has ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,11 @@ class RunPlan:
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages that ``rank`` runs, by chunk."""
-        placement, pp_rank = self.placement, self.grid.coords(rank).pp
+        return self.chunks_of(self.grid.coords(rank).pp)
+
+    def chunks_of(self, pp_rank: int) -> tuple[Stage, ...]:
+        """The same of every rank at ``pp_rank``."""
+        placement = self.placement
         return tuple(
             self.stages[placement.stage(pp_rank, chunk)] for chunk in range(placement.chunks)
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from raymega.config.schema import Job
 from raymega.messages import Box
+from raymega.plan.grid import ExpertPlace
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.memory.quantized_blocks import scale_boxes
-from raymega.plan.memory.state_bytes import DTYPE_BYTES
+from raymega.plan.memory.state_bytes import DTYPE_BYTES, block_kinds
 from raymega.plan.run_plan import RunPlan
+from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import Role, stage_tensors
 
 
@@ -52,15 +55,30 @@ def shares_snapshot(job: Job) -> bool:
 
 def share_bytes(plan: RunPlan, rank: int) -> int:
     """Masters and moments, without a tied copy, divided by their replicas, sharded or not."""
-    job, grid = plan.job, plan.grid
-    tp_rank, experts = grid.coords(rank).tp, grid.expert_place(rank)
+    job, grid, stages = plan.job, plan.grid, plan.stages_of(rank)
+    place = grid.tp, grid.coords(rank).tp, grid.expert_place(rank)
+    parts = [(replace(stage, num_layers=0), 1) for stage in stages]
+    for (layer, _), times in block_kinds(job.model, stages).items():
+        block = replace(stages[0], index=1, num_stages=3, first_layer=layer, num_layers=1)
+        parts.append((block, times))
+    dense = experts = 0
+    for part, times in parts:
+        held = _held_bytes(job, part, *place)
+        dense, experts = dense + times * held[0], experts + times * held[1]
+    return -(-dense // grid.replicas) + -(-experts // grid.edp)
+
+
+@lru_cache(maxsize=4096)
+def _held_bytes(
+    job: Job, stage: Stage, tp: int, tp_rank: int, place: ExpertPlace
+) -> tuple[int, int]:
+    """Of dense tensors and of experts in ``stage``, before replicas divide them."""
     held = {False: 0, True: 0}
-    for stage in plan.stages_of(rank):
-        for tensor in stage_tensors(job.model, stage):
-            if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
-                box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=experts)
-                held[tensor.is_expert] += _bytes_of(job, tensor.role, box)
-    return -(-held[False] // grid.replicas) + -(-held[True] // grid.edp)
+    for tensor in stage_tensors(job.model, stage):
+        if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
+            box = tensor.box(tp=tp, tp_rank=tp_rank, experts=place)
+            held[tensor.is_expert] += _bytes_of(job, tensor.role, box)
+    return held[False], held[True]
 
 
 def _bytes_of(job: Job, role: Role, box: Box) -> int:

@@ -36,11 +36,6 @@ class SnapshotCost:
     keeper_bytes: int
     sent_bytes: int
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory in all; on a node of equal ranks with equal neighbours, of each of its ranks."""
-        return self.buffer_bytes + self.keeper_bytes
-
 
 def partners(nodes: Sequence[str]) -> dict[str, str]:
     """The partner of each node that occurs in ``nodes``: the next one by name, round.

@@ -1,12 +1,29 @@
-"""Which layers each pipeline stage holds, from how many; and the even split.
+"""Which layers each pipeline stage holds: evenly many, by hand, by a layout text, or by cost.
 
-It knows layer counts only, not costs.
+It knows counts and costs; which rank holds a stage is the schedule's placement.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from raymega.config.parallel import ParallelSection
+from raymega.errors import Fault
+
+EMBEDDING, LAYER, LOSS, CUT = "E", "t", "L", "|"
+KINDS = ("even", "auto")
+EVEN_ONLY = {
+    field: ParallelSection.model_fields[field].default
+    for field in (
+        "first_stage_layers", "last_stage_layers", "is_embedding_a_layer", "is_loss_a_layer",
+    )
+}  # fmt: skip
+"""Fields that ``stages=even`` alone goes by, with what leaves them out."""
+MAX_LENGTH = 100_000
+"""Of a layout text when its repetitions are written out."""
+MAX_DIGITS = len(str(MAX_LENGTH))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,3 +95,131 @@ def even_counts(total: int, num_stages: int) -> list[int]:
     by_distance = sorted(range(num_stages), key=lambda stage: (abs(stage - middle), stage))
     favoured = set(by_distance[:extra])
     return [base + (stage in favoured) for stage in range(num_stages)]
+
+
+def layer_counts(
+    parallel: ParallelSection, *, num_layers: int, num_stages: int, loss_cost: float
+) -> tuple[int, ...]:
+    """Layers of each stage, after :func:`placement_faults` found nothing.
+
+    Args:
+        parallel: Says how.
+        num_layers: Of the model.
+        num_stages: Of the whole pipeline.
+        loss_cost: What head and loss cost, in layers; for ``auto``.
+    """
+    if parallel.stages == "auto":
+        return _cheapest(num_layers, num_stages, loss_cost)
+    if parallel.stages != "even":
+        return tuple(stage.count(LAYER) for stage in _expand(parallel.stages).split(CUT))
+    ends = _given_ends(parallel, num_stages)
+    free = [stage for stage in range(num_stages) if stage not in ends]
+    weights = dict.fromkeys(range(num_stages), 0)
+    weights[0] += parallel.is_embedding_a_layer
+    weights[num_stages - 1] += parallel.is_loss_a_layer
+    extra = sum(weights[stage] for stage in free)
+    shares = even_counts(num_layers - sum(ends.values()) + extra, len(free))
+    counts = ends | {s: share - weights[s] for s, share in zip(free, shares, strict=True)}
+    return _without_debts([counts[stage] for stage in range(num_stages)], free)
+
+
+def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: int) -> list[Fault]:
+    """What keeps the layers from being placed so."""
+    if parallel.stages != "even":
+        faults = _unused_faults(parallel)
+        if parallel.stages not in KINDS:
+            faults += _text_faults(parallel.stages, num_layers, num_stages)
+        return faults
+    ends = _given_ends(parallel, num_stages)
+    rest, num_free = num_layers - sum(ends.values()), num_stages - len(ends)
+    if rest < 0 or (num_free == 0 and rest):
+        given = ", ".join(f"stage {stage} {count}" for stage, count in ends.items())
+        return [
+            Fault(
+                fact=f"layers by hand: {given}",
+                rule=f"with {num_free} other stages they must make model.num_layers={num_layers}",
+                remedy="change parallel.first_stage_layers or parallel.last_stage_layers",
+            )
+        ]
+    return []
+
+
+def _unused_faults(parallel: ParallelSection) -> list[Fault]:
+    """Fields that are set and that only the even split goes by."""
+    return [
+        Fault(
+            fact=f"parallel.{field}={str(getattr(parallel, field)).lower()}",
+            rule=f"only parallel.stages=even goes by it, and it is {parallel.stages!r}",
+            remedy=f"remove it (parallel.{field}={str(default).lower()}), or set parallel.stages=even",
+        )
+        for field, default in EVEN_ONLY.items()
+        if getattr(parallel, field) != default
+    ]
+
+
+def _given_ends(parallel: ParallelSection, num_stages: int) -> dict[int, int]:
+    ends = {}
+    if parallel.first_stage_layers != "even":
+        ends[0] = int(parallel.first_stage_layers)
+    if parallel.last_stage_layers != "even":
+        ends[num_stages - 1] = int(parallel.last_stage_layers)
+    return ends
+
+
+def _without_debts(counts: list[int], free: list[int]) -> tuple[int, ...]:
+    """No stage below 0: what an end is short of, the fullest of the ``free`` stages give up."""
+    for stage, count in enumerate(counts):
+        for _ in range(-count):
+            counts[stage] += 1
+            counts[max(free, key=lambda s: counts[s])] -= 1
+    return tuple(counts)
+
+
+def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, ...]:
+    """The split whose dearest stage is cheapest; the last stage pays for the loss as well."""
+    if num_stages == 1:
+        return (num_layers,)
+
+    def dearest(num_last: int) -> tuple[float, int]:
+        others = -(-(num_layers - num_last) // (num_stages - 1))
+        return max(others, num_last + loss_cost), -num_last
+
+    num_last = min(range(num_layers + 1), key=dearest)
+    return (*even_counts(num_layers - num_last, num_stages - 1), num_last)
+
+
+def _expand(text: str) -> str:
+    """``Et*2|(t|)*2,L`` to ``Ett|t|t|L``."""
+    text = re.sub(r"[\s,]", "", text)
+    while (longer := re.sub(r"\(([^()]*)\)\*(\d+)", _repeat, text)) != text:
+        text = longer
+    return re.sub(r"([EtL|])\*(\d+)", _repeat, text)
+
+
+def _repeat(match: re.Match[str]) -> str:
+    """MAX_LENGTH characters at most, and no more work than that: such a text is refused."""
+    times = int(match[2][:MAX_DIGITS]) if match[1] else 0
+    return (match[1] * min(times, MAX_LENGTH // max(1, len(match[1])) + 1))[:MAX_LENGTH]
+
+
+def _text_faults(text: str, num_layers: int, num_stages: int) -> list[Fault]:
+    expanded = _expand(text)
+    stages = expanded.split(CUT)
+    rules = []
+    if len(expanded) >= MAX_LENGTH:
+        rules.append(f"it must be shorter than {MAX_LENGTH:,} when repetitions are written out")
+    elif re.search(r"[^EtL|]", expanded):
+        rules.append("it must be even, auto, or made of E, t, L, |, *, numbers and parentheses")
+    elif expanded.count(EMBEDDING) != 1 or not expanded.startswith(EMBEDDING):
+        rules.append("it must begin with its one E, the embedding")
+    elif expanded.count(LOSS) != 1 or not expanded.endswith(LOSS):
+        rules.append("it must end with its one L, head and loss")
+    else:
+        if len(stages) != num_stages:
+            rules.append(f"it cuts {len(stages)} stages, and pp * chunks={num_stages}")
+        if expanded.count(LAYER) != num_layers:
+            rules.append(f"it has {expanded.count(LAYER)} t, and model.num_layers={num_layers}")
+    return [
+        Fault(fact=f"parallel.stages={text!r}", rule=rule, remedy="for example Ett|tt|tL")
+        for rule in rules
+    ]

@@ -1,17 +1,14 @@
 """Levels of sharding: what the ranks that hold the same parameters share out, each level the ones before too.
 
 Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020. What a
-level costs in bytes is state_size's, in seconds replica_time's.
+level costs in bytes is state_bytes', in seconds data_parallel_time's.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from math import gcd
 
-from raymega.config.moe import MoeSection
 from raymega.config.parallel import ParallelSection
-from raymega.errors import Fault
 
 
 class ZeroLevel(IntEnum):
@@ -56,50 +53,4 @@ def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
     """How many of ``replicas`` share one copy of the state out."""
     if parallel.sharding == "none":
         return 1
-    return (
-        replicas
-        if parallel.data_parallel_shard_degree == "all"
-        else parallel.data_parallel_shard_degree
-    )
-
-
-SHARDING_FIELDS = (
-    *(
-        f"parallel.{name}"
-        for name in ("sharding", "data_parallel_shard_degree", "dp", "cp", "tp", "ep", "etp")
-    ),
-    "model.moe",
-)
-"""What :func:`sharding_group_faults` reads."""
-
-
-def sharding_group_faults(  # noqa: PLR0913  # one a field
-    sharding: str, group: int | str, dp: int, cp: int, tp: int, ep: int, etp: int, moe: MoeSection
-) -> list[Fault]:
-    """Groups are equal, larger than one rank, and there for a reason; experts' as dense ones."""
-    if group == "all":
-        return []
-    size = int(group)
-    if sharding == "none":
-        return [
-            Fault(
-                fact=f"parallel.data_parallel_shard_degree={size}",
-                rule="parallel.sharding=none shares nothing out",
-                remedy="set parallel.sharding=optimizer, gradients or parameters, or "
-                "parallel.data_parallel_shard_degree=all",
-            )
-        ]
-    replicas = {"parallel.dp * parallel.cp": dp * cp}
-    if moe.num_experts:
-        replicas["the replicas of experts, tp * cp * dp / (etp * ep)"] = tp * cp * dp // (etp * ep)
-    ranks = gcd(*replicas.values())
-    legal = [str(d) for d in range(2, ranks + 1) if ranks % d == 0]
-    return [
-        Fault(
-            fact=f"parallel.data_parallel_shard_degree={size}",
-            rule=f"it must be more than 1 and divide {what} = {number} (remainder {number % size})",
-            remedy=f"use {', '.join([*legal, 'all'])}",
-        )
-        for what, number in replicas.items()
-        if size == 1 or number % size
-    ]
+    return data_parallel_shard_size(parallel) or replicas

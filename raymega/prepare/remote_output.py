@@ -16,7 +16,7 @@ from pathlib import Path
 
 from raymega.data.format import META_FILE, SPLITS, TOKENIZER_FILE, DatasetMeta, encode_meta
 from raymega.data.remote_dataset import meta_at, missing_shards
-from raymega.errors import ConfigError, DataError, StorageError, raise_faults
+from raymega.errors import ConfigError, DataError, raise_faults
 from raymega.prepare.output import CLAIM_FILE, occupied, other_recipe
 from raymega.storage.registry import open_store, store_faults
 
@@ -33,9 +33,9 @@ class StoreOutput:
         Raises:
             ConfigError: There is a dataset of another recipe.
             DataError: Its shards are not all there.
-            StorageError: The store cannot be used.
+            ConfigError: The store cannot be used.
         """
-        raise_faults(StorageError, store_faults(self.uri, field="--out"))
+        raise_faults(ConfigError, store_faults(self.uri, field="--out"))
         if META_FILE not in open_store(self.uri).list(META_FILE):
             return None
         meta = meta_at(self.uri)

@@ -6,10 +6,9 @@ ends. What is kept where, and how long, is its users' to say.
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from mmap import mmap
 from threading import Lock
 from typing import Any
@@ -19,15 +18,16 @@ import pyarrow as pa
 from pyarrow import flight
 
 from raymega.errors import StorageError
+from raymega.glibc import map_blocks_from
 from raymega.storage.keys import check_key
 from raymega.storage.shared_memory import attach
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 """An object travels as batches of one column."""
-ABSENT, TAKEN, ILLEGAL, UNSEEN = b"absent", b"taken", b"illegal", b"unseen"
+ABSENT, TAKEN, UNSEEN = b"absent", b"taken", b"unseen"
 """What an error's ``extra_info`` says where the client must tell one from another."""
 TOKEN_HEADER = "x-raymega-token"
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**16
+MAPPED_BYTES = 2**16
 """glibc's number for the setting, and the size from which on a buffer is returned when it is freed."""
 BATCH_BYTES = 2**22
 """An object travels in messages of this size."""
@@ -51,9 +51,7 @@ def give_memory_back() -> None:
     Messages arrive in buffers of gRPC's, which glibc would hold on to in many small heaps; without
     this a keeper takes up to twice what it keeps.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    map_blocks_from(MAPPED_BYTES)
 
 
 def _memory(num_bytes: int) -> pa.Buffer:
@@ -70,7 +68,7 @@ class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarr
 
     def __init__(self, host: str, token: str) -> None:
         """Listen on a fresh port of ``host`` for callers that send ``token``."""
-        self._objects: dict[str, tuple[pa.Buffer, ...]] = {}
+        self._objects: dict[str, pa.Table] = {}
         self._lock = Lock()
         middleware = {"token": _TokenCheck(token)}
         super().__init__((host, 0), middleware=middleware)
@@ -88,36 +86,32 @@ class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarr
         if num_bytes != arrived.size:
             raise flight.FlightServerError(f"{num_bytes} bytes came of {key}, not {arrived.size}")
         tail = [_seen(order["tail"])] if order.get("tail") else []
+        whole = pa.Table.from_batches(map(batch_of, (arrived, *tail)))
         with self._lock:
             if not order["overwrite"] and key in self._objects:
                 raise flight.FlightServerError(key, TAKEN)
-            self._objects[key] = (arrived, *tail)
+            self._objects[key] = whole
 
     def do_get(self, _context: Any, ticket: Any) -> Any:
         """Send a range of an object."""
         order = json.loads(ticket.ticket)
-        found = self._find(order["key"])
-        start, num_bytes = order["start"], order["num_bytes"]
-        stop = _size(found) if num_bytes < 0 else start + num_bytes
-        batches = [
-            batch_of(part.slice(at, min(BATCH_BYTES, part.size - at)))
-            for part in _cut(found, start, stop)
-            for at in range(0, part.size, BATCH_BYTES)
-        ]
+        num_bytes = None if order["num_bytes"] < 0 else order["num_bytes"]
+        found = self._find(order["key"]).slice(order["start"], num_bytes)
+        batches = found.to_batches(max_chunksize=BATCH_BYTES)
         return flight.RecordBatchStream(pa.Table.from_batches(batches, schema=SCHEMA))
 
     def do_action(self, _context: Any, action: Any) -> list[bytes]:
         """Everything that moves no data: ``size``, ``list``, ``drop``, ``clear``."""
-        handlers: Mapping[str, Callable[[str], object]] = {
-            "size": lambda key: _size(self._find(key)),
+        handlers: Mapping[str, Callable[[Any], object]] = {
+            "size": lambda key: self._find(key).num_rows,
             "list": self._list,
             "drop": self._drop,
-            "clear": lambda prefix: self._drop(json.dumps(self._list(prefix))),
+            "clear": lambda prefix: self._drop(self._list(prefix)),
         }
-        answer = handlers[action.type](action.body.to_pybytes().decode())
+        answer = handlers[action.type](json.loads(action.body.to_pybytes()))
         return [json.dumps(answer).encode()]
 
-    def _find(self, key: str) -> tuple[pa.Buffer, ...]:
+    def _find(self, key: str) -> pa.Table:
         with self._lock:
             if key in self._objects:
                 return self._objects[key]
@@ -127,23 +121,10 @@ class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarr
         with self._lock:
             return sorted(key for key in self._objects if key.startswith(prefix))
 
-    def _drop(self, keys: str) -> None:
+    def _drop(self, keys: Iterable[str]) -> None:
         with self._lock:
-            for key in json.loads(keys):
+            for key in keys:
                 self._objects.pop(key, None)
-
-
-def _size(parts: Iterable[pa.Buffer]) -> int:
-    return sum(part.size for part in parts)
-
-
-def _cut(parts: Iterable[pa.Buffer], start: int, stop: int) -> Iterator[pa.Buffer]:
-    """Bytes [start, stop) of ``parts`` end to end, fewer where they end, and without a copy."""
-    end = 0
-    for part in parts:
-        begin, end = end, end + part.size
-        if start < end and begin < stop:
-            yield part.slice(max(start - begin, 0), min(stop, end) - max(start, begin))
 
 
 def _seen(tail: Mapping[str, int | str]) -> pa.Buffer:
@@ -182,4 +163,4 @@ def _checked(key: str) -> str:
     try:
         return check_key(key)
     except StorageError as error:
-        raise flight.FlightServerError(str(error), ILLEGAL) from error
+        raise flight.FlightServerError(str(error)) from error

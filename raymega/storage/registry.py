@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from raymega.errors import Fault, StorageError, raise_faults
+from raymega.errors import ConfigError, Fault, StorageError, raise_faults
 from raymega.storage.local import LocalStore
 from raymega.storage.store import Store
 
@@ -76,9 +76,9 @@ def open_store(uri: str) -> Store:
     Touches nothing yet.
 
     Raises:
-        StorageError: The URI is not one of these.
+        ConfigError: The URI is not one of these.
     """
-    raise_faults(StorageError, _uri_faults(uri, field="uri"))
+    raise_faults(ConfigError, _uri_faults(uri, field="uri"))
     return SCHEMES[_scheme(uri)]().open(uri)
 
 
@@ -146,9 +146,10 @@ def drop_unfinished(
         Keys of the objects that will never be; always none in a folder, which tidies itself.
 
     Raises:
-        StorageError: The URI is not one of a store, or the store refuses.
+        ConfigError: The URI is not one of a store.
+        StorageError: The store refuses.
     """
-    raise_faults(StorageError, _uri_faults(uri, field="uri"))
+    raise_faults(ConfigError, _uri_faults(uri, field="uri"))
     backend = SCHEMES[_scheme(uri)]()
     return backend.drop_unfinished(uri, older_than=older_than, now=now, is_dry=is_dry)
 

@@ -17,17 +17,9 @@ import pyarrow as pa
 from pyarrow import flight
 
 from raymega.errors import Fault, StorageError
+from raymega.storage import memory_server
 from raymega.storage.keys import check_key
-from raymega.storage.memory_server import (
-    ABSENT,
-    BATCH_BYTES,
-    SCHEMA,
-    TAKEN,
-    TOKEN_HEADER,
-    UNSEEN,
-    batch_of,
-    buffer_of,
-)
+from raymega.storage.memory_server import BATCH_BYTES, SCHEMA, TOKEN_HEADER, batch_of, buffer_of
 from raymega.storage.shared_memory import SharedMemories, SharedRange
 
 log = logging.getLogger(__name__)
@@ -120,59 +112,55 @@ class RemoteMemoryStore:
 
     def drop(self, keys: Iterable[str]) -> None:
         """Remove many objects in one call."""
-        self._ask("drop", json.dumps(list(keys)))
+        self._ask("drop", list(keys))
 
     def clear(self, prefix: str) -> None:
         """Remove all objects whose keys begin with ``prefix``."""
         self._ask("clear", prefix)
 
-    def _ask(self, question: str, about: str) -> Any:
-        action = flight.Action(question, about.encode())
+    def _ask(self, question: str, about: object) -> Any:
+        action = flight.Action(question, json.dumps(about).encode())
         with self._failures(question, about):
             (answer,) = self._client.do_action(action, self._options)
         return json.loads(answer.body.to_pybytes())
 
     @contextmanager
-    def _failures(self, operation: str, key: str) -> Iterator[None]:
+    def _failures(self, operation: str, about: object) -> Iterator[None]:
         try:
             yield
-        except flight.FlightServerError as error:
-            if error.extra_info == ABSENT:
-                raise KeyError(key) from None
-            if error.extra_info == TAKEN:
-                raise FileExistsError(key) from None
-            if error.extra_info == UNSEEN:
-                raise _UnseenError(str(error).partition(". Detail:")[0]) from None
-            raise StorageError(self._fault(operation, key, error)) from error
         except (flight.FlightError, pa.ArrowException) as error:
-            raise StorageError(self._fault(operation, key, error)) from error
-
-    def _fault(self, operation: str, key: str, error: Exception) -> Fault:
-        cause = str(error).partition(". gRPC client debug context")[0]
-        return Fault(
-            fact=f"{operation} of {key!r}: the {self.uri} does not serve it ({cause})",
-            rule="a keeper must live and know its caller's token",
-            remedy="another copy is used; the next attempt starts the keeper anew",
-        )
+            match getattr(error, "extra_info", b""):
+                case memory_server.ABSENT:
+                    raise KeyError(about) from None
+                case memory_server.TAKEN:
+                    raise FileExistsError(about) from None
+                case memory_server.UNSEEN:
+                    raise _UnseenError(str(error).partition(". Detail:")[0]) from None
+            cause = str(error).partition(". gRPC client debug context")[0]
+            raise StorageError(
+                Fault(
+                    fact=f"{operation} of {about!r}: the {self.uri} does not serve it ({cause})",
+                    rule="a keeper must live and know its caller's token",
+                    remedy="another copy is used; the next attempt starts the keeper anew",
+                )
+            ) from error
 
 
 class _UnseenError(Exception):
     """The keeper does not see this process's memory."""
 
 
-def _batches(pieces: list[memoryview]) -> Iterator[pa.RecordBatch]:
+def _batches(pieces: Iterable[memoryview]) -> Iterator[pa.RecordBatch]:
     """Small pieces joined, which costs a copy of them; large ones as they are."""
-    small: list[memoryview] = []
-    num_small = 0
+    small = bytearray()
     for piece in pieces:
-        if num_small + piece.nbytes <= BATCH_BYTES:
-            small.append(piece)
-            num_small += piece.nbytes
+        if len(small) + piece.nbytes <= BATCH_BYTES:
+            small += piece
             continue
         if small:
-            yield batch_of(pa.py_buffer(b"".join(small)))
-            small, num_small = [], 0
+            yield batch_of(pa.py_buffer(small))
+            small = bytearray()
         for start in range(0, piece.nbytes, BATCH_BYTES):
             yield batch_of(pa.py_buffer(piece[start : start + BATCH_BYTES]))
     if small:
-        yield batch_of(pa.py_buffer(b"".join(small)))
+        yield batch_of(pa.py_buffer(small))

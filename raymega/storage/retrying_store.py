@@ -6,27 +6,23 @@ large, the workers' files, CheckpointWriter tries again by a shorter policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 
 from raymega.errors import StorageError
 from raymega.storage.retry import RetryPolicy
-from raymega.storage.store import Store
+from raymega.storage.store import DelegatingStore, Store
 
 RETRY = RetryPolicy(pauses_s=(1.0, 2.0, 4.0, 8.0, 15.0))
 
 
-class RetryingStore:
-    """The Store protocol around another one; as safe from several threads as that is."""
+class RetryingStore(DelegatingStore):
+    """Another store, whose writes are tried again."""
 
     def __init__(self, store: Store, *, retry: RetryPolicy = RETRY) -> None:
         """Tries writes again by ``retry``."""
-        self._store, self._retry = store, retry
-
-    @property
-    def uri(self) -> str:
-        """See Store."""
-        return self._store.uri
+        super().__init__(store)
+        self._retry = retry
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
         """See Store; holds the object in memory.
@@ -43,22 +39,6 @@ class RetryingStore:
                     raise
 
         self._retry.run(write)
-
-    def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """See Store."""
-        return self._store.get(key, start=start, num_bytes=num_bytes)
-
-    def size(self, key: str) -> int:
-        """See Store."""
-        return self._store.size(key)
-
-    def list(self, prefix: str) -> Iterator[str]:
-        """See Store."""
-        return self._store.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """See Store."""
-        self._store.delete(key)
 
     def _is_mine(self, key: str, whole: bytes) -> bool:
         with suppress(KeyError, StorageError):

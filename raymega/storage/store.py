@@ -1,7 +1,7 @@
 """The protocol every object store implements, and the values it speaks in.
 
 Objects are immutable bytes under '/'-separated keys relative to the store's root. No store is
-chosen here: that is storage.open.
+chosen here: that is storage.registry's.
 """
 
 from __future__ import annotations
@@ -48,3 +48,38 @@ class ReadsInto(Protocol):
 
         It ends before ``place`` is full where the object does.
         """
+
+
+class DelegatingStore:
+    """The Store protocol around another one, to be changed in part; as safe from threads as that is.
+
+    It has no ReadsInto, whatever the other has.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def uri(self) -> str:
+        """See Store."""
+        return self._store.uri
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
+        """See Store."""
+        self._store.put(key, chunks, overwrite=overwrite)
+
+    def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
+        """See Store."""
+        return self._store.get(key, start=start, num_bytes=num_bytes)
+
+    def size(self, key: str) -> int:
+        """See Store."""
+        return self._store.size(key)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """See Store."""
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        self._store.delete(key)

@@ -10,7 +10,7 @@ from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raymega.tracking.loss_plot import DOTS_PER_INCH, GREY, INK, read_records
+from raymega.tracking.loss_plot import DOTS_PER_INCH, GREY, INK, make_figure, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,14 +44,9 @@ def draw_heat(loads: Loads, path: Path, *, title: str) -> None:
         path: Where to write; its suffix says the format.
         title: Headline, such as the run's name.
     """
-    # As in plots: matplotlib is slow to import, and pyplot keeps state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = _rows(loads)
     height = min(MAX_INCHES, max(MIN_INCHES, 1.2 + ROW_INCHES * len(rows)))
-    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(WIDTH_INCHES, height)
     axes = figure.add_subplot()
     image = axes.imshow(
         rows,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY, RED, INK = "#2f6fb0", "#d9772b", "#8a8f98", "#c0392b", "#22262b"
 SIZE_INCHES = (8.0, 4.5)
@@ -60,13 +61,7 @@ def draw_curve(
         title: Headline, such as the run's name.
         references: Level lines by label, such as the data's unigram entropy in nats.
     """
-    # matplotlib takes a second to import, and only a finished run draws. The Figure is made
-    # without pyplot, which keeps process-wide state and may look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(*SIZE_INCHES)
     axes = figure.add_subplot()
     _draw_train(axes, curve.train)
     _draw_evaluation(axes, curve.evaluation)
@@ -74,6 +69,20 @@ def draw_curve(
     _draw_restarts(axes, curve.restarts)
     _dress(axes, title)
     figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def make_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches, which ``savefig`` writes.
+
+    It is made without pyplot, which keeps process-wide state and may look for a display, and matplotlib
+    is imported here: it takes a second, and only a finished run draws.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def read_records(path: Path) -> Iterable[dict[str, Any]]:  # Any: lines of JSON

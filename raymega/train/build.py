@@ -6,14 +6,15 @@ It opens no process group and restores nothing; entry does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
-from raymega.data.loader import Loader, MicroBatch
+from raymega.data.loader import Loader
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.packing import PackedSource
 from raymega.data.rows import Source
@@ -22,7 +23,7 @@ from raymega.model.pipeline_stage import StageModule
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
-from raymega.parallel.context_parallel.context import make_context, make_contexts
+from raymega.parallel.context_parallel.context import MicroBatch, make_context, make_contexts
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.data_parallel.state_tensors import StateTensor
@@ -48,14 +49,14 @@ class Evaluation:
 
     batch: BatchPlan
     loader: Loader | DynamicLoader
-    executors: Mapping[int, Executor]
+    executor_for: Callable[[int], Executor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingComponents:
     """Everything one rank trains with; built once per attempt.
 
-    ``executors`` are by number of micro-batches, made when first asked for.
+    ``executor_for`` is asked by number of micro-batches, and makes each once.
     ``has_loss`` is true where the last stage is.
     """
 
@@ -66,7 +67,7 @@ class TrainingComponents:
     device: torch.device
     modules: tuple[StageModule, ...]
     loader: Loader | DynamicLoader
-    executors: Mapping[int, Executor]
+    executor_for: Callable[[int], Executor]
     gradients: GradBuffer
     weights: WeightBuffer
     optimizer: Optimizer
@@ -141,7 +142,7 @@ def build_parts(
         device=device,
         modules=modules,
         loader=_build_loader(plan, "train", rank=rank, groups=groups, log=comm_log, device=device),
-        executors=_build_executors(
+        executor_for=_build_executors(
             plan,
             coords,
             modules=modules,
@@ -215,18 +216,6 @@ def _build_loader(
     )
 
 
-class _Executors(dict[int, Executor]):
-    """By number of micro-batches; how many a step has may be known only when it begins."""
-
-    def __init__(self, make: Callable[[int], Executor]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, num_micro_batches: int) -> Executor:
-        self[num_micro_batches] = self._make(num_micro_batches)
-        return self[num_micro_batches]
-
-
 def _build_executors(
     plan: RunPlan,
     coords: Coords,
@@ -235,7 +224,8 @@ def _build_executors(
     p2p: PointToPoint,
     interleaver: PassInterleaver | None,
     progress: Callable[[], None],
-) -> Mapping[int, Executor]:
+) -> Callable[[int], Executor]:
+    @cache
     def make(num_micro_batches: int) -> Executor:
         sizes = plan.sizes(replace(plan.batch, num_micro_batches=num_micro_batches))
         program = make_schedule(plan.job.schedule.name, sizes)
@@ -248,7 +238,7 @@ def _build_executors(
             progress=progress,
         )
 
-    return _Executors(make)
+    return make
 
 
 def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
@@ -273,10 +263,11 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
     )
     pp_rank = plan.grid.coords(rank).pp
 
+    @cache
     def make(num_micro_batches: int) -> Executor:
         program = make_forward_only(plan.placement, num_micro_batches)
         return Executor(
             program.lists[pp_rank], [m.evaluate for m in modules], p2p, progress=progress
         )
 
-    return Evaluation(batch=batch, loader=loader, executors=_Executors(make))
+    return Evaluation(batch=batch, loader=loader, executor_for=make)

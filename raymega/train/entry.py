@@ -16,12 +16,12 @@ from raymega.checkpoint.format.manifest import read_manifest
 from raymega.checkpoint.load.init_from import WEIGHTS, starting_manifest, upcycling_of
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
-from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, Near, SaveLimits
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
-from raymega.messages import Box, Channel, Entered, StartWorker
+from raymega.messages import Box, Channel, Entered, StartWorker, Working
 from raymega.parallel.comm import process_groups as world
 from raymega.parallel.comm.collectives import is_communication_error
 from raymega.parallel.comm.nccl_warmup import open_communicators
@@ -48,13 +48,14 @@ from raymega.train.environment import (
     prepare_process,
     refused_operation,
 )
-from raymega.train.heartbeat import ProgressReporter
 from raymega.train.loop import run_loop
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
 
+INTERVAL_S = 1.0
+"""Signs of life come no closer."""
 REPORT_EVERY_S, REPORTS_PER_S = 2.0, 50.0
 MAX_COPIES = 2
 """Of anything in memory; see plan.replicas."""
@@ -130,13 +131,14 @@ def _train(
     phases.passed("built")
     state = _restore(parts, start, progress)
     phases.passed("restored")
+    near = _near_store(plan.job)
     writer = CheckpointWriter(
         open_store(start.run_uri),
         rank=start.rank,
         attempt=start.attempt,
         report=channel.report,
         limits=_limits(plan),
-        local_cache=_near_tier(plan.job),
+        local_cache=LocalCache(near) if near else None,
     )
     snapshots = None
     if plan.job.elastic.snapshot_every:
@@ -171,11 +173,6 @@ def _near_store(job: Job) -> StateStore | None:
     """The run's folder on this node's own disk, when the job keeps one."""
     uri = job.checkpoint.local_uri
     return None if uri == "none" else open_store(f"{uri.rstrip('/')}/{job.run.name}")
-
-
-def _near_tier(job: Job) -> Near:
-    local_cache = _near_store(job)
-    return NO_NEAR_TIER if local_cache is None else LocalCache(local_cache)
 
 
 def _restore(
@@ -292,3 +289,23 @@ class _Phases:
         now = time.monotonic()
         self._channel.report(Entered(rank=self._rank, phase=phase, seconds=now - self._since))
         self._since = now
+
+
+class ProgressReporter:
+    """A sign of life inside what may take longer than a step should.
+
+    Called after each portion of work, from any thread; reports at most once in INTERVAL_S.
+    """
+
+    def __init__(
+        self, channel: Channel, rank: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._channel, self._rank, self._clock = channel, rank, clock
+        self._last_s = clock()
+
+    def __call__(self) -> None:
+        """A portion is done."""
+        now_s = self._clock()
+        if now_s - self._last_s >= INTERVAL_S:
+            self._last_s = now_s
+            self._channel.report(Working(rank=self._rank))

@@ -1,14 +1,19 @@
-"""The forward and backward work of one step, up to gradients that are summed over all ranks.
+"""A pass over micro-batches: a step's, up to gradients summed over all ranks, and the evaluation's.
 
-It decides nothing: what the sums are divided by, and whether they are used, is train.step's.
+It decides nothing: what a step's sums are divided by, and whether they are used, is train.step's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import exp
 
-from raymega.data.loader import MicroBatch
+import torch
+
+from raymega.errors import DataError, Fault
+from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.pipeline.executor import StepOutput
 from raymega.train.build import TrainingComponents
 
@@ -34,7 +39,7 @@ def forward_backward(
     parts.routers.start_step(loss_gradient=loss_gradient)
     for module in parts.modules:
         module.mtp_loss_sum = 0.0
-    executor = parts.executors[len(micro_batches)]
+    executor = parts.executor_for(len(micro_batches))
     parts.follow_weights(executor)
     output = executor.run(
         micro_batches,
@@ -46,3 +51,45 @@ def forward_backward(
     )
     parts.gradients.finish()
     return replace(output, events=parts.comm_log.pause(output.events, began_s=output.began_s))
+
+
+def evaluate(parts: TrainingComponents) -> dict[str, float]:
+    """Held-out loss in nats per token, and its exponential; equal on all ranks, empty when it is off.
+
+    It reads the first eval_samples windows of the validation split, in their own order.
+
+    Raises:
+        DataError: No token that it reads has a label that counts.
+    """
+    if parts.evaluation is None:
+        return {}
+    parts.weights.start_gather()
+    evaluation = parts.evaluation
+    micro_batches = evaluation.loader.micro_batches(evaluation.batch, 0)
+    executor = evaluation.executor_for(len(micro_batches))
+    lengths = parts.lengths(micro_batches)
+    parts.follow_weights(executor)
+    loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
+    is_counted = parts.has_loss and parts.coords.tp == 0
+    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
+    mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
+    total_loss, total_tokens = sum_over_world(parts, mine)
+    if not total_tokens:
+        raise DataError(no_labels("the evaluation"))
+    loss = total_loss / total_tokens
+    return {"eval/loss": loss, "eval/perplexity": exp(min(loss, 700.0))}
+
+
+def no_labels(what: str) -> Fault:
+    """The fault of ``what``, whose loss is a mean over no tokens."""
+    return Fault(
+        fact=f"{what} reads no token with a label that counts",
+        rule="packed documents of one token, and what is left of longer ones, predict nothing",
+        remedy="set a larger data.global_batch_size, run.eval_samples or data.seq_len",
+    )
+
+
+def sum_over_world(parts: TrainingComponents, numbers: Sequence[float]) -> tuple[float, ...]:
+    """The sum of each number over all ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
+    return tuple(all_reduce(mine, parts.groups.world).tolist())

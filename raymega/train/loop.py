@@ -23,8 +23,7 @@ from raymega.optim.param_groups import role_rates
 from raymega.parallel.comm.collectives import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import TrainingComponents
-from raymega.train.evaluate import evaluate
-from raymega.train.expert_load import expert_loads, expert_metrics
+from raymega.train.forward_backward import evaluate
 from raymega.train.replica_divergence import DivergenceCheck
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState
@@ -35,7 +34,13 @@ from raymega.train.throughput import (
     memory_metrics,
     reset_peak_memory,
 )
-from raymega.train.train_statistics import Activations, activations_of, norm_metrics
+from raymega.train.train_statistics import (
+    Activations,
+    activations_of,
+    expert_loads,
+    expert_metrics,
+    norm_metrics,
+)
 
 
 def run_loop(

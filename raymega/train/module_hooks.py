@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.workarounds.torch_private import is_in_backward
 
 Kind = Literal["input", "output", "gradient", "weight gradient"]
 
@@ -91,14 +92,15 @@ class _Tap:
     def _on_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
             for tensor in args:
-                if not _is_recomputing() and isinstance(tensor, Tensor):
+                # A forward inside a backward makes again what was shown before.
+                if not is_in_backward() and isinstance(tensor, Tensor):
                     self._show("input", name, tensor)
 
         return look
 
     def _on_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, _args: Any, output: Any) -> None:
-            if _is_recomputing() or not isinstance(output, Tensor):
+            if is_in_backward() or not isinstance(output, Tensor):
                 return
             self._show("output", name, output)
             if output.requires_grad:
@@ -135,8 +137,3 @@ class _Tap:
                 samples=self._samples, tensor=tensor.detach(),
             )
         )  # fmt: skip
-
-
-def _is_recomputing() -> bool:
-    """A forward inside a backward makes again what was shown before; torch's own test for that."""
-    return torch._C._current_graph_task_id() != -1

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from raymega.checkpoint.load.init_from import WEIGHTS
-from raymega.data.loader import MicroBatch
 from raymega.errors import Fault, NumericsError, RollbackError
 from raymega.parallel.comm.collectives import all_gather
+from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.train.bad_steps import BadNumbers
 from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import forward_backward

@@ -15,9 +15,10 @@ from raymega.messages import Channel
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.save_cost import shares_snapshot
 from raymega.train.build import TrainingComponents
+from raymega.train.forward_backward import sum_over_world
 from raymega.train.nan_locator import refuse_non_finite_state
 from raymega.train.state import TrainState
-from raymega.train.step import StepOutcome, sum_over_world
+from raymega.train.step import StepOutcome
 
 NO_SNAPSHOTS = (0.0, 0.0, 0.0)
 """As many numbers as with snapshots: how long a vector is may decide the order of its sums."""

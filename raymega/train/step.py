@@ -13,8 +13,7 @@ from math import isfinite, sqrt
 
 import torch
 
-from raymega.data.loader import MicroBatch
-from raymega.errors import DataError, Fault
+from raymega.errors import DataError
 from raymega.events import BadStep
 from raymega.messages import Requests
 from raymega.model.moe.load_balancing import Load
@@ -22,11 +21,12 @@ from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
 from raymega.train.bad_steps import BadNumbers, BadStepAction, decide, detect_bad_step
 from raymega.train.build import TrainingComponents
-from raymega.train.forward_backward import forward_backward
+from raymega.train.forward_backward import forward_backward, no_labels
 from raymega.train.nan_locator import locate_non_finite, refuse_step
 from raymega.train.state import TrainState
 
@@ -215,21 +215,6 @@ def _state_after(
         return after
     window = job.elastic.spike_window
     return after.remember(loss=seen.loss, grad_norm=seen.grad_norm, window=window)
-
-
-def no_labels(what: str) -> Fault:
-    """The fault of ``what``, whose loss is a mean over no tokens."""
-    return Fault(
-        fact=f"{what} reads no token with a label that counts",
-        rule="packed documents of one token, and what is left of longer ones, predict nothing",
-        remedy="set a larger data.global_batch_size, run.eval_samples or data.seq_len",
-    )
-
-
-def sum_over_world(parts: TrainingComponents, numbers: Sequence[float]) -> tuple[float, ...]:
-    """The sum of each number over all ranks."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
-    return tuple(all_reduce(mine, parts.groups.world).tolist())
 
 
 def loss_gradient(plan: RunPlan, state: TrainState) -> float:

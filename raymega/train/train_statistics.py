@@ -1,4 +1,4 @@
-"""Statistics for whoever looks for trouble: norms by group of tensors, activations by block.
+"""Statistics for whoever looks for trouble: norms by group of tensors, activations by block, routing.
 
 All are over the whole model and the whole batch, so they are equal on any layout, to rounding. Each
 costs a look at every value and one small all-reduce in the steps in which it is due.
@@ -6,15 +6,18 @@ costs a look at every value and one small all-reduce in the steps in which it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
+from raymega.events import ExpertLoads
 from raymega.model.layers.transformer_block import TransformerBlock
+from raymega.model.moe.load_balancing import Load
 from raymega.optim.clip import clip_factor, local_norm_sq_by_group, tensor_groups
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.plan.tensor_table import model_tensors
+from raymega.tracking.expert_load import load_metrics
 from raymega.train.bad_steps import BadStepAction
 from raymega.train.build import TrainingComponents
 from raymega.train.module_hooks import TensorObservation, hook_modules
@@ -108,3 +111,25 @@ def norm_metrics(parts: TrainingComponents, outcome: StepOutcome) -> Metrics:
         f"train/group_grad_norm/{group}": norm / factor
         for group, norm in zip(groups, gradients, strict=True)
     }
+
+
+def expert_metrics(loads: Mapping[int, Load]) -> Metrics:
+    """Metrics of every layer with experts; of none that saw no token."""
+    metrics: Metrics = {}
+    for layer, load in loads.items():
+        counts = load.counts.tolist()
+        if not sum(counts):
+            continue
+        metrics |= load_metrics(layer, counts)
+        metrics |= {
+            f"moe/drop_rate/{layer}": 1 - load.kept / sum(counts),
+            f"moe/router_entropy/{layer}": load.entropy / load.tokens,
+            f"moe/router_loss/{layer}": (load.balance + load.z) / load.tokens,
+        }
+    return metrics
+
+
+def expert_loads(loads: Mapping[int, Load], *, step: int) -> ExpertLoads:
+    """Tokens by layer and expert."""
+    tokens = {layer: tuple(load.counts.tolist()) for layer, load in loads.items()}
+    return ExpertLoads(step=step, tokens=tokens)

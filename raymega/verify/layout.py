@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, get_args
 
-from raymega.config.schema import Job, MemorySection, ParallelSection, RunSection, ScheduleSection
+from raymega.config.schema import Job
 from raymega.plan.grid import AXES
-from raymega.plan.layer_split import EVEN_ONLY, KINDS, LAYER
-from raymega.plan.stages import even_counts
+from raymega.plan.stages import EVEN_ONLY, KINDS, LAYER, even_counts
 from raymega.plan.validation.unused_fields import PARTNERS
 from raymega.schedule.table import MANY, SCHEDULES
 
@@ -173,9 +172,21 @@ class Option:
         return self.values[0]
 
 
-def _allowed(section: type[Any], field: str) -> tuple[Any, ...]:
-    """What the job file allows for a field, in the order in which it says so."""
-    return get_args(section.model_fields[field].annotation)
+def _option(
+    path: str,
+    *values: Any,
+    name: str = "",
+    others: Callable[[Job, Layout], tuple[Any, ...]] = lambda _job, _layout: (),
+    matters: Callable[[Layout], bool] = lambda _layout: True,
+) -> Option:
+    """The option of a field; ``values`` only where the job file's schema lists none."""
+    section, _, field = path.partition(".")
+    kind = Job.model_fields[section].annotation
+    allowed = kind.model_fields[field].annotation  # type: ignore[union-attr]  # a section's
+    listed = (False, True) if allowed is bool else get_args(allowed)
+    return Option(
+        name=name or field, path=path, values=values or listed, others=others, matters=matters
+    )
 
 
 def _expert_degrees(job: Job, layout: Layout) -> tuple[int, ...]:
@@ -208,167 +219,110 @@ def _end_counts(job: Job, layout: Layout) -> tuple[int, ...]:
     return tuple(sorted({0, min(1, layers), min(layers, layers // layout.num_stages + 2)}))
 
 
+def _is_read(setting: str) -> Callable[[Layout], bool]:
+    return lambda layout: layout.reads(setting)
+
+
+def _has_replicas(layout: Layout) -> bool:
+    return layout.dp * layout.cp > 1
+
+
+def _cuts_experts(layout: Layout) -> bool:
+    return layout.ep * layout.etp > 1
+
+
 OPTIONS = (
-    Option(
+    _option(
+        "schedule.name",
+        *sorted(SCHEDULES, key=lambda name: (name != SIMPLEST_SCHEDULE, name)),
         name="schedule",
-        path="schedule.name",
-        values=tuple(
-            sorted(
-                _allowed(ScheduleSection, "name"),
-                key=lambda name: (name != SIMPLEST_SCHEDULE, name),
-            )
-        ),
         matters=lambda layout: layout.pp > 1,
     ),
-    Option(name="chunks", path="schedule.chunks", values=(1, 2, 3)),
-    Option(
-        name="microbatch_group_size_per_vp_stage",
-        path="schedule.microbatch_group_size_per_vp_stage",
-        values=("pp",),
+    _option("schedule.chunks", 1, 2, 3),
+    _option(
+        "schedule.microbatch_group_size_per_vp_stage",
+        "pp",
         others=lambda _job, layout: (layout.pp + 1, 2 * layout.pp),
-        matters=lambda layout: layout.reads("microbatch_group_size_per_vp_stage"),
+        matters=_is_read("microbatch_group_size_per_vp_stage"),
     ),
-    Option(
-        name="max_in_flight_microbatches",
-        path="schedule.max_in_flight_microbatches",
-        values=("pp",),
+    _option(
+        "schedule.max_in_flight_microbatches",
+        "pp",
         others=lambda _job, layout: (1, 2 * layout.pp),
-        matters=lambda layout: layout.reads("max_in_flight_microbatches"),
+        matters=_is_read("max_in_flight_microbatches"),
     ),
-    Option(
-        name="wgrad_activation_fraction",
-        path="schedule.wgrad_activation_fraction",
-        values=(1.0, 0.5),
-        matters=lambda layout: layout.reads("wgrad_activation_fraction"),
+    _option(
+        "schedule.wgrad_activation_fraction",
+        1.0,
+        0.5,
+        matters=_is_read("wgrad_activation_fraction"),
     ),
-    Option(
-        name="stages",
-        path="parallel.stages",
-        values=(SIMPLEST_STAGES, "auto"),
+    _option(
+        "parallel.stages",
+        SIMPLEST_STAGES,
+        "auto",
         others=_stage_texts,
         matters=lambda layout: layout.num_stages > 1,
     ),
     *(
-        Option(
-            name=name,
-            path=f"parallel.{name}",
-            values=("even",),
+        _option(
+            f"parallel.{end}_stage_layers",
+            "even",
             others=_end_counts,
             matters=lambda layout: layout.is_split_evenly,
         )
-        for name in ("first_stage_layers", "last_stage_layers")
+        for end in ("first", "last")
     ),
     *(
-        Option(
-            name=name,
-            path=f"parallel.{name}",
-            values=(False, True),
-            matters=lambda layout: layout.is_split_evenly,
+        _option(f"parallel.is_{end}_a_layer", matters=lambda layout: layout.is_split_evenly)
+        for end in ("embedding", "loss")
+    ),
+    _option(
+        "parallel.order",
+        DEFAULT_ORDER,
+        *("-".join(axes) for axes in permutations(AXES) if "-".join(axes) != DEFAULT_ORDER),
+    ),
+    *(
+        _option(
+            f"parallel.{degree}",
+            1,
+            others=_expert_degrees,
+            matters=lambda layout: layout.stage_size > 1,
         )
-        for name in ("is_embedding_a_layer", "is_loss_a_layer")
+        for degree in ("ep", "etp")
     ),
-    Option(
-        name="order",
-        path="parallel.order",
-        values=(
-            DEFAULT_ORDER,
-            *("-".join(axes) for axes in permutations(AXES) if "-".join(axes) != DEFAULT_ORDER),
-        ),
+    _option("parallel.moe_token_dispatcher_type", matters=_cuts_experts),
+    _option("parallel.overlap_moe_expert_parallel_comm", matters=_cuts_experts),
+    _option("parallel.sharding", matters=_has_replicas),
+    _option(
+        "parallel.data_parallel_shard_degree",
+        "all",
+        2,
+        3,
+        matters=lambda layout: _has_replicas(layout) and layout.sharding != "none",
     ),
-    Option(
-        name="ep",
-        path="parallel.ep",
-        values=(1,),
-        others=_expert_degrees,
-        matters=lambda layout: layout.stage_size > 1,
-    ),
-    Option(
-        name="etp",
-        path="parallel.etp",
-        values=(1,),
-        others=_expert_degrees,
-        matters=lambda layout: layout.stage_size > 1,
-    ),
-    Option(
-        name="moe_token_dispatcher_type",
-        path="parallel.moe_token_dispatcher_type",
-        values=_allowed(ParallelSection, "moe_token_dispatcher_type"),
-        matters=lambda layout: layout.ep * layout.etp > 1,
-    ),
-    Option(
-        name="overlap_moe_expert_parallel_comm",
-        path="parallel.overlap_moe_expert_parallel_comm",
-        values=(False, True),
-        matters=lambda layout: layout.ep * layout.etp > 1,
-    ),
-    Option(
-        name="sharding",
-        path="parallel.sharding",
-        values=_allowed(ParallelSection, "sharding"),
-        matters=lambda layout: layout.dp * layout.cp > 1,
-    ),
-    Option(
-        name="data_parallel_shard_degree",
-        path="parallel.data_parallel_shard_degree",
-        values=("all", 2, 3),
-        matters=lambda layout: layout.dp * layout.cp > 1 and layout.sharding != "none",
-    ),
-    Option(
-        name="sequence_parallel",
-        path="parallel.sequence_parallel",
-        values=(False, True),
-        matters=lambda layout: layout.tp > 1,
-    ),
-    Option(
-        name="cp_method",
-        path="parallel.cp_method",
-        values=_allowed(ParallelSection, "cp_method"),
-        matters=lambda layout: layout.cp > 1 or layout.dynamic_cp,
-    ),
-    Option(
-        name="hierarchical_cp_size",
-        path="parallel.hierarchical_cp_size",
-        values=(2,),
+    _option("parallel.sequence_parallel", matters=lambda layout: layout.tp > 1),
+    _option("parallel.cp_method", matters=lambda layout: layout.cp > 1 or layout.dynamic_cp),
+    _option(
+        "parallel.hierarchical_cp_size",
+        2,
         others=lambda _job, layout: tuple(n for n in range(3, layout.cp) if layout.cp % n == 0),
         matters=lambda layout: layout.cp > 1 and layout.cp_method == "hybrid",
     ),
-    Option(
-        name="dynamic_cp",
-        path="parallel.dynamic_cp",
-        values=(False, True),
-        matters=lambda layout: layout.dp * layout.cp > 1,
-    ),
-    Option(
-        name="recompute",
-        path="memory.recompute",
-        values=_allowed(MemorySection, "recompute"),
-    ),
-    Option(
-        name="recompute_parts",
-        path="memory.recompute_parts",
-        values=(
-            ("attention",),
-            ("activation",),
-            ("norm",),
-            ("attention", "activation", "norm"),
-        ),
+    _option("parallel.dynamic_cp", matters=_has_replicas),
+    _option("memory.recompute"),
+    _option(
+        "memory.recompute_parts",
+        *((part,) for part in ("attention", "activation", "norm")),
+        ("attention", "activation", "norm"),
         matters=lambda layout: layout.recompute == "selective",
     ),
-    Option(
-        name="recompute_every",
-        path="memory.recompute_every",
-        values=(1, 2),
-        matters=lambda layout: layout.recompute == "full",
-    ),
-    Option(name="offload", path="memory.offload", values=((), ("activations", "optimizer"))),
-    Option(
-        name="kernels",
-        path="run.kernels",
-        values=_allowed(RunSection, "kernels"),
-        # Every rank compiles for itself, for seconds, and nothing of it depends on how many there are.
-        matters=lambda layout: layout.world_size <= FEW_RANKS,
-    ),
+    _option("memory.recompute_every", 1, 2, matters=lambda layout: layout.recompute == "full"),
+    _option("memory.offload", (), ("activations", "optimizer")),
+    # Every rank compiles for itself, for seconds, and nothing of it depends on how many there are.
+    _option("run.kernels", matters=lambda layout: layout.world_size <= FEW_RANKS),
 )
+"""Fields whose values may not change a run's numbers."""
 
 
 REFUSED_UNREAD = frozenset(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from raymega.config.schema import Job
-from raymega.plan.layer_split import CUT, LAYER
+from raymega.plan.stages import CUT, LAYER
 from raymega.verify.layout import DEGREES, OPTIONS, Layout, Option
 from raymega.verify.legal_layouts import fixed_size, legal_shapes, legality
 

@@ -15,9 +15,9 @@ from typing import Any
 from raymega.config.schema import Job, MlaSection
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault
-from raymega.plan.layer_split import KINDS
 from raymega.plan.memory.state_bytes import count_parameters
-from raymega.plan.validation.registry import SCHEDULING
+from raymega.plan.stages import KINDS
+from raymega.plan.validation.pipeline import SCHEDULING
 from raymega.plan.validation.unused_fields import default_of, settled
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import FileStore
 
 from raymega.messages import Box, Requests
 from raymega.optim.param_groups import rates_of
-from raymega.parallel.comm.process_groups import build_groups, close_world, open_world
+from raymega.parallel.comm.process_groups import build_groups, close_world, file_store, open_world
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
 from raymega.plan.zero_levels import data_parallel_shard_size
@@ -38,7 +37,7 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
             rank=rank,
             world_size=world_size,
             rendezvous="",
-            store=FileStore(str(folder / "store"), world_size),
+            store=file_store(folder / "store", world_size),
             timeout_s=timeout_s,
             device=cpu,
         )

@@ -5,11 +5,12 @@ The node works on and hears of nothing, so what it still writes must not count e
 
 import pytest
 
-from raymega.chaos.faults import ChaosFault, first_of, legal_cells, parse_faults
+from raymega.chaos.faults import ChaosFault, first_of, parse_faults
 from raymega.chaos.network import missing
 from raymega.chaos.sandbox import sandbox
 from tests.chaos.test_matrix import check
 from tests.support.drills import IMPATIENT, PATIENT, Drills
+from tests.support.fault_matrix import legal_cells
 
 pytestmark = [
     pytest.mark.ray,

@@ -8,9 +8,9 @@ import os
 
 import pytest
 
-from raymega.chaos.fault_schedule import covering_pairs
-from raymega.chaos.faults import KINDS, START_PHASES, ChaosFault, first_of, legal_cells
+from raymega.chaos.faults import KINDS, START_PHASES, ChaosFault, first_of
 from tests.support.drills import IMPATIENT, PATIENT
+from tests.support.fault_matrix import covering_pairs, legal_cells
 
 pytestmark = [pytest.mark.matrix, pytest.mark.ray]
 

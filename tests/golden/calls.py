@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +24,11 @@ from raymega.orchestrate.cluster.node_probes import version_fault
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_up_error
 from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
 from raymega.orchestrate.core.state import RunState, State
-from raymega.orchestrate.driver.exit_errors import nothing_readable, stopped
-from raymega.orchestrate.driver.rollbacks import ROLLBACKS, read_rollbacks
+from raymega.orchestrate.driver.restore_point import ROLLBACKS, nothing_readable, read_rollbacks
+from raymega.orchestrate.driver.run_context import stopped
 from raymega.orchestrate.jobs.submission import make_submission
 from raymega.orchestrate.run_store.journal import open_record
-from raymega.orchestrate.run_store.lease import Lease
+from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.run_identity import precision_faults
 from raymega.plan.hardware.catalog import accelerator
 from raymega.plan.packing.cost import PackCost
@@ -42,13 +43,13 @@ from raymega.schedule.stage_placement import Placement, Program
 from raymega.schedule.table import make_schedule
 from raymega.storage.keys import check_key
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
 from raymega.tracking.names import check_names
 from tests.golden.faults import NO_FAULT
 from tests.golden.scenery import verify_job
 from tests.golden.scratch import plain
 from tests.support.fakes import FakeClock
 from tests.support.jobs import VERIFY, make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, save_checkpoint
 from tests.unit.convert.folders import NOW
 
@@ -114,12 +115,12 @@ def _waits_for_ever(_folder: Path) -> None:
 
 
 def _no_room(_folder: Path) -> None:
-    place_ranks((), make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
+    place_ranks((), make_test_plan("parallel.tp=2").grid, block=2)
 
 
 def _group_is_parted(_folder: Path) -> None:
     places = [WorkerLocation(node_id=name, address="", pid=0) for name in ("a", "b")]
-    assign_ranks(places, make_test_plan("parallel.tp=2").grid, is_tp_across_nodes_allowed=False)
+    assign_ranks(places, make_test_plan("parallel.tp=2").grid, block=2)
 
 
 def _no_digits_dropped(_folder: Path) -> None:
@@ -181,6 +182,16 @@ def _lost_reports(_folder: Path) -> None:
 def _manifest_twice(folder: Path) -> None:
     store, manifest = open_checkpoint(str(folder / "ours"))
     commit(store, replace(manifest, created="later"))
+
+
+def _folder_of_runs(folder: Path) -> None:
+    open_checkpoint(str(folder))
+
+
+def _model_of_hugging_face(folder: Path) -> None:
+    (folder / "published").mkdir()
+    (folder / "published" / "config.json").write_text("{}")
+    open_checkpoint(str(folder / "published"))
 
 
 def _absent_tensor(folder: Path) -> None:
@@ -250,6 +261,17 @@ def _run_is_held(_folder: Path) -> None:
         second.acquire()
 
 
+def _two_of_one_object(_folder: Path) -> None:
+    class Careless(MemoryStore):
+        def put(self, key: str, chunks: Any, *, overwrite: bool) -> None:
+            super().put(key, chunks, overwrite=True)
+
+    with _two_drivers() as (first, _):
+        first.store = Careless()
+        with hold_lease(first):
+            pass
+
+
 def _run_was_taken(_folder: Path) -> None:
     with _two_drivers() as (first, second):
         first.release()
@@ -276,8 +298,11 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "a save with lost reports": _lost_reports,
     "a manifest that is there already": _manifest_twice,
     "a tensor that no checkpoint has": _absent_tensor,
+    "a folder of runs": _folder_of_runs,
+    "a model of Hugging Face": _model_of_hugging_face,
     "a run with a living driver": _run_is_held,
     "a run that another driver took": _run_was_taken,
+    "a store that creates an object twice": _two_of_one_object,
     "a working folder above what Ray ships": _large_folder,
     "a checkpoint of another model": _other_model,
     "a checkpoint of more than the model": _other_names,

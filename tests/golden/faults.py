@@ -14,7 +14,8 @@ from raymega.config.fields import Section
 from raymega.config.load import parse_job, parse_mapping
 from raymega.config.schema import Job
 from raymega.errors import RaymegaError
-from raymega.plan.validation.registry import RULES, Rule
+from raymega.plan.validation.registry import RULES
+from raymega.plan.validation.rule import Rule
 from raymega.plan.validation.unused_fields import PARTNERS, unused_values
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
@@ -66,7 +67,7 @@ def idle_rules() -> list[str]:
 
 def _refuses(rule: Rule, values: Mapping[str, Any]) -> bool:
     is_known = all(path in values for path in rule.reads)
-    return is_known and bool(rule.check(*(values[path] for path in rule.reads)))
+    return is_known and bool(rule(*(values[path] for path in rule.reads)))
 
 
 def _fields() -> Iterator[tuple[str, str]]:

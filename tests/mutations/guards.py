@@ -103,14 +103,14 @@ GUARD_MUTATIONS = (
     ),
     GuardMutation(
         name="one look makes a straggler",
-        file="orchestrate/driver/straggler_detector.py",
+        file="orchestrate/driver/rank_reports.py",
         old="if samples == NUM_SAMPLES",
         new="if samples == 1",
         caught="a passing disturbance is a straggler",
     ),
     GuardMutation(
         name="ranks are held against those of other stages",
-        file="orchestrate/driver/straggler_detector.py",
+        file="orchestrate/driver/rank_reports.py",
         old="if other != rank and grid.coords(other).pp == stage",
         new="if other != rank",
         caught="a stage with more work is a straggler",
@@ -146,7 +146,7 @@ def _numbers() -> Iterator[str]:
 
 
 def _hangs() -> Iterator[str]:
-    from raymega.orchestrate.core.worker_status import ProcessStatus
+    from raymega.orchestrate.core.worker_group_api import ProcessStatus
     from tests.unit.orchestrate.driver import test_hang_detector as stage
 
     def silent(state: str) -> bool:
@@ -192,8 +192,8 @@ def _divergence() -> Iterator[str]:
 
 
 def _stragglers() -> Iterator[str]:
-    from raymega.orchestrate.driver.straggler_detector import Stragglers
-    from tests.unit.orchestrate.driver.test_straggler_detector import EVEN, GRID
+    from raymega.orchestrate.driver.rank_reports import Stragglers
+    from tests.unit.orchestrate.driver.test_rank_reports import EVEN, GRID
 
     if Stragglers(GRID, ratio=1.5).observe(EVEN | {1: 9.0}):
         yield "a passing disturbance is a straggler"

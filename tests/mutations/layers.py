@@ -158,8 +158,8 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="exchanged heads come back in the order of the sequence",
         file="parallel/context_parallel/ulysses.py",
-        old="_Reorder.apply(y, back, there)",
-        new="_Reorder.apply(y, there, back)",
+        old="_reorder(y, back, there)",
+        new="_reorder(y, there, back)",
         layout=Layout(cp=4, cp_method="all_to_all"),
     ),
     Mutation(

@@ -22,7 +22,7 @@ class PlanMutation:
     caught: str
 
 
-FILL = "planner/cost/pipeline_critical_path.py"
+FILL = "planner/cost/pipeline_bubble_time.py"
 PLAN_MUTATIONS = (
     PlanMutation(
         name="a last round of chunks that is not full costs nothing",
@@ -82,7 +82,7 @@ PLAN_MUTATIONS = (
     ),
     PlanMutation(
         name="a slow rank is one of the others that it waits for",
-        file="planner/cost/pipeline_bubble_time.py",
+        file=FILL,
         old="others, own_s = _others(mean, passes, pp), num * passes.total_s",
         new="others, own_s = passes, num * passes.total_s",
         caught="a slow rank of 1f1b delays others otherwise",
@@ -160,7 +160,7 @@ def _is_off(told: float, played: float, share: float) -> bool:
 
 def _orders() -> Iterator[str]:
     from raymega.schedule.simulate import Durations
-    from tests.unit.planner.cost import test_pipeline_critical_path as stage
+    from tests.unit.planner.cost import test_pipeline_bubble_time as stage
 
     usual = Durations(forward=1.0, backward=2.0, weight=0.8)
     for name, chunks in stage.ORDERS:
@@ -172,7 +172,7 @@ def _orders() -> Iterator[str]:
 
 def _messages() -> Iterator[str]:
     from raymega.schedule.simulate import Durations
-    from tests.unit.planner.cost import test_pipeline_critical_path as stage
+    from tests.unit.planner.cost import test_pipeline_bubble_time as stage
 
     sent = Durations(forward=1.0, backward=2.0, weight=0.8, transfer=0.05)
     for name in ("1f1b", "gpipe", "zb_h1", "zb_h2"):
@@ -183,7 +183,7 @@ def _messages() -> Iterator[str]:
 
 def _slow_ranks() -> Iterator[str]:
     from raymega.schedule.simulate import Durations
-    from tests.unit.planner.cost import test_pipeline_critical_path as stage
+    from tests.unit.planner.cost import test_pipeline_bubble_time as stage
 
     usual = Durations(forward=1.0, backward=2.0, weight=0.8)
     for name, chunks in stage.ORDERS:

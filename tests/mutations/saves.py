@@ -93,7 +93,7 @@ def outcome() -> str:
     from raymega.checkpoint.format.manifest import commit
     from raymega.checkpoint.load.reader import load
     from raymega.errors import RaymegaError
-    from raymega.storage.memory import MemoryStore
+    from tests.support.memory_store import MemoryStore
     from tests.unit.checkpoint import support
 
     model, store, grid = support.MODELS["gpt2-tied"], MemoryStore(), support.make_grid("tp2-dp2")

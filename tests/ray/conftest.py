@@ -3,8 +3,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from raymega.session import close_session, open_session
+from tests.support.local_ray import clear_away
 
 FOLDER = Path(__file__).parent
 
@@ -39,6 +41,17 @@ def _no_session_of_others(request):
     mine = (item for item in request.session.items if item.module is request.module)
     if all(map(_needs_another_ray, mine)):
         close_session()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """What a failed test leaves on the local Ray ends before anything else looks: its own fixtures, the
+    next test. Its traceback would keep its actors, and every later test wait for their end and fail.
+    """
+    report = yield
+    if report.failed and not _needs_another_ray(item) and ray.is_initialized():
+        clear_away()
+    return report
 
 
 @pytest.fixture

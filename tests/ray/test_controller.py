@@ -1,12 +1,11 @@
 """The whole driver on a real local Ray: real processes, real kills, training stood in for."""
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raymega.errors import LeaseError, NumericsError, PreemptedError, WorkerError
+from raymega.errors import NumericsError, PreemptedError, WorkerError
 from raymega.events import (
     AttemptFailed,
     CheckpointCommitted,
@@ -17,9 +16,7 @@ from raymega.events import (
 )
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
-from raymega.orchestrate.run_store.cluster_lock import hold_cluster_lock
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
-from raymega.storage.memory import MemoryStore
 from raymega.storage.registry import open_store
 from tests.support.fakes import MemorySink
 from tests.support.jobs import make_test_plan
@@ -174,21 +171,3 @@ def test_stop_saves_and_the_next_driver_continues(bench):
     ended = bench.controller("calm", f"run.steps={saved + 3}", *grid).run()
     assert (ended.status, ended.step) == ("finished", saved + 3)
     assert bench.steps() == list(range(1, saved + 4))
-
-
-class CarelessStore(MemoryStore):
-    """As an S3 service that ignores conditions."""
-
-    def put(self, key, chunks, *, overwrite):
-        super().put(key, chunks, overwrite=True)
-
-
-def test_named_actor_keeps_a_second_driver_out_where_the_store_does_not(caplog):
-    first, second = take_lease(CarelessStore()), take_lease(CarelessStore())
-    is_refused = pytest.raises(LeaseError, match=rf"on this cluster: process {os.getpid()} on ")
-    with hold_cluster_lock(first), is_refused, hold_cluster_lock(second):
-        pytest.fail("two drivers are at work")
-    assert "nothing those of other clusters" in caplog.text
-    with hold_cluster_lock(second):
-        assert len(leftovers(0.0)) == 1
-    assert leftovers() == []

@@ -2,7 +2,8 @@
 
 import pytest
 
-from raymega.orchestrate.cluster.node_probes import living_nodes
+from raymega.config.schema import ClusterSection
+from raymega.orchestrate.cluster.node_inventory import list_nodes
 from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
 from raymega.orchestrate.diagnostics.checks import check_bandwidth, check_store, examine
 from raymega.plan.hardware.catalog import CATALOGUE
@@ -40,7 +41,7 @@ def test_grid_without_room_is_a_problem_of_resources_and_bandwidth():
 
 def test_store_that_cannot_be_written_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    nodes = living_nodes()
+    nodes = {node.node_id: node.address for node in list_nodes(ClusterSection())}
     finding, *_ = check_store(list(nodes), nodes, str(tmp_path / "file"))
     assert finding.status == "problem" and finding.remedy
 

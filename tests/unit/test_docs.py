@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from raymega.config.fields import Section
 from raymega.config.schema import Job
@@ -102,6 +103,19 @@ def test_index_names_every_page():
     index = ROOT / "docs" / "README.md"
     linked = {link.partition("#")[0] for link in LINK.findall(index.read_text(encoding="utf-8"))}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - linked == {"README.md"}
+
+
+def _leaves(tree: object) -> list[str]:
+    """The pages of mkdocs' navigation."""
+    if isinstance(tree, str):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree
+    return [page for part in parts for page in _leaves(part)]
+
+
+def test_site_has_every_page_once():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(_leaves(nav)) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 @pages

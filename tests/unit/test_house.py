@@ -50,6 +50,24 @@ def test_private_parts_of_ray_are_imported_in_one_file():
     assert users == {"raymega/ray_private.py"}
 
 
+def test_private_names_of_torch_are_used_in_one_folder():
+    """But for kernels that have no other name, and modules that are imported ahead by name."""
+    private = re.compile(
+        r"torch\._(?!foreach_|scaled_|dynamo|inductor|utils)|torch[\w.]+\._(?!softmax_backward|unsafe_view)"
+        r"|from torch[\w.]* import [^\n]*\b_|\b(c10d|dist)\._"
+    )
+    users = {p.parent.name for p in SOURCES if private.search(p.read_text())}
+    assert users == {"workarounds"}
+
+
+def test_the_c_library_is_called_in_one_file_that_says_when_each_call_goes():
+    users = [p for p in SOURCES if "ctypes" in p.read_text()]
+    assert users == [ROOT / "raymega/glibc.py"]
+    functions = [n for n in ast.parse(users[0].read_text()).body if isinstance(n, ast.FunctionDef)]
+    public = [each for each in functions if not each.name.startswith("_")]
+    assert public and all("Goes when" in ast.get_docstring(each) for each in public)
+
+
 def test_each_workaround_says_when_it_goes():
     modules = [p for p in SOURCES if p.parent.name == "workarounds" and p.name != "__init__.py"]
     assert modules

@@ -7,10 +7,10 @@ the writer's to say.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 from weakref import finalize
 
 import torch
@@ -18,6 +18,9 @@ import torch
 from raymega.storage.shared_memory import SharedMemories, SharedMemory
 
 log = logging.getLogger(__name__)
+
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""Pages of this process alone, which the system may make huge."""
 
 
 class HostCopy:
@@ -46,20 +49,21 @@ class HostCopy:
         """Make the buffer large enough: the only place where host memory is taken.
 
         Raises:
-            RuntimeError: There is none left.
+            RuntimeError, OSError: There is none left.
         """
         if self._buffer.numel() < num_bytes:
             self._places.clear()
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._memory = self._take_shared(num_bytes)
-            if self._memory is None:
-                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            if self._memory is None and is_pinned:
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+                return
+            pages = self._memory.pages if self._memory else mmap.mmap(-1, num_bytes, flags=PRIVATE)
+            self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
+            if is_pinned:
+                _pin(self._buffer)
             else:
-                self._buffer = torch.frombuffer(self._memory.pages, dtype=torch.uint8)
-                if is_pinned:
-                    _pin(self._buffer)
-            if not is_pinned:
-                _ask_for_huge_pages(self._buffer)
+                _ask_for_huge_pages(pages)
 
     def copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy each tensor to its first byte in the buffer, a multiple of its element's bytes.
@@ -124,10 +128,7 @@ def _pin(buffer: torch.Tensor) -> None:
         finalize(buffer, cuda.cudaHostUnregister, begin)
 
 
-def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
+def _ask_for_huge_pages(pages: mmap.mmap) -> None:
     """Where the system gives them to those who ask: a page of 4 KiB is looked up for each 4 KiB."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    begin = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    num_bytes = buffer.data_ptr() + buffer.nbytes - begin
-    if advice is not None and num_bytes > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
+    with suppress(AttributeError, OSError):  # a system, or a kernel, without them
+        pages.madvise(mmap.MADV_HUGEPAGE)

@@ -8,14 +8,14 @@ or wrong at any time, and nothing is lost with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from threading import Lock
 
 from raymega.checkpoint.format.data_file import read_block
 from raymega.checkpoint.format.keys import ROOT, checkpoint_of, is_manifest
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.errors import CheckpointError, Fault, RaymegaError, StorageError
-from raymega.storage.store import Store
+from raymega.storage.store import DelegatingStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -59,27 +59,19 @@ class LocalCache:
                 self._store.delete(each)
 
 
-class CachedReader:
-    """Reads one checkpoint: from the near tier file by file where it is whole; for one restore."""
+class CachedReader(DelegatingStore):
+    """The run's store, read from the near tier file by file where that is whole; for one restore."""
 
     def __init__(self, local_cache: Store, far: Store, manifest: Manifest) -> None:
-        self._local_cache, self._far, self._manifest = local_cache, far, manifest
+        super().__init__(far)
+        self._local_cache, self._manifest = local_cache, manifest
         self._is_whole: dict[str, bool] = {}
         self._locks = {key: Lock() for key in manifest.file_sizes()}
-
-    @property
-    def uri(self) -> str:
-        """The run's store."""
-        return self._far.uri
 
     @property
     def num_near(self) -> int:
         """Files that were read from the near tier."""
         return sum(self._is_whole.values())
-
-    def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
-        """See Store."""
-        self._far.put(key, chunks, overwrite=overwrite)
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
         """See Store."""
@@ -89,19 +81,7 @@ class CachedReader:
             except (KeyError, StorageError) as error:  # lost since it was found whole
                 log.warning("the near copy of %s is not used: %r", key, error)
                 self._is_whole[key] = False
-        return self._far.get(key, start=start, num_bytes=num_bytes)
-
-    def size(self, key: str) -> int:
-        """See Store."""
-        return self._far.size(key)
-
-    def list(self, prefix: str) -> Iterator[str]:
-        """See Store."""
-        return self._far.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """See Store."""
-        self._far.delete(key)
+        return super().get(key, start=start, num_bytes=num_bytes)
 
     def _has_near(self, key: str) -> bool:
         if key not in self._locks:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from isal.isal_zlib import crc32
 
@@ -21,6 +20,7 @@ from raymega.checkpoint.format.keys import data_file, folder_of
 from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, LocalBlock, pack, share_boxes
 from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
+from raymega.checkpoint.save.local_cache import LocalCache
 from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.checkpoint.save.tensor_blocks import local_block_of, values_at
 from raymega.messages import RankSaveProgress, SavedBox, ShardSaved
@@ -59,21 +59,6 @@ class SaveLimits:
     bytes_per_s: int = 0
     report_every_s: float = 2.0
     timeout_s: float = 600.0
-
-
-class Near(Protocol):
-    """Keeps copies of data files close by; local_cache.LocalCache does, unless there is no such tier."""
-
-    def put(self, key: str, chunks: Iterable[memoryview]) -> None:
-        """Called from the background, for several files at once; may block, may not raise."""
-
-
-class _NoNearTier:
-    def put(self, key: str, chunks: Iterable[memoryview]) -> None:
-        pass
-
-
-NO_NEAR_TIER = _NoNearTier()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,13 +123,13 @@ class CheckpointWriter:
         report: Callable[[ShardSaved | RankSaveProgress], None],
         retry: RetryPolicy = RETRY,
         limits: SaveLimits = SaveLimits(),
-        local_cache: Near = NO_NEAR_TIER,
+        local_cache: LocalCache | None = None,
     ) -> None:
         """Make the writer of global rank ``rank`` in worker group ``attempt``.
 
         ``report`` gets one ShardSaved a save, from the background thread unless the save is given up
         at once, and before it how far it is; it may not raise.
-        ``local_cache`` is offered each file before the store is, and may not raise either.
+        ``local_cache`` is offered each file before the store is.
         """
         self._store = store
         self._rank, self._attempt = rank, attempt
@@ -199,7 +184,7 @@ class CheckpointWriter:
         try:
             is_cuda = any(block.values.is_cuda for block in blocks)
             save.host.reserve(largest, is_pinned=is_cuda)
-        except RuntimeError as error:  # how torch reports that host memory is used up
+        except (RuntimeError, OSError) as error:  # torch and mmap say so when it is used up
             return self._give_up(save, f"no host memory for the copy: {error}")
         *earlier, last = division.portions or ((),)
         for files in earlier:
@@ -301,7 +286,8 @@ class CheckpointWriter:
         header = file.layout.header({"step": str(save.step), "attempt": str(self._attempt)})
         key = folder_of(save.step) + file.name
         chunks = [memoryview(header), *blocks]
-        self._local_cache.put(key, chunks)
+        if self._local_cache is not None:
+            self._local_cache.put(key, chunks)
 
         def put(_number: int) -> None:
             self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from threading import Thread
@@ -34,18 +34,6 @@ log = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(pauses_s=(0.1, 0.1))
 """Short: what is tried again is only what no keeper at all took."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Newest:
-    """The snapshot that this rank wrote last, or is writing."""
-
-    step: int
-    is_writing: bool = False
-    has_failed: bool = False
-    stall_s: float = 0.0
-    write_s: float = 0.0
-    num_bytes: int = 0
 
 
 class SnapshotWriter:
@@ -82,7 +70,8 @@ class SnapshotWriter:
             retry=RETRY,
             limits=SaveLimits(file_bytes=plan.job.checkpoint.file_bytes, report_every_s=inf),
         )  # fmt: skip
-        self._newest = _Newest(step=0)
+        self._step = 0  # of the newest snapshot, and how it went: None while it is written
+        self._newest: ShardSaved | None = None
         self._whole_step = 0
         self._num_lacking = 0
         self._is_wanted = False
@@ -92,9 +81,9 @@ class SnapshotWriter:
 
     def extra_reductions(self) -> tuple[float, ...]:
         """What all ranks must know of this one: is it writing, has it failed, is a keeper lost."""
-        newest = self._newest
+        is_writing = self._step > 0 and self._newest is None
         is_lacking = self._copies.num_stores < self._replicas.num_copies
-        return float(newest.is_writing), float(newest.has_failed), float(is_lacking)
+        return float(is_writing), float(self._has_failed), float(is_lacking)
 
     def observe(self, totals: Sequence[float], *, step: int, is_lent: bool = False) -> None:
         """Learn from the sums of the step that led to ``step`` completed ones, as every rank does.
@@ -105,8 +94,8 @@ class SnapshotWriter:
         num_writing, num_failed, num_lacking = map(round, totals)
         self._is_free, self._num_lacking = num_writing == 0, num_lacking
         is_whole = self._is_free and num_failed == 0
-        if is_whole and self._newest.step > self._whole_step:
-            self._whole_step = self._newest.step
+        if is_whole and self._step > self._whole_step:
+            self._whole_step = self._step
             if self._tidied:
                 Thread(target=self._tidy, name="tidy", daemon=True).start()
         self._is_wanted |= step % self._every == 0
@@ -134,10 +123,10 @@ class SnapshotWriter:
             The copy, which stays as it is until the next snapshot but one; None where there is none.
         """
         self._is_wanted, self._is_free, self._waited_s = False, False, 0.0
-        self._newest = _Newest(step=step, is_writing=True)
+        self._step, self._newest = step, None
         host = self._buffers.free(whole_step=self._whole_step, step=step)
         self._writer.save(step, blocks, state, into=lambda: host)
-        return None if self._newest.has_failed else host
+        return None if self._has_failed else host
 
     def lend(self) -> HostCopy:
         """Memory for a copy of another writer's, as long as no snapshot is made or under way."""
@@ -161,7 +150,7 @@ class SnapshotWriter:
             "checkpoint/snapshot_step": float(self._whole_step),
             "checkpoint/snapshot_lacking": float(self._num_lacking),
         }
-        if newest.is_writing or newest.has_failed or not newest.step:
+        if newest is None or newest.error:
             return standing
         return standing | {
             "checkpoint/snapshot_stall_s": newest.stall_s + self._waited_s,
@@ -169,15 +158,16 @@ class SnapshotWriter:
             "checkpoint/snapshot_bytes": float(newest.num_bytes),
         }
 
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._newest and self._newest.error)
+
     def _finish(self, shard: ShardSaved | RankSaveProgress) -> None:
         """The data are written, or cannot be; called by the writer, from its own thread."""
         if isinstance(shard, RankSaveProgress):
             return
         error = shard.error or _attempt(lambda: self._put_part(shard))
-        self._newest = replace(
-            self._newest, is_writing=False, has_failed=bool(error), stall_s=shard.stall_s,
-            write_s=shard.write_s, num_bytes=shard.num_bytes,
-        )  # fmt: skip
+        self._newest = replace(shard, error=error)
 
     def _put_part(self, shard: ShardSaved) -> None:
         grid = self._plan.grid

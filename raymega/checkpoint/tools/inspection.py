@@ -21,9 +21,10 @@ from raymega.checkpoint.format.manifest import (
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
-from raymega.storage.registry import is_anything_at, open_store, reading_faults
+from raymega.storage.registry import is_anything_at, local_path, open_store, reading_faults
 from raymega.storage.store import Store
 
+MAX_NAMED = 5
 _PART_OF_RUN = re.compile(rf"(?P<run>.*)/(?P<part>{ROOT}step-\d+(/[^/]+)?)/?")
 
 
@@ -143,9 +144,29 @@ def absence_faults(uri: str) -> list[Fault]:
     ]
 
 
+def runs_below(uri: str) -> list[str]:
+    """Names of the runs in the folder ``uri``, sorted; none for an object store, which is not walked."""
+    folder = local_path(uri)
+    if folder is None or not folder.is_dir():
+        return []
+    return sorted(each.name for each in folder.iterdir() if (each / ROOT).is_dir())
+
+
 def _nothing_at(uri: str) -> Fault:
+    folder, runs = local_path(uri), runs_below(uri)
+    remedy = "give <checkpoint.uri>/<run.name> of a run that has saved"
+    if folder is not None and (folder / "config.json").is_file():
+        remedy = (
+            f"it looks like a model of Hugging Face: raymega convert hf-import {uri} --out URI, "
+            "then give that URI"
+        )
+    elif runs:
+        more = ", ..." if len(runs) > MAX_NAMED else ""
+        remedy = (
+            f"give one of its runs, {uri.rstrip('/')}/NAME: {', '.join(runs[:MAX_NAMED])}{more}"
+        )
     return Fault(
         fact=f"there is no checkpoint at {uri!r}",
         rule="a URI names a run's folder, one of its checkpoints/step-... or a manifest",
-        remedy="give <checkpoint.uri>/<run.name> of a run that has saved",
+        remedy=remedy,
     )

@@ -67,12 +67,6 @@ def version_fault(own: Mapping[str, str], name: str, theirs: Mapping[str, str]) 
     )
 
 
-def living_nodes() -> dict[str, str]:
-    """Id and address of every living node."""
-    table = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in table if node["Alive"]}
-
-
 def node_facts() -> NodeFacts:
     """Runs on the node."""
     rows = _nvidia_smi("name,memory.total,driver_version")

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raymega.config.parallel import ParallelSection
 from raymega.errors import CapacityError, Fault, InternalError
 from raymega.messages import NodeSlots
 from raymega.plan.grid import Grid
@@ -48,22 +49,19 @@ class AssignedRank:
     local_rank: int
 
 
-def block_size(grid: Grid, *, is_tp_across_nodes_allowed: bool) -> int:
+def block_size(grid: Grid, parallel: ParallelSection) -> int:
     """Workers that must share a node: a whole tp group, or 1 when it may span nodes."""
-    return 1 if is_tp_across_nodes_allowed else grid.tp
+    return 1 if parallel.is_tp_across_nodes_allowed else grid.tp
 
 
-def place_ranks(
-    nodes: Sequence[NodeSlots], grid: Grid, *, is_tp_across_nodes_allowed: bool
-) -> tuple[str, ...]:
-    """A node id for each rank: proof, before anything is asked of Ray, that the run fits.
+def place_ranks(nodes: Sequence[NodeSlots], grid: Grid, *, block: int) -> tuple[str, ...]:
+    """A node id for each rank: proof, before anything is asked of Ray, that the run fits; see block_size.
 
     Domain after domain and node after node, those with most room first, so that the run is on few.
 
     Raises:
         CapacityError: The nodes have no room, even when nothing else runs on them.
     """
-    block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
     room: Counter[str] = Counter()
     for node in nodes:
         room[node.labels.get(DOMAIN_LABEL, "")] += node.num_slots
@@ -75,9 +73,7 @@ def place_ranks(
     if len(workers) < grid.world_size:
         raise CapacityError(_no_room(nodes, grid, block))
     locations = [WorkerLocation(node_id=node_id, address="", pid=0) for node_id in workers]
-    assigned_ranks = assign_ranks(
-        locations, grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed
-    )
+    assigned_ranks = assign_ranks(locations, grid, block=block)
     by_rank = {
         assigned.rank: node_id for assigned, node_id in zip(assigned_ranks, workers, strict=True)
     }
@@ -90,7 +86,7 @@ def _roomiest_first(node: NodeSlots, room: Counter[str]) -> tuple[int, str, int,
 
 
 def assign_ranks(
-    locations: Sequence[WorkerLocation], grid: Grid, *, is_tp_across_nodes_allowed: bool
+    locations: Sequence[WorkerLocation], grid: Grid, *, block: int
 ) -> tuple[AssignedRank, ...]:
     """Seats in the order of ``locations``: domain after domain, node after node, tp group after tp group.
 
@@ -101,7 +97,6 @@ def assign_ranks(
     Raises:
         InternalError: A node holds part of a tp group although that is not allowed.
     """
-    block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
     queue: list[int] = []
     for node_id, workers in _by_node(locations):
         if len(workers) % block:
@@ -113,11 +108,7 @@ def assign_ranks(
 
 
 def choose_ranks(
-    locations: Sequence[WorkerLocation],
-    ranks: Sequence[int],
-    grid: Grid,
-    *,
-    is_tp_across_nodes_allowed: bool,
+    locations: Sequence[WorkerLocation], ranks: Sequence[int], grid: Grid, *, block: int
 ) -> tuple[int, ...] | None:
     """Ranks for some of ``locations``, -1 for those that are not needed; None where they do not suffice.
 
@@ -128,12 +119,11 @@ def choose_ranks(
         locations: Processes that could train, at least as many as the grid has ranks or not.
         ranks: What they had last; -1 for none.
         grid: What is to be filled.
-        is_tp_across_nodes_allowed: A tp group need not be whole on a node.
+        block: Workers that must share a node, see block_size.
     """
     holder = {rank: index for index, rank in enumerate(ranks) if 0 <= rank < grid.world_size}
     free = {node: [i for i in here if ranks[i] not in range(grid.world_size)]
             for node, here in _by_node(locations)}  # fmt: skip
-    block = block_size(grid, is_tp_across_nodes_allowed=is_tp_across_nodes_allowed)
     groups = list(grid.groups("tp")) if block > 1 else [(r,) for r in range(grid.world_size)]
     moving = []
     for group in groups:
@@ -160,11 +150,7 @@ def choose_ranks(
 
 
 def keep_ranks(
-    locations: Sequence[WorkerLocation],
-    ranks: Sequence[int],
-    grid: Grid,
-    *,
-    is_tp_across_nodes_allowed: bool,
+    locations: Sequence[WorkerLocation], ranks: Sequence[int], grid: Grid, *, block: int
 ) -> tuple[AssignedRank, ...] | None:
     """Seats with the ranks that the workers had, or were named for; None where that cannot be.
 
@@ -173,7 +159,7 @@ def keep_ranks(
     """
     node_of = {rank: location.node_id for rank, location in zip(ranks, locations, strict=True)}
     for group in grid.groups("tp"):
-        if not is_tp_across_nodes_allowed and len({node_of[rank] for rank in group}) > 1:
+        if block > 1 and len({node_of[rank] for rank in group}) > 1:
             return None
     for _, workers in _by_node(locations):
         here = sorted(workers, key=lambda index: ranks[index])

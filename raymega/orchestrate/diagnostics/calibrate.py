@@ -1,22 +1,19 @@
 """`raymega doctor --calibrate`: a job's workers measure the cluster, and an accelerator comes of it.
 
-It starts and ends the workers; what they time is train.calibration's, what follows is plan.calibration's.
+What the workers time is train.diagnostics.calibration's, what follows planner.calibration.fit's.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from raymega.errors import Fault, WorkerError
 from raymega.messages import Entered
 from raymega.orchestrate.core.rank_placement import WorkerLocation
-from raymega.orchestrate.diagnostics.checks import collect
-from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+from raymega.orchestrate.diagnostics.checks import measure
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.calibration.fit import Measurement, fit_device
@@ -33,15 +30,10 @@ def calibrate_cluster(plan: RunPlan, base: Accelerator, *, name: str) -> Acceler
         name: Of the new accelerator.
 
     Raises:
-        WorkerError: A worker failed, or there is no room for them.
+        WorkerError: A worker failed.
+        CapacityError: There is no room for the workers.
     """
-    log_dir = Path(tempfile.gettempdir()) / "raymega-doctor"
-    group = RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=CALIBRATION_ENTRY)
-    try:
-        reports, fault = collect(group, plan)
-        homes = group.members()
-    finally:
-        group.release(keep_warm=False)
+    reports, homes, fault = measure(plan, CALIBRATION_ENTRY)
     if fault is not None:
         raise WorkerError(fault if isinstance(fault, Fault) else str(fault))
     return fit_device(base, list(measurements(reports, homes)), name=name)

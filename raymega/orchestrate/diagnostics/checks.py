@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,6 @@ from raymega.orchestrate.cluster.node_inventory import list_nodes
 from raymega.orchestrate.cluster.node_probes import (
     NodeFacts,
     Skew,
-    living_nodes,
     local_versions,
     measure_skew,
     node_facts,
@@ -32,7 +31,7 @@ from raymega.orchestrate.cluster.node_probes import (
     time_store,
     version_fault,
 )
-from raymega.orchestrate.core.rank_placement import WorkerLocation, place_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import AttemptSpec
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.plan.hardware.lookup import nvlink_bytes_per_s
@@ -75,7 +74,7 @@ def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[CheckFindi
         plan: Of the job to come; without one, what only a job asks for is skipped.
         store_uri: Root of the job's store.
     """
-    nodes = living_nodes()
+    nodes = {node.node_id: node.address for node in list_nodes(ClusterSection())}
     ids = list(nodes)
     yield from check_resources(plan)
     facts = on_nodes(ids, node_facts, timeout_s=NODE_TIMEOUT_S)
@@ -100,9 +99,8 @@ def check_resources(plan: RunPlan | None) -> Iterator[CheckFinding]:
     values = {"nodes": len(nodes), "cpus": cpus, "gpus": gpus}
     fact = f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs"
     if plan is not None:
-        is_free = plan.job.parallel.is_tp_across_nodes_allowed
         try:
-            place_ranks(nodes, plan.grid, is_tp_across_nodes_allowed=is_free)
+            place_ranks(nodes, plan.grid, block=block_size(plan.grid, plan.job.parallel))
         except CapacityError as error:
             yield _problem("resources", error.faults[0], values)
             return
@@ -186,30 +184,21 @@ def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Itera
 
 
 def check_bandwidth(
-    plan: RunPlan,
-    *,
-    gpus: Mapping[str, str] | None = None,
-    make_group: Callable[[RunPlan], RayWorkerGroup] | None = None,
+    plan: RunPlan, *, gpus: Mapping[str, str] | None = None
 ) -> Iterator[CheckFinding]:
     """An all-reduce on every group of every axis, one axis at a time.
 
     Args:
         plan: Whose groups are measured.
         gpus: Name of the GPUs of each node that has some.
-        make_group: Of workers that measure; doctor's own unless a test brings another.
     """
     if plan.grid.world_size == 1:
         yield CheckFinding(check="bandwidth", status="skipped", fact="one rank sends nothing")
         return
-    group = (make_group or _bandwidth_group)(plan)
-    homes: Mapping[int, WorkerLocation] = {}
     try:
-        timings, fault = collect(group, plan)
-        homes = group.members()
+        timings, homes, fault = measure(plan, BANDWIDTH_ENTRY)
     except CapacityError as error:
-        timings, fault = [], error.faults[0]
-    finally:
-        group.release(keep_warm=False)
+        timings, homes, fault = [], {}, error.faults[0]
     if fault is not None:
         yield _problem("bandwidth", fault)
     yield from judge_bandwidth(timings, links=_links(homes, gpus or {}))
@@ -274,12 +263,24 @@ def _common_link(groups: Iterable[str], links: Mapping[int, tuple[str, float]]) 
     return min(found, default=0.0)
 
 
-def _bandwidth_group(plan: RunPlan) -> RayWorkerGroup:
+def measure(
+    plan: RunPlan, entry: str
+) -> tuple[list[Entered], Mapping[int, WorkerLocation], Fault | str | None]:
+    """What ``plan``'s workers time with ``entry``, where each rank was, and why some timings are missing.
+
+    Raises:
+        CapacityError: The cluster has no room for them.
+    """
     log_dir = Path(tempfile.gettempdir()) / "raymega-doctor"
-    return RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=BANDWIDTH_ENTRY)
+    group = RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=entry)
+    try:
+        timings, fault = _collect(group, plan)
+        return timings, group.members(), fault
+    finally:
+        group.release(keep_warm=False)
 
 
-def collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault | str | None]:
+def _collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault | str | None]:
     """Timings of all ranks, and why some are missing."""
     limit_s = plan.job.elastic.start_timeout_s
     deadline_s = time.monotonic() + limit_s

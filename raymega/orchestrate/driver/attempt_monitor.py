@@ -24,7 +24,7 @@ from raymega.messages import (
     Working,
 )
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind
-from raymega.orchestrate.core.worker_status import (
+from raymega.orchestrate.core.worker_group_api import (
     Heartbeat,
     ProcessStatus,
     ThreadStatus,

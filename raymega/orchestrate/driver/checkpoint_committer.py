@@ -25,7 +25,7 @@ from raymega.events import (
 )
 from raymega.messages import RankSaveProgress, Report, ShardSaved
 from raymega.orchestrate.core.clock import Clock
-from raymega.orchestrate.core.worker_status import WorkerStatus
+from raymega.orchestrate.core.worker_group_api import WorkerStatus
 from raymega.orchestrate.driver.rank_reports import RankCollector
 from raymega.orchestrate.driver.save_requests import SaveRequests
 from raymega.plan.run_plan import RunPlan

@@ -1,6 +1,6 @@
 """The driver's loop: a state machine stepped once a tick, owner of attempts, commits and the run.
 
-It decides when what is due, by asking policies; course does it. It trains nothing, and every wait it
+It decides when what is due, by asking policies; run_context does it. It trains nothing, and every wait it
 makes is bounded.
 """
 
@@ -23,6 +23,8 @@ from raymega.tracking.sink import Sink
 LOADING_PATIENCE = 3
 """So many times elastic.replan_after_s are processes waited for that load on nodes that live: they come
 sooner than a run that has shrunk grows back."""
+AT_WORK = (State.STARTING, State.RUNNING, State.STOPPING, State.RESIZING)
+"""States with workers: what these have to say is taken in first, and a failure comes before all else."""
 
 
 class Controller:
@@ -97,7 +99,11 @@ class Controller:
     def tick(self) -> None:
         """One step of the state machine; returns within some TICK_S, but for clearing up."""
         self._lease.refuse_if_lost()
-        self._handlers[self.state.state]()
+        here, context = self.state.state, self._context
+        if here in AT_WORK and (failure := context.poll_reports()) is not None:
+            context.handle_failure(failure)
+        else:
+            self._handlers[here]()
 
     # One handler a state.
 
@@ -120,35 +126,28 @@ class Controller:
 
     def _wait_for_start(self) -> None:
         context = self._context
-        failure = context.poll_reports()
-        if failure is not None:
-            context.handle_failure(failure)
-        elif self._is_stop_due():
+        if self._is_stop_due():
             context.move(State.PREEMPTED, "stopped before its first step")
-        elif context.attempt_context.attempt.has_met:
+        elif context.attempt.has_met:
             context.move(State.RUNNING, "all workers have met")
 
     def _watch(self) -> None:
         context = self._context
-        failure = context.poll_reports() or context.bad_end
-        if failure is not None:
-            context.handle_failure(failure)
+        if (bad_end := context.bad_end) is not None:
+            context.handle_failure(bad_end)
         elif context.is_done:
             context.move(State.FINISHED, "every step is done and saved")
         elif self._asked_s_ago >= 0:
             self._group.request(Requests(stop=True, save=True))
             context.move(State.STOPPING, "asked to stop")
-        elif context.attempt_context.committer.is_requested(context.state.step):
+        elif context.committer.is_requested(context.state.step):
             self._group.request(Requests(save=True))
         else:
             self._leave_or_grow()
 
     def _wait_for_stop(self) -> None:
         context, limit_s = self._context, self._job.elastic.stop_timeout_s
-        failure = context.poll_reports()
-        if failure is not None:
-            context.handle_failure(failure)
-        elif context.is_done:
+        if context.is_done:
             is_whole = context.state.saved_step >= self._job.run.steps
             context.move(State.FINISHED if is_whole else State.PREEMPTED, "asked to stop")
         elif self._asked_s_ago > limit_s:
@@ -158,10 +157,7 @@ class Controller:
     def _wait_for_resize(self) -> None:
         """A save that fails costs steps, not the change: the state before it is gone back to."""
         context = self._context
-        failure = context.poll_reports()
-        if failure is not None:
-            context.handle_failure(failure)
-        elif context.is_done and context.state.saved_step >= self._job.run.steps:
+        if context.is_done and context.state.saved_step >= self._job.run.steps:
             context.move(State.FINISHED, "every step is done and saved")
         elif context.is_done or context.seconds_here > self._job.elastic.stop_timeout_s:
             context.move(State.RESTARTING, context.state.reason)

@@ -14,7 +14,7 @@ from math import inf
 from statistics import median
 
 from raymega.config.elastic import ElasticSection
-from raymega.orchestrate.core.worker_status import (
+from raymega.orchestrate.core.worker_group_api import (
     ANSWER_EVERY_S,
     Heartbeat,
     ProcessStatus,

@@ -1,9 +1,10 @@
-"""Collects what every rank says about the same step, and hands it over when nobody is missing."""
+"""Collects what every rank says about the same step, until nobody is missing; names slow ranks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Generic, TypeVar
 
 from raymega.events import (
@@ -15,7 +16,7 @@ from raymega.events import (
     Timeline,
 )
 from raymega.messages import RankMemory, RankTimeline
-from raymega.orchestrate.driver.straggler_detector import Stragglers, ratios
+from raymega.plan.grid import Grid
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.recording import Recording
 from raymega.schedule.timeline import EventTuple
@@ -23,6 +24,8 @@ from raymega.tracking.expert_load import is_collapsed, starved_experts
 from raymega.tracking.timeline_metrics import rank_timeline_metrics, timeline_metrics
 
 T = TypeVar("T")
+NUM_SAMPLES = 2
+"""So many looks in a row make a straggler; one may be a passing disturbance."""
 
 
 class RankCollector(Generic[T]):
@@ -39,6 +42,43 @@ class RankCollector(Generic[T]):
         if len(values) < self._world_size:
             return {}
         return dict(sorted(self._by_step.pop(step).items()))
+
+
+class Stragglers:
+    """Ranks of one attempt that are slow: whose own work in a step takes longer than their stage's others'.
+
+    Waits are taken off before, because in a step of collectives all ranks are as slow as the slowest. It
+    names; nothing is restarted for it.
+    """
+
+    def __init__(self, grid: Grid, *, ratio: float) -> None:
+        """``ratio`` is the job's elastic.straggler_ratio, 0 for never."""
+        self._grid, self._ratio = grid, ratio
+        self._samples: dict[int, int] = {}
+
+    def observe(self, work_s: Mapping[int, float]) -> list[tuple[int, float]]:
+        """Ranks that have become stragglers with this look, each with its ratio; each is told once."""
+        slow = {rank: ratio for rank, ratio in ratios(work_s, self._grid) if self._is_slow(ratio)}
+        self._samples = {rank: self._samples.get(rank, 0) + 1 for rank in slow}
+        return [
+            (rank, slow[rank]) for rank, samples in self._samples.items() if samples == NUM_SAMPLES
+        ]
+
+    def _is_slow(self, ratio: float) -> bool:
+        return 0 < self._ratio < ratio
+
+
+def ratios(work_s: Mapping[int, float], grid: Grid) -> Iterator[tuple[int, float]]:
+    """Each rank's work over the median of the other ranks of its pipeline stage, which do the same."""
+    for rank, seconds in sorted(work_s.items()):
+        stage = grid.coords(rank).pp
+        others = [
+            other_s
+            for other, other_s in work_s.items()
+            if other != rank and grid.coords(other).pp == stage
+        ]
+        if others and median(others) > 0:
+            yield rank, seconds / median(others)
 
 
 class RankReports:

@@ -1,29 +1,30 @@
 """What the next attempt starts from: the newest state that can be read, in the store or in memory.
 
-It remembers which ones workers could not read. When to go back to one is the controller's.
+It remembers which ones workers could not read, and the rollbacks of the run. When to go back to one is the controller's.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of
 from raymega.checkpoint.format.manifest import Manifest, find_restore
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.config.schema import Job
-from raymega.errors import CheckpointError, ConfigError, raise_faults
+from raymega.errors import CheckpointError, ConfigError, Fault, StorageError, raise_faults
 from raymega.events import StateSource
 from raymega.orchestrate.core.failure_policy import Failure
 from raymega.orchestrate.core.worker_group_api import SnapshotManager
-from raymega.orchestrate.driver import exit_errors
-from raymega.orchestrate.driver.rollbacks import Rollback, read_rollbacks, write_rollback
 from raymega.orchestrate.run_store.journal import RunRecord
 from raymega.orchestrate.run_store.run_identity import precision_faults
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+ROLLBACKS = "rollbacks/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,30 @@ class ResumePoint:
     source: StateSource = "nothing"
     holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback:
+    """A run went back: which steps are undone, and which samples it passes over for good.
+
+    Attributes:
+        attempt: The one that was ended for it.
+        from_step: Steps that it had completed.
+        to_step: Step of the state that it went back to.
+        samples: The first one that this state had not consumed, and where the data go on.
+        cause: Why, for people.
+    """
+
+    attempt: int
+    from_step: int
+    to_step: int
+    samples: tuple[int, int]
+    cause: str
+
+    @property
+    def passes_over(self) -> bool:
+        """Some samples are left out; else the same steps are done again."""
+        return self.samples[1] > self.samples[0]
 
 
 class RestorePoint:
@@ -96,9 +121,7 @@ class RestorePoint:
             raise_faults(ConfigError, precision_faults(saved.job, self._job))
             self.start = _start(saved, "store", {})
         elif restore.broken or self._unreadable["store"] or max(record.step, saved_step) > 0:
-            raise CheckpointError(
-                *restore.broken, exit_errors.nothing_readable(record, self._store)
-            )
+            raise CheckpointError(*restore.broken, nothing_readable(record, self._store))
         else:
             self.start = ResumePoint()
         self._end_rollback()
@@ -143,3 +166,43 @@ def _start(
 
 def _id(manifest: Manifest) -> CheckpointId:
     return CheckpointId(attempt=manifest.attempt, step=manifest.step)
+
+
+def write_rollback(store: Store, rollback: Rollback) -> None:
+    """Put it on record, an object of its own, so that a driver that takes the run up keeps to it."""
+    text = json.dumps(asdict(rollback), indent=2, sort_keys=True)
+    store.put(f"{ROLLBACKS}a{rollback.attempt:04d}.json", [text.encode()], overwrite=True)
+
+
+def read_rollbacks(store: Store) -> tuple[Rollback, ...]:
+    """All of the run, oldest first.
+
+    Raises:
+        StorageError: One cannot be read, so that nobody knows what the run has left out.
+    """
+    found = []
+    for key in store.list(ROLLBACKS):
+        try:
+            values = json.loads(store.get(key))
+            first, end = values.pop("samples")
+            found.append(Rollback(samples=(first, end), **values))
+        except (ValueError, TypeError, KeyError) as error:
+            raise StorageError(_unreadable_rollback(store, key, error)) from error
+    return tuple(found)
+
+
+def _unreadable_rollback(store: Store, key: str, error: Exception) -> Fault:
+    return Fault(
+        fact=f"{store.uri}/{key} cannot be read ({error})",
+        rule="it says which samples the run passes over",
+        remedy="repair it, or take another run.name",
+    )
+
+
+def nothing_readable(record: RunRecord, store: Store) -> Fault:
+    """The fault of a run that had checkpoints, of which none can be restored."""
+    return Fault(
+        fact=f"no checkpoint of run {record.name!r} in {store.uri} can be restored",
+        rule="a run that has had checkpoints never begins again from nothing by itself",
+        remedy="repair one, or take another run.name to begin again",
+    )

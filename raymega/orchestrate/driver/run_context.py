@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
 
-from raymega.errors import LeaseError, RaymegaError
+from raymega.errors import Fault, LeaseError, PreemptedError, RaymegaError
 from raymega.events import (
     AttemptEvent,
     AttemptFailed,
@@ -39,17 +39,16 @@ from raymega.orchestrate.core.failure_policy import (
     policy_of,
     unsaved,
 )
-from raymega.orchestrate.core.state import State
-from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup
-from raymega.orchestrate.core.worker_status import WorkerStatus
-from raymega.orchestrate.driver import exit_errors
-from raymega.orchestrate.driver.attempt_context import AttemptContext, begin_work
-from raymega.orchestrate.driver.checkpoint_committer import Superseded
+from raymega.orchestrate.core.state import RunState, State
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup, WorkerStatus
+from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor
+from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Superseded
 from raymega.orchestrate.driver.failure_history import FailureHistory
 from raymega.orchestrate.driver.goodput import GoodputMeter
+from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.restore_point import RestorePoint
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
-from raymega.orchestrate.run_store.journal import Journal
+from raymega.orchestrate.run_store.journal import Journal, RunRecord
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.names import check_names
@@ -71,10 +70,13 @@ class RunContext:
     Attributes:
         state: Where the run stands.
         grids: The grid that it has, and the one that it should have.
-        attempt_context: What belongs to the present attempt.
+        attempt: How far the present attempt is.
+        committer: Its saves.
         losses: What failed so far, and the outage that is not made good.
         error: Why the driver gave up, if it did.
     """
+
+    _is_announced: bool
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class RunContext:
         if self._restore.start.key and not self._journal.record.num_attempts:
             self.state = replace(self.state, reason="taken up from a checkpoint that was there")
         self._meter = GoodputMeter(first_step=self.state.step, now_s=clock.monotonic())
-        self.attempt_context = self._new_work()
+        self._forget_attempt()
 
     @property
     def seconds_here(self) -> float:
@@ -111,14 +113,14 @@ class RunContext:
     @property
     def is_done(self) -> bool:
         """Every rank has left its loop, and no save is under way."""
-        return self.attempt_context.attempt.is_finished and self.attempt_context.committer.is_idle
+        return self.attempt.is_finished and self.committer.is_idle
 
     @property
     def bad_end(self) -> Failure | None:
         """The workers are done, and their last step is not saved."""
         if not self.is_done or self.state.saved_step >= self._job.run.steps:
             return None
-        return unsaved(step=self.attempt_context.attempt.step, saved_step=self.state.saved_step)
+        return unsaved(step=self.attempt.step, saved_step=self.state.saved_step)
 
     def open(self) -> None:
         """Tell the sink that the driver has taken up the run."""
@@ -156,7 +158,7 @@ class RunContext:
         self.move(State.STARTING, self.state.reason)
         start, spares = self._restore.start, self._num_spares()
         self._journal.begin(self.grids.now, self.state, restored=start.key, spares=spares)
-        self.attempt_context = self._new_work()
+        self._forget_attempt()
         plan = self.grids.now
         self._tell(
             AttemptStarted(
@@ -187,19 +189,17 @@ class RunContext:
         reports = self._group.poll(TICK_S)
         self._announce_workers()
         for report in reports:
-            self.attempt_context.attempt.observe(report, self._clock.monotonic())
+            self.attempt.observe(report, self._clock.monotonic())
             self._take(report)
         self._take_outcomes()
         now_s = self._clock.monotonic()
-        if (silent := self.attempt_context.attempt.probe_due(now_s)) is not None:
+        if (silent := self.attempt.probe_due(now_s)) is not None:
             self._group.probe(silent)
-        return self.attempt_context.attempt.failure(now_s)
+        return self.attempt.failure(now_s)
 
     def handle_failure(self, failure: Failure) -> None:
         """The attempt is lost; the policy says what follows."""
-        if self.state.state is State.RUNNING and self.attempt_context.attempt.could_not_restore(
-            failure
-        ):
+        if self.state.state is State.RUNNING and self.attempt.could_not_restore(failure):
             self._restore.give_up_on_newest()
             self._note(failure, decided := "the checkpoint cannot be read, the one before is next")
             self.move(State.RESTARTING, decided)
@@ -224,7 +224,7 @@ class RunContext:
         self._journal.record_state(self.state)
         self._group.release(keep_warm=True)
         self.losses.mark("abort")
-        self.attempt_context.committer.wait(DRAIN_S)
+        self.committer.wait(DRAIN_S)
         self._take_outcomes()
         self._find_state()
         self.losses.mark("find")
@@ -240,7 +240,7 @@ class RunContext:
     def end(self) -> RunFinished:
         """Release everything, write what is left to write, and tell the sink how it ended."""
         self._group.release(keep_warm=False)
-        self.attempt_context.committer.wait(DRAIN_S)
+        self.committer.wait(DRAIN_S)
         try:
             self._take_outcomes()
         except LeaseError as error:
@@ -269,28 +269,28 @@ class RunContext:
         if self.error is not None:
             raise self.error
         if self.state.state is State.PREEMPTED:
-            raise exit_errors.stopped(self._journal.record, self.state)
+            raise stopped(self._journal.record, self.state)
 
     def _announce_workers(self) -> None:
         members = self._group.members()
-        if members and not self.attempt_context.is_announced:
-            self.attempt_context.is_announced = True
+        if members and not self._is_announced:
+            self._is_announced = True
             ranks = sorted(members)
             nodes = {rank: members[rank].node_id for rank in ranks}
             pids = {rank: members[rank].pid for rank in ranks}
-            self.attempt_context.ranks.nodes = nodes
+            self._ranks.nodes = nodes
             self._tell(WorkersStarted(pids=pids, nodes=nodes))
 
     def _take(self, report: Report | WorkerStatus) -> None:
-        if (progress := self.attempt_context.committer.handle_report(report)) is not None:
+        if (progress := self.committer.handle_report(report)) is not None:
             self._tell(progress)
         match report:
             case Entered():
-                self.losses.mark_start(report.phase, self.attempt_context.attempt)
+                self.losses.mark_start(report.phase, self.attempt)
             case StepFinished():
                 self._take_step(report)
             case RankTimeline() | RankMemory() | ExpertLoads():
-                for event in self.attempt_context.ranks.add(report):
+                for event in self._ranks.add(report):
                     self._tell(event)
             case EvaluationFinished() | NodesChecked() | BadStep() | SaveSkipped():
                 self._tell(report)
@@ -305,13 +305,13 @@ class RunContext:
         own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self._lease.age_s}
         self._tell(replace(report, metrics={**report.metrics, **own}))
         source = self._restore.start.source
-        recovered = self.losses.end(self.attempt_context.attempt, step=report.step, source=source)
+        recovered = self.losses.end(self.attempt, step=report.step, source=source)
         if recovered is not None:
             self.grids.change_s = recovered.recovery_s
             self._tell(recovered)
 
     def _take_outcomes(self) -> None:
-        for outcome in self.attempt_context.committer.pop_outcomes():
+        for outcome in self.committer.pop_outcomes():
             match outcome:
                 case CheckpointCommitted():
                     self.state = replace(self.state, saved_step=outcome.step)
@@ -333,10 +333,10 @@ class RunContext:
                 cause=failure.cause,
                 is_rollback=failure.wants_rollback,
                 decision=decision,
-                whereabouts=self.attempt_context.attempt.whereabouts(),
+                whereabouts=self.attempt.whereabouts(),
             )
         )
-        self.losses.begin(failure, self.attempt_context.attempt)
+        self.losses.begin(failure, self.attempt)
 
     def _tell(self, event: AttemptEvent) -> None:
         """Tell the sink of the present attempt.
@@ -356,6 +356,33 @@ class RunContext:
     def _num_spares(self) -> int:
         return max(0, len(self._group.ready()) - self.grids.now.grid.world_size)
 
-    def _new_work(self) -> AttemptContext:
-        grids, store, executor = self.grids, self._store, self._executor
-        return begin_work(grids, self.state, store=store, executor=executor, clock=self._clock)
+    def _forget_attempt(self) -> None:
+        """Nothing of the state's attempt has happened yet; it is on the present grid."""
+        plan = self.grids.now
+        self.attempt = AttemptMonitor(
+            world_size=plan.grid.world_size,
+            first_step=self.state.step,
+            elastic=plan.job.elastic,
+            now_s=self._clock.monotonic(),
+            steps_s=self.grids.steps_s(),
+        )
+        self.committer = CheckpointCommitter(
+            plan=plan,
+            attempt=self.state.attempt,
+            store=self._store,
+            executor=self._executor,
+            clock=self._clock,
+        )
+        self._ranks = RankReports(plan)
+        self._is_announced = False
+
+
+def stopped(record: RunRecord, state: RunState) -> PreemptedError:
+    """The error of a run that was asked to stop, and can go on."""
+    fault = Fault(
+        fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
+        f"saved ({state.reason})",
+        rule="a run that is stopped can be continued",
+        remedy="start the same job again",
+    )
+    return PreemptedError(fault)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from raymega.orchestrate.core.rank_placement import WorkerLocation, choose_ranks
+from raymega.orchestrate.core.rank_placement import WorkerLocation, block_size, choose_ranks
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 from raymega.plan.run_plan import RunPlan
@@ -133,9 +133,8 @@ class ScalingPolicy:
         )
 
     def _fit(self, grid: Grid, locations: Sequence[WorkerLocation]) -> bool:
-        is_free = self.full.job.parallel.is_tp_across_nodes_allowed
-        ranks = [-1] * len(locations)
-        return choose_ranks(locations, ranks, grid, is_tp_across_nodes_allowed=is_free) is not None
+        block, ranks = block_size(grid, self.full.job.parallel), [-1] * len(locations)
+        return choose_ranks(locations, ranks, grid, block=block) is not None
 
 
 def _device(locations: Sequence[WorkerLocation]) -> Accelerator | None:

@@ -41,7 +41,7 @@ def find_run(name: str, *, address: str) -> str:
 def _workers(name: str) -> list[dict[str, str]]:
     """The first workers of each run of that name, or all when a spare has taken the place of one.
 
-    Names are RUN/ATTEMPT/RANK-...; see slots.actor_name.
+    Names are RUN/ATTEMPT/RANK-...; see placement_slots.actor_name.
     """
     listed: list[Any] = list_named_actors(all_namespaces=True)
     found = [actor for actor in listed if actor["name"].startswith(f"{name}/a")]

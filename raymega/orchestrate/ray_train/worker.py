@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Mapping
 from threading import Event, Thread
 from typing import Any, cast
@@ -17,10 +16,13 @@ import ray.train
 
 from raymega.errors import WorkerError
 from raymega.messages import StartWorker
-from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, WorkerLocation
 from raymega.orchestrate.ray_train.mailbox import RemoteWorker
-from raymega.orchestrate.workers.report_queue import ReportQueue
-from raymega.orchestrate.workers.worker_actor import EntryModule, last_words
+from raymega.orchestrate.workers.worker_actor import (
+    EntryModule,
+    ReportQueue,
+    last_words,
+    worker_location,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,22 +36,22 @@ def run_worker(config: Mapping[str, Any]) -> None:
     """The training function of a TorchTrainer.
 
     Args:
-        config: ``worker_rendezvous``, the actor, and ``entry``, the module to run.
+        config: ``mailbox``, the actor, and ``entry``, the module to run.
 
     Raises:
         WorkerError: The attempt was over before it began.
     """
-    worker_rendezvous = config["worker_rendezvous"]
+    mailbox = config["mailbox"]
     entry = cast(EntryModule, importlib.import_module(config["entry"]))
     entry.abort()  # the trainer's own process group would be in the way
-    location = _location()
+    location = worker_location()
     address, rendezvous = entry.host_rendezvous(location.address)
     index = ray.train.get_context().get_world_rank()
-    _ask(worker_rendezvous.come.remote(index, RemoteWorker(location=location, rendezvous=address)))
-    start = _await_start(worker_rendezvous, index)
+    _ask(mailbox.come.remote(index, RemoteWorker(location=location, rendezvous=address)))
+    start = _await_start(mailbox, index)
     queue, is_over = ReportQueue(), Event()
     thread = Thread(
-        target=_exchange, args=(worker_rendezvous, start.rank, queue, entry, is_over), daemon=True
+        target=_exchange, args=(mailbox, start.rank, queue, entry, is_over), daemon=True
     )
     thread.start()
     try:
@@ -63,13 +65,13 @@ def run_worker(config: Mapping[str, Any]) -> None:
 
 
 def _exchange(
-    worker_rendezvous: Any, rank: int, queue: ReportQueue, entry: EntryModule, is_over: Event
+    mailbox: Any, rank: int, queue: ReportQueue, entry: EntryModule, is_over: Event
 ) -> None:  # Any: an actor class made at run time has no static type
     """Reports there, wishes back, until both the work and the reports are at an end."""
     while True:
         is_last = is_over.is_set()
         reports = queue.drain(0.0 if is_last else EXCHANGE_EVERY_S)
-        requests = _ask(worker_rendezvous.exchange.remote(rank, reports))
+        requests = _ask(mailbox.exchange.remote(rank, reports))
         if requests is None:
             entry.abort()
             return
@@ -79,27 +81,14 @@ def _exchange(
             queue.set_requests(requests)
 
 
-def _await_start(worker_rendezvous: Any, index: int) -> StartWorker:
+def _await_start(mailbox: Any, index: int) -> StartWorker:
     while True:
-        start = _ask(worker_rendezvous.start_of.remote(index, START_PATIENCE_S))
+        start = _ask(mailbox.start_of.remote(index, START_PATIENCE_S))
         if start is not None:
             return cast(StartWorker, start)
-        if not _ask(worker_rendezvous.is_open.remote()):
+        if not _ask(mailbox.is_open.remote()):
             raise WorkerError("the attempt was over before its workers had met")
 
 
 def _ask(ref: ray.ObjectRef[Any]) -> Any:
     return ray.get(ref, timeout=ANSWER_TIMEOUT_S)
-
-
-def _location() -> WorkerLocation:
-    context = ray.get_runtime_context()
-    labels = context.get_node_labels() or {}
-    return WorkerLocation(
-        node_id=context.get_node_id(),
-        address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-        pid=os.getpid(),
-        gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
-        domain=str(labels.get(DOMAIN_LABEL, "")),
-        accelerator=str(labels.get(ACCELERATOR_LABEL, "")),
-    )

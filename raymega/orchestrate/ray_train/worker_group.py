@@ -25,14 +25,19 @@ from raymega.orchestrate.cluster.node_inventory import (
     list_nodes,
     worker_resources,
 )
-from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
+from raymega.orchestrate.core.rank_placement import (
+    WorkerLocation,
+    assign_ranks,
+    block_size,
+    place_ranks,
+)
 from raymega.orchestrate.core.worker_group_api import (
     AttemptSpec,
     NodeDrain,
     NoSnapshots,
     SnapshotManager,
+    WorkerStatus,
 )
-from raymega.orchestrate.core.worker_status import WorkerStatus
 from raymega.orchestrate.ray_train.mailbox import MAX_CONCURRENCY, RemoteWorker, WorkerRendezvous
 from raymega.orchestrate.ray_train.worker import run_worker
 from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY
@@ -47,7 +52,7 @@ MAX_CAUSE_LENGTH = 300
 
 
 class RayTrainGroup:
-    """The WorkerGroup protocol over TorchTrainer; see group for each verb's timing."""
+    """The WorkerGroup protocol over TorchTrainer; see worker_group_api for each verb's timing."""
 
     def __init__(
         self, plan: RunPlan, *, folder: Path, can_grow: bool, entry: str = TRAIN_ENTRY
@@ -58,13 +63,12 @@ class RayTrainGroup:
             plan: Whose grid and cluster section say what a worker needs.
             folder: Where Train keeps its own records.
             can_grow: Nodes may still join, so that lack of room is a reason to wait.
-            entry: Module that a worker runs; see worker.Entry.
+            entry: Module that a worker runs; see worker_actor.EntryModule.
         """
         self._plan, self._folder, self._can_grow, self._entry = plan, folder, can_grow, entry
+        self._block = block_size(plan.grid, plan.job.parallel)
         self._spec: AttemptSpec | None = None
-        self._worker_rendezvous: ActorHandle[Any] | None = (
-            None  # made at run time, without a static type
-        )
+        self._mailbox: ActorHandle[Any] | None = None  # made at run time, without a static type
         self._thread = Thread()
         self._members: dict[int, WorkerLocation] = {}
         self._end: str | None = None
@@ -98,10 +102,9 @@ class RayTrainGroup:
     def reserve(self, timeout_s: float) -> Fault | None:  # noqa: ARG002  # looking takes no time
         """See WorkerGroup; the trainer itself waits until the room is free."""
         section = self._plan.job.cluster
-        is_free = self._plan.job.parallel.is_tp_across_nodes_allowed
         try:
             self._device = find_device(section)
-            place_ranks(list_nodes(section), self._plan.grid, is_tp_across_nodes_allowed=is_free)
+            place_ranks(list_nodes(section), self._plan.grid, block=self._block)
         except CapacityError as error:
             if not self._can_grow:
                 raise
@@ -114,10 +117,8 @@ class RayTrainGroup:
         self._spec, self._members, self._end = spec, {}, None
         options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
         actor = ray.remote(WorkerRendezvous).options(**options).remote()
-        self._worker_rendezvous = cast(ActorHandle[Any], actor)
-        self._thread = Thread(
-            target=self._fit, args=(self._worker_rendezvous, spec.attempt), daemon=True
-        )
+        self._mailbox = cast(ActorHandle[Any], actor)
+        self._thread = Thread(target=self._fit, args=(self._mailbox, spec.attempt), daemon=True)
         self._thread.start()
 
     def members(self) -> Mapping[int, WorkerLocation]:
@@ -126,11 +127,11 @@ class RayTrainGroup:
 
     def poll(self, timeout_s: float) -> list[Report | WorkerStatus]:
         """See WorkerGroup."""
-        if self._worker_rendezvous is None:
+        if self._mailbox is None:
             return []
         is_over = not self._thread.is_alive()  # before the last reports are taken
         reports: list[Report | WorkerStatus] = self._ask(
-            self._worker_rendezvous.take_reports.remote(timeout_s), timeout_s
+            self._mailbox.take_reports.remote(timeout_s), timeout_s
         )
         if not self._members:
             self._assigned()
@@ -141,24 +142,24 @@ class RayTrainGroup:
 
     def request(self, requests: Requests) -> None:
         """See WorkerGroup."""
-        if self._worker_rendezvous is not None:
-            self._worker_rendezvous.wish.remote(requests)
+        if self._mailbox is not None:
+            self._mailbox.wish.remote(requests)
 
     def probe(self, silent: Collection[int]) -> None:
         """See WorkerGroup; Train's workers are not asked, so only the upper bounds end a hang."""
 
     def release(self, *, keep_warm: bool) -> None:  # noqa: ARG002  # Train keeps no process
         """See WorkerGroup."""
-        if self._worker_rendezvous is None:
+        if self._mailbox is None:
             return
-        self._ask(self._worker_rendezvous.close.remote(), 0.0)
+        self._ask(self._mailbox.close.remote(), 0.0)
         self._thread.join(END_PATIENCE_S)
         if self._thread.is_alive():
             log.warning("Ray Train has not ended its workers in %.0f s", END_PATIENCE_S)
-        ray.kill(self._worker_rendezvous)
-        self._worker_rendezvous, self._spec, self._members = None, None, {}
+        ray.kill(self._mailbox)
+        self._mailbox, self._spec, self._members = None, None, {}
 
-    def _fit(self, worker_rendezvous: ActorHandle[Any], attempt: int) -> None:
+    def _fit(self, mailbox: ActorHandle[Any], attempt: int) -> None:
         """The trainer's life, in a thread of its own."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer  # loads torch, which the driver else does not need
@@ -166,7 +167,7 @@ class RayTrainGroup:
         section, name = self._plan.job.cluster, self._plan.job.run.name
         trainer = TorchTrainer(
             run_worker,
-            train_loop_config={"worker_rendezvous": worker_rendezvous, "entry": self._entry},
+            train_loop_config={"mailbox": mailbox, "entry": self._entry},
             scaling_config=ScalingConfig(
                 num_workers=self._plan.grid.world_size,
                 use_gpu=self._device == "cuda",
@@ -185,20 +186,17 @@ class RayTrainGroup:
 
     def _assigned(self) -> None:
         """Ranks by where the workers say that they live, never by Train's own order."""
-        assert self._worker_rendezvous is not None and self._spec is not None, (
-            "an attempt has begun"
-        )
+        assert self._mailbox is not None and self._spec is not None, "an attempt has begun"
         remote_workers: dict[int, RemoteWorker] = self._ask(
-            self._worker_rendezvous.remote_workers.remote(), 0.0
+            self._mailbox.remote_workers.remote(), 0.0
         )
         grid, spec = self._plan.grid, self._spec
         if len(remote_workers) < grid.world_size:
             return
         indices = sorted(remote_workers)
         locations = [remote_workers[index].location for index in indices]
-        is_free = self._plan.job.parallel.is_tp_across_nodes_allowed
         try:
-            assigned_ranks = assign_ranks(locations, grid, is_tp_across_nodes_allowed=is_free)
+            assigned_ranks = assign_ranks(locations, grid, block=self._block)
         except InternalError as error:
             raise CapacityError(_parted_fault(str(error))) from error
         host = next(
@@ -214,7 +212,7 @@ class RayTrainGroup:
             for index, assigned in zip(indices, assigned_ranks, strict=True)
         }
         self._members = {s.rank: p for s, p in zip(assigned_ranks, locations, strict=True)}
-        self._worker_rendezvous.send.remote(starts)
+        self._mailbox.send.remote(starts)
 
     def _ask(self, ref: ray.ObjectRef[Any], timeout_s: float) -> Any:
         return ray.get(ref, timeout=timeout_s + ANSWER_MARGIN_S)

@@ -26,7 +26,7 @@ from raymega.checkpoint.format.epochs import (
 )
 from raymega.checkpoint.format.keys import checkpoint_of
 from raymega.checkpoint.format.manifest import list_manifests
-from raymega.errors import Fault, LeaseError, RaymegaError
+from raymega.errors import ConfigError, Fault, LeaseError, RaymegaError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.run_store.lease_holder import is_gone
 from raymega.storage.store import Store
@@ -253,8 +253,11 @@ def hold_lease(lease: Lease) -> Iterator[Lease]:
     """Take the lease, renew it beside the body, and release it at the end.
 
     Raises:
+        ConfigError: The store cannot tell two drivers apart.
         LeaseError: Another driver holds the run, and lives.
     """
+    if not supports_conditional_put(lease.store):
+        raise ConfigError(_unfenced(lease.store))
     lease.acquire()
     is_over = Event()
     pause_s = lease.duration_s / RENEWALS
@@ -273,8 +276,18 @@ def hold_lease(lease: Lease) -> Iterator[Lease]:
         lease.release()
 
 
+def _unfenced(store: Store) -> Fault:
+    return Fault(
+        fact=f"{store.uri} lets an object be created twice",
+        rule="a run has one driver at a time, which a create-only put decides; here two drivers would "
+        "both train, and write over each other's checkpoints",
+        remedy="set checkpoint.uri to a folder that all nodes see, to S3, or to a service that honours "
+        "If-None-Match, such as Ceph or MinIO of today",
+    )
+
+
 def supports_conditional_put(store: Store) -> bool:
-    """Whether the store refuses to create an object twice; a lease keeps nobody out where it does not.
+    """Whether the store refuses to create an object twice, on which a lease rests.
 
     Raises:
         StorageError: The store fails.

@@ -29,24 +29,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymega.config.schema import ClusterSection
 from raymega.errors import Fault
-from raymega.orchestrate.cluster.draining_nodes import DrainingNodes
 from raymega.orchestrate.cluster.node_inventory import (
     Device,
+    DrainingNodes,
     find_device,
     list_nodes,
     worker_resources,
 )
 from raymega.orchestrate.core.rank_placement import DOMAIN_LABEL, AssignedRank, WorkerLocation
 from raymega.orchestrate.core.worker_group_api import NodeDrain
-from raymega.orchestrate.workers.ray_errors import is_true
 from raymega.orchestrate.workers.worker_actor import MAX_CONCURRENCY, Worker
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import RunPlan
 
 log = logging.getLogger(__name__)
 
-ABORT_PATIENCE_S = 2.0
-ANSWER_MARGIN_S = 1.0
 LOOK_EVERY_S = 0.02
 HALF_S = 10.0
 """At least so long, and at most twice so long, half of the slots are held while nobody works in them."""
@@ -297,20 +294,6 @@ def _is_held(group: PlacementGroup) -> bool:
 def _node_of(group: PlacementGroup) -> str:
     """Id of the node that it is on, or was last; '' for none."""
     return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
-
-
-def abort(assigned_slots: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot]:
-    """Have workers let go of ``attempt``; the slots whose process did so in time."""
-    refs: dict[ray.ObjectRef[bool], WorkerSlot] = {
-        slot.actor.abort.remote(ABORT_PATIENCE_S, attempt): slot
-        for slot in assigned_slots
-        if slot.actor is not None and slot.location is not None
-    }
-    if not refs:
-        return []
-    patience_s = ABORT_PATIENCE_S + ANSWER_MARGIN_S
-    answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
-    return [refs[ref] for ref in answered if is_true(ref)]
 
 
 def kill(slots: Sequence[WorkerSlot]) -> None:

@@ -51,7 +51,7 @@ class PreflightResult:
     """What a node says (worker to driver); an empty text is a yes.
 
     Attributes:
-        versions: As of probes.local_versions.
+        versions: As of node_probes.local_versions.
         sees_driver: It reads what the driver wrote, or why not.
         writes: It has written its own object, or why not.
         sees_data: It reads the dataset that the driver reads, or why not.
@@ -63,22 +63,20 @@ class PreflightResult:
     sees_data: str = ""
 
 
-def answer_question(preflight_check: PreflightCheck, node_id: str) -> PreflightResult:
+def answer_question(check: PreflightCheck, node_id: str) -> PreflightResult:
     """Runs on the node. Where the driver's object is missing it writes nothing: no folder is made."""
     sees_driver = writes = ""
-    if preflight_check.store_uri:
-        store = open_store(preflight_check.store_uri)
-        sees_driver = _cause_of(lambda: _find(store, _driver_key(preflight_check)))
+    if check.store_uri:
+        store = open_store(check.store_uri)
+        sees_driver = _cause_of(lambda: _find(store, _driver_key(check)))
         if not sees_driver:
-            mine = _node_key(preflight_check, node_id)
+            mine = _node_key(check, node_id)
             writes = _cause_of(lambda: store.put(mine, [b"node"], overwrite=True))
     return PreflightResult(
         versions=local_versions(),
         sees_driver=sees_driver,
         writes=writes,
-        sees_data=_cause_of(lambda: _look_at_data(preflight_check))
-        if preflight_check.data_path
-        else "",
+        sees_data=_cause_of(lambda: _look_at_data(check)) if check.data_path else "",
     )
 
 
@@ -87,9 +85,9 @@ class _Round:
     """One round: which nodes (address by id) are asked what, and who has answered."""
 
     nodes: Mapping[str, str]
-    preflight_check: PreflightCheck
+    check: PreflightCheck
     begun_s: float
-    node_results: dict[str, PreflightResult] = field(default_factory=dict)
+    results: dict[str, PreflightResult] = field(default_factory=dict)
 
 
 class Preflight:
@@ -120,17 +118,13 @@ class Preflight:
         """
         begun_s = time.monotonic()
         new = {node: address for node, address in nodes.items() if node not in self._sound}
-        preflight_check = self._preflight_check(
-            is_elsewhere=any(node != self._driver_node for node in new)
-        )
-        self._round = (
-            _Round(nodes=new, preflight_check=preflight_check, begun_s=begun_s) if new else None
-        )
-        if new and preflight_check.store_uri:
-            self._store.put(_driver_key(preflight_check), [b"driver"], overwrite=True)
-        return preflight_check, list(new)
+        check = self._make_check(is_elsewhere=any(node != self._driver_node for node in new))
+        self._round = _Round(nodes=new, check=check, begun_s=begun_s) if new else None
+        if new and check.store_uri:
+            self._store.put(_driver_key(check), [b"driver"], overwrite=True)
+        return check, list(new)
 
-    def add(self, node: str, node_result: PreflightResult) -> list[NodesChecked]:
+    def add(self, node: str, result: PreflightResult) -> list[NodesChecked]:
         """Take in one answer; the last one closes the round.
 
         Raises:
@@ -138,24 +132,22 @@ class Preflight:
         """
         assert self._round, "only a node that was asked answers"
         asked = self._round
-        asked.node_results[node] = node_result
-        if len(asked.node_results) < len(asked.nodes):
+        asked.results[node] = result
+        if len(asked.results) < len(asked.nodes):
             return []
         raise_faults(ConfigError, self._faults(asked))
         self._sound.update(asked.nodes)
         self._round = None
         seconds = time.monotonic() - asked.begun_s
-        return [
-            NodesChecked(seconds=seconds, detail=_scope(asked.preflight_check, len(asked.nodes)))
-        ]
+        return [NodesChecked(seconds=seconds, detail=_scope(asked.check, len(asked.nodes)))]
 
     def cancel(self) -> None:
         """Forget a round that is open: its attempt is over."""
         if self._round is not None:
-            self._tidy(self._round.preflight_check, list(self._round.nodes))
+            self._tidy(self._round.check, list(self._round.nodes))
         self._round = None
 
-    def _preflight_check(self, *, is_elsewhere: bool) -> PreflightCheck:
+    def _make_check(self, *, is_elsewhere: bool) -> PreflightCheck:
         """A local path on the driver's own node needs no question."""
         asks_store = is_elsewhere or local_path(self._store.uri) is None
         is_file = self._data_path != SYNTHETIC_PATH
@@ -169,30 +161,24 @@ class Preflight:
 
     def _faults(self, asked: _Round) -> list[Fault]:
         """Everything that is wrong with the nodes; takes the round's objects away."""
-        own, preflight_check = local_versions(), asked.preflight_check
+        own, check = local_versions(), asked.check
         faults = []
-        for node, node_result in asked.node_results.items():
-            other = version_fault(own, asked.nodes[node], node_result.versions)
+        for node, result in asked.results.items():
+            other = version_fault(own, asked.nodes[node], result.versions)
             faults += [other] if other else []
-            faults += _answer_faults(asked.nodes[node], preflight_check, node_result)
-        if preflight_check.store_uri:
-            wrote = [
-                node
-                for node, node_result in asked.node_results.items()
-                if _has_written(node_result)
-            ]
-            unseen = self._unseen(preflight_check, wrote)
-            faults += [
-                _unseen_by_driver(asked.nodes[n], preflight_check, why) for n, why in unseen.items()
-            ]
-            self._tidy(preflight_check, wrote)
+            faults += _answer_faults(asked.nodes[node], check, result)
+        if check.store_uri:
+            wrote = [node for node, result in asked.results.items() if _has_written(result)]
+            unseen = self._unseen(check, wrote)
+            faults += [_unseen_by_driver(asked.nodes[n], check, why) for n, why in unseen.items()]
+            self._tidy(check, wrote)
         return faults
 
-    def _unseen(self, preflight_check: PreflightCheck, wrote: list[str]) -> dict[str, str]:
+    def _unseen(self, check: PreflightCheck, wrote: list[str]) -> dict[str, str]:
         """By node whose object the driver does not find, why; all are looked for at once."""
         pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="preflight")
         pending = {
-            node: pool.submit(_cause_of, _find, self._store, _node_key(preflight_check, node))
+            node: pool.submit(_cause_of, _find, self._store, _node_key(check, node))
             for node in wrote
         }
         done, _ = wait(pending.values(), timeout=READ_TIMEOUT_S)
@@ -201,18 +187,18 @@ class Preflight:
         causes = {node: look.result() if look in done else late for node, look in pending.items()}
         return {node: cause for node, cause in causes.items() if cause}
 
-    def _tidy(self, preflight_check: PreflightCheck, wrote: list[str]) -> None:
-        if not preflight_check.store_uri:
+    def _tidy(self, check: PreflightCheck, wrote: list[str]) -> None:
+        if not check.store_uri:
             return
-        keys = [_driver_key(preflight_check), *(_node_key(preflight_check, node) for node in wrote)]
+        keys = [_driver_key(check), *(_node_key(check, node) for node in wrote)]
         with ThreadPoolExecutor(NUM_READERS) as pool, suppress(RaymegaError):
             list(pool.map(self._store.delete, keys))
 
 
-def _scope(preflight_check: PreflightCheck, num_nodes: int) -> str:
+def _scope(check: PreflightCheck, num_nodes: int) -> str:
     """One line for people: what was checked, and what was not."""
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-    stores = {"the run's store": preflight_check.store_uri, "the data": preflight_check.data_path}
+    stores = {"the run's store": check.store_uri, "the data": check.data_path}
     asked = [name for name, uri in stores.items() if uri]
     if asked:
         return f"versions and {' and '.join(asked)} are right on {nodes}"
@@ -240,49 +226,45 @@ def _find(store: Store, key: str) -> None:
         raise FileNotFoundError("it is not there") from None
 
 
-def _look_at_data(preflight_check: PreflightCheck) -> None:
+def _look_at_data(check: PreflightCheck) -> None:
     """Description and, of a folder, sizes; an object store's shards are checked as they come."""
-    path = preflight_check.data_path
+    path = check.data_path
     found = dataset_identity(path)
-    if found != preflight_check.data_identity:
-        raise OSError(
-            f"{path}/{META_FILE} describes dataset {found}, not {preflight_check.data_identity}"
-        )
+    if found != check.data_identity:
+        raise OSError(f"{path}/{META_FILE} describes dataset {found}, not {check.data_identity}")
     if not is_remote(path):
         raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
 
 
-def _has_written(node_result: PreflightResult) -> bool:
-    return not node_result.sees_driver and not node_result.writes
+def _has_written(result: PreflightResult) -> bool:
+    return not result.sees_driver and not result.writes
 
 
-def _answer_faults(
-    name: str, preflight_check: PreflightCheck, node_result: PreflightResult
-) -> Iterator[Fault]:
-    if node_result.sees_driver:
+def _answer_faults(name: str, check: PreflightCheck, result: PreflightResult) -> Iterator[Fault]:
+    if result.sees_driver:
         yield _not_shared(
-            f"node {name} does not see what the driver wrote to {preflight_check.store_uri} "
-            f"({node_result.sees_driver})"
+            f"node {name} does not see what the driver wrote to {check.store_uri} "
+            f"({result.sees_driver})"
         )
-    if node_result.writes:
+    if result.writes:
         yield Fault(
-            fact=f"node {name} cannot write to {preflight_check.store_uri} ({node_result.writes})",
+            fact=f"node {name} cannot write to {check.store_uri} ({result.writes})",
             rule="every node that hosts workers writes its part of a checkpoint there",
             remedy="correct the permissions of the node's user or role, or free space",
         )
-    if node_result.sees_data:
+    if result.sees_data:
         yield Fault(
-            fact=f"node {name} does not see the data of data.path={preflight_check.data_path!r} "
-            f"({node_result.sees_data})",
+            fact=f"node {name} does not see the data of data.path={check.data_path!r} "
+            f"({result.sees_data})",
             rule="every node that hosts workers reads the dataset that the driver reads",
             remedy="put the dataset on an object store or a file system that all nodes share, or "
             "copy it to the same path on each node",
         )
 
 
-def _unseen_by_driver(name: str, preflight_check: PreflightCheck, why: str) -> Fault:
+def _unseen_by_driver(name: str, check: PreflightCheck, why: str) -> Fault:
     return _not_shared(
-        f"the driver does not see what node {name} wrote to {preflight_check.store_uri} ({why})"
+        f"the driver does not see what node {name} wrote to {check.store_uri} ({why})"
     )
 
 
@@ -295,9 +277,9 @@ def _not_shared(fact: str) -> Fault:
     )
 
 
-def _driver_key(preflight_check: PreflightCheck) -> str:
-    return f"{preflight_check.folder}/driver"
+def _driver_key(check: PreflightCheck) -> str:
+    return f"{check.folder}/driver"
 
 
-def _node_key(preflight_check: PreflightCheck, node_id: str) -> str:
-    return f"{preflight_check.folder}/{node_id}"
+def _node_key(check: PreflightCheck, node_id: str) -> str:
+    return f"{check.folder}/{node_id}"

@@ -1,7 +1,7 @@
 """Who has which rank: chosen among the processes that are there, or by where Ray will put them.
 
-It sets the homes and seats of slots. Which processes there are is slots', and what those with a seat
-are told is the worker group's.
+It sets the homes and ranks of slots. Which processes there are is placement_slots', and what those with a
+rank are told is the worker group's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RankAssignment:
 
     def __init__(self, slots: WorkerSlots, plan: RunPlan) -> None:
         """Nobody has a rank yet."""
-        self._slots, self.grid = slots, plan.grid
-        self._rule = {"is_tp_across_nodes_allowed": plan.job.parallel.is_tp_across_nodes_allowed}
+        self._slots, self._parallel = slots, plan.job.parallel
+        self.use(plan.grid)
 
     @property
     def assigned_slots(self) -> list[WorkerSlot]:
@@ -41,11 +41,11 @@ class RankAssignment:
 
     def block_of(self, grid: Grid) -> int:
         """Workers of ``grid`` that must be together on a node."""
-        return block_size(grid, **self._rule)
+        return block_size(grid, self._parallel)
 
     def use(self, grid: Grid) -> None:
         """Ranks are those of ``grid`` from now on: nobody keeps what it had."""
-        self.grid = grid
+        self.grid, self._block = grid, self.block_of(grid)
         for slot in self._slots.slots:
             slot.home = -1
 
@@ -55,7 +55,7 @@ class RankAssignment:
         Raises:
             CapacityError: There is no room.
         """
-        return place_ranks(nodes, self.grid, **self._rule)
+        return place_ranks(nodes, self.grid, block=self._block)
 
     def nodes_of_blocks(self, nodes: list[NodeSlots]) -> list[str]:
         """For each block of workers that must be together a node of ``nodes``; none where they lack room."""
@@ -63,9 +63,7 @@ class RankAssignment:
             num_ranks = Counter(self.nodes_of_ranks(nodes))
         except CapacityError:
             return []
-        return [
-            node for node, num in num_ranks.items() for _ in range(num // self.block_of(self.grid))
-        ]
+        return [node for node, num in num_ranks.items() for _ in range(num // self._block)]
 
     def expect(self) -> list[WorkerLocation]:
         """Homes by where Ray has put the slots, and those places; none when homes are known.
@@ -76,7 +74,7 @@ class RankAssignment:
             return []
         main = [slot for slot in self._slots.slots if not slot.is_spare]
         locations = self._slots.expected_locations()
-        assigned_ranks = assign_ranks(locations, self.grid, **self._rule)
+        assigned_ranks = assign_ranks(locations, self.grid, block=self._block)
         for slot, assigned in zip(main, assigned_ranks, strict=True):
             slot.home = assigned.rank
         return locations
@@ -93,7 +91,7 @@ class RankAssignment:
     def _ranks_of(self, slots: list[WorkerSlot]) -> dict[int, WorkerSlot] | None:
         locations = [slot.location for slot in slots if slot.location]
         homes = [slot.home for slot in slots]
-        ranks = choose_ranks(locations, homes, self.grid, **self._rule)
+        ranks = choose_ranks(locations, homes, self.grid, block=self._block)
         if ranks is None:
             return None
         return {rank: slot for rank, slot in zip(ranks, slots, strict=True) if rank >= 0}
@@ -109,9 +107,9 @@ class RankAssignment:
         """Give seats to those that were chosen; by rank, the first is who hosts the rendezvous."""
         taken = [chosen[rank] for rank in sorted(chosen)]
         locations = [slot.location for slot in taken if slot.location]
-        assigned_ranks = keep_ranks(locations, sorted(chosen), self.grid, **self._rule)
+        assigned_ranks = keep_ranks(locations, sorted(chosen), self.grid, block=self._block)
         if assigned_ranks is None:
-            assigned_ranks = assign_ranks(locations, self.grid, **self._rule)
+            assigned_ranks = assign_ranks(locations, self.grid, block=self._block)
             log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
         for slot in self._slots.slots:
             slot.home = -1

@@ -1,8 +1,8 @@
 """The worker group on Ray: its processes, what each worker is told, and one place to wait.
 
 Every answer is met in poll by the function that was named when the call was made. Lost processes are
-made up for at once, in the background; who takes a lost rank is rank_assignment's, when the next attempt
-starts. It starts no attempt by itself: the controller does.
+made up for at once, in the background; who takes a lost rank is decided when the next attempt starts,
+and is rank_assignment's. It starts no attempt by itself: the controller does.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from raymega.messages import Replicas, Report, Requests, StartWorker, WorkerDied
 from raymega.orchestrate.cluster.node_inventory import list_free_nodes, list_nodes, node_memory
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import (
+    ANSWER_EVERY_S,
     AttemptSpec,
+    Heartbeat,
     NodeDrain,
     NoSnapshots,
     SnapshotManager,
 )
-from raymega.orchestrate.core.worker_status import ANSWER_EVERY_S, Heartbeat
-from raymega.orchestrate.workers.actor_calls import ActorCalls, Reports, nothing
-from raymega.orchestrate.workers.hang_probe import HangProbe
-from raymega.orchestrate.workers.placement_slots import (
-    WorkerSlot,
-    WorkerSlots,
+from raymega.orchestrate.workers.actor_calls import (
+    ActorCalls,
+    HangProbe,
+    Reports,
     abort,
-    kill,
-    name_of,
+    death_cause,
+    nothing,
 )
+from raymega.orchestrate.workers.placement_slots import WorkerSlot, WorkerSlots, kill, name_of
 from raymega.orchestrate.workers.preflight import Preflight, PreflightResult
 from raymega.orchestrate.workers.rank_assignment import RankAssignment
-from raymega.orchestrate.workers.ray_errors import death_cause
 from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.snapshot_replicas import memory_faults
@@ -55,7 +55,7 @@ LOOK_EVERY_S = 1.0
 
 
 class RayWorkerGroup:
-    """The WorkerGroup protocol over a connected Ray; see group for each verb's timing."""
+    """The WorkerGroup protocol over a connected Ray; see worker_group_api for each verb's timing."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RayWorkerGroup:
             plan: Whose grid and cluster section say what a worker needs.
             log_dir: Where each rank's output goes, on its own node.
             can_grow: Nodes may still join, so that lack of room is a reason to wait.
-            entry: Module that a worker runs; see worker.Entry.
+            entry: Module that a worker runs; see worker_actor.EntryModule.
             preflight: Asks each node before its first attempt; without one, none is asked.
             snapshot_servers: Hold the workers' snapshots; without them, there are none.
         """
@@ -276,11 +276,8 @@ class RayWorkerGroup:
         return []
 
     def _bury(self, slot: WorkerSlot, error: RayActorError) -> list[Report]:
-        who = (
-            f"process {slot.location.pid} on {slot.location.address}"
-            if slot.location
-            else "a process"
-        )
+        at = slot.location
+        who = f"process {at.pid} on {at.address}" if at else "a process"
         cause = f"{who} is gone ({death_cause(error)})"
         slot.clear()
         slot.respawn_at_s = time.monotonic() + RESPAWN_S
@@ -346,9 +343,9 @@ class RayWorkerGroup:
         """One worker of each node answers for it."""
         by_node = {slot.location.node_id: slot for slot in taken if slot.location}
         addresses = {node: slot.location.address for node, slot in by_node.items() if slot.location}
-        preflight_check, new = preflight.begin(addresses)
+        check, new = preflight.begin(addresses)
         for node in new:
-            self._calls.submit(by_node[node], "answer", preflight_check, on_result=self._on_answer)
+            self._calls.submit(by_node[node], "answer", check, on_result=self._on_answer)
 
     def _on_answer(self, slot: WorkerSlot, answer: PreflightResult) -> Reports:
         assert self._preflight and slot.location, "only a slot with a place was asked"

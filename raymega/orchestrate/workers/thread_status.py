@@ -1,7 +1,7 @@
 """Where a training thread stands, seen from another thread of its process; and a neighbour's process.
 
 It reads frames and the kernel's own books, so that training pays nothing for being looked at. What
-follows from it is watch's.
+follows from it is hang_detector's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from types import FrameType
 
-from raymega.orchestrate.core.worker_status import ThreadStatus
+from raymega.orchestrate.core.worker_group_api import ThreadStatus
 
 INSTRUCTION = ("raymega.pipeline.executor", "_carry_out", "task")
 OPERATION = ("raymega.parallel.comm.work", "wait", "self")

@@ -13,8 +13,9 @@ import logging
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Condition, Event, Lock, Thread
 from typing import Protocol, cast
 
 import ray
@@ -28,11 +29,11 @@ from raymega.messages import (
     Requests,
     StartWorker,
     WorkerFailed,
+    Working,
 )
 from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LABEL, WorkerLocation
-from raymega.orchestrate.core.worker_status import ThreadStatus
+from raymega.orchestrate.core.worker_group_api import ThreadStatus
 from raymega.orchestrate.workers.preflight import PreflightCheck, PreflightResult, answer_question
-from raymega.orchestrate.workers.report_queue import ReportQueue
 from raymega.orchestrate.workers.thread_status import process_state, thread_status_of
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,6 @@ class Worker:
         self._entry_name = entry
         self._rendezvous: object = None
         self._queue = ReportQueue()
-        self._steps = _Steps(self._queue)
         self._rank = -1
         self._thread = Thread()
         self._loading = Lock()
@@ -73,16 +73,7 @@ class Worker:
 
     def location(self) -> WorkerLocation:
         """Where this process lives."""
-        context = ray.get_runtime_context()
-        labels = context.get_node_labels() or {}  # said to be lists, and are texts
-        return WorkerLocation(
-            node_id=context.get_node_id(),
-            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            pid=os.getpid(),
-            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
-            domain=str(labels.get(DOMAIN_LABEL, "")),
-            accelerator=str(labels.get(ACCELERATOR_LABEL, "")),
-        )
+        return worker_location()
 
     def run_uri(self) -> str:
         """Folder of the run that it works for; empty before its first attempt."""
@@ -102,9 +93,9 @@ class Worker:
                 gc.freeze()  # later looks leave it out too, 0.1 s at the end of an attempt
                 gc.enable()
 
-    def answer(self, preflight_check: PreflightCheck) -> PreflightResult:
+    def answer(self, check: PreflightCheck) -> PreflightResult:
         """What this node says before anything trains on it."""
-        return answer_question(preflight_check, ray.get_runtime_context().get_node_id())
+        return answer_question(check, ray.get_runtime_context().get_node_id())
 
     def host_rendezvous(self, host: str) -> str:
         """Rank 0 only: open the meeting place of the next attempt and return its address."""
@@ -122,10 +113,9 @@ class Worker:
         self._attempt = start.attempt
         _write_output_to(Path(log_path), start)
         self._queue, self._run_uri, self._rank = ReportQueue(), start.run_uri, start.rank
-        self._steps = _Steps(self._queue)
         self._thread = Thread(
             target=self._train,
-            args=(start, self._steps, self._rendezvous),
+            args=(start, self._queue, self._rendezvous),
             name=f"training-{start.attempt}",
             daemon=True,
         )
@@ -143,7 +133,7 @@ class Worker:
 
     def thread_status(self) -> ThreadStatus:
         """Return the stack and state of the training thread."""
-        return thread_status_of(self._thread, rank=self._rank, step=self._steps.step)
+        return thread_status_of(self._thread, rank=self._rank, step=self._queue.step)
 
     def process_status(self, pid: int) -> str:
         """What the kernel says of another process of this node."""
@@ -167,7 +157,7 @@ class Worker:
     def _entry(self) -> EntryModule:
         return cast(EntryModule, importlib.import_module(self._entry_name))
 
-    def _train(self, start: StartWorker, channel: _Steps, rendezvous: object) -> None:
+    def _train(self, start: StartWorker, channel: ReportQueue, rendezvous: object) -> None:
         try:
             with self._loading:  # a preload that is under way
                 entry = self._entry()
@@ -178,20 +168,80 @@ class Worker:
         gc.collect()  # tensors go, and connections close, which frees ranks that wait for this one
 
 
-class _Steps:
-    """A Channel that remembers the last step that went through it."""
+class ReportQueue:
+    """A worker's end of the channel of one attempt: reports wait here until the driver fetches them.
 
-    def __init__(self, channel: ReportQueue) -> None:
-        self._channel = channel
+    It is a queue between threads of one process; the actor's long poll carries it to the driver.
+
+    Progress and Working are heart beats: only the newest is kept, and it wakes nobody, so that a step
+    costs the driver one message and not one a rank. Working, which says less, never replaces Progress.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._reports: list[Report] = []
+        self._beat: Progress | Working | None = None
+        self._requests = Requests()
+        self._is_closed = False
         self.step = 0
+        """The last that was reported."""
 
     def report(self, report: Report) -> None:
+        """See Channel. After :meth:`close` the report is dropped: its attempt is over."""
         if isinstance(report, StepFinished | Progress):
             self.step = report.step
-        self._channel.report(report)
+        with self._changed:
+            if self._is_closed:
+                return
+            if isinstance(report, Working) and self._beat is not None:
+                return
+            if isinstance(report, Progress | Working):
+                self._beat = report
+                return
+            self._reports.append(report)
+            self._changed.notify_all()
 
     def requests(self) -> Requests:
-        return self._channel.requests()
+        """See Channel."""
+        with self._changed:
+            requests = self._requests
+            self._requests = replace(requests, save=False)
+            return requests
+
+    def set_requests(self, requests: Requests) -> None:
+        """The driver's wishes from now on."""
+        with self._changed:
+            self._requests = requests
+
+    def drain(self, timeout_s: float) -> list[Report]:
+        """All reports that wait; blocks until there is one beside heart beats, or ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._reports or self._is_closed, timeout_s)
+            taken = self._reports
+            if self._beat is not None:
+                taken = [self._beat, *taken]
+            self._reports, self._beat = [], None
+            return taken
+
+    def close(self) -> None:
+        """Take no more reports and let nobody wait."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+def worker_location() -> WorkerLocation:
+    """Where this process lives, as Ray knows it."""
+    context = ray.get_runtime_context()
+    labels = context.get_node_labels() or {}  # said to be lists, and are texts
+    return WorkerLocation(
+        node_id=context.get_node_id(),
+        address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+        pid=os.getpid(),
+        gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+        domain=str(labels.get(DOMAIN_LABEL, "")),
+        accelerator=str(labels.get(ACCELERATOR_LABEL, "")),
+    )
 
 
 def _stale_fault(attempt: int, serving: int) -> Fault:

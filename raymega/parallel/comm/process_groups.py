@@ -8,16 +8,22 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore, _resolve_process_group
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import FileStore, Store, TCPStore
 
 from raymega.errors import CommunicationError, Fault
-from raymega.parallel.workarounds.dns_lookups import without_name_lookups
+from raymega.glibc import without_name_servers
 from raymega.parallel.workarounds.sockets import Connections
+from raymega.parallel.workarounds.torch_private import (
+    abort_groups,
+    count_groups_anew,
+    process_group_of,
+    world_handle,
+)
 from raymega.plan.grid import Grid
 
 if TYPE_CHECKING:
@@ -70,7 +76,7 @@ class Group:
         """
         assert self.handle is not None, f"group {self.name} has one rank and no torch group"
         try:
-            return _resolve_process_group(self.handle)
+            return process_group_of(self.handle)
         except RuntimeError as error:
             raise CommunicationError(
                 Fault(
@@ -123,9 +129,14 @@ class Groups:
 
 def host_store(host: str) -> tuple[str, Store]:
     """Serve a store on a fresh port; return its ``host:port`` and the store, which must be kept."""
-    with without_name_lookups():
+    with without_name_servers():
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return f"{host}:{store.port}", store
+
+
+def file_store(path: Path, world_size: int) -> Store:
+    """A store in a file, for ranks of one machine."""
+    return FileStore(str(path), world_size)
 
 
 def open_world(
@@ -154,13 +165,11 @@ def open_world(
     try:
         if store is None:
             host, _, port = rendezvous.rpartition(":")
-            with without_name_lookups():
+            with without_name_servers():
                 store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         store.set_timeout(timeout)
         _connections.begin()
-        # torch counts the groups of a process and meets under that number. A meeting that failed has
-        # counted: a process that comes in the place of a lost one would look elsewhere, for ever.
-        c10d._world.group_count = 0
+        count_groups_anew()
         # device_id is left out: it makes torch split every group off the world, in which all
         # ranks must take part, and then a rank could no longer build its own groups alone.
         dist.init_process_group(
@@ -275,11 +284,10 @@ def abort_world() -> None:
     if not dist.is_initialized():
         return
     is_gloo = dist.get_backend() == "gloo"
-    handles = list(c10d._world.pg_map)
-    c10d._abort_process_group()
+    groups = abort_groups()
     # A gloo group with an operation under way is torn down only after that: not in this thread.
-    while handles:
-        threading.Thread(target=[handles.pop()].clear, daemon=True).start()
+    while groups:
+        threading.Thread(target=[groups.pop()].clear, daemon=True).start()
     if is_gloo:  # which gives up collectives, and no transfers
         _connections.cut()
 
@@ -295,7 +303,7 @@ def _make_group(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: floa
 
 def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> GroupName:
     if name == "world":
-        return c10d._get_default_group().group_name
+        return world_handle()
     try:
         group = dist.new_group(
             list(ranks),

@@ -1,4 +1,4 @@
-"""Context: the ranks that share the tokens of a sequence, and where a micro-batch's tokens lie on them.
+"""Context: the ranks that share the tokens of a sequence; a micro-batch, and where its tokens lie on them.
 
 It owns what layers are told about that; attention across the ranks is context_attention's.
 """
@@ -93,6 +93,42 @@ class Rows(NamedTuple):
     documents: Documents
     context: Context | None = None
     row_positions: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """What one forward reads.
+
+    Attributes:
+        tokens: [B, S/cp] int64.
+        labels: [B, S/cp] int64, the token after each token.
+        mask: [B, S/cp] float32, 1 where the label counts; a slot without a sample is all 0.
+        samples: [B] int64, global sample indices, counted from the start of the run; -1 without.
+        positions: [B, S/cp] int64, place of each token in its document; [1, S/cp] where all rows have
+            the same documents.
+        documents: By row, lengths of its whole documents end to end; they add up to S. A single entry
+            stands for all rows.
+        context: The ranks that share this micro-batch out where not all have the same; then samples
+            are [B, S/cp] and ``row_positions`` [B, S/cp] int64 those of the tokens in them.
+        row_positions: See there.
+        later: Labels and mask of as many tokens further ahead as the model predicts, [depth, B, S/cp]
+            each; None where it predicts the next one alone.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    mask: Tensor
+    samples: Tensor
+    positions: Tensor
+    documents: Documents
+    context: Context | None = None
+    row_positions: Tensor | None = None
+    later: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """What its rows are made of."""
+        return Rows(self.positions, self.documents, self.context, self.row_positions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

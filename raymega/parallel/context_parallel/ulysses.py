@@ -6,15 +6,14 @@ DeepSpeed-Ulysses (Jacobs et al. 2023). Attention in between needs no other rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.transfers import exchange
+from raymega.parallel.core.linear_map import apply_linear
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -49,57 +48,28 @@ def ulysses(  # noqa: PLR0913  # three tensors and what is done with them
     k, v = (t.repeat_interleave(copies, dim=2) if copies > 1 else t for t in (k, v))
     shares = [t.unflatten(2, (ranks.size, -1)) for t in (q, k, v)]
     mixed = _to_heads(torch.cat(shares, dim=3).flatten(2, 3), ranks, log)
-    mixed = _Reorder.apply(mixed, there, back)
+    mixed = _reorder(mixed, there, back)
     y = attend(*mixed.split([share.shape[3] for share in shares], dim=2))
-    return _to_tokens(_Reorder.apply(y, back, there), ranks, log)
+    return _to_tokens(_reorder(y, back, there), ranks, log)
 
 
 def _to_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
     """[S, B, n h, K] -> [n S, B, h, K]."""
-    return _ToHeads.apply(x, ranks, log)
+    return apply_linear(
+        x, lambda y: _send_heads(y, ranks, log), lambda grad: _send_tokens(grad, ranks, log)
+    )
 
 
 def _to_tokens(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
     """[n S, B, h, K] -> [S, B, n h, K]."""
-    return _ToTokens.apply(x, ranks, log)
+    return apply_linear(
+        x, lambda y: _send_tokens(y, ranks, log), lambda grad: _send_heads(grad, ranks, log)
+    )
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Group, log: CommLog) -> Tensor:
-        ctx.ranks, ctx.log = ranks, log
-        return _send_heads(x, ranks, log)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _send_tokens(grad, ctx.ranks, ctx.log), None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Group, log: CommLog) -> Tensor:
-        ctx.ranks, ctx.log = ranks, log
-        return _send_tokens(x, ranks, log)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _send_heads(grad, ctx.ranks, ctx.log), None, None
-
-
-class _Reorder(torch.autograd.Function):
+def _reorder(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """x[order] along dim 0, column by column; an order has no two tokens in one place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return _take(x, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _take(grad, ctx.back), None, None
+    return apply_linear(x, lambda y: _take(y, order), lambda grad: _take(grad, back))
 
 
 def _send_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:

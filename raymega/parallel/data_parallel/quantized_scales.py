@@ -1,7 +1,7 @@
 """ScaleReducer: the largest magnitude in each block of state, over all ranks that hold a part of one.
 
 Ranks that share a bucket out cut it anywhere, and the tensor axis may cut a row between two multiples of
-a block. What the blocks are is plan.state_blocks'; what is done with a magnitude is optim's.
+a block. What the blocks are is quantized_blocks'; what is done with a magnitude is optim's.
 """
 
 from __future__ import annotations

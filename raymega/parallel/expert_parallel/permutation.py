@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from raymega.parallel.core.linear_map import apply_linear
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permutation:
@@ -87,7 +89,11 @@ def permute_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Permu
 
 def select_rows(x: Tensor, arrangement: Permutation) -> Tensor:
     """x: [T, N] -> [R, N]; empty rows are zero."""
-    return _TakeRows.apply(x, arrangement)
+    return apply_linear(
+        x,
+        lambda tokens: rows_of_tokens(tokens, arrangement),
+        lambda grad: sum_of_rows(grad.contiguous(), arrangement),
+    )
 
 
 def unpermute(rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor:
@@ -106,7 +112,9 @@ def unpermute(rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor
 
 def reorder_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """x[order] where ``order`` is a permutation of rows and ``back`` its inverse; x: [R, N]."""
-    return _ReorderRows.apply(x, order, back)
+    return apply_linear(
+        x, lambda rows: rows.index_select(0, order), lambda grad: grad.index_select(0, back)
+    )
 
 
 def rows_of_tokens(x: Tensor, arrangement: Permutation) -> Tensor:
@@ -153,18 +161,6 @@ def weighed_sum_gradients(
     return grad_rows, grad_weights.view_as(weights)
 
 
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, arrangement: Permutation) -> Tensor:
-        ctx.arrangement = arrangement
-        return rows_of_tokens(x, arrangement)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_of_rows(grad.contiguous(), ctx.arrangement), None
-
-
 class _WeighRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor:
@@ -177,18 +173,6 @@ class _WeighRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         return *weighed_sum_gradients(grad, rows, weights, ctx.arrangement), None
-
-
-class _ReorderRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return x.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.back), None, None
 
 
 def _has_bag(rows: Tensor, dtype: torch.dtype, arrangement: Permutation) -> bool:

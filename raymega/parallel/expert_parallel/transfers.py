@@ -24,6 +24,7 @@ from raymega.parallel.comm.collectives import (
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.trace import CommLog, Waitable
 from raymega.parallel.comm.work import Work
+from raymega.parallel.core.linear_map import Map, apply_linear
 from raymega.parallel.expert_parallel.overlap import InterleavedWork, PassInterleaver
 
 Start = Callable[[Tensor], tuple[Tensor, Waitable]]
@@ -137,14 +138,20 @@ def wait_for(transfer: AsyncTransfer) -> Tensor:
     return arriving if transfer.group.size == 1 else _Land.apply(arriving, transfer)
 
 
-def gather_parts(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
+def gather_parts(x: Tensor, stream: TransferStream, parts: Sequence[int]) -> Tensor:
     """Uneven all-gather: [parts[own], N] -> [sum of parts, N]; backward :func:`sum_parts`."""
-    return x if transfer_stream.group.size == 1 else _GatherParts.apply(x, transfer_stream, parts)
+    return x if stream.group.size == 1 else apply_linear(x, *_gather_and_sum(stream, parts))
 
 
-def sum_parts(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
+def sum_parts(x: Tensor, stream: TransferStream, parts: Sequence[int]) -> Tensor:
     """Uneven reduce-scatter: [sum of parts, N] -> [parts[own], N]; backward a gather."""
-    return x if transfer_stream.group.size == 1 else _SumParts.apply(x, transfer_stream, parts)
+    return (
+        x if stream.group.size == 1 else apply_linear(x, *reversed(_gather_and_sum(stream, parts)))
+    )
+
+
+def _gather_and_sum(stream: TransferStream, parts: Sequence[int]) -> tuple[Map, Map]:
+    return lambda x: _gather(x, stream, parts), lambda x: _sum(x, stream, parts)
 
 
 def _launch(
@@ -187,34 +194,6 @@ class _Land(torch.autograd.Function):
         grad = grad.contiguous()
         ctx.transfer.returned = ctx.transfer.start_gradient(grad)
         return grad, None
-
-
-class _GatherParts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]
-    ) -> Tensor:
-        ctx.transfer_stream, ctx.parts = transfer_stream, parts
-        return _gather(x, transfer_stream, parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(grad, ctx.transfer_stream, ctx.parts), None, None
-
-
-class _SumParts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]
-    ) -> Tensor:
-        ctx.transfer_stream, ctx.parts = transfer_stream, parts
-        return _sum(x, transfer_stream, parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.transfer_stream, ctx.parts), None, None
 
 
 def _gather(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm.collectives import all_gather, all_reduce, reduce_scatter
 from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.core.linear_map import Map, apply_linear
 
 
 def copy_to_tp(x: Tensor, group: Group) -> Tensor:
@@ -49,7 +50,7 @@ def gather_positions(x: Tensor, group: Group) -> Tensor:
     Returns:
         [S, ...], equal on all ranks.
     """
-    return x if group.size == 1 else _GatherPositions.apply(x, group)
+    return x if group.size == 1 else apply_linear(x, *_gather_and_sum(group))
 
 
 def scatter_to_positions(x: Tensor, group: Group) -> Tensor:
@@ -62,7 +63,7 @@ def scatter_to_positions(x: Tensor, group: Group) -> Tensor:
     Returns:
         [S/tp, ...], this rank's positions of the sum.
     """
-    return x if group.size == 1 else _ScatterToPositions.apply(x, group)
+    return x if group.size == 1 else apply_linear(x, *reversed(_gather_and_sum(group)))
 
 
 def scatter_rows(x: Tensor, group: Group) -> Tensor:
@@ -75,12 +76,28 @@ def scatter_rows(x: Tensor, group: Group) -> Tensor:
     Returns:
         [T/n, ...].
     """
-    return x if group.size == 1 else _OwnRows.apply(x, group)
+    return x if group.size == 1 else apply_linear(x, *_own_and_gather(group))
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
     """[T/n, ...] of each rank -> [T, ...] on all; backward takes own rows of a gradient that all have."""
-    return x if group.size == 1 else _AllRows.apply(x, group)
+    return x if group.size == 1 else apply_linear(x, *reversed(_own_and_gather(group)))
+
+
+def _gather_and_sum(group: Group) -> tuple[Map, Map]:
+    """An all-gather of positions, and its transpose."""
+    return (
+        lambda part: all_gather(part.contiguous(), group),
+        lambda whole: reduce_scatter(whole.contiguous(), group),
+    )
+
+
+def _own_and_gather(group: Group) -> tuple[Map, Map]:
+    """This rank's rows of a tensor that all ranks hold, and the way back."""
+    return (
+        lambda whole: whole.chunk(group.size)[group.index],
+        lambda part: all_gather(part.contiguous(), group),
+    )
 
 
 class _CopyToTp(torch.autograd.Function):
@@ -106,51 +123,3 @@ class _ReduceFromTp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _GatherPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather(x.contiguous(), group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grad.contiguous(), ctx.group), None
-
-
-class _ScatterToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x.contiguous(), group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad.contiguous(), ctx.group), None
-
-
-class _OwnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.chunk(group.size)[group.index]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad.contiguous(), ctx.group), None
-
-
-class _AllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather(x.contiguous(), group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size)[ctx.group.index], None

@@ -95,6 +95,26 @@ class Accelerator:
             element, self.peak_32_bit_flops / 2
         )
 
+    @property
+    def attention_flops(self) -> float:
+        """FLOP/s that fused attention of 16-bit numbers reaches."""
+        return self.peak_16_bit_flops * self.fitted.attention_share
+
+    @property
+    def reached_link_bytes_per_s(self) -> float:
+        """What a ring inside a node reaches of the links."""
+        return self.link_bytes_per_s * self.fitted.link_share
+
+    @property
+    def reached_network_bytes_per_s(self) -> float:
+        """What a device reaches of its share of the network."""
+        return self.network_bytes_per_s * self.fitted.network_share
+
+    def bytes_per_s(self, span: float) -> float:
+        """Of one device to a group that reaches over ``span`` neighbouring ranks."""
+        is_inside = span <= self.devices_per_node
+        return self.reached_link_bytes_per_s if is_inside else self.reached_network_bytes_per_s
+
     def with_older_attention(self) -> Accelerator:
         """The same where fused attention was written for the generation before."""
         share = self.fitted.older_attention_share

@@ -1,6 +1,6 @@
 """An accelerator that the catalogue lacks, by a YAML file: what differs from one that it has.
 
-It reads and refuses; figures of known devices are accelerators'.
+It reads and refuses; figures of known devices are catalog's.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from raymega.config.schema import Job, ModelSection, OptimizerSection
+from raymega.config.schema import Job, ModelSection, OptimizerSection, PrecisionSection
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS, format_of, kinds_of, state_bytes
@@ -132,24 +133,25 @@ def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -
 
 def rank_elements(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
     """Elements that a rank with ``stages`` holds."""
-    return ElementCounts(job).of(stages, grid, tp_rank=tp_rank)
+    return _ElementCounts(job.model, job.precision).of(stages, grid, tp_rank=tp_rank)
 
 
-class ElementCounts:
+@lru_cache(maxsize=8)
+class _ElementCounts:
     """Counts elements of ranks of one model; each kind of block, and the ends, once for each way to cut them."""
 
-    def __init__(self, job: Job) -> None:
-        self._model = job.model
-        self._in_fp8 = fp8_blocks(job.model.num_layers, job.precision)
+    def __init__(self, model: ModelSection, precision: PrecisionSection) -> None:
+        self._model = model
+        self._in_fp8 = fp8_blocks(model.num_layers, precision)
         self._known: dict[tuple[object, ...], Elements] = {}
 
-    def of(self, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
+    def of(self, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> Elements:
         """Those of a rank with ``stages``."""
         found = Elements()
         for stage in stages:
             if stage.is_first or stage.is_last:
                 found = found.plus(self._ends(stage, grid, tp_rank))
-        for (layer, is_in_fp8), times in _block_kinds(self._model, stages, self._in_fp8).items():
+        for (layer, is_in_fp8), times in block_kinds(self._model, stages, self._in_fp8).items():
             block = self._block(layer, grid, tp_rank, is_in_fp8=is_in_fp8)
             found = found.plus(block, times=times)
         return found
@@ -177,8 +179,8 @@ class ElementCounts:
         return self._known[key]
 
 
-def _block_kinds(
-    model: ModelSection, stages: Sequence[Stage], in_fp8: range
+def block_kinds(
+    model: ModelSection, stages: Sequence[Stage], in_fp8: range = range(0)
 ) -> dict[tuple[int, bool], int]:
     """One layer of each kind that is there (with experts, in fp8), and how many are like it."""
     first: dict[tuple[bool, bool], int] = {}

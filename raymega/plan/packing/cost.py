@@ -1,7 +1,7 @@
 """What a pack of documents costs the ranks that hold it together: seconds, by formula.
 
 Linear layers cost by the token, attention by the pair of tokens inside a document, the ring of keys
-and values by what it carries. It knows no schedule and takes no decision; plan.dynamic_cp compares.
+and values by what it carries. It knows no schedule and takes no decision; dynamic_cp compares.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection
 from raymega.plan.flops import FORWARD_AND_BACKWARD
-from raymega.plan.hardware.lookup import Hardware
+from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.tensor_table import layer_tensors
 
 KV_BACKWARD = 3
 """Backward carries keys, values and the gradients of both round: twice forward's bytes, so 3 in all."""
+KERNELS_OF_A_LAYER = 60
+"""Launches of its forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,35 +72,32 @@ def pairs_in(lengths: Iterable[int]) -> int:
 
 def make_pack_cost(
     model: ModelSection,
-    hardware: Hardware,
+    device: Accelerator,
     *,
     layers: int,
     tp: int = 1,
-    has_head: bool = True,
-    kernels_per_layer: int = 60,
 ) -> PackCost:
-    """The costs of ``layers`` layers of ``model`` in 16 bits on ``hardware``.
+    """The costs of ``layers`` layers of ``model`` and its head in 16 bits on ``device``.
 
     Args:
         model: Whose layers.
-        hardware: What the ranks are.
+        device: What the ranks are.
         layers: Of the pipeline stage.
         tp: Ranks that share each layer's work; what they send each other is not counted.
-        has_head: The stage ends with the projection to the vocabulary.
-        kernels_per_layer: Launches of a layer's forward and backward.
     """
+    fitted = device.fitted
     weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
-    head = model.vocab_size * model.hidden_size if has_head else 0
+    head = model.vocab_size * model.hidden_size
     token_flops = FORWARD_AND_BACKWARD * 2 * (layers * weights + head) / tp
     # Two products forward; backward makes the scores again, so five: 7 / 2 of forward.
     pair_flops = 3.5 * 2 * 2 * model.num_heads * model.head_width * layers / tp
     kv_bytes = 2 * 2 * max(1, model.kv_heads // tp) * model.head_width
     return PackCost(
-        token_s=token_flops / (hardware.flops * hardware.matrix_share),
-        pair_s=pair_flops / (hardware.flops * hardware.attention_share),
-        near_s=KV_BACKWARD * kv_bytes * layers / hardware.near_bytes_per_s,
-        far_s=KV_BACKWARD * kv_bytes * layers / hardware.far_bytes_per_s,
-        hop_s=2 * layers * hardware.hop_s,
-        start_s=layers * kernels_per_layer * hardware.launch_s,
-        ranks_per_node=hardware.ranks_per_node // tp,
+        token_s=token_flops / (device.peak_16_bit_flops * fitted.matmul_share),
+        pair_s=pair_flops / device.attention_flops,
+        near_s=KV_BACKWARD * kv_bytes * layers / device.reached_link_bytes_per_s,
+        far_s=KV_BACKWARD * kv_bytes * layers / device.reached_network_bytes_per_s,
+        hop_s=2 * layers * fitted.network_latency_s,
+        start_s=layers * KERNELS_OF_A_LAYER * fitted.launch_s,
+        ranks_per_node=device.devices_per_node // tp,
     )

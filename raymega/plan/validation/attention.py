@@ -1,85 +1,95 @@
-"""Rules of heads: how wide they are, how positions turn them, of what latents they are made."""
+"""Rules of attention: heads and their latents, positions, dropout of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from math import isqrt
 
 from raymega.config.mla import MlaSection
 from raymega.errors import Fault
+from raymega.plan.memory.state_bytes import DTYPE_BYTES
+from raymega.plan.validation.rule import reads
+
+MAX_ATTENTION_BYTES = 2 << 30
+"""Of one layer's weights under attention dropout: a few such layers fill a GPU."""
 
 
+@reads("model.hidden_size", "model.num_heads", "model.head_dim", "model.family", "model.mla")
 def head_width_faults(
     width: int, heads: int, features: int | str, family: str, mla: MlaSection
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Heads share the width out, and RoPE turns pairs."""
     if mla.kv_lora_rank:
-        return []
+        return
     is_derived = features == "hidden_size / num_heads"
     if is_derived and width % heads:
         lower = width - width % heads
-        return [
-            Fault(
-                fact=f"model.hidden_size={width}",
-                rule=f"it must be a multiple of model.num_heads={heads} (remainder {width % heads})",
-                remedy=f"use {lower} or {lower + heads}, or set model.head_dim",
-            )
-        ]
+        yield Fault(
+            fact=f"model.hidden_size={width}",
+            rule=f"it must be a multiple of model.num_heads={heads} (remainder {width % heads})",
+            remedy=f"use {lower} or {lower + heads}, or set model.head_dim",
+        )
+        return
     size = width // heads if is_derived else int(features)
     if family != "gpt2" and size % 2:
         what = "model.hidden_size / model.num_heads = " if is_derived else "model.head_dim="
-        return [
-            Fault(
-                fact=f"{what}{size}",
-                rule=f"RoPE turns pairs of features, so a {family} head's width must be even",
-                remedy="change hidden_size or num_heads" if is_derived else f"use {size + 1}",
-            )
-        ]
-    return []
+        yield Fault(
+            fact=f"{what}{size}",
+            rule=f"RoPE turns pairs of features, so a {family} head's width must be even",
+            remedy="change hidden_size or num_heads" if is_derived else f"use {size + 1}",
+        )
+        return
+    return
 
 
-def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> list[Fault]:
+@reads(
+    "model.rope_scaling",
+    "model.family",
+    "model.rope_low_freq_factor",
+    "model.rope_high_freq_factor",
+    "model.rope_beta_slow",
+    "model.rope_beta_fast",
+)
+def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[Fault]:
     """Waves are stretched where there are waves, short ones less than long ones.
 
     bounds: low and high of llama3, then of yarn.
     """
     if scaling == "none":
-        return []
+        return
     if family == "gpt2":
-        return [
-            Fault(
-                fact=f"model.rope_scaling={scaling}",
-                rule="model.family=gpt2 has learned positions and no RoPE to scale",
-                remedy="set model.rope_scaling=none, or take another family",
-            )
-        ]
+        yield Fault(
+            fact=f"model.rope_scaling={scaling}",
+            rule="model.family=gpt2 has learned positions and no RoPE to scale",
+            remedy="set model.rope_scaling=none, or take another family",
+        )
+        return
     is_yarn = scaling == "yarn"
     low, high = bounds[2:] if is_yarn else bounds[:2]
     names = ("beta_slow", "beta_fast") if is_yarn else ("low_freq_factor", "high_freq_factor")
     if low < high:
-        return []
-    return [
-        Fault(
-            fact=f"model.rope_{names[0]}={low:g}",
-            rule=f"it must be less than model.rope_{names[1]}={high:g}",
-            remedy="use 1 and 32 as YaRN does" if is_yarn else "use 1 and 4 as Llama 3.1 does",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"model.rope_{names[0]}={low:g}",
+        rule=f"it must be less than model.rope_{names[1]}={high:g}",
+        remedy="use 1 and 32 as YaRN does" if is_yarn else "use 1 and 4 as Llama 3.1 does",
+    )
 
 
+@reads("model.mla", "model.family", "model.num_kv_heads", "model.head_dim")
 def mla_faults(
     mla: MlaSection, family: str, kv_heads: int | str, head_dim: int | str
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Latent attention says itself how wide heads are; without it, its numbers would do nothing."""
     given = {name: number for name, number in mla if number and name != "kv_lora_rank"}
     if not mla.kv_lora_rank:
-        return [
-            Fault(
+        for name, number in given.items():
+            yield Fault(
                 fact=f"model.mla.{name}={number} with model.mla.kv_lora_rank=0",
                 rule="without a latent for keys and values attention is the ordinary one",
                 remedy=f"set model.mla.kv_lora_rank, or model.mla.{name}=0",
             )
-            for name, number in given.items()
-        ]
+        return
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     rules = (
         (
@@ -113,60 +123,87 @@ def mla_faults(
             f"use 1 to {width}",
         ),
     )
-    return [
-        Fault(
-            fact=f"{fact} with model.mla.kv_lora_rank={mla.kv_lora_rank}", rule=rule, remedy=remedy
-        )
-        for is_broken, fact, rule, remedy in rules
-        if is_broken
-    ]
+    for is_broken, fact, rule, remedy in rules:
+        if is_broken:
+            yield Fault(
+                fact=f"{fact} with model.mla.kv_lora_rank={mla.kv_lora_rank}",
+                rule=rule,
+                remedy=remedy,
+            )
 
 
-def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> list[Fault]:
+@reads("model.mla", "model.rope_scaling", "model.rope_mscale_all_dim")
+def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> Iterator[Fault]:
     """YaRN's factor on whole scores is latent attention's alone."""
     if not weight or (mla.kv_lora_rank and scaling == "yarn"):
-        return []
-    return [
-        Fault(
-            fact=f"model.rope_mscale_all_dim={weight:g} with model.mla.kv_lora_rank={mla.kv_lora_rank} and "
-            f"model.rope_scaling={scaling}",
-            rule="scores of whole heads are scaled in latent attention with yarn only",
-            remedy="set model.rope_mscale_all_dim=0",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"model.rope_mscale_all_dim={weight:g} with model.mla.kv_lora_rank={mla.kv_lora_rank} and "
+        f"model.rope_scaling={scaling}",
+        rule="scores of whole heads are scaled in latent attention with yarn only",
+        remedy="set model.rope_mscale_all_dim=0",
+    )
 
 
-def mtp_faults(depth: int, seq_len: int) -> list[Fault]:
+@reads("model.num_nextn_predict_layers", "data.seq_len")
+def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
     """The furthest token lies in the row."""
     if depth < seq_len:
-        return []
-    return [
-        Fault(
-            fact=f"model.num_nextn_predict_layers={depth}",
-            rule=f"a row of data.seq_len={seq_len} has no token so far ahead",
-            remedy=f"use at most {seq_len - 1}",
+        return
+    yield Fault(
+        fact=f"model.num_nextn_predict_layers={depth}",
+        rule=f"a row of data.seq_len={seq_len} has no token so far ahead",
+        remedy=f"use at most {seq_len - 1}",
+    )
+
+
+@reads("data.seq_len", "model.max_positions")
+def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
+    """The model knows every position of a sequence."""
+    if seq_len > longest:
+        yield Fault(
+            fact=f"data.seq_len={seq_len}",
+            rule=f"it must not exceed model.max_positions={longest}",
+            remedy=f"set model.max_positions={seq_len} or shorten the sequence",
         )
-    ]
 
 
-HEAD_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Fault]]], ...] = (
-    (
-        ("model.hidden_size", "model.num_heads", "model.head_dim", "model.family", "model.mla"),
-        head_width_faults,
-    ),
-    (
-        (
-            "model.rope_scaling",
-            "model.family",
-            "model.rope_low_freq_factor",
-            "model.rope_high_freq_factor",
-            "model.rope_beta_slow",
-            "model.rope_beta_fast",
-        ),
-        rope_scaling_faults,
-    ),
-    (("model.mla", "model.family", "model.num_kv_heads", "model.head_dim"), mla_faults),
-    (("model.mla", "model.rope_scaling", "model.rope_mscale_all_dim"), score_scale_faults),
-    (("model.num_nextn_predict_layers", "data.seq_len"), mtp_faults),
+@reads("data.packing", "model.attention_dropout")
+def packed_dropout_faults(packing: str, rate: float) -> Iterator[Fault]:
+    """Weights are dropped in whole rows, without regard to documents."""
+    if packing == "none" or not rate:
+        return
+    yield Fault(
+        fact=f"model.attention_dropout={rate:g} with data.packing={packing}",
+        rule="weights are dropped in whole S x S squares, and packed tokens see their own "
+        "document only",
+        remedy="set model.attention_dropout=0, or data.packing=none",
+    )
+
+
+@reads(
+    "model.attention_dropout",
+    "data.seq_len",
+    "model.num_heads",
+    "parallel.tp",
+    "parallel.cp",
+    "schedule.micro_batch_size",
+    "precision.dtype",
 )
-"""What each check reads, and the check: rows of plan.rules."""
+def weight_faults(
+    rate: float, seq_len: int, heads: int, tp: int, cp: int, micro_batch_size: int, dtype: str
+) -> Iterator[Fault]:
+    """Without the fused kernel a layer keeps S x S weights a head: before, and after, and a mask."""
+    held = heads // (tp * cp)
+    num_bytes = micro_batch_size * held * seq_len**2 * (2 * DTYPE_BYTES[dtype] + 1)
+    if not rate or num_bytes <= MAX_ATTENTION_BYTES:
+        return
+    shorter = isqrt(MAX_ATTENTION_BYTES * seq_len**2 // num_bytes)
+    yield Fault(
+        fact=f"model.attention_dropout={rate:g}",
+        rule=f"it needs every attention weight in memory, {num_bytes / 2**30:.1f} GiB in each "
+        f"layer for {micro_batch_size} x {held} heads of {seq_len} x {seq_len} on a "
+        f"rank; at most {MAX_ATTENTION_BYTES / 2**30:g} GiB is allowed",
+        remedy="set model.attention_dropout=0, which needs none, or take more parallel.tp, a "
+        f"smaller schedule.micro_batch_size or data.seq_len of at most {shorter}",
+    )

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.plan.validation.registry import RULES, Rule
+from raymega.plan.validation.registry import RULES
+from raymega.plan.validation.rule import Rule
 
 
 class RuleMemo:
@@ -43,7 +44,7 @@ class RuleMemo:
 
 
 def _keeps(job: Job, rule: Rule) -> bool:
-    return not rule.check(*(_value(job, path) for path in rule.reads))
+    return not rule(*(_value(job, path) for path in rule.reads))
 
 
 def _value(job: Job, path: str) -> Any:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from raymega.errors import Fault
+from raymega.plan.init_from_rules import CHANGED, IGNORE, REINIT, RENAME, UPCYCLE
+from raymega.plan.rename_rules import rename_faults
+from raymega.plan.validation.rule import reads
 
 MAX_ELEMENT_BYTES = 8
 
 
-def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) -> list[Fault]:
+@reads("checkpoint.keep_best", "checkpoint.every", "run.eval_every", "run.eval_samples")
+def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) -> Iterator[Fault]:
     """A checkpoint has a validation loss when its very step was evaluated."""
     if not best or (every and eval_every and every % eval_every == 0 and eval_samples):
-        return []
+        return
     if not every:
         rule, remedy = (
             "checkpoint.every=0 leaves one checkpoint to choose from",
@@ -24,19 +30,34 @@ def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) 
             f"divide checkpoint.every={every}"
         )
         remedy = f"set run.eval_every={every} or a divisor of it, or checkpoint.keep_best=0"
-    return [Fault(fact=f"checkpoint.keep_best={best}", rule=rule, remedy=remedy)]
+    yield Fault(fact=f"checkpoint.keep_best={best}", rule=rule, remedy=remedy)
 
 
-def buffer_faults(buffer_bytes: int, width: int, ffn_hidden_size: int) -> list[Fault]:
+@reads("checkpoint.buffer_bytes", "model.hidden_size", "model.ffn_hidden_size")
+def buffer_faults(buffer_bytes: int, width: int, ffn_hidden_size: int) -> Iterator[Fault]:
     """Tensors are cut between rows; a row's state may be float64."""
     row_bytes = MAX_ELEMENT_BYTES * max(width, ffn_hidden_size)
     if not buffer_bytes or buffer_bytes >= row_bytes:
-        return []
-    return [
-        Fault(
-            fact=f"checkpoint.buffer_bytes={buffer_bytes}",
-            rule=f"it must hold a row of the widest tensor, {row_bytes} bytes for "
-            f"model.hidden_size={width} and model.ffn_hidden_size={ffn_hidden_size}",
-            remedy=f"use at least {row_bytes}, better {2**26} and more, or 0 for the whole share",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"checkpoint.buffer_bytes={buffer_bytes}",
+        rule=f"it must hold a row of the widest tensor, {row_bytes} bytes for "
+        f"model.hidden_size={width} and model.ffn_hidden_size={ffn_hidden_size}",
+        remedy=f"use at least {row_bytes}, better {2**26} and more, or 0 for the whole share",
+    )
+
+
+@reads("checkpoint.init_from", UPCYCLE, RENAME, REINIT, IGNORE, CHANGED)
+def init_from_faults(init_from: str, is_upcycled: bool, *rules: tuple[str, ...]) -> Iterator[Fault]:
+    """Rules of names are rules, and there is a checkpoint to apply them to."""
+    given = dict(zip((RENAME, REINIT, IGNORE, CHANGED), rules, strict=True))
+    yield from rename_faults(RENAME, given[RENAME])
+    if is_upcycled:
+        given[UPCYCLE] = ("true",)
+    for field, texts in given.items():
+        if texts and init_from == "none":
+            yield Fault(
+                fact=f"{field} has {', '.join(texts)}, and checkpoint.init_from is none",
+                rule="it says what of another checkpoint the run starts with",
+                remedy=f"set checkpoint.init_from, or leave {field} out",
+            )

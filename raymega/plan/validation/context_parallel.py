@@ -2,70 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from math import lcm
 
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
+from raymega.plan.validation.rule import reads
 
 
-def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> list[Fault]:  # noqa: FBT001
+@reads("parallel.tp", "parallel.cp", "data.seq_len", "parallel.sequence_parallel")
+def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> Iterator[Fault]:
     """Each rank holds two chunks of a sequence, and under sequence parallelism tp ranks share them."""
-    faults = []
     if cp > 1 and seq_len % (2 * cp):
-        faults.append(
-            Fault(
-                fact=f"parallel.cp={cp}",
-                rule=f"a sequence is cut into 2 * cp = {2 * cp} chunks, two a rank, so that must divide "
-                f"data.seq_len={seq_len} (remainder {seq_len % (2 * cp)})",
-                remedy=f"set data.seq_len={_multiple_near(seq_len, 2 * cp)}, or another parallel.cp",
-            )
+        yield Fault(
+            fact=f"parallel.cp={cp}",
+            rule=f"a sequence is cut into 2 * cp = {2 * cp} chunks, two a rank, so that must divide "
+            f"data.seq_len={seq_len} (remainder {seq_len % (2 * cp)})",
+            remedy=f"set data.seq_len={_multiple_near(seq_len, 2 * cp)}, or another parallel.cp",
         )
+        return
     held = seq_len // cp
-    if is_cut and not faults and held % tp:
+    if is_cut and held % tp:
         what = f"data.seq_len={seq_len}"
         if cp > 1:
             what += f" / parallel.cp={cp} = {held}"
         remedy = _multiple_near(seq_len, cp * tp * (2 if cp > 1 else 1))
-        faults.append(
-            Fault(
-                fact=f"parallel.sequence_parallel=true with parallel.tp={tp}",
-                rule=f"each rank holds as many positions as the others, so tp must divide {what} "
-                f"(remainder {held % tp})",
-                remedy=f"set data.seq_len={remedy}, another parallel.tp, or "
-                "parallel.sequence_parallel=false",
-            )
+        yield Fault(
+            fact=f"parallel.sequence_parallel=true with parallel.tp={tp}",
+            rule=f"each rank holds as many positions as the others, so tp must divide {what} "
+            f"(remainder {held % tp})",
+            remedy=f"set data.seq_len={remedy}, another parallel.tp, or "
+            "parallel.sequence_parallel=false",
         )
-    return faults
 
 
-def document_faults(packing: str, cp: int, multiple: int, is_dynamic: bool) -> list[Fault]:  # noqa: FBT001
+@reads("data.packing", "parallel.cp", "data.document_multiple", "parallel.dynamic_cp")
+def document_faults(packing: str, cp: int, multiple: int, is_dynamic: bool) -> Iterator[Fault]:
     """Packed documents are cut as a sequence is, each into two chunks a rank."""
     if packing == "none" or cp == 1 or is_dynamic or multiple % (2 * cp) == 0:
-        return []
-    return [
-        Fault(
-            fact=f"parallel.cp={cp} with data.packing={packing}",
-            rule=f"each document is cut into 2 * cp = {2 * cp} chunks, so that must divide "
-            f"data.document_multiple={multiple} (remainder {multiple % (2 * cp)})",
-            remedy=f"begin the run with data.document_multiple={lcm(multiple, 2 * cp)}, or set "
-            "parallel.cp=1",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"parallel.cp={cp} with data.packing={packing}",
+        rule=f"each document is cut into 2 * cp = {2 * cp} chunks, so that must divide "
+        f"data.document_multiple={multiple} (remainder {multiple % (2 * cp)})",
+        remedy=f"begin the run with data.document_multiple={lcm(multiple, 2 * cp)}, or set "
+        "parallel.cp=1",
+    )
 
 
-def dynamic_faults(  # noqa: PLR0913  # one a field
-    is_dynamic: bool,  # noqa: FBT001
+@reads(
+    "parallel.dynamic_cp",
+    "data.packing",
+    "parallel.cp",
+    "parallel.dp",
+    "parallel.cp_method",
+    "schedule.micro_batch_size",
+    "tracking.activations_every",
+)
+def dynamic_faults(
+    is_dynamic: bool,
     packing: str,
     cp: int,
     dp: int,
     method: str,
     micro_batch_size: int,
     activations_every: int,
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Dynamic context parallelism shares packed documents out over groups of 1, 2, 4, ... ranks."""
     if not is_dynamic:
-        return []
+        return
     ranks, most = dp * cp, 1 << (dp * cp).bit_length() - 1
     rules = (
         (
@@ -99,126 +104,102 @@ def dynamic_faults(  # noqa: PLR0913  # one a field
             "set tracking.activations_every=0",
         ),
     )
-    return [
-        Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
-        for is_broken, fact, rule, remedy in rules
-        if is_broken
-    ]
+    for is_broken, fact, rule, remedy in rules:
+        if is_broken:
+            yield Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
 
 
+@reads(
+    "parallel.dynamic_cp",
+    "parallel.cp",
+    "parallel.tp",
+    "data.seq_len",
+    "parallel.sequence_parallel",
+    "model.moe",
+)
 def dynamic_length_faults(
-    is_dynamic: bool,  # noqa: FBT001
+    is_dynamic: bool,
     cp: int,
     tp: int,
     seq_len: int,
-    is_cut: bool,  # noqa: FBT001
+    is_cut: bool,
     moe: MoeSection,
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """The longest document must fit cp ranks of seq_len / cp tokens, in equal chunks.
 
     tp ranks share out the tokens that are routed to experts, sequence parallel or not.
     """
     unit = cp * lcm(2, tp if is_cut or moe.num_experts else 1)
     if not is_dynamic or seq_len % unit == 0:
-        return []
-    return [
-        Fault(
-            fact=f"parallel.dynamic_cp=true with data.seq_len={seq_len}",
-            rule=f"{cp} ranks of two chunks each hold the longest document, so {unit} must divide it "
-            f"(remainder {seq_len % unit})",
-            remedy=f"set data.seq_len={_multiple_near(seq_len, unit)}",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"parallel.dynamic_cp=true with data.seq_len={seq_len}",
+        rule=f"{cp} ranks of two chunks each hold the longest document, so {unit} must divide it "
+        f"(remainder {seq_len % unit})",
+        remedy=f"set data.seq_len={_multiple_near(seq_len, unit)}",
+    )
 
 
+@reads(
+    "parallel.cp",
+    "parallel.cp_method",
+    "parallel.hierarchical_cp_size",
+    "parallel.tp",
+    "model.num_heads",
+    "model.num_kv_heads",
+)
 def exchange_faults(
     cp: int, method: str, inner: int, tp: int, heads: int, kv_heads: int | str
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Ranks that exchange heads have whole ones each, of queries as of keys and values."""
     if cp == 1 or method not in ("all_to_all", "hybrid"):
-        return []
+        return
     if method == "hybrid" and (not 1 < inner < cp or cp % inner):
         legal = [str(d) for d in range(2, cp) if cp % d == 0]
         remedy = f"use one of {', '.join(legal)}" if legal else "use ring or all_to_all"
-        return [
-            Fault(
-                fact=f"parallel.hierarchical_cp_size={inner} with parallel.cp_method=hybrid",
-                rule=f"it must divide parallel.cp={cp} and be neither 1 nor cp",
-                remedy=f"{remedy}; parallel.cp_method=ring and all_to_all have no such number",
-            )
-        ]
+        yield Fault(
+            fact=f"parallel.hierarchical_cp_size={inner} with parallel.cp_method=hybrid",
+            rule=f"it must divide parallel.cp={cp} and be neither 1 nor cp",
+            remedy=f"{remedy}; parallel.cp_method=ring and all_to_all have no such number",
+        )
+        return
     ranks, field = (inner, "hierarchical_cp_size") if method == "hybrid" else (cp, "cp")
     asked = f"parallel.{field}={ranks} with parallel.cp_method={method}"
     of_each = f"model.num_heads={heads} / parallel.tp={tp} = {heads // tp}"
     if heads // tp % ranks:
-        return [
-            Fault(
-                fact=asked,
-                rule=f"ranks exchange whole heads, so it must divide {of_each} "
-                f"(remainder {heads // tp % ranks})",
-                remedy="set parallel.cp_method=ring, or a smaller parallel.tp",
-            )
-        ]
+        yield Fault(
+            fact=asked,
+            rule=f"ranks exchange whole heads, so it must divide {of_each} "
+            f"(remainder {heads // tp % ranks})",
+            remedy="set parallel.cp_method=ring, or a smaller parallel.tp",
+        )
+        return
     held = max(1, (heads if kv_heads == "num_heads" else int(kv_heads)) // tp)
     if held % ranks and ranks % held:
-        return [
-            Fault(
-                fact=asked,
-                rule="ranks have whole key and value heads, or share one: it must divide the "
-                f"{held} that model.num_kv_heads={kv_heads} leaves each of parallel.tp={tp} ranks, or "
-                "be a multiple of them",
-                remedy="set parallel.cp_method=ring, or another parallel.tp",
-            )
-        ]
-    return []
+        yield Fault(
+            fact=asked,
+            rule="ranks have whole key and value heads, or share one: it must divide the "
+            f"{held} that model.num_kv_heads={kv_heads} leaves each of parallel.tp={tp} ranks, or "
+            "be a multiple of them",
+            remedy="set parallel.cp_method=ring, or another parallel.tp",
+        )
+        return
+    return
 
 
-def weight_dropout_faults(rate: float, cp: int, method: str) -> list[Fault]:
+@reads("model.attention_dropout", "parallel.cp", "parallel.cp_method")
+def weight_dropout_faults(rate: float, cp: int, method: str) -> Iterator[Fault]:
     """Only a rank that sees whole rows can drop attention weights: no fused kernel does it."""
     if not rate or cp == 1 or method == "all_to_all":
-        return []
-    return [
-        Fault(
-            fact=f"model.attention_dropout={rate:g} with parallel.cp={cp}",
-            rule="weights are dropped without a fused kernel, in whole rows, and under "
-            f"parallel.cp_method={method} no rank has one",
-            remedy="set model.attention_dropout=0, or parallel.cp_method=all_to_all",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"model.attention_dropout={rate:g} with parallel.cp={cp}",
+        rule="weights are dropped without a fused kernel, in whole rows, and under "
+        f"parallel.cp_method={method} no rank has one",
+        remedy="set model.attention_dropout=0, or parallel.cp_method=all_to_all",
+    )
 
 
 def _multiple_near(number: int, of: int) -> int:
     """The largest multiple of ``of`` that is not above ``number``, or ``of`` itself."""
     return number - number % of or of
-
-
-DOCUMENT_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[Fault]]], ...] = (
-    (
-        ("data.packing", "parallel.cp", "data.document_multiple", "parallel.dynamic_cp"),
-        document_faults,
-    ),
-    (
-        (
-            "parallel.dynamic_cp",
-            "data.packing",
-            "parallel.cp",
-            "parallel.dp",
-            "parallel.cp_method",
-            "schedule.micro_batch_size",
-            "tracking.activations_every",
-        ),
-        dynamic_faults,
-    ),
-    (
-        (
-            "parallel.dynamic_cp",
-            "parallel.cp",
-            "parallel.tp",
-            "data.seq_len",
-            "parallel.sequence_parallel",
-            "model.moe",
-        ),
-        dynamic_length_faults,
-    ),
-)
-"""What each check reads, and the check: rows of plan.rules."""

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from raymega.config.moe import AUX_LEVELS, MoeSection
 from raymega.errors import Fault
+from raymega.plan.validation.rule import divisors, reads
 from raymega.schedule.table import can_pair
 
 
-def moe_faults(moe: MoeSection, num_layers: int) -> list[Fault]:
+@reads("model.moe", "model.num_layers")
+def moe_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
     """What the section's values make impossible, or leave without effect."""
     if not moe.num_experts:
-        return _dense_faults(moe)
-    return [
-        *_place_faults(moe, num_layers),
-        *_choice_faults(moe),
-        *_group_faults(moe),
-        *_idle_faults(moe),
-        *_balance_faults(moe),
-    ]
+        yield from _dense_faults(moe)
+        return
+    yield from _place_faults(moe, num_layers)
+    yield from _choice_faults(moe)
+    yield from _group_faults(moe)
+    yield from _idle_faults(moe)
+    yield from _balance_faults(moe)
 
 
-def expert_token_faults(moe: MoeSection, tp: int, cp: int, seq_len: int, rows: int) -> list[Fault]:
+@reads("model.moe", "parallel.tp", "parallel.cp", "data.seq_len", "schedule.micro_batch_size")
+def expert_token_faults(
+    moe: MoeSection, tp: int, cp: int, seq_len: int, rows: int
+) -> Iterator[Fault]:
     """Tensor-parallel ranks share out the tokens that they route, sequence parallel or not."""
     tokens = seq_len // cp * rows
     if not moe.num_experts or tokens % tp == 0:
-        return []
-    return [
-        Fault(
-            fact=f"parallel.tp={tp} with model.moe.num_experts={moe.num_experts}",
-            rule="tp ranks route an equal share of tokens each, so it must divide the "
-            f"schedule.micro_batch_size={rows} * data.seq_len={seq_len} / parallel.cp={cp} = {tokens} "
-            f"that they hold (remainder {tokens % tp})",
-            remedy=f"set data.seq_len to a multiple of {tp * cp}, or another parallel.tp",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"parallel.tp={tp} with model.moe.num_experts={moe.num_experts}",
+        rule="tp ranks route an equal share of tokens each, so it must divide the "
+        f"schedule.micro_batch_size={rows} * data.seq_len={seq_len} / parallel.cp={cp} = {tokens} "
+        f"that they hold (remainder {tokens % tp})",
+        remedy=f"set data.seq_len to a multiple of {tp * cp}, or another parallel.tp",
+    )
 
 
-def expert_place_faults(moe: MoeSection, ffn_hidden_size: int, ep: int, etp: int) -> list[Fault]:
+@reads("model.moe", "model.ffn_hidden_size", "parallel.ep", "parallel.etp")
+def expert_place_faults(
+    moe: MoeSection, ffn_hidden_size: int, ep: int, etp: int
+) -> Iterator[Fault]:
     """Each rank has as many experts as the others, and as many features of each."""
     if not moe.num_experts:
-        return [
-            Fault(
-                fact=f"parallel.{axis}={degree}",
-                rule="model.moe.num_experts=0 is a dense model, without experts to cut",
-                remedy=f"set parallel.{axis}=1, or model.moe.num_experts",
-            )
-            for axis, degree in (("ep", ep), ("etp", etp))
-            if degree > 1
-        ]
+        for axis, degree in (("ep", ep), ("etp", etp)):
+            if degree > 1:
+                yield Fault(
+                    fact=f"parallel.{axis}={degree}",
+                    rule="model.moe.num_experts=0 is a dense model, without experts to cut",
+                    remedy=f"set parallel.{axis}=1, or model.moe.num_experts",
+                )
+        return
     width = ffn_hidden_size if moe.intermediate_size == "ffn_hidden_size" else moe.intermediate_size
     field = (
         "model.ffn_hidden_size"
@@ -58,43 +64,41 @@ def expert_place_faults(moe: MoeSection, ffn_hidden_size: int, ep: int, etp: int
         ("ep", ep, moe.num_experts, "model.moe.num_experts", "experts are shared out evenly"),
         ("etp", etp, width, field, "the features of each expert are cut evenly"),
     )
-    return [
-        Fault(
-            fact=f"parallel.{axis}={degree}",
-            rule=f"{why}, so it must divide {what}={number} (remainder {number % degree})",
-            remedy=f"use one of {_divisors(number)}",
-        )
-        for axis, degree, number, what, why in rules
-        if number % degree
-    ]
+    for axis, degree, number, what, why in rules:
+        if number % degree:
+            yield Fault(
+                fact=f"parallel.{axis}={degree}",
+                rule=f"{why}, so it must divide {what}={number} (remainder {number % degree})",
+                remedy=f"use one of {divisors(number)}",
+            )
 
 
+@reads("parallel.tp", "model.ffn_hidden_size", "model.moe", "model.num_layers")
 def cut_width_faults(
     tp: int, ffn_hidden_size: int, moe: MoeSection, num_layers: int
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """What tp cuts of feed-forward layers: those of dense blocks, and shared experts."""
     is_any_dense = not all(moe.holds_experts(layer) for layer in range(num_layers))
     widths = {"model.ffn_hidden_size": ffn_hidden_size} if is_any_dense else {}
     if moe.num_experts and moe.shared_expert_intermediate_size:
         widths["model.moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size
-    return [
-        Fault(
-            fact=f"parallel.tp={tp}",
-            rule=f"it must divide {field}={width} (remainder {width % tp})",
-            remedy=f"use one of {_divisors(width)}",
-        )
-        for field, width in widths.items()
-        if width % tp
-    ]
+    for field, width in widths.items():
+        if width % tp:
+            yield Fault(
+                fact=f"parallel.tp={tp}",
+                rule=f"it must divide {field}={width} (remainder {width % tp})",
+                remedy=f"use one of {divisors(width)}",
+            )
 
 
-def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> list[Fault]:  # noqa: FBT001
+@reads("model.moe", "parallel.dynamic_cp", "parallel.moe_token_dispatcher_type")
+def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iterator[Fault]:
     """Under dynamic context parallelism a micro-batch is another on each layout.
 
     What a token's experts are may then go by the token alone and by the last step's load.
     """
     if not moe.num_experts or not is_dynamic:
-        return []
+        return
     rules = (
         (
             moe.capacity_factor > 0,
@@ -115,134 +119,109 @@ def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> list[Fau
             "set parallel.moe_token_dispatcher_type=all_to_all",
         ),
     )
-    return [
-        Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
-        for is_broken, fact, rule, remedy in rules
-        if is_broken
-    ]
+    for is_broken, fact, rule, remedy in rules:
+        if is_broken:
+            yield Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
 
 
+@reads(
+    "parallel.overlap_moe_expert_parallel_comm",
+    "parallel.sharding",
+    "schedule.name",
+    "parallel.pp",
+    "schedule.chunks",
+)
 def overlap_faults(
-    is_overlapped: bool,  # noqa: FBT001
+    is_overlapped: bool,
     sharding: str,
     schedule: str,
     pp: int,
     chunks: int,
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Which passes may take turns, so that one works while the other's tokens travel."""
     if not is_overlapped:
-        return []
-    faults = []
+        return
     if not can_pair(schedule, pp=pp, chunks=chunks):
-        faults.append(
-            Fault(
-                fact=f"parallel.overlap_moe_expert_parallel_comm=true with schedule.name={schedule}, parallel.pp={pp}, "
-                f"schedule.chunks={chunks}",
-                rule="a forward and a backward of another micro-batch lie side by side in dualpipe_v, and "
-                "in 1f1b with pp=1 and chunks=1; elsewhere ranks would wait for each other's pairs",
-                remedy="set schedule.name=dualpipe_v and schedule.chunks=2, or overlap_moe_expert_parallel_comm=false",
-            )
+        yield Fault(
+            fact=f"parallel.overlap_moe_expert_parallel_comm=true with schedule.name={schedule}, parallel.pp={pp}, "
+            f"schedule.chunks={chunks}",
+            rule="a forward and a backward of another micro-batch lie side by side in dualpipe_v, and "
+            "in 1f1b with pp=1 and chunks=1; elsewhere ranks would wait for each other's pairs",
+            remedy="set schedule.name=dualpipe_v and schedule.chunks=2, or overlap_moe_expert_parallel_comm=false",
         )
     if sharding == "parameters":
-        faults.append(
-            Fault(
-                fact="parallel.overlap_moe_expert_parallel_comm=true with parallel.sharding=parameters",
-                rule="weights are gathered for one pass at a time, and let go of after it",
-                remedy="set parallel.sharding=gradients, or overlap_moe_expert_parallel_comm=false",
-            )
+        yield Fault(
+            fact="parallel.overlap_moe_expert_parallel_comm=true with parallel.sharding=parameters",
+            rule="weights are gathered for one pass at a time, and let go of after it",
+            remedy="set parallel.sharding=gradients, or overlap_moe_expert_parallel_comm=false",
         )
-    return faults
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0 and d <= 1024)
-
-
-def _dense_faults(moe: MoeSection) -> list[Fault]:
+def _dense_faults(moe: MoeSection) -> Iterator[Fault]:
     plain = MoeSection()
-    return [
-        _fault(f"{name}={value!r}", "model.moe.num_experts=0 is a dense model, where it does "
-               "nothing", f"set model.moe.num_experts, or remove model.moe.{name}")
-        for name, value in moe
-        if value != getattr(plain, name)
-    ]  # fmt: skip
+    for name, value in moe:
+        if value != getattr(plain, name):
+            yield _fault(f"{name}={value!r}", "model.moe.num_experts=0 is a dense model, where it does "
+               "nothing", f"set model.moe.num_experts, or remove model.moe.{name}")  # fmt: skip
 
 
-def _place_faults(moe: MoeSection, num_layers: int) -> list[Fault]:
+def _place_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
     if any(moe.holds_experts(layer) for layer in range(num_layers)):
-        return []
-    return [
-        _fault(
-            f"first_k_dense_replace={moe.first_k_dense_replace} with layer_freq={moe.layer_freq}",
-            f"of model.num_layers={num_layers} blocks none would hold experts",
-            "use fewer dense layers or a smaller layer_freq, or set model.moe.num_experts=0",
-        )
-    ]
+        return
+    yield _fault(
+        f"first_k_dense_replace={moe.first_k_dense_replace} with layer_freq={moe.layer_freq}",
+        f"of model.num_layers={num_layers} blocks none would hold experts",
+        "use fewer dense layers or a smaller layer_freq, or set model.moe.num_experts=0",
+    )
 
 
-def _choice_faults(moe: MoeSection) -> list[Fault]:
+def _choice_faults(moe: MoeSection) -> Iterator[Fault]:
     in_groups = moe.num_experts // moe.n_group * moe.topk_group
     reach, what = moe.num_experts, f"model.moe.num_experts={moe.num_experts}"
     if moe.topk_group < moe.n_group and moe.num_experts % moe.n_group == 0:
         reach, what = in_groups, f"the {in_groups} experts of {moe.topk_group} groups"
-    faults = []
     if moe.top_k > reach:
-        faults.append(
-            _fault(f"top_k={moe.top_k}", f"a token chooses among {what}", f"use at most {reach}")
-        )
+        yield _fault(f"top_k={moe.top_k}", f"a token chooses among {what}", f"use at most {reach}")
     if moe.top_k == 1 and moe.norm_topk_prob:
-        faults.append(
-            _fault(
-                "top_k=1 with norm_topk_prob=true",
-                "a single score divided by itself is 1, and the router would learn nothing",
-                "set model.moe.norm_topk_prob=false",
-            )
+        yield _fault(
+            "top_k=1 with norm_topk_prob=true",
+            "a single score divided by itself is 1, and the router would learn nothing",
+            "set model.moe.norm_topk_prob=false",
         )
-    return faults
 
 
-def _group_faults(moe: MoeSection) -> list[Fault]:
+def _group_faults(moe: MoeSection) -> Iterator[Fault]:
     groups, top, experts = moe.n_group, moe.topk_group, moe.num_experts
     if groups == 1:
         idle = {"topk_group": (top, 1), "group_score": (moe.group_score, "max")}
-        return [
-            _fault(f"{name}={value}", "with model.moe.n_group=1 it does nothing",
-                   f"set model.moe.n_group, or remove model.moe.{name}")
-            for name, (value, plain) in idle.items()
-            if value != plain
-        ]  # fmt: skip
-    faults = []
+        for name, (value, plain) in idle.items():
+            if value != plain:
+                yield _fault(f"{name}={value}", "with model.moe.n_group=1 it does nothing",
+                   f"set model.moe.n_group, or remove model.moe.{name}")  # fmt: skip
+        return
     if experts % groups:
-        legal = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
-        faults.append(
-            _fault(
-                f"n_group={groups}",
-                f"groups are equally large, so it must divide model.moe.num_experts={experts} "
-                f"(remainder {experts % groups})",
-                f"use one of {legal}",
-            )
+        yield _fault(
+            f"n_group={groups}",
+            f"groups are equally large, so it must divide model.moe.num_experts={experts} "
+            f"(remainder {experts % groups})",
+            f"use one of {divisors(experts, least=2)}",
         )
     if top >= groups:
-        faults.append(
-            _fault(
-                f"topk_group={top} with n_group={groups}",
-                "a choice of groups must leave some out",
-                f"use at most {groups - 1}, or set model.moe.n_group=1",
-            )
+        yield _fault(
+            f"topk_group={top} with n_group={groups}",
+            "a choice of groups must leave some out",
+            f"use at most {groups - 1}, or set model.moe.n_group=1",
         )
     if moe.group_score == "top2" and experts // groups < 2:
-        faults.append(
-            _fault(
-                f"group_score=top2 with n_group={groups}",
-                f"it adds the scores of two experts of a group, and a group of num_experts / n_group "
-                f"= {experts} / {groups} holds {experts // groups}",
-                f"use at most {experts // 2} groups, or set model.moe.group_score=max",
-            )
+        yield _fault(
+            f"group_score=top2 with n_group={groups}",
+            f"it adds the scores of two experts of a group, and a group of num_experts / n_group "
+            f"= {experts} / {groups} holds {experts // groups}",
+            f"use at most {experts // 2} groups, or set model.moe.group_score=max",
         )
-    return faults
 
 
-def _idle_faults(moe: MoeSection) -> list[Fault]:
+def _idle_faults(moe: MoeSection) -> Iterator[Fault]:
     """Fields whose partner is not set."""
     is_aux, has_capacity = moe.load_balancing_type in AUX_LEVELS, moe.capacity_factor > 0
     rules = (
@@ -278,39 +257,32 @@ def _idle_faults(moe: MoeSection) -> list[Fault]:
             "capacity_factor is 0",
         ),
     )
-    return [
-        _fault(
-            f"{name}={getattr(moe, name)!r}",
-            f"where model.moe.{partner} it does nothing",
-            f"remove it, or set model.moe.{partner.partition(' ')[0]}",
-        )
-        for is_idle, name, partner in rules
-        if is_idle
-    ]
-
-
-def _balance_faults(moe: MoeSection) -> list[Fault]:
-    faults = []
-    if moe.load_balancing_type in AUX_LEVELS and not moe.router_aux_loss_coef:
-        faults.append(
-            _fault(
-                f"load_balancing_type={moe.load_balancing_type}",
-                "with model.moe.router_aux_loss_coef=0 its loss does nothing",
-                "set model.moe.router_aux_loss_coef=0.01, or model.moe.load_balancing_type=none",
+    for is_idle, name, partner in rules:
+        if is_idle:
+            yield _fault(
+                f"{name}={getattr(moe, name)!r}",
+                f"where model.moe.{partner} it does nothing",
+                f"remove it, or set model.moe.{partner.partition(' ')[0]}",
             )
+
+
+def _balance_faults(moe: MoeSection) -> Iterator[Fault]:
+    if moe.load_balancing_type in AUX_LEVELS and not moe.router_aux_loss_coef:
+        yield _fault(
+            f"load_balancing_type={moe.load_balancing_type}",
+            "with model.moe.router_aux_loss_coef=0 its loss does nothing",
+            "set model.moe.router_aux_loss_coef=0.01, or model.moe.load_balancing_type=none",
         )
     if moe.load_balancing_type != "sinkhorn":
-        return faults
+        return
     others = (("expert_bias", moe.expert_bias, False), ("n_group", moe.n_group, 1))
-    return faults + [
-        _fault(
-            f"load_balancing_type=sinkhorn with {name}={value}",
-            "sinkhorn evens out the choice by itself, over all experts",
-            f"remove model.moe.{name}, or set another model.moe.load_balancing_type",
-        )
-        for name, value, plain in others
-        if value != plain
-    ]
+    for name, value, plain in others:
+        if value != plain:
+            yield _fault(
+                f"load_balancing_type=sinkhorn with {name}={value}",
+                "sinkhorn evens out the choice by itself, over all experts",
+                f"remove model.moe.{name}, or set another model.moe.load_balancing_type",
+            )
 
 
 def _fault(fact: str, rule: str, remedy: str) -> Fault:

@@ -1,6 +1,6 @@
 """A published run beside what is predicted of it: seconds, FLOP/s, and bytes that its system would need.
 
-How a row becomes plans is published's; nothing is fitted here.
+How a row becomes plans is published_runs'; nothing is fitted here.
 """
 
 from __future__ import annotations

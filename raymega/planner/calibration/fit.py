@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from raymega.plan.hardware.catalog import Accelerator, Fitted
+from raymega.plan.hardware.catalog import Accelerator
 from raymega.planner.kernels.collective_time import GroupSpan, all_reduce_s
 from raymega.planner.kernels.kernel_time import attention_s, matmul_s, memory_s
 
@@ -211,8 +211,3 @@ def accelerator_yaml(device: Accelerator, *, like: str, comment: str) -> str:
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Four digits; more were not measured."""
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
-
-
-def constants(fitted: Fitted, names: Sequence[str]) -> dict[str, float]:
-    """By name."""
-    return {name: float(getattr(fitted, name)) for name in names}

@@ -15,7 +15,7 @@ from typing import Any
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.planner.calibration.fit import OF_A_STEP, Case, calibrate
 from raymega.planner.cost.step_time import step_time
 
@@ -106,7 +106,9 @@ def _layouts(records: Iterable[Mapping[str, Any]]) -> Iterable[MeasuredLayout]:
         if record["event"] == "run":
             job = Job.model_validate_json(json.dumps(record["job"]))
         elif record["event"] == "attempt" and job is not None:
-            plan = make_plan(_on_grid(job, record["grid"]))
+            # The grid of one attempt may be another than the job asked for.
+            degrees = {axis: int(degree) for axis, degree in record["grid"].items()}
+            plan = make_plan(job.with_values(parallel=degrees, cluster=ON_GRID))
             key, since_start = plan.to_json(), 0
             plans[key] = plan
         elif record["event"] == "step" and key:
@@ -115,14 +117,6 @@ def _layouts(records: Iterable[Mapping[str, Any]]) -> Iterable[MeasuredLayout]:
                 taken.setdefault(key, []).append(float(record["step_time_s"]))
     for key, seconds in taken.items():
         yield MeasuredLayout(plan=plans[key], step_s=median(seconds), num_steps=len(seconds))
-
-
-def _on_grid(job: Job, grid: Mapping[str, int]) -> Job:
-    """The job on the grid of one attempt, which may be another than it asked for."""
-    degrees = {axis: int(degree) for axis, degree in grid.items()}
-    parallel = job.parallel.model_copy(update=degrees)
-    cluster = job.cluster.model_copy(update={"num_workers": "grid"})
-    return job.model_copy(update={"parallel": parallel, "cluster": cluster})
 
 
 def _no_run(run: Path, why: str) -> Fault:

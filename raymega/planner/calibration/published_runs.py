@@ -294,8 +294,7 @@ def _with_dropout(plan: RunPlan, row: Row) -> RunPlan:
     if _software(row).has_fused_attention:
         return plan
     rates = {"hidden_dropout": DROPOUT, "attention_dropout": DROPOUT}
-    model = plan.job.model.model_copy(update=rates)
-    return replace(plan, job=plan.job.model_copy(update={"model": model}))
+    return replace(plan, job=plan.job.with_values(model=rates))
 
 
 def _recompute(row: Row) -> str:

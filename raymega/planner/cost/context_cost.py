@@ -1,7 +1,7 @@
 """What each way of context parallelism costs a rank in one layer and micro-batch: pure formulas.
 
 FLOPs of its blocks, bytes that it sends to neighbours and around, memory beyond what is kept. Which
-way is the best for packs of documents is plan.dynamic_cp's; rates of hardware are plan.hardware's.
+way is the best for packs of documents is dynamic_cp's; rates of hardware are catalog's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.config.schema import Job
-from raymega.plan.hardware.lookup import Hardware
+from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
 from raymega.plan.validation.context_parallel import exchange_faults
 
@@ -42,24 +42,24 @@ class ContextCost:
     added_bytes: float
     passing_bytes: float
 
-    def seconds(self, hardware: Hardware, *, span: int) -> float:
+    def seconds(self, device: Accelerator, *, span: int) -> float:
         """Of the layer's attention, 16-bit rates.
 
         Args:
-            hardware: What the ranks are.
+            device: What the ranks are.
             span: Global ranks between the first and the last one of a cp group, both included.
         """
-        return self._work_s(hardware) + self.exposed_s(hardware, span=span)
+        return self._work_s(device) + self.exposed_s(device, span=span)
 
-    def exposed_s(self, hardware: Hardware, *, span: int) -> float:
+    def exposed_s(self, device: Accelerator, *, span: int) -> float:
         """The part of :meth:`seconds` in which ranks wait for each other's bytes."""
-        travel = self.outer_bytes / hardware.bytes_per_s(span)
-        exchange = self.inner_bytes / hardware.bytes_per_s(span * self.inner_share)
-        hidden = min(self._work_s(hardware), travel * self.hidden_share)
+        travel = self.outer_bytes / device.bytes_per_s(span)
+        exchange = self.inner_bytes / device.bytes_per_s(span * self.inner_share)
+        hidden = min(self._work_s(device), travel * self.hidden_share)
         return travel - hidden + exchange
 
-    def _work_s(self, hardware: Hardware) -> float:
-        return self.flops / (hardware.flops * hardware.attention_share)
+    def _work_s(self, device: Accelerator) -> float:
+        return self.flops / device.attention_flops
 
 
 def context_costs(job: Job) -> tuple[ContextCost, ...]:
@@ -67,20 +67,15 @@ def context_costs(job: Job) -> tuple[ContextCost, ...]:
     parallel, model = job.parallel, job.model
     heads = parallel.tp, model.num_heads, model.num_kv_heads
     return tuple(
-        context_cost(job, method)
+        shape_cost(activation_shape(job), method)
         for method in METHODS
         if parallel.cp > 1
         and not exchange_faults(parallel.cp, method, parallel.hierarchical_cp_size, *heads)
     )
 
 
-def context_cost(job: Job, method: str) -> ContextCost:
-    """Of ``method`` for the job's micro-batch and layers; one document a row."""
-    return shape_cost(activation_shape(job), method)
-
-
 def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
-    """The same from what activations are counted by."""
+    """Of ``method`` for a micro-batch and a layer as ``shape`` has them; one document a row."""
     model, parallel = shape.model, shape.parallel
     cp = parallel.cp
     inner = {"all_to_all": cp, "hybrid": parallel.hierarchical_cp_size}.get(method, 1)

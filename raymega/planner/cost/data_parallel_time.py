@@ -6,15 +6,12 @@ portion of a gather and the last one of a sum have none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, Elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.tensor_table import layer_tensors
 from raymega.plan.zero_levels import ZeroLevel, dp_shard_ranks, level_of
 from raymega.planner.kernels.collective_time import (
-    GroupSpan,
     all_reduce_s,
     gather_s,
     make_span,
@@ -24,21 +21,6 @@ from raymega.planner.kernels.system_traits import Software
 
 BUCKETS = 8
 """Portions in which gradients travel; the last one has no work left to hide behind."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Seconds of one pass over everything that a rank holds.
-
-    Attributes:
-        reduce_s: Gradients to where they are owned.
-        gather_s: Weights, or without sharding the sums, to where they are used.
-        copies_s: Sums over the copies of hybrid sharding.
-    """
-
-    reduce_s: float
-    gather_s: float
-    copies_s: float
 
 
 def data_parallel_s(
@@ -57,24 +39,30 @@ def data_parallel_s(
         software: How gradients travel.
         backward_s: Of one micro-batch through all chunks of a rank.
     """
-    traffic, level = traffic_of(plan, held, device, software), level_of(plan.job.parallel)
+    reduce, gather, copies = _traffic_s(plan, held, device, software)
+    level = level_of(plan.job.parallel)
     forward_s, passes = backward_s / 2, plan.batch.num_micro_batches
-    reduce, gather = traffic.reduce_s, traffic.gather_s
     if not software.hides_gradients:
         sums = passes if level >= ZeroLevel.GRADIENTS else 1
         gathers = 2 * passes if level == ZeroLevel.PARAMETERS else 1
-        return sums * reduce + gathers * gather + traffic.copies_s
+        return sums * reduce + gathers * gather + copies
     ends = (reduce + gather) / BUCKETS
     if level == ZeroLevel.PARAMETERS:
         each = max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s)
-        return passes * each + ends + traffic.copies_s
+        return passes * each + ends + copies
     sums = passes if level == ZeroLevel.GRADIENTS else 1
     late = (sums - 1) * max(0.0, reduce - backward_s) + max(reduce / BUCKETS, reduce - backward_s)
-    return late + max(gather / BUCKETS, gather - forward_s) + traffic.copies_s
+    return late + max(gather / BUCKETS, gather - forward_s) + copies
 
 
-def traffic_of(plan: RunPlan, held: Elements, device: Accelerator, software: Software) -> Traffic:
-    """Those of experts go over edp, all others over the replicas."""
+def _traffic_s(
+    plan: RunPlan, held: Elements, device: Accelerator, software: Software
+) -> tuple[float, float, float]:
+    """Seconds of one pass over everything that a rank holds: gradients to where they are owned; weights, or without
+    sharding the sums, to where they are used; sums over the copies of hybrid sharding.
+
+    Those of experts go over edp, all others over the replicas.
+    """
     grid, parallel = plan.grid, plan.job.parallel
     is_sharded = level_of(parallel) > ZeroLevel.NONE
     reduce = gather = copies = 0.0
@@ -90,11 +78,13 @@ def traffic_of(plan: RunPlan, held: Elements, device: Accelerator, software: Sof
         weights = count * DTYPE_BYTES[plan.job.precision.dtype] if is_sharded else gradients
         reduce += gather_s(device, span, gradients)
         gather += gather_s(device, span, weights)
-        copies += all_reduce_s(device, _across(device, ranks, size, stride), gradients / size)
+        # The ranks that own the same part of each copy.
+        across = make_span(device, size=ranks // size, stride=stride * size)
+        copies += all_reduce_s(device, across, gradients / size)
         if level_of(parallel) >= ZeroLevel.GRADIENTS:
             steps_s = _collectives(plan, software) * ring_steps_s(device, span)
             reduce, gather = reduce + steps_s, gather + steps_s
-    return Traffic(reduce_s=reduce, gather_s=gather, copies_s=copies)
+    return reduce, gather, copies
 
 
 def _collectives(plan: RunPlan, software: Software) -> float:
@@ -103,8 +93,3 @@ def _collectives(plan: RunPlan, software: Software) -> float:
     if not software.gathers_tensors:
         return blocks
     return blocks * len(layer_tensors(plan.job.model, 0))
-
-
-def _across(device: Accelerator, ranks: int, size: int, stride: int) -> GroupSpan:
-    """The ranks that own the same part of each copy."""
-    return make_span(device, size=ranks // size, stride=stride * size)

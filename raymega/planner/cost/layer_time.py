@@ -13,7 +13,6 @@ from functools import partial
 from raymega.config.schema import MemorySection
 from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.hardware.lookup import fitted_hardware
 from raymega.plan.memory.activation_bytes import ActivationShape, layer_bytes
 from raymega.plan.stages import Stage
 from raymega.planner.cost.context_cost import shape_cost
@@ -191,9 +190,7 @@ def layer_time(
         norms_s=norms,
         activation_s=activation,
         remade_s=sum(product_s(*sizes) for sizes in _remade(shape, software, inner_width)),
-        tensor_parallel_s=_tensor_parallel_s(
-            shape, device, software, num_layers=1 + bool(inner_width)
-        ),
+        tensor_parallel_s=_tensor_parallel_s(shape, device, num_layers=1 + bool(inner_width)),
         context_parallel_s=_context_parallel_s(shape, device),
         experts_s=max(0.0, experts.travel_s - beside_s),
         **_away(shape, device, has_experts=has_experts),
@@ -337,17 +334,14 @@ def _remade(
     return {"nothing": [], "every_second": each[1::2], "products": each}[software.remakes]
 
 
-def _tensor_parallel_s(
-    shape: ActivationShape, device: Accelerator, software: Software, *, num_layers: int
-) -> float:
+def _tensor_parallel_s(shape: ActivationShape, device: Accelerator, *, num_layers: int) -> float:
     """An all-reduce a forward for attention and one for the feed-forward layer; sequence parallelism
     sends as much in other halves."""
     span = make_span(device, size=shape.parallel.tp, stride=1)
     once = all_reduce_s(device, span, shape.tokens * shape.model.hidden_size * shape.element)
-    once *= 1 - software.hides_tensor_parallel
     if (
         shape.fp8_coverage.reduces_rows
-    ):  # a number a token, before the product whose inner size is cut
+    ):  # a number a token, before the product cut by its inner size
         once += all_reduce_s(device, span, shape.tokens * 4)
     return num_layers * once
 
@@ -358,5 +352,5 @@ def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
     if parallel.cp == 1:
         return 0.0
     cost = shape_cost(shape, parallel.cp_method)
-    exposed = cost.exposed_s(fitted_hardware(device), span=parallel.tp * parallel.cp)
+    exposed = cost.exposed_s(device, span=parallel.tp * parallel.cp)
     return (exposed + memory_s(device, cost.added_bytes)) / 2

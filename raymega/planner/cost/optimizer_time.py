@@ -6,8 +6,9 @@ Neither hides behind anything. What an update reads and writes is step_time's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from math import prod
+from typing import NamedTuple
 
 from raymega.config.schema import Job, ModelSection
 from raymega.plan.grid import Grid
@@ -16,24 +17,31 @@ from raymega.plan.memory.optimizer_state import format_of, kinds_of
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, Elements
 from raymega.plan.tensor_table import layer_tensors
 from raymega.plan.zero_levels import ZeroLevel, dp_shard_ranks, level_of
-from raymega.planner.kernels.collective_time import all_reduce_s, exchange_s, gather_s, make_span
+from raymega.planner.kernels.collective_time import (
+    GroupSpan,
+    all_reduce_s,
+    exchange_s,
+    gather_s,
+    make_span,
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Field:
-    """Matrices of one kind on a rank, and who has other parts of them.
+class _Transfer(NamedTuple):
+    """A collective of Muon's matrices.
 
     Attributes:
-        elements: Of the rank's blocks.
-        ranks: Which share the state out, or hold the same.
-        cut: Which hold other blocks.
-        stride: How far apart ``ranks`` lie.
+        seconds: exchange_s or gather_s.
+        size: Ranks of the group.
+        stride: How far apart these lie.
+        num_bytes: On every rank, before or after.
+        times: So often an update.
     """
 
-    elements: int
-    ranks: int
-    cut: int
+    seconds: Callable[[Accelerator, GroupSpan, float], float]
+    size: int
     stride: int
+    num_bytes: float
+    times: int
 
 
 def update_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
@@ -43,15 +51,10 @@ def update_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float
 
 def exchanged_bytes(job: Job, held: Elements, grid: Grid) -> float:
     """What a rank sends on the mean so that Muon's matrices come together and go back."""
-    if job.optimizer.name != "muon":
-        return 0.0
-    total, is_shared_out = 0.0, level_of(job.parallel) > ZeroLevel.NONE
-    for field in _fields(job, held, grid):
-        part = field.elements / field.ranks
-        to_owners = part * (field.ranks - 1) / field.ranks if is_shared_out else 0.0
-        back = to_owners if is_shared_out else part * (field.ranks - 1)
-        total += to_owners + back + 2 * part * (field.cut - 1) / field.cut
-    return total * _wide(job)
+    return sum(
+        each.times * each.num_bytes * (each.size - 1) / each.size
+        for each in _transfers(job, held, grid)
+    )
 
 
 def newton_schulz_flops(model: ModelSection, layer: int, num_steps: int) -> float:
@@ -68,17 +71,33 @@ def newton_schulz_flops(model: ModelSection, layer: int, num_steps: int) -> floa
 def _muon_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
     if job.optimizer.name != "muon":
         return 0.0
-    moved, is_shared_out = 0.0, level_of(job.parallel) > ZeroLevel.NONE
-    for field in _fields(job, held, grid):
-        over = make_span(device, size=field.ranks, stride=field.stride)
-        cut = make_span(device, size=field.cut, stride=1)
-        num_bytes = field.elements / field.ranks * _wide(job)
-        moved += 2 * exchange_s(device, cut, num_bytes)
-        if is_shared_out:
-            moved += 2 * exchange_s(device, over, num_bytes)
-        else:
-            moved += gather_s(device, over, num_bytes * field.ranks)
+    moved = 0.0
+    for each in _transfers(job, held, grid):
+        span = make_span(device, size=each.size, stride=each.stride)
+        moved += each.times * each.seconds(device, span, each.num_bytes)
     return moved + _orthogonal_s(job, grid, device)
+
+
+def _transfers(job: Job, held: Elements, grid: Grid) -> Iterator[_Transfer]:
+    """Of dense matrices inside blocks, and of experts': parts that other ranks of a cut hold, to owners and back;
+    to those that share the state out and back, or of each owner's to all that hold the same."""
+    if job.optimizer.name != "muon":
+        return
+    is_shared_out = level_of(job.parallel) > ZeroLevel.NONE
+    dense = held.dense - held.small - held.tables + held.wide
+    for elements, replicas, cut, stride in (
+        (dense, grid.replicas, grid.tp, grid.tp),
+        (held.experts, grid.edp, grid.etp, grid.etp * grid.ep),
+    ):
+        if not elements:
+            continue
+        ranks = dp_shard_ranks(job.parallel, replicas) if is_shared_out else replicas
+        part = elements / ranks * _wide(job)
+        yield _Transfer(exchange_s, cut, 1, part, 2)
+        if is_shared_out:
+            yield _Transfer(exchange_s, ranks, stride, part, 2)
+        else:
+            yield _Transfer(gather_s, ranks, stride, part * ranks, 1)
 
 
 def _orthogonal_s(job: Job, grid: Grid, device: Accelerator) -> float:
@@ -99,23 +118,6 @@ def _maxima_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> floa
     span = make_span(device, size=dp_shard_ranks(job.parallel, grid.replicas), stride=grid.tp)
     kinds = len(kinds_of(job.optimizer.name, "matrix"))
     return all_reduce_s(device, span, held.blocks * kinds * _wide(job))
-
-
-def _fields(job: Job, held: Elements, grid: Grid) -> list[_Field]:
-    """Matrices inside blocks: dense ones, and experts'."""
-    is_shared_out = level_of(job.parallel) > ZeroLevel.NONE
-
-    def ranks(number: int) -> int:
-        return dp_shard_ranks(job.parallel, number) if is_shared_out else number
-
-    dense = held.dense - held.small - held.tables + held.wide
-    fields = [
-        _Field(elements=dense, ranks=ranks(grid.replicas), cut=grid.tp, stride=grid.tp),
-        _Field(
-            elements=held.experts, ranks=ranks(grid.edp), cut=grid.etp, stride=grid.etp * grid.ep
-        ),
-    ]
-    return [field for field in fields if field.elements]
 
 
 def _wide(job: Job) -> int:

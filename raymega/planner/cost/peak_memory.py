@@ -1,6 +1,6 @@
 """Bytes that a rank needs at the most: state, activations in flight, and what the device keeps back.
 
-State is state_size's and activations are activations' to count; here they are put together for every
+State is state_bytes' and activations are activation_bytes' to count; here they are put together for every
 rank of the pipeline, by closed forms that the lists of the schedules agree with.
 """
 
@@ -13,7 +13,7 @@ from raymega.plan.memory.activation_bytes import ActivationShape, activation_sha
 from raymega.plan.memory.state_bytes import Elements, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.cost.context_cost import shape_cost
-from raymega.planner.cost.rank_classes import RankClass, rank_kinds, stage_kind
+from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.stage_cost import StageCosts
 
 RESERVED_BYTES = 2 * 2**30
@@ -51,20 +51,18 @@ def memory_use(
     """
     costs = costs or StageCosts(activation_shape(plan.job))
     kinds = ranks or rank_kinds(plan)
-    uses = [_rank_memory(plan, kind, costs, pp_rank=kind.pp_rank) for kind in kinds]
+    uses = [_rank_memory(plan, kind, costs, pp_rank=kind.pp_ranks[0]) for kind in kinds]
     return max(uses, key=lambda use: use.total_bytes)
 
 
 def pipeline_memory(plan: RunPlan) -> list[tuple[MemoryUse, Elements]]:
     """The same of every rank of the pipeline, beside the parameters that it holds."""
-    costs, placement = StageCosts(activation_shape(plan.job)), plan.placement
-    by_kinds = {kind.kinds: kind for kind in rank_kinds(plan)}
-    uses = []
-    for pp_rank in range(plan.grid.pp):
-        stages = (plan.stages[placement.stage(pp_rank, c)] for c in range(placement.chunks))
-        kind = by_kinds[tuple(stage_kind(costs.shape, stage) for stage in stages)]
-        uses.append((_rank_memory(plan, kind, costs, pp_rank=pp_rank), kind.elements))
-    return uses
+    costs = StageCosts(activation_shape(plan.job))
+    kind_of = {pp_rank: kind for kind in rank_kinds(plan) for pp_rank in kind.pp_ranks}
+    return [
+        (_rank_memory(plan, kind_of[pp_rank], costs, pp_rank=pp_rank), kind_of[pp_rank].elements)
+        for pp_rank in range(plan.grid.pp)
+    ]
 
 
 def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: int) -> MemoryUse:

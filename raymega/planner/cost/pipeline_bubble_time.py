@@ -1,15 +1,28 @@
 """Seconds that a step of a pipeline takes beside the work of its busiest rank, by closed forms.
 
-What is waited for in the order of a schedule is fill_time's; here it is priced, for ranks that need not
-take equally long.
+What a step waits for are the longest paths through the order of its schedule: so many forwards, inputs' and
+weights' gradients more than one rank itself makes, or fewer, and so many messages. Which path is the longest is
+a matter of what these take, for ranks that need not take equally long. That chunks differ in length is
+step_time's to add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from raymega.planner.cost.pipeline_critical_path import Path, own_paths, waiting_paths
+
+class Path(NamedTuple):
+    """Passes of one chunk beyond those of the rank itself, messages on the way, and forwards and backwards of
+    the rank that are not on it."""
+
+    forwards: int
+    inputs: int
+    weights: int
+    messages: int
+    left_forwards: int = 0
+    left_backwards: int = 0
 
 
 class Passes(NamedTuple):
@@ -76,14 +89,16 @@ def waiting_s(  # noqa: PLR0913  # one a size
     num = num_micro_batches
     paths = waiting_paths(name, pp=pp, chunks=chunks, num_micro_batches=num)
     alike_s, longest = num * mean.total_s, (0.0, 0.0)
-    for wait_s, messages_s in _priced(paths, mean, chunks, message_s):
+    for path in paths:
+        wait_s, messages_s = _priced(path, mean, chunks, message_s)
         longest = max(longest, (alike_s + wait_s, messages_s))
     for pp_ranks, passes in ranks:
         others, own_s = _others(mean, passes, pp), num * passes.total_s
         for pp_rank in pp_ranks:
-            paths = own_paths(name, pp=pp, pp_rank=pp_rank, chunks=chunks, num_micro_batches=num)
-            priced = _priced(paths, others, chunks, message_s)
-            for path, (wait_s, messages_s) in zip(paths, priced, strict=True):
+            for path in own_paths(
+                name, pp=pp, pp_rank=pp_rank, chunks=chunks, num_micro_batches=num
+            ):
+                wait_s, messages_s = _priced(path, others, chunks, message_s)
                 longest = max(longest, (own_s - passes.left(path) + wait_s, messages_s))
     busiest_s = num * max(rank.passes.total_s for rank in ranks)
     waits_s = max(0.0, longest[0] - busiest_s)
@@ -91,15 +106,10 @@ def waiting_s(  # noqa: PLR0913  # one a size
     return waits_s - messages_s, messages_s
 
 
-def _priced(
-    paths: Sequence[Path], passes: Passes, chunks: int, message_s: float
-) -> list[tuple[float, float]]:
-    """Seconds of each, and what of them is messages."""
-    return [
-        ((passes.along(path) + path.messages * message_s) / chunks,
-         path.messages * message_s / chunks)
-        for path in paths
-    ]  # fmt: skip
+def _priced(path: Path, passes: Passes, chunks: int, message_s: float) -> tuple[float, float]:
+    """Its seconds, and what of them is messages."""
+    messages_s = path.messages * message_s
+    return (passes.along(path) + messages_s) / chunks, messages_s / chunks
 
 
 def _others(mean: Passes, mine: Passes, pp: int) -> Passes:
@@ -109,3 +119,190 @@ def _others(mean: Passes, mine: Passes, pp: int) -> Passes:
     return Passes(
         *((pp * all_s - own_s) / (pp - 1) for all_s, own_s in zip(mean, mine, strict=True))
     )
+
+
+@lru_cache(maxsize=4096)
+def waiting_paths(name: str, *, pp: int, chunks: int, num_micro_batches: int) -> tuple[Path, ...]:
+    """Those that may be the longest in the order that schedule ``name`` puts work in."""
+    paths = _PATHS[name](pp - 1, chunks, num_micro_batches)
+    return tuple(Path(*path) for path in paths)
+
+
+_Paths = tuple[tuple[int, int, int, int], ...]
+
+
+def _one_f_one_b(after: int, chunks: int, num: int) -> _Paths:
+    """pp - 1 passes; with chunks, as many as the last round is short of for each other chunk: backwards,
+    and forwards as well where it is the first round (Narayanan et al. 2021, section 2.2). In a round that is
+    not full, without chunks, paths differ by the rank that most of them is on: own_paths has these."""
+    if chunks == 1:
+        return ((after, after, after, _round_trips(after, num)),) if num > after + 1 else ()
+    ragged = -num % (after + 1) * (chunks - 1)
+    first = ragged if num <= after else 0
+    messages = 2 * (after + (after + 1) * (chunks - 1))
+    return ((after + first, after + ragged, after + ragged, messages),)
+
+
+def _round_trips(after: int, num: int) -> int:
+    """A micro-batch waits for the one pp before it to come back, which is twice the way."""
+    rounds, more = divmod(num - 1, after + 1)
+    return 2 * (after * (1 + rounds) + max(0, more - 1))
+
+
+def _gpipe(after: int, chunks: int, num: int) -> _Paths:
+    """Chunk by chunk: a round that is not full comes around before the next chunk can begin."""
+    missing = max(0, after + 1 - num) * (chunks - 1)
+    around = (after + 1) * (chunks - 1) if num <= after + 1 else 0
+    return ((after + missing,) * 3 + (2 * (after + around),),)
+
+
+def _zb_h1(after: int, _chunks: int, num: int) -> _Paths:
+    """F + B - W of pp - 1 ranks (Qi et al. 2023, table 1), less weight parts where there are fewer
+    micro-batches; weight parts of a round that is full hide the messages of all later ones."""
+    put_off, messages = min(num - 1, after), _round_trips(after, min(num, after + 2))
+    left = after - put_off
+    return (
+        (after, after, -put_off, messages),
+        (left, after, 0, messages),
+        (after, left, 0, messages),
+    )
+
+
+def _zb_h2(after: int, _chunks: int, num: int) -> _Paths:
+    """The same with twice as many weight parts put off; ranks begin a forward after each other."""
+    put_off = min(num - 1, 2 * after)
+    half, odd = divmod(put_off, 2)
+    return (
+        (after, after, -put_off, 2 * after), (after, after - half - odd, 0, 2 * after - half),
+        (after, after - half, -odd, 2 * after - half),
+    )  # fmt: skip
+
+
+def _zb_v(after: int, _chunks: int, num: int) -> _Paths:
+    """Down and up the vee, less what later micro-batches fill of it (Qi et al. 2024)."""
+    ways = 4 * after
+    if num <= after + 1:
+        down = 2 * after - (num - 1)
+        return (2 * (after + 1 - num), 2 * after, 0, ways), (down, down, 0, ways)
+    put_off = min(num - after - 1, after)
+    left, late = after - put_off, max(0, put_off - 1)
+    return (
+        (0, 2 * after, -2 * put_off, ways), (0, max(after, 2 * left), 0, ways),
+        (left, left, 0, ways), (0, after - late, late, ways), (after - late, 0, late, ways),
+    )  # fmt: skip
+
+
+def _dualpipe_v(after: int, _chunks: int, num: int) -> _Paths:
+    """The same of DualPipe's order, which puts weight parts off at the end alone."""
+    ways, steady = 4 * after, 2 * max(0, min(num, after + 2) - 2)
+    if num <= after + 1:
+        down = 2 * after - (num - 1)
+        more = ways + steady
+        return (2 * (after + 1 - num), 2 * after, after, more), (down, down, after, more)
+    put_off = min(num - after - 2, after)
+    left, fill = after - put_off, after - 2 * put_off
+    return (
+        (-1, 2 * after, fill, ways + steady), (after, left, left, ways), (after, after, fill, ways),
+    )  # fmt: skip
+
+
+def own_paths(
+    name: str, *, pp: int, pp_rank: int, chunks: int, num_micro_batches: int
+) -> tuple[Path, ...]:
+    """Those that go through all passes of ``pp_rank``, where it is busier than the others: what it waits for
+    then are passes of these."""
+    if chunks > 1 and num_micro_batches < pp and name not in _OWN:
+        return ()  # all come one after another, and none waits for a rank's others
+    if name in _ONE_AFTER_ANOTHER and chunks == 1:
+        return _own_one_f_one_b(pp - 1, pp_rank, num_micro_batches)
+    if name in _OWN:
+        paths = _OWN[name](pp - 1, pp_rank, num_micro_batches)
+        return tuple(Path(*path, sum(path[:2])) for path in paths)
+    return tuple(
+        path._replace(messages=min(path.messages, 2 * (pp - 1 + pp * (chunks - 1))))
+        for path in waiting_paths(name, pp=pp, chunks=chunks, num_micro_batches=num_micro_batches)
+    )
+
+
+_ONE_AFTER_ANOTHER = ("1f1b", "interleaved")
+
+
+def _own_one_f_one_b(after: int, rank: int, num: int) -> tuple[Path, ...]:
+    """All passes of the rank; or one until its first micro-batch is back, or from its last one on, or both:
+    later ranks pass the others on meanwhile."""
+    early = min(num - 1, after - rank)
+    both, ways = after + early, after
+    if num > after + 1:
+        ways = both if num > after - rank + 1 else after
+    elif early:
+        ways = _round_trips(after, num) // 2
+    return (
+        Path(rank, rank, rank, 2 * rank),
+        Path(after, after, after, 2 * after, left_forwards=early),
+        Path(after, after, after, 2 * after, left_backwards=early),
+        Path(both, both, both, 2 * ways, left_forwards=early, left_backwards=early),
+    )
+
+
+_OwnPaths = tuple[tuple[int, int, int], ...]
+
+
+def _own_zb_h1(after: int, rank: int, num: int) -> _OwnPaths:
+    """Until the first backward comes back, and behind it where inputs' take longer than weights' parts."""
+    late, further = max(rank, after + 1 - num), after - rank
+    return (late, further, 0), (late, after, -min(rank, num - 1))
+
+
+def _own_zb_h2(after: int, rank: int, num: int) -> _OwnPaths:
+    """The same; what comes back first may be there before it is asked for."""
+    further, put_off = after - rank, min(2 * rank, num - 1)
+    late = after + 1 - min(num, 2 * further + 1)
+    return (rank, 0, 0), (rank, rank, -put_off), (late, further, 0), (late, after, -put_off)
+
+
+def _own_zb_v(after: int, rank: int, num: int) -> _OwnPaths:
+    """Few micro-batches go down the vee and up again; later ones fill all but the rank's late start, and on
+    the first rank what is put off until the second backward of the first micro-batch is there."""
+    if num <= after + 1:
+        return ((*_own_vee(after, rank, num), 0),)
+    put_off = min(num - after - 1, after)
+    if rank == 0:
+        return (2 * max(0, after - num // 2), 0, 0), (0, 0, min(put_off, max(0, after - 1)))
+    return (rank, 0, 0), (rank, rank, -max(0, 2 * put_off - (after - rank)))
+
+
+def _own_dualpipe_v(after: int, rank: int, num: int) -> _OwnPaths:
+    """The same; weight parts are not put off before the end."""
+    if num <= after + 1:
+        few = (*_own_vee(after, rank, num), max(after + 1 - num, rank))
+        down = 2 * after - (num - 1)
+        return (few, (down, down, after)) if rank == 0 else (few,)
+    put_off = min(num - after - 2, after)
+    left = max(0, rank - put_off)
+    return (rank, left, left), (rank, rank, rank - 2 * min(put_off, rank)), (0, after, -after)
+
+
+def _own_vee(after: int, rank: int, num: int) -> tuple[int, int]:
+    """Forwards and backwards that a rank waits for while at most ``pp`` micro-batches are in the vee."""
+    missing = after + 1 - num
+    backwards = max(2 * missing, min(2 * rank, after + missing))
+    if rank == after:
+        return after + missing, backwards
+    return max(rank, 2 * (after - num // 2) - rank), backwards
+
+
+_OWN: dict[str, Callable[[int, int, int], _OwnPaths]] = {
+    "zb_h1": _own_zb_h1,
+    "zb_h2": _own_zb_h2,
+    "zb_v": _own_zb_v,
+    "dualpipe_v": _own_dualpipe_v,
+}
+_PATHS: dict[str, Callable[[int, int, int], _Paths]] = {
+    "1f1b": _one_f_one_b,
+    "interleaved": _one_f_one_b,
+    "gpipe": _gpipe,
+    "zb_h1": _zb_h1,
+    "zb_h2": _zb_h2,
+    "zb_v": _zb_v,
+    "dualpipe_v": _dualpipe_v,
+}

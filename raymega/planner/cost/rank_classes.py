@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
-from raymega.plan.memory.state_bytes import ElementCounts, Elements
+from raymega.plan.memory.state_bytes import Elements, rank_elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 
@@ -22,17 +22,13 @@ class RankClass:
     """Ranks of a pipeline whose stages are of the same kinds.
 
     Attributes:
-        pp_rank: The first of them, which has most micro-batches in flight.
-        last_pp_rank: And the last one.
-        count: So many.
+        pp_ranks: Theirs, ascending; the first has most micro-batches in flight.
         stages: Of the first, by chunk.
         kinds: Of these.
         elements: Parameters of each: those of tensor-parallel rank 0.
     """
 
-    pp_rank: int
-    last_pp_rank: int
-    count: int
+    pp_ranks: tuple[int, ...]
     stages: tuple[Stage, ...]
     kinds: tuple[StageKind, ...]
     elements: Elements
@@ -44,29 +40,17 @@ def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
     return stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends
 
 
-def rank_kinds(plan: RunPlan, counts: ElementCounts | None = None) -> tuple[RankClass, ...]:
-    """Those of a plan, that of the first rank first.
-
-    Args:
-        plan: Of which.
-        counts: Of its model, when others have asked for some of them before.
-    """
-    counts = counts or ElementCounts(plan.job)
-    shape, placement = activation_shape(plan.job), plan.placement
-    kinds = [stage_kind(shape, stage) for stage in plan.stages]
-    ranks: dict[tuple[StageKind, ...], list[tuple[Stage, ...]]] = {}
-    first: dict[tuple[StageKind, ...], int] = {}
-    last: dict[tuple[StageKind, ...], int] = {}
+def rank_kinds(plan: RunPlan) -> tuple[RankClass, ...]:
+    """Those of a plan, that of the first rank first."""
+    shape = activation_shape(plan.job)
+    alike: dict[tuple[StageKind, ...], list[int]] = {}
     for pp_rank in range(plan.grid.pp):
-        chunks = [placement.stage(pp_rank, chunk) for chunk in range(placement.chunks)]
-        mine = tuple(kinds[stage] for stage in chunks)
-        first.setdefault(mine, pp_rank)
-        last[mine] = pp_rank
-        ranks.setdefault(mine, []).append(tuple(plan.stages[stage] for stage in chunks))
+        kinds = tuple(stage_kind(shape, stage) for stage in plan.chunks_of(pp_rank))
+        alike.setdefault(kinds, []).append(pp_rank)
     return tuple(
         RankClass(
-            pp_rank=first[mine], last_pp_rank=last[mine], count=len(alike), stages=alike[0],
-            kinds=mine, elements=counts.of(alike[0], plan.grid),
+            pp_ranks=tuple(pp_ranks), stages=(stages := plan.chunks_of(pp_ranks[0])), kinds=kinds,
+            elements=rank_elements(plan.job, stages, plan.grid),
         )
-        for mine, alike in ranks.items()
+        for kinds, pp_ranks in alike.items()
     )  # fmt: skip

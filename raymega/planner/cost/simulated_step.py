@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from raymega.plan.batch import BatchPlan
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan
-from raymega.planner.cost.stage_cost import StageTime
 from raymega.planner.cost.step_time import StepTime, message_time, stage_times, step_time
-from raymega.schedule.instructions import Instruction, Op
-from raymega.schedule.simulate import Simulation, simulate
+from raymega.schedule.instructions import Instruction
+from raymega.schedule.simulate import Durations, Simulation, simulate
 from raymega.schedule.table import make_schedule
 
 MOST_PASSES = 12_000
@@ -34,19 +33,13 @@ class PlannedTimes:
         handling: Of a send or receive on its rank.
     """
 
-    stages: Sequence[Sequence[StageTime]]
+    stages: Sequence[Sequence[Durations]]
     transfer: float
     handling: float = 0.0
 
     def of_task(self, rank: int, task: Instruction) -> float:
         """Of one pass."""
-        stage = self.stages[rank][task.chunk]
-        return {
-            Op.FORWARD: stage.forward_s,
-            Op.BACKWARD: stage.backward_s,
-            Op.BACKWARD_INPUT: stage.backward_s - stage.weight_s,
-            Op.BACKWARD_WEIGHT: stage.weight_s,
-        }[task.op]
+        return self.stages[rank][task.chunk].of(task.op)
 
 
 def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
@@ -69,10 +62,10 @@ def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
 
 def play(plan: RunPlan, device: Accelerator, *, num_micro_batches: int) -> Simulation:
     """The pipeline of a step with so many micro-batches."""
-    placement, times = plan.placement, stage_times(plan, device)
+    times = stage_times(plan, device)
     by_rank = [
-        [times[placement.stage(rank, chunk)] for chunk in range(placement.chunks)]
-        for rank in range(plan.grid.pp)
+        [times[stage.index].durations for stage in plan.chunks_of(pp_rank)]
+        for pp_rank in range(plan.grid.pp)
     ]
     sizes = plan.sizes(_batch(plan, num_micro_batches))
     program = make_schedule(plan.job.schedule.name, sizes)

@@ -27,6 +27,7 @@ from raymega.planner.cost.layer_time import (
 )
 from raymega.planner.cost.rank_classes import StageKind
 from raymega.planner.kernels.system_traits import Software
+from raymega.schedule.simulate import Durations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,11 @@ class StageTime:
     def total_s(self) -> float:
         """Both passes."""
         return self.forward_s + self.backward_s
+
+    @property
+    def durations(self) -> Durations:
+        """The passes as a schedule's simulation takes them."""
+        return Durations(forward=self.forward_s, backward=self.backward_s, weight=self.weight_s)
 
 
 class StageCosts:

@@ -1,13 +1,14 @@
 """Seconds of one optimizer step by part, before anything runs.
 
 It puts stages together into a pipeline, and adds what happens once a step. Times of stages are
-stage_costs', of transfers link_time's.
+stage_costs', of transfers collective_time's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from raymega.config.schema import Job
 from raymega.plan.fp8_layers import Fp8Coverage
@@ -94,15 +95,13 @@ def step_time(
     fp8_coverage: Fp8Coverage | None = None,
     known: PrecomputedCosts | None = None,
 ) -> StepTime:
-    """Of a step of ``plan``'s batch by closed forms; fill_time's for the bubble.
+    """Of a step of ``plan``'s batch by closed forms; pipeline_bubble_time's for the bubble.
 
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
     ``fp8_coverage`` are products in fp8 of all blocks, where the job itself says nothing of it.
     """
     job, grid = plan.job, plan.grid
-    known = known or PrecomputedCosts(
-        costs=stage_costs(job, device, software, fp8_coverage=fp8_coverage), ranks=rank_kinds(plan)
-    )
+    known = known or _precomputed(plan, device, software, fp8_coverage)
     pace = _pace(plan, known, device, software)
     micro_batches = plan.batch.num_micro_batches
     held = known.ranks[0].elements
@@ -144,9 +143,7 @@ def work_s(
     leaves its core to others; but the work of all counts. Moving bytes is work of a core too, and
     hides behind nothing.
     """
-    known = known or PrecomputedCosts(
-        costs=stage_costs(plan.job, device, software), ranks=rank_kinds(plan)
-    )
+    known = known or _precomputed(plan, device, software)
     pace, held = _pace(plan, known, device, software), known.ranks[0].elements
     state = state_of(plan.job, held, plan.grid)
     hiding_nothing = replace(software, hides_gradients=False)
@@ -154,6 +151,16 @@ def work_s(
     passes_s = plan.batch.num_micro_batches * (pace.mean.total_s + pace.messages_s)
     whole_s = update_s(plan.job, held, plan.grid, device)
     return passes_s + sums_s + whole_s + memory_s(device, state.num_owned * OPTIMIZER_BYTES)
+
+
+def _precomputed(
+    plan: RunPlan,
+    device: Accelerator,
+    software: Software,
+    fp8_coverage: Fp8Coverage | None = None,
+) -> PrecomputedCosts:
+    costs = stage_costs(plan.job, device, software, fp8_coverage=fp8_coverage)
+    return PrecomputedCosts(costs=costs, ranks=rank_kinds(plan))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,17 +195,16 @@ def _pace(plan: RunPlan, known: PrecomputedCosts, device: Accelerator, software:
     ]
     seconds = [sum(chunk.total_s for chunk in chunks) for chunks in ranks]
     busiest = ranks[seconds.index(max(seconds))]
-    messages_s = _messages_s(plan.job, known.costs.shape, device, software)
     passes = [_passes(chunks) for chunks in ranks]
-    counts = [rank.count for rank in known.ranks]
+    counts = [len(rank.pp_ranks) for rank in known.ranks]
     return _Pace(
         busiest_s=max(seconds),
         ranks=tuple(
-            RankTimes(tuple({rank.pp_rank, rank.last_pp_rank}), mine)
+            RankTimes(tuple({rank.pp_ranks[0], rank.pp_ranks[-1]}), mine)
             for rank, mine in zip(known.ranks, passes, strict=True)
         ),
         mean=Passes(
-            *(_sum(each, counts) / plan.grid.pp for each in zip(*passes, strict=True)),
+            *(sum(map(mul, each, counts)) / plan.grid.pp for each in zip(*passes, strict=True)),
         ),
         chunks_s=sum(max(chunk.total_s for chunk in each) for each in zip(*ranks, strict=True)),
         last_stage_s=next(
@@ -209,7 +215,7 @@ def _pace(plan: RunPlan, known: PrecomputedCosts, device: Accelerator, software:
         ),
         traffic_s=sum(chunk.tensor_parallel_s for chunk in busiest),
         experts_s=sum(chunk.experts_s for chunk in busiest),
-        messages_s=messages_s,
+        messages_s=_messages_s(plan.job, known.costs.shape, device, software),
     )
 
 
@@ -230,10 +236,6 @@ def _passes(chunks: Sequence[StageTime]) -> Passes:
     backward_s = sum(chunk.backward_s for chunk in chunks)
     weight_s = sum(chunk.weight_s for chunk in chunks)
     return Passes(sum(chunk.forward_s for chunk in chunks), backward_s - weight_s, weight_s)
-
-
-def _sum(values: Sequence[float], counts: Sequence[int]) -> float:
-    return sum(value * count for value, count in zip(values, counts, strict=True))
 
 
 def _order(plan: RunPlan) -> str:

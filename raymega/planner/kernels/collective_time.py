@@ -76,11 +76,10 @@ def exchange_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
         return 0.0
     fitted = device.fitted
     part = num_bytes / span.size
-    inside = part * (span.per_node - 1) / (device.link_bytes_per_s * fitted.link_share)
+    inside = part * (span.per_node - 1) / device.reached_link_bytes_per_s
     if span.is_inside:
         return inside + fitted.link_latency_s * log2(span.size)
-    network = device.network_bytes_per_s * fitted.network_share
-    outside = part * (span.size - span.per_node) / network
+    outside = part * (span.size - span.per_node) / device.reached_network_bytes_per_s
     return max(inside, outside) + fitted.network_latency_s * log2(span.size)
 
 
@@ -88,15 +87,12 @@ def message_s(device: Accelerator, num_bytes: float, *, is_inside: bool) -> floa
     """From one device to another, of the same node or not."""
     fitted = device.fitted
     if is_inside:
-        rate = device.link_bytes_per_s * fitted.link_share
-        return num_bytes / rate + fitted.link_latency_s
-    rate = device.network_bytes_per_s * fitted.network_share
-    return num_bytes / rate + fitted.network_latency_s
+        return num_bytes / device.reached_link_bytes_per_s + fitted.link_latency_s
+    return num_bytes / device.reached_network_bytes_per_s + fitted.network_latency_s
 
 
 def _ring_bytes_per_s(device: Accelerator, span: GroupSpan) -> float:
-    inside = device.link_bytes_per_s * device.fitted.link_share
+    inside = device.reached_link_bytes_per_s
     if span.is_inside:
         return inside
-    network = device.network_bytes_per_s * device.fitted.network_share * span.per_node
-    return min(inside, network)
+    return min(inside, device.reached_network_bytes_per_s * span.per_node)

@@ -76,11 +76,10 @@ def attention_s(
     keys: float,
     head_width: float,
     *,
-    is_causal: bool = True,
     element: int = 2,
 ) -> float:
-    """Fused forward of softmax(q k^T) v; ``query_rows`` are those of all heads and sequences."""
-    flops = 4 * query_rows * keys * head_width / (2 if is_causal else 1)
+    """Fused causal forward of softmax(q k^T) v; ``query_rows`` are those of all heads and sequences."""
+    flops = 4 * query_rows * keys * head_width / 2
     peak = device.peak_flops(element) * device.fitted.attention_share
     return flops / peak + device.fitted.launch_s
 

@@ -1,6 +1,6 @@
 """How a training system works, where that decides its speed: facts, not fitted numbers.
 
-raymega's own are stated here; those of systems whose runs were published are published's.
+raymega's own are stated here; those of systems whose runs were published are published_runs'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Software:
             sharded, run behind the backward and the forward pass.
         gathers_tensors: Weights that are sharded are gathered, and their gradients summed, tensor by
             tensor; else block by block.
-        hides_tensor_parallel: Share of tensor-parallel traffic that runs behind products.
         hides_messages: Messages of a pipeline run behind work; else ranks do nothing while they send.
         has_dropout: Residual dropout is computed and its masks written.
         has_newest_attention: Fused attention is written for the device's own instructions; else for
@@ -41,7 +40,6 @@ class Software:
     gradient_bytes: int = 4
     hides_gradients: bool = True
     gathers_tensors: bool = False
-    hides_tensor_parallel: float = 0.0
     hides_messages: bool = True
     has_dropout: bool = False
     has_newest_attention: bool = True

@@ -1,6 +1,6 @@
 """`parallel: auto`: what a job file leaves open is chosen when the file is read.
 
-It says what a file must state for that and what it holds; the choice itself is choice's.
+It says what a file must state for that and what it holds; the choice itself is selection's.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from raymega.config.schema import Job, ParallelSection, ScheduleSection
 from raymega.plan.fp8_layers import goes_by_micro_batch
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.run_plan import ON_GRID
 from raymega.plan.validation.unused_fields import settled
 from raymega.schedule.table import SCHEDULES
 
@@ -40,7 +41,7 @@ _FOLLOWING: dict[str, dict[str, Any]] = {
     },
     "schedule": {"microbatch_group_size_per_vp_stage": "pp", "max_in_flight_microbatches": "pp", "wgrad_activation_fraction": 1.0},
     "memory": {"recompute_parts": ("attention",)},
-    "cluster": {"num_workers": "grid"},
+    "cluster": ON_GRID,
 }  # fmt: skip
 """Fields that have a meaning only beside others that the search sets."""
 VARIED = (*CHOSEN, *(f"{name}.{field}" for name, fields in _FOLLOWING.items() for field in fields))
@@ -81,7 +82,7 @@ class Space:
 
 def candidates(space: Space) -> Iterator[Job]:
     """Every layout that is worth asking about, legal or not."""
-    base = _changed(space.job, {name: _free(space, name) for name in _FOLLOWING})
+    base = space.job.with_values(**{name: _free(space, name) for name in _FOLLOWING})
     for degrees in _degrees(space):
         for experts in _expert_degrees(space, degrees):
             yield from _with_options(space, base, {**degrees, **experts})
@@ -138,7 +139,7 @@ def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[
     cut_streams = space.options("parallel.sequence_parallel", (is_cuttable,))
     for recompute, is_cut in product(space.options("memory.recompute", RECOMPUTES), cut_streams):
         cut = {**degrees, "sequence_parallel": is_cut}
-        job = settled(_changed(base, {"parallel": cut, "memory": {"recompute": recompute}}))
+        job = settled(base.with_values(parallel=cut, memory={"recompute": recompute}))
         for sharding in _shardings(space, degrees):
             parts = {
                 is_piped: job.parallel.model_copy(
@@ -190,12 +191,6 @@ def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]
         groups = ("all", inside) if is_hybrid else ("all",)
         for group in space.options("parallel.data_parallel_shard_degree", groups):
             yield {"sharding": level, "data_parallel_shard_degree": group}
-
-
-def _changed(job: Job, changes: dict[str, dict[str, Any]]) -> Job:
-    """The job with other fields in some sections; they are legal values by themselves."""
-    sections = {name: getattr(job, name).model_copy(update=new) for name, new in changes.items()}
-    return job.model_copy(update=sections)
 
 
 def _cuts(job: Job, pp: int, chunks: int) -> bool:

@@ -1,7 +1,7 @@
 """The layout that a job falls back to when fewer workers are left than its grid needs.
 
 Replicas go first: then no parameter changes its place on the grid, and only the number of
-micro-batches rises. When not even one replica is left, it is plan.choice that chooses. The global batch, and so
+micro-batches rises. When not even one replica is left, it is selection that chooses. The global batch, and so
 the samples of each step, stay what they were on every grid.
 """
 
@@ -14,7 +14,7 @@ from raymega.config.schema import Job
 from raymega.errors import PlanError
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
-from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.plan.validation.unused_fields import settled
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.search.selection import anywhere, best_grid
@@ -62,10 +62,10 @@ def smaller_plan(
     # Beyond here a replica is cut anew.
     for num_workers in range(most, max(least, most - MOST_SEARCHES + 1) - 1, -1):
         try:
-            found = best_grid(_on_grid(job), num_workers, device or SEARCH_DEVICE, fits=fits).found
+            on_grid = job.with_values(cluster=ON_GRID)
+            return best_grid(on_grid, num_workers, device or SEARCH_DEVICE, fits=fits).found.plan
         except PlanError:
             continue
-        return found.plan
     return None
 
 
@@ -105,14 +105,7 @@ def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Itera
 
 
 def _changed(job: Job, **parallel: int | str) -> Job:
-    changed = job.parallel.model_copy(update=parallel)
-    return settled(_on_grid(job).model_copy(update={"parallel": changed}))
-
-
-def _on_grid(job: Job) -> Job:
-    """As many workers as the grid has ranks."""
-    cluster = job.cluster.model_copy(update={"num_workers": "grid"})
-    return job.model_copy(update={"cluster": cluster})
+    return settled(job.with_values(parallel=parallel, cluster=ON_GRID))
 
 
 def _plan_or_none(job: Job) -> RunPlan | None:

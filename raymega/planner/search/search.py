@@ -15,7 +15,7 @@ from raymega.config.schema import Job
 from raymega.errors import Fault, PlanError
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_bytes import activation_shape
-from raymega.plan.memory.state_bytes import ElementCounts, state_of
+from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
 from raymega.plan.validation.cache import RuleMemo
 from raymega.planner.cost.layer_time import BlockTimes, block_times
@@ -93,7 +93,7 @@ def search(
     """
     found: list[RankedLayout] = []
     refused: Counter[str] = Counter()
-    judge = _Judge(job, device)
+    judge = _Judge(device)
     space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
     for candidate in candidates(space):
         verdict = judge.verdict(candidate)
@@ -138,10 +138,9 @@ class _Shared:
 class _Judge:
     """Prices candidates, the cheapest refusal first, and counts once what many of them share."""
 
-    def __init__(self, job: Job, device: Accelerator) -> None:
+    def __init__(self, device: Accelerator) -> None:
         self.missed: list[RankedLayout] = []
         self._device = device
-        self._counts = ElementCounts(job)
         self._rules = RuleMemo(VARIED)
         self._shared: dict[tuple[object, ...], _Shared | None] = {}
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
@@ -179,7 +178,7 @@ class _Judge:
             except PlanError:
                 self._shared[key] = None
             else:
-                ranks = rank_kinds(plan, self._counts)
+                ranks = rank_kinds(plan)
                 self._shared[key] = _Shared(plan=plan, ranks=ranks, least_bytes=_least(plan, ranks))
         return self._shared[key]
 
@@ -198,10 +197,8 @@ class _Judge:
 
 def _least(plan: RunPlan, ranks: Sequence[RankClass]) -> int:
     """Bytes below which no sharding brings the fullest rank's state."""
-    parallel = plan.job.parallel.model_copy(
-        update={"sharding": SHARDINGS[-1], "data_parallel_shard_degree": "all"}
-    )
-    job = plan.job.model_copy(update={"parallel": parallel})
+    most_cut = {"sharding": SHARDINGS[-1], "data_parallel_shard_degree": "all"}
+    job = plan.job.with_values(parallel=most_cut)
     states = (state_of(job, rank.elements, plan.grid) for rank in ranks)
     # Without what is gathered for a use, which lower levels have not.
     return RESERVED_BYTES + max(each.total_bytes - each.passing_bytes for each in states)

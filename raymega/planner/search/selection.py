@@ -60,7 +60,7 @@ def best_grid(
     """The layout of ``job`` with the shortest step on ``num_workers``.
 
     The same arguments give the same layout. What a run computes does not depend on it, so that any
-    choice continues any run. What to do with fewer workers than a grid needs is plan.fallback's.
+    choice continues any run. What to do with fewer workers than a grid needs is fallback's.
 
     Args:
         job: Its model, batch and data stay.
@@ -93,8 +93,7 @@ def _for_workers(job: Job, num_workers: int) -> Job:
     """A job that names its workers by number is one for these."""
     if job.cluster.num_workers == "grid":
         return job
-    cluster = job.cluster.model_copy(update={"num_workers": num_workers})
-    return job.model_copy(update={"cluster": cluster})
+    return job.with_values(cluster={"num_workers": num_workers})
 
 
 def _nowhere(job: Job, num_workers: int, tried: int) -> Fault:

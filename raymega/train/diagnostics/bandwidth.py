@@ -50,7 +50,8 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
         for group in _measured(groups):
             # One axis at a time, so that none is slowed by another one's traffic.
             barrier(groups.world)
-            seconds, num_bytes = _time_all_reduce(group, device)
+            num_bytes = NUM_BYTES[device.type]
+            seconds = time_all_reduce(group, num_bytes, device)
             detail = f"{num_bytes}:{','.join(map(str, group.ranks))}"
             channel.report(
                 Entered(rank=start.rank, phase=group.name, seconds=seconds, detail=detail)
@@ -91,19 +92,16 @@ def _measured(groups: Groups) -> Iterator[Group]:
             yield group
 
 
-def _time_all_reduce(group: Group, device: torch.device) -> tuple[float, int]:
+def time_all_reduce(group: Group, num_bytes: int, device: torch.device) -> float:
     """Median seconds of some rounds, the first of which (it connects) does not count."""
-    num_bytes = NUM_BYTES[device.type]
-    tensor = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
     seconds = []
     for _ in range(NUM_ROUNDS + 1):
-        tensor.fill_(1.0)
-        synchronize(device)
         begun_s = time.monotonic()
         all_reduce(tensor, group)
         synchronize(device)
         seconds.append(time.monotonic() - begun_s)
-    return sorted(seconds[1:])[NUM_ROUNDS // 2], num_bytes
+    return sorted(seconds[1:])[NUM_ROUNDS // 2]
 
 
 def synchronize(device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from raymega.messages import Channel, Entered, StartWorker, WorkerFinished
-from raymega.parallel.comm.collectives import all_reduce, barrier
+from raymega.parallel.comm.collectives import barrier
 from raymega.parallel.comm.process_groups import Group, Groups
 from raymega.planner.calibration.fit import Measurement
 from raymega.train.build_model import DTYPES
@@ -25,6 +25,7 @@ from raymega.train.diagnostics.bandwidth import (
     host_rendezvous,
     meeting,
     synchronize,
+    time_all_reduce,
     warm_up,
 )
 
@@ -90,7 +91,7 @@ def measure(
     for group in (group for group in reduced.values() if group.size > 1):
         for num_bytes in REDUCED_BYTES[device.type]:
             barrier(world)
-            seconds = _time_reduction(group, num_bytes, device)
+            seconds = time_all_reduce(group, num_bytes, device)
             sizes = (float(num_bytes), float(group.size), 0.0, 0.0)
             measured = Measurement(kind="all_reduce", sizes=sizes, element=4, seconds=seconds)
             yield measured, group.ranks
@@ -171,14 +172,3 @@ def _shares(
             seconds=together / alone,
         )  # fmt: skip
         yield measured, world.ranks
-
-
-def _time_reduction(group: Group, num_bytes: int, device: torch.device) -> float:
-    tensor = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=device)
-    seconds = []
-    for _ in range(NUM_ROUNDS + 1):
-        begun_s = time.monotonic()
-        all_reduce(tensor, group)
-        synchronize(device)
-        seconds.append(time.monotonic() - begun_s)
-    return sorted(seconds[1:])[NUM_ROUNDS // 2]

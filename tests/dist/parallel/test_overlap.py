@@ -7,13 +7,14 @@ import torch
 
 from raymega.messages import Requests
 from raymega.plan.cp_layout import inner_ranks
+from raymega.plan.memory.activation_bytes import activation_shape
 from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import read_plan
-from raymega.planner.cost.context_cost import context_cost
+from raymega.planner.cost.context_cost import shape_cost
 from raymega.planner.cost.optimizer_time import exchanged_bytes
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE, overlap
 from raymega.train.build import build_parts
-from raymega.train.evaluate import evaluate
+from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -101,7 +102,7 @@ METHODS = {
 def test_transfers_between_cp_ranks_are_recorded_and_their_bytes_are_what_the_formula_says(method):
     """Each is waited for once, inside the work of a layer."""
     plan = make_test_plan(*layout_overrides("cp4"), f"parallel.cp_method={method}")
-    cost = context_cost(plan.job, method)
+    cost = shape_cost(activation_shape(plan.job), method)
     layers = plan.job.model.num_layers * plan.batch.num_micro_batches
     inner = inner_ranks(plan.job.parallel)
     results = run_grid(_step_between_cp, plan.grid, plan.to_json(), hierarchical_cp_size=inner)

@@ -8,7 +8,7 @@ from raymega.messages import Requests
 from raymega.plan.run_plan import read_plan
 from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import build_parts
-from raymega.train.evaluate import evaluate
+from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan

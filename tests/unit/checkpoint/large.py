@@ -5,7 +5,7 @@ import torch
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.reader import load
-from raymega.checkpoint.save.writer import NO_NEAR_TIER, CheckpointWriter, SaveLimits
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.config.schema import ModelSection
 from tests.unit.checkpoint.support import NO_WAIT, STATE, make_blocks, make_grid
 
@@ -25,7 +25,7 @@ def blocks_of_step(step):
     return blocks
 
 
-def write_step(store, step, *, attempt=1, limits=FILES, local_cache=NO_NEAR_TIER, retry=NO_WAIT):
+def write_step(store, step, *, attempt=1, limits=FILES, local_cache=None, retry=NO_WAIT):
     """The report of a save."""
     shards = []
     writer = CheckpointWriter(

@@ -20,8 +20,8 @@ from raymega.plan.grid import Grid
 from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import GlobalTensor, stage_tensors
 from raymega.plan.zero_levels import ZeroLevel
-from raymega.storage.memory import MemoryStore
 from raymega.storage.retry import RetryPolicy
+from tests.support.memory_store import MemoryStore
 
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")
 FUSED = (("attention.q.", "attention.k.", "attention.v."), ("mlp.gate.", "mlp.up."))

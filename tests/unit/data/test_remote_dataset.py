@@ -138,7 +138,7 @@ def test_place_without_a_dataset_is_a_fault(uri):
 def test_store_that_is_away_is_a_fault_in_seconds(uri, meta):
     with exported({"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}"}):
         (fault,) = data_faults(uri, seq_len=8, vocab_size=257)
-        with pytest.raises(StorageError, match="EndpointConnectionError"):
+        with pytest.raises(ConfigError, match="EndpointConnectionError"):
             inspect_dataset(uri, is_verified=False, on_shard=lambda *_: None)
     assert "data.path=" in fault.fact and "EndpointConnectionError" in fault.fact
 

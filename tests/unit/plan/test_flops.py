@@ -5,12 +5,7 @@ import pytest
 from raymega.config.schema import ModelSection
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import CATALOGUE
-from raymega.plan.hardware.lookup import (
-    fitted_hardware,
-    nvlink_bytes_per_s,
-    peak_flops,
-    round_hardware,
-)
+from raymega.plan.hardware.lookup import ROUND_H100, nvlink_bytes_per_s, peak_flops
 
 LLAMA_3_8B = ModelSection(
     family="llama",
@@ -71,13 +66,13 @@ def test_nvlink_is_of_gpus_on_a_board_and_not_of_cards():
     assert nvlink_bytes_per_s("NVIDIA A100-PCIE-40GB 40960 MiB") is None
 
 
-@pytest.mark.parametrize("view", [round_hardware, fitted_hardware])
-def test_views_have_the_catalogues_peaks_and_no_faster_links(view):
-    for device in CATALOGUE.values():
-        seen = view(device)
-        assert (seen.flops, seen.ranks_per_node) == (
-            device.peak_16_bit_flops,
-            device.devices_per_node,
-        )
-        assert seen.near_bytes_per_s <= device.link_bytes_per_s
-        assert seen.far_bytes_per_s <= device.network_bytes_per_s
+@pytest.mark.parametrize("device", [ROUND_H100, *CATALOGUE.values()], ids=lambda each: each.name)
+def test_groups_get_no_more_than_the_makers_links(device):
+    inside, outside = device.devices_per_node, device.devices_per_node + 1
+    assert device.bytes_per_s(inside) <= device.link_bytes_per_s
+    assert device.bytes_per_s(outside) <= device.network_bytes_per_s
+
+
+def test_round_figures_are_the_makers_with_round_shares():
+    assert ROUND_H100.attention_flops == 989e12 * 0.4
+    assert [ROUND_H100.bytes_per_s(span) for span in (8, 9)] == [450e9, 50e9]

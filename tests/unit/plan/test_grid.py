@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymega.config.schema import ParallelSection
-from raymega.plan.grid import AXES, Grid, grid_faults, world_fault
+from raymega.plan.grid import AXES, Grid
 
 degrees = st.integers(1, 4)
 orders = st.sampled_from(["-".join(order) for order in permutations(AXES)])
@@ -109,15 +108,3 @@ def test_ranks_hold_every_expert_once_in_each_replica(grid):
         held.setdefault((here.pp, here.edp), set()).add((place.ep_rank, place.etp_rank))
     assert len(held) == grid.pp * grid.edp
     assert all(len(parts) == grid.ep * grid.etp for parts in held.values())
-
-
-def test_bad_order_and_experts_that_do_not_fit_are_both_reported():
-    faults = grid_faults(ParallelSection(tp=2, ep=4, etp=2, order="tp-dp-pp"))
-    assert "8 must divide tp=2 * cp=1 * dp=1 = 2" in faults[0].rule
-    assert faults[1].fact.startswith("parallel.order")
-
-
-def test_world_fault_proposes_the_degree_that_fits():
-    fault = world_fault(ParallelSection(tp=2, pp=2, dp=1), 8)
-    assert fault is not None and "parallel.dp=2" in fault.remedy
-    assert world_fault(ParallelSection(tp=2, pp=2, dp=2), 8) is None

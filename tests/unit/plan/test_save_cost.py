@@ -4,8 +4,8 @@ import pytest
 
 from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.plan.save_cost import save_cost, share_bytes
-from raymega.storage.memory import MemoryStore
 from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import STATE, make_blocks, make_grid
 
 PAUSE = ("elastic.snapshot_every=5", "elastic.snapshot_during_save=pause")

@@ -6,7 +6,7 @@ import pytest
 
 from raymega.data.format import META_FILE, TOKENIZER_FILE, read_meta
 from raymega.data.remote_dataset import local_copy, meta_at
-from raymega.errors import ConfigError, DataError, StorageError
+from raymega.errors import ConfigError, DataError
 from raymega.prepare.remote_output import StoreOutput
 from raymega.storage.registry import open_store
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
@@ -79,6 +79,6 @@ def test_task_that_fails_sends_nothing(output):
     assert _keys(output) == [TOKENIZER_FILE]
 
 
-def test_place_that_cannot_be_written_is_a_storage_error(endpoint):
-    with pytest.raises(StorageError, match=r"--out=.*no-such-bucket/x.*NoSuchBucket"):
+def test_place_that_cannot_be_written_is_the_users_mistake(endpoint):
+    with pytest.raises(ConfigError, match=r"--out=.*no-such-bucket/x.*NoSuchBucket"):
         StoreOutput(uri="s3://no-such-bucket/x").find_finished(RECIPE)

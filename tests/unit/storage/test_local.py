@@ -7,7 +7,7 @@ import pytest
 from raymega.errors import StorageError
 from raymega.storage import local
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.store_contract import *  # noqa: F403  # the tests, against the fixture below
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymega.errors import StorageError
+from raymega.errors import ConfigError
 from raymega.storage.registry import apart_faults, folder_faults, open_store, store_faults
 
 
@@ -31,7 +31,7 @@ def test_unusable_uri_is_one_fault_that_names_the_way_out(uri, rule, remedy):
     (fault,) = store_faults(uri)
     assert fault.fact == f"checkpoint.uri={uri!r}"
     assert rule in fault.rule and remedy in fault.remedy
-    with pytest.raises(StorageError):
+    with pytest.raises(ConfigError):
         open_store(uri)
 
 

@@ -6,8 +6,8 @@ from threading import Barrier
 import pytest
 
 from raymega.errors import StorageError
-from raymega.storage.memory import MemoryStore
 from raymega.storage.replicated_store import ReplicatedStore
+from tests.support.memory_store import MemoryStore
 from tests.support.store_contract import *  # noqa: F403
 from tests.support.store_contract import put
 

@@ -1,9 +1,9 @@
 import pytest
 
 from raymega.errors import Fault, StorageError
-from raymega.storage.memory import MemoryStore
 from raymega.storage.retry import RetryPolicy
 from raymega.storage.retrying_store import RetryingStore
+from tests.support.memory_store import MemoryStore
 
 AWAY = StorageError(Fault(fact="no answer", rule="a store answers", remedy="wait"))
 

@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from typer.testing import CliRunner
 
 from raymega.cli.main import app
-from raymega.errors import StorageError
+from raymega.errors import ConfigError, StorageError
 from raymega.storage import s3, s3_multipart
 from raymega.storage.registry import open_store, store_faults
 from raymega.storage.s3 import S3Store
@@ -306,7 +306,7 @@ def test_usable_uri_has_no_fault_and_keeps_no_litter(endpoint, raw, prefix):
 def test_malformed_uri_is_a_fault_without_asking_a_service(uri):
     (fault,) = store_faults(uri)
     assert f"checkpoint.uri='{uri}'" in fault.fact and "s3://BUCKET/PREFIX" in fault.rule
-    with pytest.raises(StorageError):
+    with pytest.raises(ConfigError):
         open_store(uri)
 
 

@@ -18,7 +18,7 @@ from raymega.tracking.expert_load import (
 )
 from raymega.tracking.jsonl import JsonLinesSink
 from raymega.tracking.names import check_names
-from raymega.train.expert_load import expert_loads, expert_metrics
+from raymega.train.train_statistics import expert_loads, expert_metrics
 
 EVEN, PILED = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
 

@@ -9,7 +9,7 @@ from raymega.checkpoint.format.data_file import read_block
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.errors import CheckpointError
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.format.test_write_plan import _tensor
 from tests.unit.checkpoint.support import (
     MODELS,

@@ -13,7 +13,7 @@ from raymega.checkpoint.format.epochs import (
 from raymega.checkpoint.format.keys import CheckpointId, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, commit, find_restore, list_manifests
 from raymega.errors import StorageError
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 ME = LeaseHolder(host="a", pid=1, machine="m", started="9", token="t")
 

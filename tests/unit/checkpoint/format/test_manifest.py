@@ -17,7 +17,7 @@ from raymega.checkpoint.format.manifest import (
 )
 from raymega.errors import CheckpointError, StorageError
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     STATE,

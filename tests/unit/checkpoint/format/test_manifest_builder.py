@@ -6,7 +6,7 @@ import pytest
 
 from raymega.errors import CheckpointError
 from raymega.messages import Box
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, assemble_shards, make_grid, save_shards
 
 GRID = make_grid("tp2-dp2")

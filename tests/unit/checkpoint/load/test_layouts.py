@@ -9,7 +9,7 @@ from raymega.checkpoint.format import write_plan
 from raymega.checkpoint.load.reader import load
 from raymega.plan.grid import Grid
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, same, save_checkpoint
 
 PAIRS = [

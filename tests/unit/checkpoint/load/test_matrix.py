@@ -18,12 +18,12 @@ from raymega.plan.memory.optimizer_state import KINDS, saved_kinds
 from raymega.plan.run_plan import make_plan
 from raymega.plan.tensor_table import model_tensors
 from raymega.plan.zero_levels import data_parallel_shard_size
-from raymega.storage.memory import MemoryStore
 from raymega.train.build import build_parts
 from raymega.verify.layout import DEGREES, OPTIONS, Layout
 from raymega.verify.layout_sampling import features
 from raymega.verify.legal_layouts import is_legal, legal_shapes, with_layout
 from tests.support.jobs import make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import assemble_shards, known_values, save_rank
 
 NUM_PAIRS, MAX_RANKS = 40, 8

@@ -11,7 +11,7 @@ from raymega.checkpoint.load import ranged_reads
 from raymega.checkpoint.load.ranged_reads import fetch, plan_requests
 from raymega.errors import CheckpointError, StorageError
 from raymega.messages import Box, SavedBox
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 DATA = bytes(range(256)) * 8
 

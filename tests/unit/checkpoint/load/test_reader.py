@@ -10,7 +10,7 @@ from raymega.checkpoint.load import ranged_reads
 from raymega.checkpoint.load.reader import load
 from raymega.errors import CheckpointError, ConfigError
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     make_blocks,

@@ -12,7 +12,7 @@ from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.checkpoint.save.writer import SaveLimits
 from raymega.errors import StorageError
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.large import holds_step, save_step, write_step
 
 

@@ -1,5 +1,6 @@
 """The writer: what training waits for, what it reports, and what a failing store does to it."""
 
+import mmap
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,8 +18,8 @@ from raymega.checkpoint.save.writer import RETRY, CheckpointWriter, SaveLimits
 from raymega.errors import StorageError
 from raymega.messages import RankSaveProgress, ShardSaved
 from raymega.plan.grid import Grid
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     NO_WAIT,
@@ -183,15 +184,20 @@ def test_save_is_given_up_when_the_one_before_hangs():
     assert [(shard.step, shard.error) for shard in shards[1:]] == [(100, "")]
 
 
-def test_lack_of_host_memory_is_reported(monkeypatch):
+@pytest.mark.parametrize(
+    "taker, error",
+    [((torch, "empty"), RuntimeError), ((mmap, "mmap"), OSError)],
+    ids=["pinned", "pages"],
+)
+def test_lack_of_host_memory_is_reported(taker, error, monkeypatch):
     shards = []
     writer = _writer(MemoryStore(), shards)
 
     def refuse(*_args, **_kwargs):
-        raise RuntimeError("can't allocate memory")
+        raise error("can't allocate memory")
 
     blocks = make_blocks(MODEL, ALONE, 0)
-    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(*taker, refuse)
     writer.save(100, blocks, STATE)
     assert "no host memory" in shards[0].error
 

@@ -87,7 +87,7 @@ def test_memory_of_rank_and_keepers_together_is_what_the_plan_says(num_keepers):
         writer, after = six_snapshots()
         cost = snapshot_cost(writer._plan, 0, num_copies=num_keepers)
         assignment = writer._newest.num_bytes
-        planned = assignment * cost.host_bytes / cost.share_bytes
+        planned = assignment * (cost.buffer_bytes + cost.keeper_bytes) / cost.share_bytes
         assert planned == 2 * num_keepers * assignment
         messages = 2 * BATCH_BYTES * (num_keepers - 1)  # held at both ends
         assert abs(after - before - planned) < messages + 0.1 * assignment

@@ -15,10 +15,10 @@ from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.errors import CheckpointError
 from raymega.messages import Replicas
 from raymega.plan.snapshot_replicas import copy_nodes
-from raymega.storage.memory import MemoryStore
 from raymega.storage.memory_server import MemoryStoreServer
 from raymega.storage.replicated_store import ReplicatedStore
 from tests.support.jobs import make_test_plan
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, STATE, make_blocks, make_grid, same, save_shards
 
 MODEL = MODELS["llama-tied"]
@@ -236,7 +236,7 @@ def test_rank_that_still_writes_makes_all_wait_and_none_forget(servers, monkeypa
     assert ranks.go()
     slow = ranks.writers[1]
     done = slow._newest
-    slow._newest = replace(done, is_writing=True)
+    slow._newest = None
     assert not ranks.go() and not ranks.go()
     assert ranks.whole_step() == {0}
     slow._newest = done
@@ -249,7 +249,7 @@ def test_snapshot_that_is_due_while_another_is_written_comes_at_the_next_chance(
     slow = ranks.writers[0]
     done = slow._newest
     assert [ranks.go(), ranks.go()] == [False, False]
-    slow._newest = replace(done, is_writing=True)
+    slow._newest = None
     assert not ranks.go(), "step 6 was due"
     slow._newest = done
     assert ranks.go(), "so step 7 is taken"
@@ -274,7 +274,7 @@ def test_late_snapshot_is_waited_for_so_that_no_loss_costs_more_than_a_step(serv
 def test_failed_rank_keeps_the_one_before_and_the_next_is_whole(servers, inline_tidying):
     ranks = Ranks(servers)
     assert ranks.go() and ranks.go()
-    ranks.writers[0]._newest = replace(ranks.writers[0]._newest, has_failed=True)
+    ranks.writers[0]._newest = replace(ranks.writers[0]._newest, error="lost")
     assert ranks.go() and ranks.whole_step() == {1}
     steps = {checkpoint_of(key).step for key in servers[0]._objects}
     assert steps == {1, 2, 3}, "nothing is dropped before a newer one is whole"

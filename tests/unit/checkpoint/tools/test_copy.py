@@ -8,8 +8,8 @@ from raymega.checkpoint.save.writer import SaveLimits
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.errors import CheckpointError, StorageError
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
 from tests.support.leases import take_lease
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, same, save_checkpoint
 
 GRID, MODEL = make_grid("tp2-dp2"), MODELS["llama-tied"]

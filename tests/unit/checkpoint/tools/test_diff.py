@@ -11,7 +11,7 @@ from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.tools.diff import compare
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.errors import CheckpointError
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     QUIET,

@@ -5,6 +5,7 @@ import pytest
 from raymega.checkpoint.tools.inspection import (
     list_checkpoints,
     open_checkpoint,
+    runs_below,
     verify_checkpoints,
 )
 from raymega.errors import ConfigError
@@ -88,3 +89,15 @@ def test_verify_says_a_missing_file_once(run):
     store.delete(key)
     bad, _ = verify_checkpoints(str(root))
     assert len(bad.faults) == 1 and f"{key} is missing" in bad.faults[0]
+
+
+def test_folder_of_runs_and_hugging_faces_folder_are_told(tmp_path, run):
+    root = run[0].parent
+    (root / "other" / "logs").mkdir(parents=True)
+    assert runs_below(str(root)) == ["run"] and runs_below("s3://bucket/runs") == []
+    with pytest.raises(ConfigError, match=rf"give one of its runs, {root}/NAME: run$"):
+        open_checkpoint(f"{root}/")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"raymega convert hf-import {tmp_path}/hf --out URI"):
+        open_checkpoint(str(tmp_path / "hf"))

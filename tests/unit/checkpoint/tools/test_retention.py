@@ -17,7 +17,7 @@ from raymega.checkpoint.format.manifest import find_restore, list_manifests
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy, expired_keys, kept
 from raymega.errors import StorageError
 from raymega.storage.local import LocalStore
-from raymega.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
     MODELS,
     FailingStore,

@@ -36,7 +36,7 @@ def ranks(assigned_ranks):
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid.describe()}-{grid.order[:2]}")
 def test_place_ranks_keeps_each_tp_group_on_one_node(grid):
-    placed = place_ranks(nodes(5, 5, 4), grid, is_tp_across_nodes_allowed=False)
+    placed = place_ranks(nodes(5, 5, 4), grid, block=grid.tp)
     assert len(placed) == grid.world_size
     for group in grid.groups("tp"):
         assert len({placed[rank] for rank in group}) == 1
@@ -44,7 +44,7 @@ def test_place_ranks_keeps_each_tp_group_on_one_node(grid):
 
 def test_place_ranks_refuses_when_tp_groups_do_not_fit_whole():
     with pytest.raises(CapacityError) as caught:
-        place_ranks(nodes(3, 3, 1), Grid(tp=2, dp=3), is_tp_across_nodes_allowed=False)
+        place_ranks(nodes(3, 3, 1), Grid(tp=2, dp=3), block=2)
     assert "3 nodes with 3, 3, 1 worker slots" in str(caught.value)
     assert "6 workers in tp groups of 2, each whole on a node; there is room for 4" in str(
         caught.value
@@ -52,30 +52,30 @@ def test_place_ranks_refuses_when_tp_groups_do_not_fit_whole():
 
 
 def test_place_ranks_uses_every_slot_when_tp_may_cross_nodes():
-    placed = place_ranks(nodes(3, 3), Grid(tp=2, dp=3), is_tp_across_nodes_allowed=True)
+    placed = place_ranks(nodes(3, 3), Grid(tp=2, dp=3), block=1)
     assert placed == ("n0", "n0", "n0", "n1", "n1", "n1")
 
 
 def test_place_ranks_names_an_empty_cluster():
     with pytest.raises(CapacityError, match="0 nodes with no worker slots"):
-        place_ranks([], Grid(), is_tp_across_nodes_allowed=False)
+        place_ranks([], Grid(), block=1)
 
 
 def test_place_ranks_fills_the_largest_node_first():
-    placed = place_ranks(nodes(1, 4), Grid(dp=4), is_tp_across_nodes_allowed=False)
+    placed = place_ranks(nodes(1, 4), Grid(dp=4), block=1)
     assert set(placed) == {"n1"}
 
 
 def test_place_ranks_fills_the_roomiest_domain_first():
     rack = [replace(node, labels={DOMAIN_LABEL: name})
             for node, name in zip(nodes(4, 2, 3), ("one", "two", "two"), strict=True)]  # fmt: skip
-    placed = place_ranks(rack, Grid(dp=5), is_tp_across_nodes_allowed=False)
+    placed = place_ranks(rack, Grid(dp=5), block=1)
     assert set(placed) == {"n1", "n2"}
 
 
 def test_assign_seats_does_not_depend_on_the_order_of_the_workers():
     grid, at = Grid(tp=2, pp=2), locations("b", "a", "b", "a")
-    assigned_ranks = assign_ranks(at, grid, is_tp_across_nodes_allowed=False)
+    assigned_ranks = assign_ranks(at, grid, block=grid.tp)
     assert ranks(assigned_ranks) == [2, 0, 3, 1]
     assert [assigned.local_rank for assigned in assigned_ranks] == [0, 0, 1, 1]
 
@@ -85,7 +85,7 @@ def test_assign_seats_does_not_depend_on_the_order_of_the_workers():
 def test_assign_seats_gives_each_rank_once_and_tp_groups_one_node(grid, seed):
     homes = [f"n{i // 4}" for i in range(grid.world_size)]
     random.Random(seed).shuffle(homes)
-    assigned_ranks = assign_ranks(locations(*homes), grid, is_tp_across_nodes_allowed=False)
+    assigned_ranks = assign_ranks(locations(*homes), grid, block=grid.tp)
     home_of = {assigned.rank: home for assigned, home in zip(assigned_ranks, homes, strict=True)}
     assert sorted(home_of) == list(range(grid.world_size))
     for group in grid.groups("tp"):
@@ -97,20 +97,18 @@ def test_assign_seats_follows_the_gpus_of_a_node_as_numbers():
         WorkerLocation(node_id="n", address="", pid=i, gpus=(g,))
         for i, g in enumerate(["10", "2", "0"])
     ]
-    assert ranks(assign_ranks(at, Grid(dp=3), is_tp_across_nodes_allowed=False)) == [2, 1, 0]
+    assert ranks(assign_ranks(at, Grid(dp=3), block=1)) == [2, 1, 0]
 
 
 def test_assign_seats_refuses_a_torn_tp_group():
     with pytest.raises(InternalError, match="holds 3 workers"):
-        assign_ranks(
-            locations("a", "a", "a", "b"), Grid(tp=2, dp=2), is_tp_across_nodes_allowed=False
-        )
+        assign_ranks(locations("a", "a", "a", "b"), Grid(tp=2, dp=2), block=2)
 
 
 def test_ranks_are_kept_when_a_lost_nodes_workers_come_back_elsewhere():
     grid = Grid(tp=2, dp=2)
     locations = [at("b", 0), at("b", 1), at("a", 0), at("a", 1)]
-    assigned_ranks = keep_ranks(locations, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False)
+    assigned_ranks = keep_ranks(locations, (0, 1, 2, 3), grid, block=grid.tp)
     assert [assigned.rank for assigned in assigned_ranks] == [0, 1, 2, 3], "not by the nodes' names"
     assert [assigned.local_rank for assigned in assigned_ranks] == [0, 1, 0, 1]
 
@@ -118,14 +116,14 @@ def test_ranks_are_kept_when_a_lost_nodes_workers_come_back_elsewhere():
 def test_ranks_are_not_kept_against_the_order_of_gpus_or_across_nodes():
     grid = Grid(tp=2, dp=2)
     swapped = [at("a", 1), at("a", 0), at("b", 0), at("b", 1)]
-    assert keep_ranks(swapped, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
+    assert keep_ranks(swapped, (0, 1, 2, 3), grid, block=grid.tp) is None
     torn = [at("a", 0), at("b", 0), at("a", 1), at("b", 1)]
-    assert keep_ranks(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=False) is None
-    assert keep_ranks(torn, (0, 1, 2, 3), grid, is_tp_across_nodes_allowed=True) is not None
+    assert keep_ranks(torn, (0, 1, 2, 3), grid, block=grid.tp) is None
+    assert keep_ranks(torn, (0, 1, 2, 3), grid, block=1) is not None
 
 
 def choose(where, ranks, grid, *, is_free=False):
-    return choose_ranks(where, ranks, grid, is_tp_across_nodes_allowed=is_free)
+    return choose_ranks(where, ranks, grid, block=1 if is_free else grid.tp)
 
 
 def test_choose_ranks_gives_a_lost_rank_to_a_free_process_of_its_node():
@@ -182,7 +180,7 @@ def in_domains(**domain_of):
 def test_neighbours_on_the_grid_share_a_domain():
     where = in_domains(a="rack2", b="rack1", c="rack2", d="rack1")
     grid = Grid(tp=2, dp=4)
-    assigned_ranks = assign_ranks(where, grid, is_tp_across_nodes_allowed=False)
+    assigned_ranks = assign_ranks(where, grid, block=grid.tp)
     chosen = choose(where, [-1] * 8, grid)
     for ranks_of in ([assigned.rank for assigned in assigned_ranks], chosen):
         domain_of = {rank: location.domain for rank, location in zip(ranks_of, where, strict=True)}
@@ -194,7 +192,7 @@ def test_neighbours_on_the_grid_share_a_domain():
 
 def test_tp_group_that_may_span_nodes_stays_in_a_domain():
     where = in_domains(a="rack2", b="rack1", c="rack2", d="rack1")
-    assigned_ranks = assign_ranks(where, Grid(tp=4, dp=2), is_tp_across_nodes_allowed=True)
+    assigned_ranks = assign_ranks(where, Grid(tp=4, dp=2), block=1)
     for first in (0, 4):
         group = [location.domain for location, assigned in zip(where, assigned_ranks, strict=True)
                  if first <= assigned.rank < first + 4]  # fmt: skip

@@ -7,9 +7,9 @@ from raymega.checkpoint.format.manifest import list_manifests, read_manifest
 from raymega.errors import StorageError
 from raymega.events import CheckpointCommitted, SaveFailed
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock, FakeWorkerGroup, FakeWorkers, InlineExecutor
 from tests.support.jobs import make_test_plan
+from tests.support.memory_store import MemoryStore
 
 
 def make_saves(store, executor=None, keep_last=3):

@@ -40,7 +40,6 @@ from raymega.orchestrate.core.state import State
 from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.run_store.journal import read_history, read_record
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import (
     FakeClock,
     FakeKeeping,
@@ -52,6 +51,7 @@ from tests.support.fakes import (
 )
 from tests.support.jobs import make_test_plan
 from tests.support.leases import take_lease
+from tests.support.memory_store import MemoryStore
 
 SMALL = ("run.steps=4", "checkpoint.every=2", "optimizer.lr_warmup_steps=0")
 LACKING = Fault(fact="2 slots free", rule="4 needed", remedy="wait")

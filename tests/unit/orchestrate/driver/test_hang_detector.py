@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raymega.config.elastic import ElasticSection
-from raymega.orchestrate.core.worker_status import Heartbeat, ProcessStatus, ThreadStatus
+from raymega.orchestrate.core.worker_group_api import Heartbeat, ProcessStatus, ThreadStatus
 from raymega.orchestrate.driver.hang_detector import HangDetector
 
 WAITING = ThreadStatus(

@@ -2,8 +2,12 @@ import pytest
 
 from raymega.events import ExpertLoads
 from raymega.messages import RankTimeline
-from raymega.orchestrate.driver.rank_reports import RankCollector, RankReports
+from raymega.orchestrate.driver.rank_reports import RankCollector, RankReports, Stragglers, ratios
+from raymega.plan.grid import Grid
 from tests.support.jobs import layout_overrides, make_test_plan
+
+GRID = Grid(dp=4, pp=2)
+EVEN = {rank: 1.0 if rank < 4 else 3.0 for rank in range(8)}
 
 
 def test_add_hands_over_when_the_last_rank_has_come():
@@ -51,3 +55,25 @@ def test_a_layer_whose_routing_collapses_is_told_once_until_it_has_recovered():
         _, *collapsed = reports.add(report)
         told += [(event.step, event.layer, event.experts) for event in collapsed]
     assert told == [(1, 5, (1, 2, 3)), (4, 5, (1, 2, 3))]
+
+
+def test_stages_are_compared_with_themselves():
+    assert dict(ratios(EVEN, GRID)) == dict.fromkeys(range(8), 1.0)
+    assert dict(ratios({0: 1.0, 1: 2.0}, Grid(pp=2))) == {}, (
+        "a rank alone has nobody to be held against"
+    )
+    assert dict(ratios({0: 1.0, 1: 3.0}, Grid(dp=2)))[1] == 3.0
+
+
+def test_slow_rank_is_told_of_once_after_two_looks_and_again_after_it_had_recovered():
+    stragglers = Stragglers(GRID, ratio=1.5)
+    slow = EVEN | {5: 6.0}
+    told = [stragglers.observe(work) for work in (slow, slow, slow, EVEN, slow, slow)]
+    assert told == [[], [(5, 2.0)], [], [], [], [(5, 2.0)]]
+
+
+def test_passing_disturbance_and_a_job_that_does_not_ask_tell_nothing():
+    stragglers = Stragglers(GRID, ratio=1.5)
+    assert [stragglers.observe(w) for w in (EVEN | {1: 9.0}, EVEN | {2: 9.0}, EVEN)] == [[], [], []]
+    never = Stragglers(GRID, ratio=0.0)
+    assert [never.observe(EVEN | {1: 9.0}) for _ in range(3)] == [[], [], []]

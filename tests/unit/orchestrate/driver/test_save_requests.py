@@ -14,8 +14,8 @@ from raymega.orchestrate.driver.save_requests import (
     ask_for_save,
 )
 from raymega.orchestrate.run_store.journal import RunRecord, write_record
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock, InlineExecutor, PatientExecutor
+from tests.support.memory_store import MemoryStore
 
 
 def _record(status):

@@ -15,8 +15,8 @@ from raymega.orchestrate.run_store.journal import (
     write_record,
 )
 from raymega.orchestrate.run_store.run_identity import precision_faults
-from raymega.storage.memory import MemoryStore
 from tests.support.jobs import make_test_plan
+from tests.support.memory_store import MemoryStore
 
 NOW = "2026-01-01T00:00:00"
 

@@ -7,11 +7,11 @@ import pytest
 
 from raymega.checkpoint.format.epochs import newest_epoch, newest_grant
 from raymega.checkpoint.format.manifest import list_manifests
-from raymega.errors import LeaseError, StorageError
+from raymega.errors import ConfigError, LeaseError, StorageError
 from raymega.orchestrate.run_store.lease import Lease, hold_lease, supports_conditional_put
 from raymega.orchestrate.run_store.lease_holder import this_process
-from raymega.storage.memory import MemoryStore
 from tests.support.fakes import FakeClock
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.format.test_epochs import save
 
 DURATION_S = 30.0
@@ -263,13 +263,24 @@ def test_renewals_are_signs_of_life(world):
     assert after.expires > before.expires
 
 
+class Careless(MemoryStore):
+    """As an S3 service that ignores conditions."""
+
+    def put(self, key, chunks, *, overwrite):
+        super().put(key, chunks, overwrite=True)
+
+
 def test_probe_tells_a_store_that_creates_twice_and_leaves_nothing():
-    class Careless(MemoryStore):
-        """As a service that ignores the condition."""
-
-        def put(self, key, chunks, *, overwrite):
-            super().put(key, chunks, overwrite=True)
-
     for store, expected in ((MemoryStore(), True), (Careless(), False)):
         assert supports_conditional_put(store) is expected
         assert list(store.list("")) == []
+
+
+def test_store_that_creates_twice_is_refused_before_anything_is_written():
+    world = World(Careless())
+    with (
+        pytest.raises(ConfigError, match=r"lets an object be created twice.*such as Ceph"),
+        hold_lease(world.lease()),
+    ):
+        pytest.fail("a driver is at work")
+    assert list(world.store.list("")) == []

@@ -6,9 +6,9 @@ import pytest
 
 from raymega.errors import CommunicationError, LeaseError, NumericsError
 from raymega.events import StepFinished
-from raymega.messages import Progress, Requests, StartWorker, WorkerFailed
+from raymega.messages import Progress, Requests, StartWorker, WorkerFailed, Working
 from raymega.orchestrate.workers import worker_actor as worker_module
-from raymega.orchestrate.workers.worker_actor import Worker
+from raymega.orchestrate.workers.worker_actor import ReportQueue, Worker
 
 STUCK, LET_GO = Event(), Event()
 GUARD_S, ENDLESS_S = 100, 100_000
@@ -185,3 +185,60 @@ def test_what_an_older_attempt_says_is_refused(worker):
     STUCK.set()
     assert worker.abort(GUARD_S, 3)
     assert seen == [Requests()]
+
+
+def step(number):
+    return StepFinished(step=number, metrics={})
+
+
+def beat(number):
+    return Progress(rank=1, step=number)
+
+
+def test_take_returns_reports_in_order_and_once():
+    queue = ReportQueue()
+    for number in (1, 2):
+        queue.report(step(number))
+    assert queue.drain(0.0) == [step(1), step(2)]
+    assert queue.drain(0.0) == []
+
+
+def test_take_keeps_only_the_newest_progress():
+    queue = ReportQueue()
+    for number in (1, 2, 3):
+        queue.report(beat(number))
+    assert queue.drain(0.0) == [beat(3)]
+
+
+def test_take_has_one_sign_of_life_and_never_instead_of_a_step():
+    queue, alive = ReportQueue(), Working(rank=1)
+    for report in (alive, alive):
+        queue.report(report)
+    assert queue.drain(0.0) == [alive] and queue.drain(0.0) == []
+    for report in (beat(1), alive):
+        queue.report(report)
+    assert queue.drain(0.0) == [beat(1)]
+    for report in (alive, beat(2)):
+        queue.report(report)
+    assert queue.drain(0.0) == [beat(2)]
+
+
+def test_close_drops_later_reports_and_waits_for_nobody():
+    queue = ReportQueue()
+    queue.close()
+    queue.report(step(1))
+    assert queue.drain(60.0) == []
+
+
+def test_requests_are_the_last_ones_set():
+    queue = ReportQueue()
+    assert queue.requests() == Requests()
+    queue.set_requests(Requests(stop=True))
+    assert queue.requests().stop
+
+
+def test_save_is_wished_for_once_and_a_stop_for_good():
+    queue = ReportQueue()
+    queue.set_requests(Requests(stop=True, save=True))
+    assert queue.requests() == Requests(stop=True, save=True)
+    assert queue.requests() == Requests(stop=True)

@@ -34,7 +34,9 @@ def test_a_system_that_hides_no_message_stands_still_for_each(name, chunks):
             return super().of_task(rank, task) + sends * message_s
 
     stages = stage_times(plan, slow)
-    by_rank = [[stages[plan.placement.stage(r, c)] for c in range(chunks)] for r in range(4)]
+    by_rank = [
+        [stages[plan.placement.stage(r, c)].durations for c in range(chunks)] for r in range(4)
+    ]
     program = make_schedule(name, plan.sizes(plan.batch))
     taken = simulate(program, Standing(stages=by_rank, transfer=0.0)).time
     assert 64 * message_s * chunks > 2 * MOST_OFF * taken

@@ -6,7 +6,7 @@ import pytest
 
 from raymega.errors import PlanError
 from raymega.plan.memory.activation_bytes import activation_shape, attention_weight_bytes
-from raymega.plan.validation.training import MAX_ATTENTION_BYTES
+from raymega.plan.validation.attention import MAX_ATTENTION_BYTES
 from tests.support.jobs import make_test_plan
 
 DROPPED = ["model.attention_dropout=0.1", "parallel.pp=1", "model.max_positions=1000000"]

@@ -3,7 +3,8 @@
 import pytest
 
 from raymega.plan.hardware.lookup import ROUND_H100
-from raymega.planner.cost.context_cost import context_cost, context_costs
+from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.planner.cost.context_cost import context_costs, shape_cost
 from tests.unit.verify.jobs import make_job
 
 MIB = 2**20
@@ -18,18 +19,22 @@ def _job(cp, *overrides, tokens=1024):
     )  # fmt: skip
 
 
+def _cost(job, method):
+    return shape_cost(activation_shape(job), method)
+
+
 @pytest.mark.parametrize("cp, method, sent", [
     (2, "ring", 6), (2, "all_gather", 6), (2, "all_to_all", 4),
     (4, "ring", 18), (4, "all_gather", 18), (4, "all_to_all", 6),
 ])  # fmt: skip
 def test_bytes_are_those_that_the_benchmark_counts(cp, method, sent):
-    cost = context_cost(_job(cp), method)
+    cost = _cost(_job(cp), method)
     assert cost.inner_bytes + cost.outer_bytes == sent * MIB
 
 
 def test_memory_is_flat_but_for_gathered_keys():
     for method, growth in (("ring", 1), ("all_to_all", 1), ("all_gather", 4)):
-        small, large = (context_cost(_job(cp), method).passing_bytes for cp in (2, 8))
+        small, large = (_cost(_job(cp), method).passing_bytes for cp in (2, 8))
         assert large == growth * small, method
 
 
@@ -37,7 +42,7 @@ def test_work_is_equal_and_grows_with_the_sequence():
     costs = context_costs(_job(4))
     assert [cost.method for cost in costs] == ["ring", "all_gather", "all_to_all", "hybrid"]
     assert {cost.flops for cost in costs} == {3.5 * 4 * 1024 * 4096 / 2 * 256}
-    assert context_cost(_job(4), "ring").flops == 2 * context_cost(_job(2), "ring").flops
+    assert _cost(_job(4), "ring").flops == 2 * _cost(_job(2), "ring").flops
 
 
 def test_ways_that_the_heads_forbid_are_left_out():
@@ -48,14 +53,14 @@ def test_ways_that_the_heads_forbid_are_left_out():
 
 def test_seconds_count_what_work_does_not_hide():
     job = _job(4, tokens=8192)
-    ring, gathered = (context_cost(job, method) for method in ("ring", "all_gather"))
+    ring, gathered = (_cost(job, method) for method in ("ring", "all_gather"))
     near, far = (ring.seconds(ROUND_H100, span=span) for span in (8, 16))
     assert near == ring.flops / (989e12 * 0.4) and far >= near
     assert gathered.seconds(ROUND_H100, span=16) >= far
-    short = [context_cost(_job(4), method) for method in ("ring", "all_gather")]
+    short = [_cost(_job(4), method) for method in ("ring", "all_gather")]
     less, more = (cost.seconds(ROUND_H100, span=16) for cost in short)
     assert less == pytest.approx(18 * MIB / 50e9) and more == less
-    exchange = context_cost(_job(4), "all_to_all")
+    exchange = _cost(_job(4), "all_to_all")
     for span, rate in ((8, 450e9), (16, 50e9)):
         assert exchange.seconds(ROUND_H100, span=span) == pytest.approx(
             exchange.flops / (989e12 * 0.4) + 6 * MIB / rate
@@ -63,7 +68,7 @@ def test_seconds_count_what_work_does_not_hide():
 
 
 def test_heads_are_exchanged_inside_a_node_by_as_many_neighbours_as_fit_there():
-    exchange, hybrid = (context_cost(_job(4), method) for method in ("all_to_all", "hybrid"))
+    exchange, hybrid = (_cost(_job(4), method) for method in ("all_to_all", "hybrid"))
     assert (exchange.inner_share, hybrid.inner_share) == (1, 1 / 2)
     far = exchange.exposed_s(ROUND_H100, span=16) / exchange.exposed_s(ROUND_H100, span=8)
     assert far == pytest.approx(450 / 50)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.hardware.catalog import CATALOGUE, accelerator
-from raymega.plan.hardware.lookup import fitted_hardware
 from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import make_plan
 from raymega.planner.cost.context_cost import METHODS, shape_cost
 from raymega.planner.cost.layer_time import head_time, layer_time
@@ -48,8 +48,9 @@ def test_a_thin_product_is_bound_by_memory():
 
 
 def test_causal_attention_costs_half_of_full():
-    causal, full = (attention_s(H100, 2**20, 4096, 128, is_causal=c) for c in (True, False))
-    assert causal - H100.fitted.launch_s == pytest.approx((full - H100.fitted.launch_s) / 2)
+    full = 4 * 2**20 * 4096 * 128 / H100.attention_flops
+    causal = attention_s(H100, 2**20, 4096, 128)
+    assert causal - H100.fitted.launch_s == pytest.approx(full / 2)
 
 
 def test_a_ring_moves_what_the_published_formula_says():
@@ -189,9 +190,20 @@ def test_waiting_is_that_of_the_formulas_of_context_parallelism():
     job = plan_of("parallel.cp=4", "parallel.tp=4", "parallel.dp=1").job
     shape = activation_shape(job)
     cost = shape_cost(shape, "ring")
-    hardware = fitted_hardware(H100.with_older_attention())
-    expected = cost.exposed_s(hardware, span=16) + memory_s(H100, cost.added_bytes)
+    device = H100.with_older_attention()
+    expected = cost.exposed_s(device, span=16) + memory_s(H100, cost.added_bytes)
     assert layer_time(shape, H100, RAYMEGA).context_parallel_s == pytest.approx(expected / 2)
+
+
+def test_copies_of_a_node_s_shards_are_summed_over_the_network():
+    sharded = "parallel.sharding=optimizer", "parallel.data_parallel_shard_degree=8"
+    plan = plan_of("parallel.tp=1", "parallel.pp=1", "parallel.dp=16", *sharded)
+    slow = replace(H100, network_bytes_per_s=H100.network_bytes_per_s / 1000)
+    fast_s, slow_s = (step_time(plan, device).data_parallel_s for device in (H100, slow))
+    held = rank_elements(plan.job, plan.stages, plan.grid)
+    sent = 4 * held.total / 8  # two nodes: half of a gradient's part each way, twice
+    later = sent / slow.reached_network_bytes_per_s - sent / H100.reached_network_bytes_per_s
+    assert slow_s - fast_s == pytest.approx(later)
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.dp=8", "parallel.pp=2")], ids=str)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from raymega.glibc import NUM_TRIES, _resolver_state, without_name_servers
 from raymega.parallel.comm.process_groups import host_store
-from raymega.parallel.workarounds.dns_lookups import TRIES, _resolver_state, without_name_lookups
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of glibc's resolver")
 SERVERS_AT, MAX_SERVERS, SERVER_BYTES = 20, 3, 16
@@ -48,12 +48,12 @@ class NameServer:
 
 def test_name_server_is_asked_again_after_the_body():
     state = _resolver_state()
-    before = state[TRIES]
+    before = state[NUM_TRIES]
     assert before > 0
-    with pytest.raises(KeyError), without_name_lookups():
-        assert state[TRIES] == 0
+    with pytest.raises(KeyError), without_name_servers():
+        assert state[NUM_TRIES] == 0
         raise KeyError
-    assert state[TRIES] == before
+    assert state[NUM_TRIES] == before
 
 
 def test_lookup_in_the_body_asks_nobody_and_names_of_the_hosts_file_are_found():
@@ -62,7 +62,7 @@ def test_lookup_in_the_body_asks_nobody_and_names_of_the_hosts_file_are_found():
     if not server.asked:
         pytest.skip("names are looked up by other means than glibc's DNS client here")
     server.asked.clear()
-    with without_name_lookups():
+    with without_name_servers():
         server.look_up("no-such-host.test")
         assert socket.getaddrinfo("localhost", 80)
     assert server.asked == []
@@ -70,8 +70,8 @@ def test_lookup_in_the_body_asks_nobody_and_names_of_the_hosts_file_are_found():
 
 def test_other_threads_go_on_asking():
     seen = []
-    with without_name_lookups():
-        thread = threading.Thread(target=lambda: seen.append(_resolver_state()[TRIES]))
+    with without_name_servers():
+        thread = threading.Thread(target=lambda: seen.append(_resolver_state()[NUM_TRIES]))
         thread.start()
         thread.join(100)
     assert seen[0] > 0
@@ -90,7 +90,7 @@ def test_store_is_made_in_such_a_body(monkeypatch):
         seen.append("store")
         return SimpleNamespace(port=1)
 
-    monkeypatch.setattr("raymega.parallel.comm.process_groups.without_name_lookups", body)
+    monkeypatch.setattr("raymega.parallel.comm.process_groups.without_name_servers", body)
     monkeypatch.setattr("raymega.parallel.comm.process_groups.TCPStore", make_store)
     assert host_store("192.0.2.1")[0] == "192.0.2.1:1"
     assert seen == ["in", "store", "out"]

@@ -1,45 +1,17 @@
-"""When faults come: a list that was given, or draws from a seed at a mean time between failures. Pure."""
+"""Which faults in which phases the tests inflict: every legal one, and pairs that cover pairs of values."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from random import Random
 
-from raymega.chaos.faults import KINDS, STEP_PHASES, ChaosFault, legal_cells
+from raymega.chaos.faults import KINDS, STEP_PHASES, ChaosFault
 
-DRAWN = ("kill-worker", "raise", "kill-node", "store-errors", "store-slow", "kill-driver")
-"""What comes by chance when nobody says what; hangs cost a timeout each and are asked for."""
 NUM_CANDIDATES = 50
 """Draws for each run of two faults, of which the best is taken."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledFault:
-    """A fault at a time: ``after_s`` seconds after the one before was made good."""
-
-    kind: str
-    after_s: float
-    rank: int
-
-
-def draw_faults(
-    *, mtbf_s: float, seed: int, world_size: int, kinds: Sequence[str] = DRAWN
-) -> Iterator[ScheduledFault]:
-    """Without end: exponential times of mean ``mtbf_s``, kinds and victims alike by chance."""
-    draw = Random(seed)
-    while True:
-        yield ScheduledFault(
-            kind=draw.choice(list(kinds)),
-            after_s=draw.expovariate(1.0 / mtbf_s),
-            rank=draw.randrange(world_size),
-        )
-
-
-def draw_victims(num_faults: int, *, seed: int, world_size: int) -> list[int]:
-    """The rank of each fault of a list."""
-    draw = Random(seed)
-    return [draw.randrange(world_size) for _ in range(num_faults)]
+def legal_cells(*, has_network: bool = False) -> list[tuple[str, str]]:
+    """Every kind of fault in every phase in which it can come, of those that need a network or of the others."""
+    kinds = {kind: facts for kind, facts in KINDS.items() if facts.needs_network == has_network}
+    return [(kind, phase) for kind, facts in kinds.items() for phase in facts.phases]
 
 
 def covering_pairs(*, seed: int, size: int) -> list[list[ChaosFault]]:

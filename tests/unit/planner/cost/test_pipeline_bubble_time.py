@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from raymega.planner.cost.pipeline_bubble_time import Passes, RankTimes, waiting_s
-from raymega.planner.cost.pipeline_critical_path import own_paths, waiting_paths
+from raymega.planner.cost.pipeline_bubble_time import (
+    Passes,
+    RankTimes,
+    own_paths,
+    waiting_paths,
+    waiting_s,
+)
 from raymega.schedule.instructions import Instruction
 from raymega.schedule.order import make_sizes
 from raymega.schedule.simulate import Durations, simulate

@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for tests, and wherever state need not outlive the process."""
+"""Objects in this process's memory, by the Store protocol."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import pytest
 from ray.exceptions import RayActorError
 
-from raymega.orchestrate.workers.ray_errors import death_cause
+from raymega.orchestrate.workers.actor_calls import death_cause
 
 KILLED = """The actor died unexpectedly before finishing this task.
 \tclass_name: Worker

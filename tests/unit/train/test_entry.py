@@ -1,7 +1,7 @@
 """Signs of life: not more than one in a while, and none from whoever is silent."""
 
 from raymega.messages import Working
-from raymega.train.heartbeat import INTERVAL_S, ProgressReporter
+from raymega.train.entry import INTERVAL_S, ProgressReporter
 from tests.support.fakes import FakeClock
 
 

@@ -1,0 +1,80 @@
+"""Rules of the grid: what its degrees and their order must be for ranks to fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from raymega.config.moe import MoeSection
+from raymega.errors import Fault
+from raymega.plan.grid import AXES
+from raymega.plan.validation.rule import divisors, fields, reads
+
+
+@reads(*fields("parallel", "order tp cp dp ep etp"))
+def grid_faults(order: str, tp: int, cp: int, dp: int, ep: int, etp: int) -> Iterator[Fault]:
+    """Experts fill the ranks of a pipeline stage, and the order names every axis."""
+    ranks, sharers = tp * cp * dp, etp * ep
+    if ranks % sharers:
+        yield Fault(
+            fact=f"parallel.etp={etp} and parallel.ep={ep}",
+            rule=f"experts lie on the ranks of a pipeline stage, so etp * ep = {sharers} must "
+            f"divide tp={tp} * cp={cp} * dp={dp} = {ranks} (remainder {ranks % sharers})",
+            remedy=f"use an etp * ep of {divisors(ranks)}",
+        )
+    if sorted(order.split("-")) != sorted(AXES):
+        yield Fault(
+            fact=f"parallel.order={order!r}",
+            rule=f"it must name each of {', '.join(AXES)} once, joined by '-'",
+            remedy="use tp-cp-ep-dp-pp, or the order you want with all five",
+        )
+
+
+@reads("cluster.num_workers", *fields("parallel", "tp cp dp pp"))
+def world_faults(num_workers: int | str, tp: int, cp: int, dp: int, pp: int) -> Iterator[Fault]:
+    """The grid has as many ranks as the job says it has workers."""
+    world_size = tp * cp * dp * pp
+    if num_workers in ("grid", world_size):
+        return
+    others = world_size // dp
+    remedy = f"set cluster.num_workers={world_size}"
+    if int(num_workers) % others == 0:
+        remedy = f"set parallel.dp={int(num_workers) // others}, or {remedy}"
+    yield Fault(
+        fact=f"cluster.num_workers={num_workers}",
+        rule=f"it must equal parallel tp={tp} * cp={cp} * dp={dp} * pp={pp} = {world_size}",
+        remedy=remedy,
+    )
+
+
+@reads(
+    *fields("parallel", "sharding data_parallel_shard_degree dp cp tp ep etp"),
+    "model.moe",
+)
+def sharding_group_faults(
+    sharding: str, group: int | str, dp: int, cp: int, tp: int, ep: int, etp: int, moe: MoeSection
+) -> Iterator[Fault]:
+    """Groups are equal, larger than one rank, and there for a reason; experts' as dense ones."""
+    if group == "all":
+        return
+    size = int(group)
+    if sharding == "none":
+        yield Fault(
+            fact=f"parallel.data_parallel_shard_degree={size}",
+            rule="parallel.sharding=none shares nothing out",
+            remedy="set parallel.sharding=optimizer, gradients or parameters, or "
+            "parallel.data_parallel_shard_degree=all",
+        )
+        return
+    replicas = {"parallel.dp * parallel.cp": dp * cp}
+    if moe.num_experts:
+        replicas["the replicas of experts, tp * cp * dp / (etp * ep)"] = tp * cp * dp // (etp * ep)
+    ranks = gcd(*replicas.values())
+    legal = [str(d) for d in range(2, ranks + 1) if ranks % d == 0]
+    for what, number in replicas.items():
+        if size == 1 or number % size:
+            yield Fault(
+                fact=f"parallel.data_parallel_shard_degree={size}",
+                rule=f"it must be more than 1 and divide {what} = {number} (remainder {number % size})",
+                remedy=f"use {', '.join([*legal, 'all'])}",
+            )

@@ -1,0 +1,96 @@
+"""Rules of pipelines: layers for every stage, a schedule for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from raymega.config.schema import ParallelSection
+from raymega.errors import Fault
+from raymega.plan.stages import EVEN_ONLY, KINDS, layer_counts, make_stages, placement_faults
+from raymega.plan.validation.rule import fields, reads
+from raymega.plan.validation.unused_fields import default_of
+from raymega.schedule.order import make_sizes
+from raymega.schedule.table import make_placement, schedule_faults, unused_size_faults
+
+PLACING = ("stages", *EVEN_ONLY)
+SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches",
+              "wgrad_activation_fraction")  # fmt: skip
+MAX_LISTED = 100_000
+"""Layers of a model, and stages of a pipeline: more than anyone has, and few enough to be looked at."""
+PIPELINE = ("schedule.name", "parallel.pp", "schedule.chunks")
+
+
+@reads("parallel.pp", "model.num_layers", "parallel.stages")
+def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
+    """Every rank has a layer."""
+    if layers > MAX_LISTED:
+        yield Fault(
+            fact=f"model.num_layers={layers}",
+            rule=f"tensors are listed layer by layer, for at most {MAX_LISTED:,} of them",
+            remedy=f"use at most {MAX_LISTED}",
+        )
+    elif pp > layers and stages in KINDS:
+        yield Fault(
+            fact=f"parallel.pp={pp}",
+            rule=f"every rank needs a layer, and model.num_layers={layers}",
+            remedy=f"use parallel.pp of at most {layers}, or place layers by parallel.stages",
+        )
+
+
+@reads(*PIPELINE, *fields("schedule", " ".join(SCHEDULING)))
+def sizes_faults(
+    name: str, pp: int, chunks: int, group_size: int | str, *others: int | float | str
+) -> Iterator[Fault]:
+    """The schedule can be made of its sizes, and goes by all that were set."""
+    sizes = make_sizes(
+        pp=pp, chunks=chunks, microbatch_group_size_per_vp_stage=group_size, num_micro_batches=1
+    )
+    by_field = dict(zip(SCHEDULING, (group_size, *others), strict=True))
+    given = {
+        field: value
+        for field, value in by_field.items()
+        if value != default_of(f"schedule.{field}")
+    }
+    yield from schedule_faults(name, sizes)
+    yield from unused_size_faults(name, chunks=chunks, given=given)
+
+
+@reads(*PIPELINE, "model.num_layers", *fields("parallel", " ".join(PLACING)))
+def stage_faults(
+    name: str, pp: int, chunks: int, layers: int, *placing: str | int | bool
+) -> Iterator[Fault]:
+    """Layers can be placed as asked, and no rank holds nothing."""
+    if layers > MAX_LISTED:
+        return  # told by layer_faults
+    asked = f"parallel.pp={pp} with schedule.chunks={chunks}"
+    if pp * chunks > MAX_LISTED:
+        yield Fault(
+            fact=asked,
+            rule=f"that is {pp * chunks} stages, which are listed one by one: at most "
+            f"{MAX_LISTED:,}",
+            remedy="use fewer ranks or chunks",
+        )
+        return
+    by_field: dict[str, Any] = dict(zip(PLACING, placing, strict=True))
+    parallel = ParallelSection(**by_field)
+    placement = make_placement(name, pp=pp, chunks=chunks)
+    faults = placement_faults(parallel, num_layers=layers, num_stages=placement.num_stages)
+    if faults or (pp > layers and parallel.stages in KINDS):
+        yield from faults
+        return
+    stages = make_stages(
+        layer_counts(parallel, num_layers=layers, num_stages=placement.num_stages, loss_cost=0.0)
+    )
+    empty = [
+        rank
+        for rank in range(pp)
+        if not any(stages[placement.stage(rank, c)].has_tensors for c in range(chunks))
+    ]
+    if empty:
+        yield Fault(
+            fact=asked,
+            rule=f"every rank needs a layer, the embedding or the head, and rank {empty[0]} of the "
+            f"pipeline gets none of model.num_layers={layers}",
+            remedy="use fewer chunks or ranks, or place layers by parallel.stages",
+        )

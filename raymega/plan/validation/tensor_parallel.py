@@ -1,0 +1,55 @@
+"""Rules of tensor parallelism: heads and rows of the vocabulary that ranks share out, and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import lcm
+
+from raymega.errors import Fault
+from raymega.plan.validation.rule import divisors, reads
+
+
+@reads("parallel.tp", "model.num_heads")
+def head_faults(tp: int, heads: int) -> Iterator[Fault]:
+    """Ranks hold whole query heads, each as many."""
+    if heads % tp:
+        yield Fault(
+            fact=f"parallel.tp={tp}",
+            rule=f"it must divide model.num_heads={heads} (remainder {heads % tp})",
+            remedy=f"use one of {divisors(heads)}",
+        )
+
+
+@reads("parallel.tp", "model.num_heads", "model.num_kv_heads")
+def kv_head_faults(tp: int, heads: int, kv_heads: int | str) -> Iterator[Fault]:
+    """Ranks hold whole key and value heads, or share one."""
+    if kv_heads == "num_heads":
+        return
+    assert isinstance(kv_heads, int), "strict parsing lets no other string through"
+    if heads % kv_heads:
+        yield Fault(
+            fact=f"model.num_kv_heads={kv_heads}",
+            rule=f"it must divide model.num_heads={heads} (remainder {heads % kv_heads})",
+            remedy="use a divisor, or num_heads for as many as there are query heads",
+        )
+    if kv_heads % tp and tp % kv_heads:
+        yield Fault(
+            fact=f"parallel.tp={tp}",
+            rule=f"ranks hold whole key and value heads, or share one: it must divide "
+            f"model.num_kv_heads={kv_heads} or be a multiple of it",
+            remedy=f"use a divisor of {kv_heads} or a multiple of it",
+        )
+
+
+@reads("parallel.tp", "model.vocab_size", "model.make_vocab_size_divisible_by")
+def vocabulary_faults(tp: int, vocab_size: int, multiple: int) -> Iterator[Fault]:
+    """Ranks hold equally many rows of the padded vocabulary."""
+    rows = -(-vocab_size // multiple) * multiple
+    if rows % tp:
+        yield Fault(
+            fact=f"parallel.tp={tp}",
+            rule=f"it must divide the {rows} rows that model.vocab_size={vocab_size} has when "
+            f"padded to a multiple of model.make_vocab_size_divisible_by={multiple} (remainder {rows % tp})",
+            remedy=f"set model.make_vocab_size_divisible_by={lcm(multiple, tp)} in a new run, or use a tp that "
+            f"divides {multiple}",
+        )
