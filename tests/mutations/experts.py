@@ -108,7 +108,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="what experts drop goes by the order of ranks",
-        file="model/moe/capacity.py",
+        file="model/moe/router.py",
         old="    order = keys.argsort(stable=True)\n",
         new="    order = torch.arange(keys.shape[0], device=keys.device)\n",
         layout=Layout(cp=2, ep=2, micro_batch_size=2),
