@@ -89,7 +89,7 @@ class GlobalTensor:
     @property
     def whole(self) -> Box:
         """All of it."""
-        return Box(offset=(0,) * len(self.shape), shape=self.shape)
+        return Box.whole(self.shape)
 
     def sharers(self, *, tp: int) -> int:
         """How many neighbouring tensor-parallel ranks hold the same block; an expert's know no tp."""

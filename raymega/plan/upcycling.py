@@ -69,7 +69,7 @@ class Upcycling:
         Yields:
             The block as one expert has it; what belongs to other experts hangs over the edge.
         """
-        whole = Box(offset=(0,) * len(shape), shape=shape)
+        whole = Box.whole(shape)
         dim = 1 if name.endswith(BACK) else 0
         for expert in range(shape[0]):
             offset = list(box.offset)
