@@ -106,6 +106,5 @@ def stream_s(device: Accelerator, num_bytes: float) -> float:
 
 
 def host_s(device: Accelerator, num_bytes: float) -> float:
-    """Return the seconds of a copy to the host's memory or back; both directions run concurrently.
-    """
+    """Return the seconds of a copy to the host's memory or back; both directions run concurrently."""
     return num_bytes / (device.host_bytes_per_s * device.fitted.link_share)

@@ -72,8 +72,7 @@ class Space:
 
     @property
     def _held(self) -> frozenset[str]:
-        """Fixed fields, with the micro-batch size where another one would change the run's result.
-        """
+        """Fixed fields, with the micro-batch size where another one would change the run's result."""
         is_held = goes_by_micro_batch(self.job)
         return self.fixed | {MICRO_BATCH_SIZE} if is_held else self.fixed
 

@@ -176,8 +176,7 @@ class _Judge:
         return found
 
     def _share(self, job: Job) -> _Shared | None:
-        """Return what layouts with the job's degrees share, or None when no such layout is legal.
-        """
+        """Return what layouts with the job's degrees share, or None when no such layout is legal."""
         parallel, schedule = job.parallel, job.schedule
         degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.etp
         key = (*degrees, parallel.cp_method, schedule.chunks, schedule.name)
