@@ -28,6 +28,11 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor of ``shape``."""
+        return cls(offset=(0,) * len(shape), shape=shape)
+
     @property
     def num_elements(self) -> int:
         """Product of the extents; 1 for a scalar."""
@@ -45,6 +50,11 @@ class Box:
         if min(shape, default=1) <= 0:
             return None
         return Box(offset=offset, shape=shape)
+
+    def rows(self, first: int, count: int) -> Box:
+        """``count`` rows of this block, its own row ``first`` the first of them."""
+        offset, *others = self.offset
+        return Box(offset=(offset + first, *others), shape=(count, *self.shape[1:]))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Slices that select this block inside an array that holds ``outer``."""

@@ -1,4 +1,4 @@
-"""Native checkpoints from the outside: written without a run, and read tensor by tensor.
+"""Native checkpoints from the outside: written without a run.
 
 The pieces of the format are the checkpoint package's. It holds one block in memory at a time.
 """
@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from math import prod
 
 import numpy as np
 from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
-from raymega.checkpoint.format.data_file import FileLayout, layout_file, read_block, saved_boxes
+from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.keys import CheckpointId, data_file, folder_of, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, commit, list_manifests
-from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, WriteAssignment
+from raymega.checkpoint.format.write_plan import LocalBlock, share_boxes
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
-from raymega.convert.number_formats import Array, storage_type
+from raymega.convert.number_formats import Array
 from raymega.errors import CheckpointError, Fault
 from raymega.messages import Box, SavedBox
 from raymega.plan.tensor_table import GlobalTensor
@@ -166,29 +165,6 @@ def model_of(manifest: Manifest) -> ModelSection:
         raise CheckpointError(fault) from error
 
 
-def read_tensor(store: Store, manifest: Manifest, boxes: Sequence[SavedBox]) -> Array:
-    """The whole tensor that ``boxes`` tile, each verified.
-
-    Raises:
-        CheckpointError: A box is missing or not as it was written.
-    """
-    values = np.empty(boxes[0].global_shape, storage_type(boxes[0].dtype))
-    whole = Box(offset=(0,) * values.ndim, shape=values.shape)
-    for saved in boxes:
-        values[saved.box.within(whole)] = read_box(store, manifest, saved)
-    return values
-
-
-def read_box(store: Store, manifest: Manifest, saved: SavedBox) -> Array:
-    """One box, verified.
-
-    Raises:
-        CheckpointError: It is missing or not as it was written.
-    """
-    block = np.frombuffer(read_block(store, manifest, saved), storage_type(saved.dtype))
-    return block.reshape(saved.box.shape)
-
-
 def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
     """Blocks of one data file each: until one has FILE_BYTES or more."""
     size = 0
@@ -206,28 +182,18 @@ def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
 def _write_file(
     store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
-    assignments = [
-        assignment for i, source in enumerate(sources) for assignment in _assignments(i, source)
-    ]
-    layout, checksums = layout_file(assignments), list[int]()
+    blocks = [
+        LocalBlock(
+            tensor=source.tensor, dtype=source.dtype, global_shape=source.global_shape, box=source.box,
+            is_primary=True,
+        )
+        for source in sources
+    ]  # fmt: skip
+    layout, checksums = layout_file(share_boxes(blocks)), list[int]()
     header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)
     file = key.rpartition("/")[2]
     return saved_boxes(layout, checksums, file=file, header_bytes=len(header))
-
-
-def _assignments(index: int, source: TensorSource) -> Iterator[WriteAssignment]:
-    """The source in blocks of rows of bounded size."""
-    num_rows, *rest = source.box.shape
-    row_bytes = prod(rest) * element_type(source.dtype).num_bytes
-    step = max(1, MAX_BOX_BYTES // row_bytes)
-    for row in range(0, num_rows, step):
-        offset = (source.box.offset[0] + row, *source.box.offset[1:])
-        yield WriteAssignment(
-            local_block=index, tensor=source.tensor, dtype=source.dtype,
-            global_shape=source.global_shape,
-            box=Box(offset=offset, shape=(min(step, num_rows - row), *rest)),
-        )  # fmt: skip
 
 
 def _chunks(
@@ -240,8 +206,7 @@ def _chunks(
         if assignment.local_block != held:
             held, values = assignment.local_block, np.ascontiguousarray(source.read())
             assert values.shape == source.box.shape, f"{source.tensor} came as {values.shape}"
-        first = assignment.box.offset[0] - source.box.offset[0]
-        rows = values[first : first + assignment.box.shape[0]]
-        block = rows.reshape(-1).view(np.uint8).data
+        part = values[assignment.box.within(source.box)]
+        block = part.reshape(-1).view(np.uint8).data
         checksums.append(crc32(block))
         yield block

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raymega.checkpoint.format.dtypes import from_bfloat16, storage_type
+
 Array = NDArray[Any]
 
 SAFETENSORS_CODES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -18,21 +20,12 @@ STRIDE = 2**16
 CODE_OF = {dtype: code for code, dtype in SAFETENSORS_CODES.items()}
 
 
-def storage_type(dtype: str) -> np.dtype[Any]:
-    """The numpy type that holds ``dtype``, little-endian."""
-    return np.dtype("<u2" if dtype == "bfloat16" else dtype).newbyteorder("<")
-
-
 def recast(values: Array, source: str, target: str) -> Array:
     """``values`` of format ``source`` in format ``target``, rounded to nearest, ties to even."""
     if source == target:
         return values
-    wide = _from_bfloat16(values) if source == "bfloat16" else values
+    wide = from_bfloat16(values) if source == "bfloat16" else values
     return _to_bfloat16(wide) if target == "bfloat16" else wide.astype(storage_type(target))
-
-
-def _from_bfloat16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _to_bfloat16(values: Array) -> Array:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from raymega.checkpoint.format.data_file import safetensors_header
+from raymega.checkpoint.format.write_plan import pack
 from raymega.convert.number_formats import (
     CODE_OF,
     SAFETENSORS_CODES,
@@ -167,7 +169,8 @@ def write_weights(
 
     Files hold at most ``max_file_bytes`` unless a single tensor is larger; several get an index.
     """
-    shards = list(_shards(tensors, max_file_bytes))
+    parts = pack([tensor.num_bytes for tensor in tensors], max_file_bytes)
+    shards = [tensors[part] for part in parts]
     names = [WHOLE]
     if len(shards) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -184,16 +187,6 @@ def write_weights(
             },
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(tensors: Sequence[NewTensor], max_bytes: int) -> Iterator[list[NewTensor]]:
-    shard: list[NewTensor] = []
-    for tensor in tensors:
-        if shard and sum(at.num_bytes for at in (*shard, tensor)) > max_bytes:
-            yield shard
-            shard = []
-        shard.append(tensor)
-    yield shard
 
 
 def _write_file(path: Path, tensors: Sequence[NewTensor], values: Iterator[Array]) -> None:
@@ -215,9 +208,7 @@ def _header(tensors: Sequence[NewTensor]) -> bytes:
             "data_offsets": (start, start + tensor.num_bytes),
         }
         start += tensor.num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return safetensors_header(entries)
 
 
 def _damaged(file: Path, fact: str) -> Fault:

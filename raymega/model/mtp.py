@@ -8,11 +8,9 @@ losses; labels further ahead are the loader's, embedding and head the model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from raymega.config.schema import ModelSection
 from raymega.model.families import make_block, make_norm
@@ -110,20 +108,3 @@ class MultiTokenPrediction(nn.Module):
             labels, mask = next_labels, next_mask
             total = total + head.loss_sum_after_norm(hidden, labels, mask)
         return total
-
-
-def with_gradient(loss: Tensor, other: Tensor, weight: float) -> Tensor:
-    """``loss`` itself, whose backward goes into ``weight`` times ``other`` too."""
-    return _WithGradient.apply(loss, other, weight)
-
-
-class _WithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, other: Tensor, weight: float) -> Tensor:  # noqa: ARG004
-        ctx.weight = weight
-        return loss.view_as(loss)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad * ctx.weight, None

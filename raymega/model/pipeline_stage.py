@@ -21,7 +21,7 @@ from raymega.model.layers.embedding import Embedding
 from raymega.model.layers.lm_head import Head
 from raymega.model.layers.residual_dropout import ResidualDropout
 from raymega.model.layers.transformer_block import TransformerBlock
-from raymega.model.mtp import FutureLabels, MultiTokenPrediction, with_gradient
+from raymega.model.mtp import FutureLabels, MultiTokenPrediction
 from raymega.parallel.context_parallel.context import (
     Context,
     MicroBatch,
@@ -34,6 +34,7 @@ from raymega.parallel.context_parallel.context import (
     whole_rows,
 )
 from raymega.parallel.core.dropout import TokenKeys, row_keys
+from raymega.parallel.core.linear_map import with_gradient
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
@@ -221,7 +222,9 @@ class StageModule(nn.Module):
         run = partial(self._run_further, token_layout=token_layout)
         further = self.mtp.loss_sum(x, self.head, (labels, mask), later, run)
         self.mtp_loss_sum = self.mtp_loss_sum + further.detach()
-        return self._used(self.head, with_gradient(loss, further, self.mtp.weight))
+        weight = self.mtp.weight
+        loss = with_gradient(loss, further, lambda gradient: gradient * weight)
+        return self._used(self.head, loss)
 
     def units(self) -> Iterator[nn.Module]:
         """What ``before_use`` is called with, in the order of forward."""

@@ -12,7 +12,6 @@ import torch
 
 from raymega.config.schema import OptimizerSection
 from raymega.optim.state_formats import (
-    FullPrecisionState,
     StatePlacement,
     StateStorage,
     make_state_storage,
@@ -41,7 +40,7 @@ class Member:
 
     def open(self) -> ParamState:
         """The slot with its state opened."""
-        if all(isinstance(each, FullPrecisionState) for each in self.kept):
+        if self.param_state.state:
             return self.param_state
         return replace(self.param_state, state=tuple(each.open() for each in self.kept))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -47,82 +47,41 @@ class StatePlacement:
         yield from extent_blocks(kind, self.part, self.extent, values, is_replicated=is_replicated)
 
 
-class StateStorage(Protocol):
-    """State of one kind at one place. An update opens it, changes the values, and closes it.
-
-    ``memory`` is what has a value for each element.
-    """
-
-    @property
-    def memory(self) -> torch.Tensor: ...
-
-    def open(self) -> torch.Tensor:
-        """The values, flat, in the masters' format."""
-
-    def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
-        """Tell ``shared`` how large they are, before any is closed."""
-
-    def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:
-        """Keep the values, when ``shared`` knows how large those of all ranks are."""
-
-    def blocks(self) -> Iterator[TensorBlock]:
-        """What a checkpoint keeps, and fills."""
-
-
 def make_state_storage(form: Format, kind: str, place: StatePlacement) -> StateStorage:
     """State that is zero."""
     match form:
         case "master":
-            return FullPrecisionState(kind, place)
+            return FloatState(kind, place, place.dtype)
         case "bfloat16":
-            return Bfloat16State(kind, place)
+            return FloatState(kind, place, torch.bfloat16)
         case "8bit":
             return Int8State(kind, place)
 
 
-class FullPrecisionState:
-    """Nothing to convert: the values are always the same memory."""
+class FloatState:
+    """Kept in a format of its own, rounded to nearest; in the masters' it is always the same memory."""
 
-    def __init__(self, kind: str, place: StatePlacement) -> None:
-        self._kind, self._place, self._values = kind, place, place.zeros(place.dtype)
-
-    @property
-    def memory(self) -> torch.Tensor:
-        return self._values
-
-    def open(self) -> torch.Tensor:
-        return self._values
-
-    def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
-        """Nothing is shared."""
-
-    def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:
-        """They are kept already."""
-
-    def blocks(self) -> Iterator[TensorBlock]:
-        yield from self._place.blocks(self._kind, self._values)
-
-
-class Bfloat16State:
-    """Rounded to the nearest bfloat16."""
-
-    def __init__(self, kind: str, place: StatePlacement) -> None:
-        self._kind, self._place, self._values = kind, place, place.zeros(torch.bfloat16)
+    def __init__(self, kind: str, place: StatePlacement, dtype: torch.dtype) -> None:
+        self._kind, self._place, self._values = kind, place, place.zeros(dtype)
 
     @property
     def memory(self) -> torch.Tensor:
         return self._values
 
     def open(self) -> torch.Tensor:
+        """The values, flat, in the masters' format."""
         return self._values.to(self._place.dtype)
 
     def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
-        """Nothing is shared."""
+        """Tell ``shared`` how large they are, before any is closed: here nothing is shared."""
 
     def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:  # noqa: ARG002
-        self._values.copy_(values)
+        """Keep the values, when ``shared`` knows how large those of all ranks are."""
+        if values is not self._values:
+            self._values.copy_(values)
 
     def blocks(self) -> Iterator[TensorBlock]:
+        """What a checkpoint keeps, and fills."""
         yield from self._place.blocks(self._kind, self._values)
 
 
@@ -216,6 +175,9 @@ class Int8State:
                         holders=block.holders,
                         replica=block.replica,
                     )
+
+
+StateStorage = FloatState | Int8State
 
 
 @cache

@@ -1,6 +1,7 @@
-"""How large a step's batch is, how many micro-batches it has, and which global samples each holds.
+"""Split a step's global batch into micro-batches, and assign global samples to them.
 
-The only place that divides a batch; the tail beyond the global batch is masked and counts nowhere.
+This is the only module that divides a batch. Slots beyond the global batch are masked and count
+nowhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """The step's portions; sizes in sequences."""
+    """Division of a step's batch; sizes are in sequences."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -20,15 +21,15 @@ class BatchPlan:
 
     @property
     def num_masked(self) -> int:
-        """Slots of the last micro-batches that hold no sample."""
+        """Number of slots in the last micro-batches that hold no sample."""
         slots = self.num_micro_batches * self.micro_batch_size * self.dp
         return slots - self.global_batch_size
 
     def samples(self, micro_batch: int, dp_rank: int, first_sample: int) -> tuple[int, ...]:
-        """Global sample indices of one micro-batch; -1 marks a masked slot.
+        """Return the global sample indices of one micro-batch; -1 marks a masked slot.
 
         Consecutive samples form a micro-batch, and consecutive micro-batches go to consecutive
-        data-parallel ranks, so the set of samples of a step is the same on every grid.
+        data-parallel ranks. The set of samples of a step is therefore the same on every grid.
         """
         start = (micro_batch * self.dp + dp_rank) * self.micro_batch_size
         offsets = range(start, start + self.micro_batch_size)
@@ -36,7 +37,7 @@ class BatchPlan:
 
 
 def make_batch(*, global_batch_size: int, micro_batch_size: int, dp: int) -> BatchPlan:
-    """num_micro_batches = ceil(global_batch_size / (micro_batch_size * dp))."""
+    """Return a batch of ceil(global_batch_size / (micro_batch_size * dp)) micro-batches."""
     per_round = micro_batch_size * dp
     return BatchPlan(
         global_batch_size=global_batch_size,
@@ -48,7 +49,7 @@ def make_batch(*, global_batch_size: int, micro_batch_size: int, dp: int) -> Bat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RampStage:
-    """A smaller batch, until ``until_samples`` samples of the run are consumed."""
+    """Smaller batch that is used until ``until_samples`` samples of the run are consumed."""
 
     until_samples: int
     batch: BatchPlan
@@ -56,7 +57,7 @@ class RampStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """Steps in a row with one batch; ``num_steps`` 0 is to the end of the run."""
+    """Consecutive steps with one batch; ``num_steps`` 0 means to the end of the run."""
 
     first_step: int
     first_sample: int
@@ -65,16 +66,18 @@ class Phase:
 
 
 def batch_at(ramp: Sequence[RampStage], batch: BatchPlan, samples: int) -> BatchPlan:
-    """The batch of the step that begins at global sample ``samples``: of nothing else.
+    """Return the batch of the step that begins at global sample ``samples``.
 
-    So a stage whose length is no multiple of its batch ends with the first step that reaches
-    ``until_samples``, and a run that is resumed, on whatever grid, goes on with the right one.
+    It depends on nothing else. A stage whose length is no multiple of its batch ends with the first
+    step that reaches ``until_samples``. A resumed run therefore continues with the right batch on
+    any grid.
     """
     return next((stage.batch for stage in ramp if samples < stage.until_samples), batch)
 
 
 def phases(ramp: Sequence[RampStage], batch: BatchPlan) -> Iterator[Phase]:
-    """The run from its first step (1), by batch; a stage that is passed over whole is left out."""
+    """Yield the phases of the run from its first step (1); a stage of the ramp without steps is
+    left out."""
     step, sample = 1, 0
     for stage in ramp:
         size = stage.batch.global_batch_size

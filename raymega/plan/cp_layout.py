@@ -1,6 +1,6 @@
-"""Which tokens of a row each context-parallel rank holds, and which blocks of attention that makes.
+"""Compute the tokens of a row that each context-parallel rank holds, and its blocks of attention.
 
-Pure: positions as ranges, blocks as slices. It moves nothing and multiplies nothing.
+Positions are ranges and blocks are slices. The module moves nothing and multiplies nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from raymega.config.parallel import ParallelSection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPart:
-    """One block of attention: some of a rank's queries against some keys, both as local indices.
+    """Block of attention: some of a rank's queries against some keys, both as local indices.
 
-    ``is_causal`` masks what lies above the diagonal of a square block; without it all is seen.
+    ``is_causal`` masks what is above the diagonal of a square block; without it everything is seen.
     """
 
     queries: slice
@@ -25,9 +25,10 @@ class AttentionPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """One document of one row, or of all rows alike, as each rank holds it: two equal halves.
+    """Tokens that each rank holds of one document, as two equal halves.
 
-    ``rows`` selects rows of the micro-batch; ``start`` and ``size`` are tokens of a rank.
+    ``rows`` selects rows of the micro-batch: one, or all where they are alike. ``start`` and
+    ``size`` count tokens of a rank.
     """
 
     rows: slice
@@ -36,37 +37,37 @@ class Segment:
 
     @property
     def all(self) -> slice:
-        """The rank's tokens of it."""
+        """Slice of all the rank's tokens of the document."""
         return slice(self.start, self.start + self.size)
 
     @property
     def early(self) -> slice:
-        """Those of the chunk nearer to the document's begin."""
+        """Slice of the chunk that is nearer to the document's start."""
         return slice(self.start, self.start + self.size // 2)
 
     @property
     def late(self) -> slice:
-        """Those of the chunk nearer to its end."""
+        """Slice of the chunk that is nearer to the document's end."""
         return slice(self.start + self.size // 2, self.start + self.size)
 
 
 def inner_ranks(parallel: ParallelSection) -> int:
-    """How many neighbours on the cp axis exchange heads."""
+    """Return the number of neighbours on the cp axis that exchange heads; 1 if none do."""
     return {"all_to_all": parallel.cp, "hybrid": parallel.hierarchical_cp_size}.get(
         parallel.cp_method, 1
     )
 
 
 def rank_ranges(lengths: Sequence[int], *, cp: int, cp_rank: int) -> tuple[range, ...]:
-    """Positions of a row that a rank holds, in the order in which it holds them.
+    """Return the positions of a row that a rank holds, in the order in which it holds them.
 
     A document is cut into 2 cp chunks, of which rank r holds numbers r and 2 cp - 1 - r: one early
-    and one late, so that under a causal mask all ranks have equal work.
+    and one late. Under a causal mask all ranks then have equal work.
 
     Args:
-        lengths: Of the row's documents, each a multiple of 2 cp unless cp is 1.
-        cp: Context-parallel degree.
-        cp_rank: Coordinate on that axis.
+        lengths: Lengths of the row's documents, each a multiple of 2 cp unless cp is 1.
+        cp: Degree of context parallelism.
+        cp_rank: Coordinate of the rank on the cp axis.
     """
     ranges: list[range] = []
     begin = 0
@@ -82,11 +83,11 @@ def rank_ranges(lengths: Sequence[int], *, cp: int, cp_rank: int) -> tuple[range
 
 
 def segments(rows: Sequence[Sequence[int]], *, cp: int) -> tuple[Segment, ...]:
-    """How each of ``cp`` ranks holds the documents of a micro-batch.
+    """Return the segments of a micro-batch's documents, as each of ``cp`` ranks holds them.
 
     Args:
         rows: Lengths of each row's documents; a single entry stands for all rows.
-        cp: Ranks that share the tokens out.
+        cp: Number of ranks that share the tokens.
     """
     found = []
     for row, lengths in enumerate(rows):
@@ -101,11 +102,11 @@ def segments(rows: Sequence[Sequence[int]], *, cp: int) -> tuple[Segment, ...]:
 def ring_parts(
     segment: Segment, *, here: int, source: int, is_causal: bool
 ) -> tuple[AttentionPart, ...]:
-    """Blocks of place ``here``'s queries against the keys of place ``source`` on a ring.
+    """Return the blocks of place ``here``'s queries against the keys of place ``source`` on a ring.
 
-    Chunk r comes before chunk 2 n - 1 - r. So a rank's own block is an ordinary causal one; of a
-    rank before it the early keys come before all its queries, and the late ones after; its late
-    queries come after all keys of a rank behind it, and its early ones before. Each block of two
+    Chunk r comes before chunk 2 n - 1 - r. A rank's own block is therefore an ordinary causal one.
+    Of a lower rank the early keys come before all queries here, and the late ones after. The late
+    queries here come after all keys of a higher rank, and the early ones before. Each block of two
     ranks is half a square, and none needs a mask.
     """
     if source == here or not is_causal:
@@ -118,7 +119,7 @@ def ring_parts(
 def gathered_parts(
     segment: Segment, *, here: int, num_places: int, is_causal: bool
 ) -> tuple[AttentionPart, ...]:
-    """Blocks of place ``here``'s queries against all keys that are not its own.
+    """Return the blocks of place ``here``'s queries against all keys that are not its own.
 
     Keys are those of the whole row in order, where the segment begins at ``num_places`` times its
     local start. Own keys are another block: :func:`ring_parts` with ``here`` as the source.
@@ -129,6 +130,7 @@ def gathered_parts(
     def between(first: int, last: int) -> slice:
         return slice(begin + first * chunk, begin + last * chunk)
 
+    # The rank's two chunks cut the other keys into three stretches.
     before, inside = between(0, mine[0]), between(mine[0] + 1, mine[1])
     behind = between(mine[1] + 1, 2 * num_places)
     inner = segment.late if is_causal else segment.all

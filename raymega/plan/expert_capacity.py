@@ -1,6 +1,8 @@
-"""Capacity: how many of a micro-batch's tokens one expert takes, and the rows kept for them.
+"""Compute the capacity of an expert: the most tokens of a micro-batch that it takes, and their
+rows.
 
-The router drops and pads by it, the planner prices by it; which tokens an expert keeps is the router's.
+The router drops and pads by it, and the planner prices by it. The router chooses which tokens an
+expert keeps.
 """
 
 from __future__ import annotations
@@ -11,19 +13,23 @@ from raymega.config.moe import MoeSection
 
 
 def capacity_share(moe: MoeSection) -> float:
-    """Of the tokens of a micro-batch those that an expert takes, at most: an even load's times the factor."""
+    """Return the largest share of a micro-batch's tokens that one expert takes.
+
+    It is the share of an even load times the capacity factor.
+    """
     return moe.capacity_factor * moe.top_k / moe.num_experts
 
 
 def reserved_rows(moe: MoeSection, *, num_tokens: int, num_ranks: int) -> int:
-    """Rows that an expert computes for one rank's tokens where it is padded to its capacity.
+    """Return the rows that an expert computes for one rank's tokens where it is padded to its
+    capacity.
 
-    All that it takes of the micro-batch may come from one rank, so each reserves the whole capacity, or
-    a row for each of its tokens where that is less.
+    All that it takes of the micro-batch may come from one rank. Each rank therefore reserves the
+    whole capacity, or a row for each of its tokens where that is less.
 
     Args:
-        moe: Of which it reads capacity_factor, top_k and num_experts.
-        num_tokens: Of the rank.
-        num_ranks: That share the micro-batch, with as many tokens each: tp * cp.
+        moe: Section ``model.moe`` of the job, with capacity_factor, top_k and num_experts.
+        num_tokens: Number of tokens on the rank.
+        num_ranks: Number of ranks that share the micro-batch, with as many tokens each: tp * cp.
     """
     return ceil(min(num_tokens * num_ranks * capacity_share(moe), num_tokens))

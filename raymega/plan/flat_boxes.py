@@ -1,4 +1,4 @@
-"""Boxes that a stretch of a flat array is made of."""
+"""Split a stretch of a flat array into boxes of its shape."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from raymega.messages import Box
 
 
 def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    """Elements ``first`` to ``last`` of a flat array of ``shape`` as boxes, in order.
+    """Yield elements [first, last) of a flat array of ``shape`` as boxes, in order.
 
-    At most 3 boxes for a matrix: the end of a row, whole rows, the begin of a row.
+    A matrix has at most 3 boxes: the end of a row, whole rows, the begin of a row.
     """
     if first >= last:
         return
@@ -21,9 +21,10 @@ def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Bo
     for extent in shape[1:]:
         inner *= extent
     top, bottom = -(-first // inner), last // inner
-    if top > bottom:  # both ends lie in one row
+    if top > bottom:  # both ends are in one row
         yield from _in_row(bottom, shape, first - bottom * inner, last - bottom * inner)
         return
+    # The end of a row, whole rows, the begin of a row.
     yield from _in_row(top - 1, shape, first - (top - 1) * inner, inner)
     if top < bottom:
         yield Box(offset=(top, *(0 for _ in shape[1:])), shape=(bottom - top, *shape[1:]))
@@ -31,7 +32,7 @@ def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Bo
 
 
 def linear_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Place of the element at ``offset`` in a flat array of ``shape``."""
+    """Return the place of the element at ``offset`` in a flat array of ``shape``."""
     index = 0
     for position, extent in zip(offset, shape, strict=True):
         index = index * extent + position

@@ -1,7 +1,7 @@
-"""Floating-point operations that a model asks for, from its section of the job alone.
+"""Count the floating-point operations of a model from its section of the job alone.
 
-Model FLOPs: what the mathematics needs, whatever is computed again, padded or masked on the way, so
-that two systems are compared by the same count (Chowdhery et al. 2022, PaLM, appendix B).
+They are model FLOPs: what the mathematics needs, whatever is recomputed, padded or masked. Two
+systems are then compared by the same count (Chowdhery et al. 2022, PaLM, appendix B).
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from raymega.plan.tensor_table import GlobalTensor, embedding_tensors, layer_ten
 from raymega.schedule.simulate import Durations
 
 FORWARD_AND_BACKWARD = 3
-"""A backward pass multiplies each matrix twice: for its input's gradient and for its own."""
+"""FLOPs of both passes over those of the forward. A backward multiplies each matrix twice: for the
+gradient of its input and for its own."""
 
 
 def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
-    """Of training on one token: forward and backward.
+    """Return the FLOPs of training on one token: forward and backward.
 
-    A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not; looking
-    up an embedding costs nothing, norms and biases are not counted. Attention's two products cost
-    2 * (S / 2) * H * (K + V) a token and layer: a causal token sees half of the sequence on average.
-    A token further ahead costs a block, the matrix before it and the head once more.
-    Counting the whole S x S square, as Narayanan et al. 2021 and PaLM do, doubles that part; with
-    the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's tables.
+    A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not. Looking
+    up an embedding costs nothing; norms and biases are not counted. Attention's two products cost 2
+    * (S / 2) * H * (K + the width of a value head) a token and layer, because a causal token sees
+    half of the sequence on average. Each depth of multi-token prediction costs a block, the matrix
+    before it and the head once more.
+
+    Counting the whole [S, S] square, as Narayanan et al. 2021 and PaLM do, doubles attention's
+    part. With the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's
+    tables.
     """
     attention = _attention_flops(model, seq_len)
     head = model.vocab_size * model.hidden_size
@@ -36,17 +40,17 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
 
 
 def active_weights(tensors: Iterable[GlobalTensor], model: ModelSection) -> float:
-    """Elements of matrices that one token is multiplied with: of experts, top_k of all."""
+    """Return the matrix elements that one token is multiplied with; of experts, top_k of all."""
     share = model.moe.top_k / max(1, model.moe.num_experts)
     matrices = (t for t in tensors if len(t.shape) > 1)
     return sum(t.num_elements * (share if t.is_expert else 1.0) for t in matrices)
 
 
 def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
-    """A layer's passes in units of its forward, by the operations that each multiplies.
+    """Return the durations of a layer's passes in units of its forward, by their FLOPs.
 
-    The weight part is the matrices' own; the input part has as much and attention's backward, which
-    is twice its forward.
+    The weight part is that of the matrices alone. The input part has as much, and attention's
+    backward, which is twice its forward.
     """
     weights = active_weights(layer_tensors(model, model.num_layers - 1), model)
     matrices, attention = 2 * weights, _attention_flops(model, seq_len)
@@ -54,7 +58,7 @@ def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
 
 
 def loss_cost(model: ModelSection) -> float:
-    """Multiplications of what follows the last layer for each one of that layer, scores left out."""
+    """Return the FLOPs of what follows the last layer over those of that layer, scores left out."""
     layer = active_weights(layer_tensors(model, model.num_layers - 1), model)
     further = active_weights(mtp_tensors(model), model)
     head = embedding_tensors(model)[0].num_elements
@@ -62,5 +66,5 @@ def loss_cost(model: ModelSection) -> float:
 
 
 def _attention_flops(model: ModelSection, seq_len: float) -> float:
-    """Forward, a token and layer."""
+    """Return the FLOPs of attention's two products in a forward, for one token and layer."""
     return seq_len * model.num_heads * (model.head_width + model.value_width)

@@ -1,4 +1,4 @@
-"""Which products a job makes in fp8."""
+"""Decide which matrix products of a job run in fp8."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from raymega.config.schema import Job, PrecisionSection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Coverage:
-    """Which of a block's matrix products are in 8 bits.
+    """Matrix products of a block that run in fp8.
 
     Attributes:
-        linears: Of linear layers: outputs, and gradients of inputs.
-        weight_gradients: Their weights' gradients.
-        experts: Of experts: outputs, and gradients of inputs.
-        expert_gradients: Their weights' gradients.
-        reduces_rows: Each token's largest magnitude is taken over tp where features are cut.
+        linears: Whether outputs and input gradients of linear layers are computed in fp8.
+        weight_gradients: Whether weight gradients of linear layers are computed in fp8.
+        experts: Whether outputs and input gradients of experts are computed in fp8.
+        expert_gradients: Whether weight gradients of experts are computed in fp8.
+        reduces_rows: Whether each token's largest magnitude is reduced over tp where features are
+            cut.
     """
 
     linears: bool = False
@@ -31,7 +32,8 @@ NONE_IN_EIGHT = Fp8Coverage()
 
 
 def fp8_coverage(precision: PrecisionSection) -> Fp8Coverage:
-    """What the job asks for, of a block that is not kept in the compute dtype."""
+    """Return the products that the job runs in fp8, for a block that is not kept in the compute
+    dtype."""
     is_by_row = precision.fp8 == "rowwise"
     return Fp8Coverage(
         linears=precision.fp8 != "none",
@@ -42,12 +44,12 @@ def fp8_coverage(precision: PrecisionSection) -> Fp8Coverage:
 
 
 def fp8_blocks(num_layers: int, precision: PrecisionSection) -> range:
-    """Numbers of the blocks whose linear layers multiply in fp8."""
+    """Return the numbers of the blocks whose linear layers multiply in fp8."""
     if precision.fp8 == "none":
         return range(0)
     return range(precision.fp8_end_blocks, num_layers - precision.fp8_end_blocks)
 
 
 def goes_by_micro_batch(job: Job) -> bool:
-    """A run with micro-batches of another size is another run."""
+    """Return whether another micro-batch size would change the results of the run."""
     return job.model.moe.goes_by_micro_batch or job.precision.fp8 == "tensorwise"

@@ -1,6 +1,7 @@
-"""Rank arithmetic of the five-axis grid: the only place that turns ranks into coordinates.
+"""Convert ranks to coordinates of the five-axis grid and back; no other module does.
 
-It owns orders, coordinates and group member lists; it makes no communicator and knows no node.
+The module owns orders, coordinates and member lists of groups. It creates no communicator and knows
+no node.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Coords:
     pp: int
 
     def on(self, axis: str) -> int:
-        """The coordinate on ``axis``."""
+        """Return the coordinate on ``axis``."""
         return int(getattr(self, axis))
 
 
@@ -39,7 +40,7 @@ class ExpertCoords:
     pp: int
 
     def on(self, axis: str) -> int:
-        """The coordinate on ``axis``."""
+        """Return the coordinate on ``axis``."""
         return int(getattr(self, axis))
 
 
@@ -48,7 +49,7 @@ AnyCoords = TypeVar("AnyCoords", Coords, ExpertCoords)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPlace:
-    """Which part of every expert tensor a rank holds: degrees of the axes that cut, and its place."""
+    """Part of every expert tensor that a rank holds: degrees of the axes that cut, and coordinates."""
 
     ep: int = 1
     ep_rank: int = 0
@@ -60,11 +61,11 @@ class ExpertPlace:
 class Grid:
     """Degrees of the axes and their order, fastest axis first.
 
-    The dense world is tp * cp * dp * pp. The expert axes factorise the same ranks again as
-    etp * ep * edp * pp with equal pipeline groups (parallel folding, Liu et al. 2025,
-    arXiv:2504.14960): the ranks of a pipeline stage, numbered in dense order, are cut by etp first,
-    then by ep and edp, in the order in which ``order`` has ep and dp. With ep = etp = 1 all ranks of
-    a stage hold the same experts.
+    The dense world is tp * cp * dp * pp. The expert axes factorise the same ranks again as etp * ep
+    * edp * pp with equal pipeline groups (parallel folding, Liu et al. 2025, arXiv:2504.14960). The
+    ranks of a pipeline stage, numbered in dense order, are cut by etp first, then by ep and edp, in
+    the order in which ``order`` has ep and dp. With ep = etp = 1 all ranks of a stage hold the same
+    experts.
     """
 
     tp: int = 1
@@ -82,17 +83,17 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters: cp ranks do as dp ranks do."""
+        """Number of ranks that hold the same parameters: cp ranks do as dp ranks do."""
         return self.cp * self.dp
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline rank: those that the expert axes share out."""
+        """Number of ranks at one pipeline coordinate, which the expert axes factorise."""
         return self.tp * self.cp * self.dp
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same part of the same experts."""
+        """Number of ranks that hold the same part of the same experts."""
         return self.stage_size // (self.etp * self.ep)
 
     @property
@@ -101,25 +102,30 @@ class Grid:
         return tuple(axis for axis in self.order.split("-") if axis != "ep")
 
     def degrees(self) -> dict[str, int]:
-        """Axis to degree, as records show a grid."""
+        """Return the degree of each axis, as records show a grid."""
         return {axis: self.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")}
 
     def degree(self, axis: str) -> int:
-        """Size of ``axis``."""
+        """Return the size of ``axis``."""
         return int(getattr(self, axis))
 
     def coords(self, rank: int) -> Coords:
-        """Coordinates of ``rank``, in [0, world_size)."""
+        """Return the coordinates of ``rank``.
+
+        Raises:
+            IndexError: ``rank`` is not in [0, world_size).
+        """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the world of {self.world_size} ranks")
         return Coords(**self._digits(rank, self.dense_axes))
 
     def rank(self, coords: Coords) -> int:
-        """Inverse of :meth:`coords`."""
+        """Return the rank at ``coords``; the inverse of :meth:`coords`."""
         return self._number(coords, self.dense_axes)
 
     def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """Ranks that differ from ``rank`` only on ``axes``; the first axis given varies fastest."""
+        """Return the ranks that differ from ``rank`` only on ``axes``; the first axis given varies
+        fastest."""
         return tuple(map(self.rank, self._along(axes, self.coords(rank))))
 
     @property
@@ -131,23 +137,23 @@ class Grid:
         )
 
     def expert_coords(self, rank: int) -> ExpertCoords:
-        """Coordinates of ``rank`` among the experts."""
+        """Return the coordinates of ``rank`` on the experts' grid."""
         here = self.coords(rank)
         place = self._number(here, self._stage_axes)
         return ExpertCoords(pp=here.pp, **self._digits(place, self.expert_axes))
 
     def expert_rank(self, coords: ExpertCoords) -> int:
-        """Inverse of :meth:`expert_coords`."""
+        """Return the rank at ``coords``; the inverse of :meth:`expert_coords`."""
         place = self._number(coords, self.expert_axes)
         return self.rank(Coords(pp=coords.pp, **self._digits(place, self._stage_axes)))
 
     def expert_place(self, rank: int) -> ExpertPlace:
-        """Which part of expert tensors ``rank`` holds."""
+        """Return the part of expert tensors that ``rank`` holds."""
         here = self.expert_coords(rank)
         return ExpertPlace(ep=self.ep, ep_rank=here.ep, etp=self.etp, etp_rank=here.etp)
 
     def expert_group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """:meth:`group` in the experts' view: ``axes`` are of etp, ep and edp."""
+        """Return the group of ``rank`` on the experts' grid; ``axes`` are of etp, ep and edp."""
         return tuple(map(self.expert_rank, self._along(axes, self.expert_coords(rank))))
 
     @property
@@ -155,14 +161,14 @@ class Grid:
         return tuple(axis for axis in self.dense_axes if axis != "pp")
 
     def _digits(self, number: int, axes: Sequence[str]) -> dict[str, int]:
-        """The coordinate on each of ``axes``, fastest first, of what has this number on them."""
+        """Return the coordinate on each of ``axes``, fastest first, of the place with this number."""
         digits: dict[str, int] = {}
         for axis in axes:
             number, digits[axis] = divmod(number, self.degree(axis))
         return digits
 
     def _number(self, coords: Coords | ExpertCoords, axes: Sequence[str]) -> int:
-        """Inverse of :meth:`_digits`."""
+        """Return the number of a place on ``axes``; the inverse of :meth:`_digits`."""
         number, stride = 0, 1
         for axis in axes:
             number += coords.on(axis) * stride
@@ -170,13 +176,13 @@ class Grid:
         return number
 
     def _along(self, axes: str | Sequence[str], here: AnyCoords) -> Iterator[AnyCoords]:
-        """Every place that differs from ``here`` on ``axes`` alone, the first axis fastest."""
+        """Yield every place that differs from ``here`` on ``axes`` alone, the first axis fastest."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         for digits in product(*(range(self.degree(axis)) for axis in reversed(axes))):
             yield replace(here, **dict(zip(reversed(axes), digits, strict=True)))
 
     def groups(self, axes: str | Sequence[str]) -> Iterator[tuple[int, ...]]:
-        """Every group of :meth:`group`, each once, by lowest first member."""
+        """Yield every group of :meth:`group`, each once, by lowest first member."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         for rank in range(self.world_size):
             here = self.coords(rank)
@@ -184,12 +190,13 @@ class Grid:
                 yield self.group(axes, rank)
 
     def describe(self) -> str:
-        """Short form, such as ``tp2-pp2-dp2``; degrees of 1 are left out."""
+        """Return a short form, such as ``tp2-pp2-dp2``; degrees of 1 are left out."""
         parts = [f"{a}{self.degree(a)}" for a in ("tp", "cp", "pp", "dp", "ep", "etp")]
+        # Degrees such as 11 also end with 1, but with two digits.
         return "-".join(p for p in parts if not p.endswith("1") or p[-2:].isdigit()) or "one-rank"
 
 
 def make_grid(parallel: ParallelSection) -> Grid:
-    """The grid that a job's ``parallel`` section describes; a legal one."""
+    """Return the grid of a job's ``parallel`` section, which must be legal."""
     degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
     return Grid(order=parallel.order, **degrees)

@@ -1,7 +1,7 @@
-"""Rules that give tensors other names: ``OLD=NEW`` for names that begin so, a part at a time.
+"""Rename tensors by rules ``OLD=NEW`` on the leading parts of dotted names.
 
 ``layers.*.attention.wq=layers.*.attention.q`` turns ``layers.3.attention.wq.weight`` into
-``layers.3.attention.q.weight``. It knows no tensors and no files.
+``layers.3.attention.q.weight``. The module knows no tensors and no files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ANY = "*"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rename:
-    """One rule: names whose dotted parts begin with ``old`` begin with ``new`` instead.
+    """Rule by which names whose dotted parts begin with ``old`` begin with ``new`` instead.
 
     A ``*`` in ``old`` stands for one part, whatever it is; those in ``new`` take them in order.
     """
@@ -25,7 +25,7 @@ class Rename:
     new: tuple[str, ...]
 
     def apply(self, name: str) -> str | None:
-        """The other name, or None when the rule says nothing about this one."""
+        """Return the new name, or None when the rule does not apply to this one."""
         parts = name.split(".")
         head, rest = parts[: len(self.old)], parts[len(self.old) :]
         if len(head) < len(self.old):
@@ -37,12 +37,12 @@ class Rename:
         return ".".join([*(next(met) if part == ANY else part for part in self.new), *rest])
 
     def inverse(self) -> Rename:
-        """The rule that takes it back."""
+        """Return the rule that undoes this one."""
         return Rename(old=self.new, new=self.old)
 
 
 def make_renames(rules: Iterable[str]) -> tuple[Rename, ...]:
-    """The rules of texts that have no :func:`rename_faults`."""
+    """Return the rules of texts that have no :func:`rename_faults`."""
     halves = [rule.partition("=") for rule in rules]
     return tuple(
         Rename(old=tuple(old.split(".")), new=tuple(new.split("."))) for old, _, new in halves
@@ -50,13 +50,13 @@ def make_renames(rules: Iterable[str]) -> tuple[Rename, ...]:
 
 
 def renamed(name: str, renames: Sequence[Rename]) -> str:
-    """``name`` by the first rule that says something about it; itself when none does."""
+    """Return the name after the first rule that applies to it; the same name when none does."""
     found = (rename.apply(name) for rename in renames)
     return next((other for other in found if other is not None), name)
 
 
 def rename_faults(field: str, rules: Iterable[str]) -> list[Fault]:
-    """Texts that are no rules."""
+    """Return a fault for each text that is no rule."""
     return [
         Fault(
             fact=f"{field} has {rule!r}",

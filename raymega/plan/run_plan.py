@@ -1,6 +1,7 @@
-"""RunPlan: everything about a run that can be decided before a process starts, as plain values.
+"""Define RunPlan: everything about a run that can be decided before a process starts.
 
-It crosses to the workers as JSON inside a message. It starts nothing and reads no store.
+A plan has plain values, and is sent to the workers as JSON inside a message. It starts nothing and
+reads no store.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_placement
 
 ON_GRID = {"num_workers": "grid"}
-"""Of a job's section cluster: as many workers as the grid has ranks."""
+"""Values of a job's section ``cluster`` for as many workers as the grid has ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """The job and what follows from it; ``batch`` is that of every step after the ``ramp``."""
+    """Job and what follows from it; ``batch`` is that of every step after the ``ramp``."""
 
     job: Job
     grid: Grid
@@ -36,21 +37,21 @@ class RunPlan:
 
     @property
     def batches(self) -> tuple[BatchPlan, ...]:
-        """Every batch that the run has, in order."""
+        """All batches of the run, in order."""
         return (*(stage.batch for stage in self.ramp), self.batch)
 
     def batch_at(self, samples: int) -> BatchPlan:
-        """The batch of the step that begins when ``samples`` samples are consumed."""
+        """Return the batch of the step that begins when ``samples`` samples are consumed."""
         return batch_at(self.ramp, self.batch, samples)
 
     @property
     def placement(self) -> Placement:
-        """Which rank of a pipeline holds which stage."""
+        """Placement of the pipeline's stages on its ranks."""
         schedule = self.job.schedule
         return make_placement(schedule.name, pp=self.grid.pp, chunks=schedule.chunks)
 
     def sizes(self, batch: BatchPlan) -> Sizes:
-        """What the training schedule of ``batch`` is made for."""
+        """Return the sizes for which the training schedule of ``batch`` is made."""
         schedule = self.job.schedule
         sizes = make_sizes(
             pp=self.grid.pp,
@@ -66,31 +67,31 @@ class RunPlan:
         )
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
-        """The stages that ``rank`` runs, by chunk."""
+        """Return the stages that ``rank`` runs, by chunk."""
         return self.chunks_of(self.grid.coords(rank).pp)
 
     def chunks_of(self, pp_rank: int) -> tuple[Stage, ...]:
-        """The same of every rank at ``pp_rank``."""
+        """Return the stages of every rank at ``pp_rank``, by chunk."""
         placement = self.placement
         return tuple(
             self.stages[placement.stage(pp_rank, chunk)] for chunk in range(placement.chunks)
         )
 
     def to_json(self) -> str:
-        """One JSON object; :func:`read_plan` is the inverse."""
+        """Return the plan as one JSON object; :func:`read_plan` is the inverse."""
         return _ADAPTER.dump_json(self).decode()
 
 
 def read_plan(text: str) -> RunPlan:
-    """Inverse of :meth:`RunPlan.to_json`."""
+    """Return the plan of a text; the inverse of :meth:`RunPlan.to_json`."""
     return _ADAPTER.validate_json(text)
 
 
 def make_plan(job: Job) -> RunPlan:
-    """Derive the plan.
+    """Derive the plan of a job.
 
     Raises:
-        PlanError: With every rule that the job's values break together.
+        PlanError: The job's values break a rule; the error has every rule that they break.
     """
     raise_faults(PlanError, job_faults(job_values(job)))
     grid, schedule = make_grid(job.parallel), job.schedule
@@ -114,16 +115,16 @@ def make_plan(job: Job) -> RunPlan:
 
 
 def with_options(plan: RunPlan, job: Job) -> RunPlan:
-    """The plan of ``job``, which has the grid, the stages and the schedule of ``plan``.
+    """Return the plan of ``job``, which has the grid, the stages and the schedule of ``plan``.
 
-    For searches: rules between the job's values are not checked again.
+    Searches use it: rules between the job's values are not checked again.
     """
     ramp, batch = _batches(job, plan.grid)
     return replace(plan, job=job, ramp=ramp, batch=batch)
 
 
 def _batches(job: Job, grid: Grid) -> tuple[tuple[RampStage, ...], BatchPlan]:
-    """The ramp, and the batch of every step after it."""
+    """Return the ramp, and the batch of every step after it."""
 
     def batch_of(size: int) -> BatchPlan:
         micro_batch_size = job.schedule.micro_batch_size
@@ -137,7 +138,7 @@ def _batches(job: Job, grid: Grid) -> tuple[tuple[RampStage, ...], BatchPlan]:
 
 
 def job_values(job: Job) -> dict[str, object]:
-    """Dotted path to value of every field."""
+    """Return the value of every field, by dotted path."""
     return {
         f"{section}.{field}": getattr(getattr(job, section), field)
         for section, info in Job.model_fields.items()

@@ -1,4 +1,4 @@
-"""What a save costs a rank: bytes that it writes, host memory, files, and the least time at the job's rate."""
+"""Estimate the cost of a save to a rank: bytes written, host memory, files, and the least time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from raymega.plan.tensor_table import Role, stage_tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveCost:
-    """One checkpoint, for one rank.
+    """Cost of one checkpoint for one rank.
 
     Attributes:
-        share_bytes: What the rank writes.
-        buffer_bytes: Host memory of its copy; none where that lies in snapshots' memory.
-        num_files: Data files, at least.
-        least_s: Time of the write at checkpoint.bytes_per_s; 0 without such a limit.
+        share_bytes: Bytes that the rank writes.
+        buffer_bytes: Host memory of the rank's copy; 0 where snapshots' memory holds that.
+        num_files: Number of data files, at least.
+        least_s: Seconds of the write at checkpoint.bytes_per_s; 0 without such a limit.
     """
 
     share_bytes: int
@@ -34,7 +34,10 @@ class SaveCost:
 
 
 def save_cost(plan: RunPlan, rank: int) -> SaveCost:
-    """Cost of ``rank``'s part of a checkpoint; exact but for rows that replicas share unevenly."""
+    """Return the cost of ``rank``'s part of a checkpoint.
+
+    It is exact but for rows that replicas share unevenly.
+    """
     section, share = plan.job.checkpoint, share_bytes(plan, rank)
     buffer_bytes = min(share, section.buffer_bytes or share)
     file_bytes = min(section.file_bytes, buffer_bytes)
@@ -47,18 +50,27 @@ def save_cost(plan: RunPlan, rank: int) -> SaveCost:
 
 
 def shares_snapshot(job: Job) -> bool:
-    """A checkpoint is read from the memory of snapshots, of which none begins until it is written."""
+    """Return whether a checkpoint is read from the memory of snapshots.
+
+    No snapshot begins then until the checkpoint is written.
+    """
     section = job.elastic
     is_paused = section.snapshot_every > 0 and section.snapshot_during_save == "pause"
     return is_paused and not job.checkpoint.buffer_bytes
 
 
 def share_bytes(plan: RunPlan, rank: int) -> int:
-    """Masters and moments, without a tied copy, divided by their replicas, sharded or not."""
+    """Return the bytes of ``rank``'s part of a checkpoint.
+
+    These are masters and optimizer state, without a tied copy, divided by their replicas, sharded
+    or not.
+    """
     job, grid, stages = plan.job, plan.grid, plan.stages_of(rank)
     place = grid.tp, grid.coords(rank).tp, grid.expert_place(rank)
+    # The stages' ends, and one block of each kind.
     parts = [(replace(stage, num_layers=0), 1) for stage in stages]
     for (layer, _), times in block_kinds(job.model, stages).items():
+        # A middle stage, so that it has a block and no end.
         block = replace(stages[0], index=1, num_stages=3, first_layer=layer, num_layers=1)
         parts.append((block, times))
     dense = experts = 0
@@ -72,7 +84,7 @@ def share_bytes(plan: RunPlan, rank: int) -> int:
 def _held_bytes(
     job: Job, stage: Stage, tp: int, tp_rank: int, place: ExpertPlace
 ) -> tuple[int, int]:
-    """Of dense tensors and of experts in ``stage``, before replicas divide them."""
+    """Return the bytes of dense tensors and of experts in ``stage``, before replicas divide them."""
     held = {False: 0, True: 0}
     for tensor in stage_tensors(job.model, stage):
         if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
@@ -82,7 +94,7 @@ def _held_bytes(
 
 
 def _bytes_of(job: Job, role: Role, box: Box) -> int:
-    """A master and its state."""
+    """Return the bytes of a master and its optimizer state."""
     full, form = max(4, DTYPE_BYTES[job.precision.dtype]), format_of(job.optimizer, role)
     of_kind = state_bytes(form, box.num_elements, scale_boxes(box).begun.num_elements, full)
     return box.num_elements * full + of_kind * len(kinds_of(job.optimizer.name, role))

@@ -1,8 +1,8 @@
-"""Where copies of a rank's state are kept in memory, and what that costs.
+"""Place the copies of a rank's state in the memory of nodes, and estimate their cost.
 
-A snapshot of a rank's share lies twice: on its own node and in its partner's keeper, the next
-node round. So whichever node is lost, the other copy lives. Starting and asking keepers is
-orchestrate's.
+A snapshot of a rank's share has two copies: on its own node, and in the snapshot server of its
+partner, the next node round. Whichever node is lost, the other copy survives.
+``raymega.orchestrate.workers.snapshot_holders`` starts and calls snapshot servers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from raymega.plan.save_cost import share_bytes
 
 GIB_BYTES = 2**30
 NUM_GENERATIONS = 2
-"""The newest whole snapshot and the one that is being written, on each of the nodes that keep a copy."""
+"""Number of snapshots on each node that keeps a copy: the newest whole one and the one that is
+being written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotCost:
-    """What one rank's snapshots cost its node and its partner.
+    """Cost of one rank's snapshots to its node and its partner.
 
     Attributes:
-        share_bytes: What the rank writes of one snapshot.
-        buffer_bytes: Host memory of its node, at most: what it copies to, which its keeper has a view of.
-        keeper_bytes: Host memory of the partner's keeper, at most.
-        sent_bytes: What leaves the rank's node for one snapshot.
+        share_bytes: Bytes that the rank writes of one snapshot.
+        buffer_bytes: Host memory of its node, at most: buffers that the rank copies to, of which
+            its snapshot server has a view.
+        keeper_bytes: Host memory of the partner's snapshot server, at most.
+        sent_bytes: Bytes sent from the rank's node for one snapshot.
     """
 
     share_bytes: int
@@ -38,31 +40,31 @@ class SnapshotCost:
 
 
 def partners(nodes: Sequence[str]) -> dict[str, str]:
-    """The partner of each node that occurs in ``nodes``: the next one by name, round.
+    """Return the partner of each node that occurs in ``nodes``: the next one by name, round.
 
-    Each node is the partner of one other, so that none keeps more than two nodes' copies. A node
-    that is alone is its own, and then there is one copy.
+    Each node is the partner of one other, so that none keeps more than two nodes' copies. A single
+    node is its own partner, and then there is one copy.
     """
     ring = sorted(set(nodes))
     return dict(zip(ring, (*ring[1:], *ring[:1]), strict=True))
 
 
 def copy_nodes(node_of: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """By rank the nodes that keep its share: its own and the partner.
+    """Return for each rank the nodes that keep its share: its own and the partner.
 
     Args:
-        node_of: The node of each rank.
+        node_of: Name of the node of each rank.
     """
     partner = partners(node_of)
     return tuple(tuple(dict.fromkeys((node, partner[node]))) for node in node_of)
 
 
 def node_bytes(plan: RunPlan, node_of: Sequence[str]) -> dict[str, int]:
-    """Host memory that snapshots take on each node that has any, at most.
+    """Return the host memory that snapshots take on each node that has any, at most.
 
     Args:
-        plan: Of the run.
-        node_of: The node of each rank.
+        plan: Plan of the run.
+        node_of: Name of the node of each rank.
     """
     taken: dict[str, int] = defaultdict(int)
     for rank, homes in enumerate(copy_nodes(node_of)):
@@ -75,12 +77,12 @@ def node_bytes(plan: RunPlan, node_of: Sequence[str]) -> dict[str, int]:
 def memory_faults(
     plan: RunPlan, node_of: Sequence[str], memory_bytes: Mapping[str, int]
 ) -> list[Fault]:
-    """Nodes whose whole memory is less than snapshots would take of it.
+    """Return the faults of nodes whose whole memory is less than snapshots would take of it.
 
     Args:
-        plan: Of the run.
-        node_of: The node of each rank.
-        memory_bytes: Of each node; one that is missing has enough.
+        plan: Plan of the run.
+        node_of: Name of the node of each rank.
+        memory_bytes: Memory of each node; a node that is missing has enough.
     """
     every = plan.job.elastic.snapshot_every
     if not every:
@@ -98,12 +100,12 @@ def memory_faults(
 
 
 def snapshot_cost(plan: RunPlan, rank: int, *, num_copies: int = 2) -> SnapshotCost:
-    """Bytes of ``rank``'s snapshots; exact but for rows that replicas share unevenly.
+    """Return the bytes of ``rank``'s snapshots; exact but for rows that replicas share unevenly.
 
     Args:
-        plan: Of the run.
-        rank: Whose.
-        num_copies: 1 on a single node.
+        plan: Plan of the run.
+        rank: Global rank that takes the snapshots.
+        num_copies: Number of copies; 1 on a single node.
     """
     share = share_bytes(plan, rank)
     return SnapshotCost(

@@ -1,6 +1,6 @@
-"""Which layers each pipeline stage holds: evenly many, by hand, by a layout text, or by cost.
+"""Assign layers to pipeline stages: evenly, by hand, by a layout text, or by cost.
 
-It knows counts and costs; which rank holds a stage is the schedule's placement.
+The module knows counts and costs; ``raymega.schedule.stage_placement`` places stages on ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ EVEN_ONLY = {
         "first_stage_layers", "last_stage_layers", "is_embedding_a_layer", "is_loss_a_layer",
     )
 }  # fmt: skip
-"""Fields that ``stages=even`` alone goes by, with what leaves them out."""
+"""Fields that apply to ``stages=even`` alone, with the values that leave them out."""
 MAX_LENGTH = 100_000
-"""Of a layout text when its repetitions are written out."""
+"""Most characters of a layout text when its repetitions are written out."""
 MAX_DIGITS = len(str(MAX_LENGTH))
 
 
@@ -30,7 +30,7 @@ MAX_DIGITS = len(str(MAX_LENGTH))
 class Stage:
     """One stage in layer order: layers [first_layer, first_layer + num_layers).
 
-    ``are_ends_together`` says that the pipeline's first and last stage lie on one rank, so that a
+    ``are_ends_together`` says that the pipeline's first and last stage are on one rank, so that a
     tied table is there once.
     """
 
@@ -42,27 +42,27 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Holds the embedding."""
+        """Whether the stage holds the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Holds the final norm, the head and the loss."""
+        """Whether the stage holds the final norm, the head and the loss."""
         return self.index == self.num_stages - 1
 
     @property
     def has_tensors(self) -> bool:
-        """Holds anything; a stage that does not only passes on what it gets."""
+        """Whether the stage holds anything; a stage that does not only passes on what it gets."""
         return self.num_layers > 0 or self.is_first or self.is_last
 
     @property
     def layers(self) -> range:
-        """Global layer numbers."""
+        """Global layer numbers of the stage."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 def make_stages(counts: Sequence[int], *, are_ends_together: bool = False) -> tuple[Stage, ...]:
-    """Stages with ``counts`` layers each, in layer order."""
+    """Return stages with ``counts`` layers each, in layer order."""
     stages, first = [], 0
     for index, count in enumerate(counts):
         stages.append(
@@ -79,12 +79,12 @@ def make_stages(counts: Sequence[int], *, are_ends_together: bool = False) -> tu
 
 
 def even_stages(*, num_layers: int, num_stages: int) -> tuple[Stage, ...]:
-    """As many layers for each stage, first and last on different ranks."""
+    """Return stages of an even split, first and last on different ranks."""
     return make_stages(even_counts(num_layers, num_stages))
 
 
 def even_counts(total: int, num_stages: int) -> list[int]:
-    """Even split; with a remainder the stages nearest the middle get one more.
+    """Return an even split; with a remainder the stages nearest the middle get one more.
 
     The first and the last stage also hold the embedding and the head, so they come last in line.
     """
@@ -100,20 +100,22 @@ def even_counts(total: int, num_stages: int) -> list[int]:
 def layer_counts(
     parallel: ParallelSection, *, num_layers: int, num_stages: int, loss_cost: float
 ) -> tuple[int, ...]:
-    """Layers of each stage, after :func:`placement_faults` found nothing.
+    """Return the layers of each stage, after :func:`placement_faults` found nothing.
 
     Args:
-        parallel: Says how.
-        num_layers: Of the model.
-        num_stages: Of the whole pipeline.
-        loss_cost: What head and loss cost, in layers; for ``auto``.
+        parallel: Section ``parallel`` of the job, which states the kind of split.
+        num_layers: Number of layers of the model.
+        num_stages: Number of stages of the whole pipeline.
+        loss_cost: Cost of head and loss in units of a layer, for ``auto``.
     """
     if parallel.stages == "auto":
         return _cheapest(num_layers, num_stages, loss_cost)
     if parallel.stages != "even":
         return tuple(stage.count(LAYER) for stage in _expand(parallel.stages).split(CUT))
+    # Even split: ends that are given stay, the other stages share the rest.
     ends = _given_ends(parallel, num_stages)
     free = [stage for stage in range(num_stages) if stage not in ends]
+    # An embedding or loss that counts takes the place of a layer.
     weights = dict.fromkeys(range(num_stages), 0)
     weights[0] += parallel.is_embedding_a_layer
     weights[num_stages - 1] += parallel.is_loss_a_layer
@@ -124,7 +126,7 @@ def layer_counts(
 
 
 def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: int) -> list[Fault]:
-    """What keeps the layers from being placed so."""
+    """Return the faults that keep the layers from being placed so."""
     if parallel.stages != "even":
         faults = _unused_faults(parallel)
         if parallel.stages not in KINDS:
@@ -145,7 +147,7 @@ def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: 
 
 
 def _unused_faults(parallel: ParallelSection) -> list[Fault]:
-    """Fields that are set and that only the even split goes by."""
+    """Return the faults of fields that are set and that only the even split goes by."""
     return [
         Fault(
             fact=f"parallel.{field}={str(getattr(parallel, field)).lower()}",
@@ -167,7 +169,10 @@ def _given_ends(parallel: ParallelSection, num_stages: int) -> dict[int, int]:
 
 
 def _without_debts(counts: list[int], free: list[int]) -> tuple[int, ...]:
-    """No stage below 0: what an end is short of, the fullest of the ``free`` stages give up."""
+    """Return the counts with no stage below 0.
+
+    Layers that an end is short of come from the fullest of the ``free`` stages.
+    """
     for stage, count in enumerate(counts):
         for _ in range(-count):
             counts[stage] += 1
@@ -176,7 +181,8 @@ def _without_debts(counts: list[int], free: list[int]) -> tuple[int, ...]:
 
 
 def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, ...]:
-    """The split whose dearest stage is cheapest; the last stage pays for the loss as well."""
+    """Return the split whose most expensive stage is cheapest; the last stage pays for the loss as
+    well."""
     if num_stages == 1:
         return (num_layers,)
 
@@ -189,7 +195,7 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
 
 
 def _expand(text: str) -> str:
-    """``Et*2|(t|)*2,L`` to ``Ett|t|t|L``."""
+    """Return the text with repetitions written out: ``Et*2|(t|)*2,L`` becomes ``Ett|t|t|L``."""
     text = re.sub(r"[\s,]", "", text)
     while (longer := re.sub(r"\(([^()]*)\)\*(\d+)", _repeat, text)) != text:
         text = longer
@@ -197,7 +203,11 @@ def _expand(text: str) -> str:
 
 
 def _repeat(match: re.Match[str]) -> str:
-    """MAX_LENGTH characters at most, and no more work than that: such a text is refused."""
+    """Return a repetition written out, MAX_LENGTH characters at most, and with no more work than
+    that.
+
+    A text of that length is refused.
+    """
     times = int(match[2][:MAX_DIGITS]) if match[1] else 0
     return (match[1] * min(times, MAX_LENGTH // max(1, len(match[1])) + 1))[:MAX_LENGTH]
 

@@ -1,4 +1,4 @@
-"""The table of a model's global tensors: name, shape, where it lives, how tp cuts it, its start.
+"""Define the table of a model's global tensors: name, shape, role, cut by tp, and initial values.
 
 One table serves construction, initialisation, counting, checkpoints and export; it holds no data.
 """
@@ -18,33 +18,33 @@ Role = Literal["embedding", "head", "matrix", "norm", "bias", "state"]
 
 
 WHOLE_EXPERTS = ExpertPlace()
-"""The place of a rank that holds all experts whole."""
+"""Place of a rank that holds all experts whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalTensor:
-    """One named tensor of the whole model.
+    """Named tensor of the whole model.
 
     Attributes:
-        name: Such as ``layers.3.attention.q.weight``.
+        name: Name of the tensor, such as ``layers.3.attention.q.weight``.
         shape: Global shape; a linear weight is [out, in].
         tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
-        init: ``normal``, ``zeros`` or ``ones``.
+        init: Kind of initial values: ``normal``, ``zeros`` or ``ones``.
         initializer_range: Standard deviation when ``init`` is ``normal``.
-        role: What it is to the optimizer; ``matrix`` is every weight inside a block, ``embedding``
-            a table, a tied head's included; ``state`` is no weight: it has no gradient, and is saved
-            and restored beside the weights.
-        tp_units: Blocks into which tp may cut it at most, 0 for no limit; with more ranks,
-            neighbours share a block. Key and value heads.
-        serves_heads: It is used on the query heads of each tp rank apart, so the gradients of ranks
-            that share a block are terms of a sum.
-        serves_tokens: It is used on each tp rank's own tokens, whether or not the stream is cut
-            between layers, so that its gradients are terms of a sum just so.
-        padded_rows: So many of its last rows are zero for ever and stand for nothing.
-        etp_dim: Of an expert tensor, whose dim 0 are the experts that ep cuts evenly: the dim of the
-            experts' features, which etp cuts; -1 of all others.
-        is_wide: It is kept in float32 or better, whatever the compute dtype.
-        layer: Block that it belongs to, from 0; -1 outside of blocks.
+        role: Role for the optimizer; ``matrix`` is every weight inside a block, ``embedding`` a
+            table, a tied head's included; ``state`` is no weight: it has no gradient, and is saved
+            and restored with the weights.
+        tp_units: Most blocks into which tp may cut it, 0 for no limit; with more ranks, neighbours
+            share a block. Key and value heads have such a limit.
+        serves_heads: Whether it is used on the query heads of each tp rank apart, so that the
+            gradients of ranks that share a block are terms of a sum.
+        serves_tokens: Whether it is used on each tp rank's own tokens, even where the stream is not
+            cut between layers, so that its gradients are terms of a sum as well.
+        padded_rows: Number of its last rows that are padding and always zero.
+        etp_dim: Dim of the features of an expert tensor, which etp cuts; -1 of all others. Dim 0 of
+            an expert tensor is the experts, which ep cuts evenly.
+        is_wide: Whether it is kept in float32 or better, whatever the compute dtype.
+        layer: Number of its block, from 0; -1 outside of blocks.
     """
 
     name: str
@@ -63,36 +63,36 @@ class GlobalTensor:
 
     @property
     def is_expert(self) -> bool:
-        """Its parts lie on the experts' view of the grid."""
+        """Whether its parts are placed by the experts' view of the grid."""
         return self.etp_dim >= 0
 
     @property
     def is_trained(self) -> bool:
-        """The optimizer updates it, and keeps moments of it."""
+        """Whether the optimizer updates it, and keeps moments of it."""
         return self.role != "state"
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def num_parameters(self) -> int:
-        """Elements that can be trained: all but padding, and none of a state."""
+        """Number of elements that can be trained: all but padding, and none of a state."""
         return self.num_elements // self.shape[0] * self.real_rows if self.is_trained else 0
 
     @property
     def real_rows(self) -> int:
-        """Rows that are no padding."""
+        """Number of rows that are no padding."""
         return self.shape[0] - self.padded_rows
 
     @property
     def whole(self) -> Box:
-        """All of it."""
-        return Box(offset=(0,) * len(self.shape), shape=self.shape)
+        """Box of the whole tensor."""
+        return Box.whole(self.shape)
 
     def sharers(self, *, tp: int) -> int:
-        """How many neighbouring tensor-parallel ranks hold the same block; an expert's know no tp."""
+        """Return how many neighbouring tp ranks hold the same block; 1 for an expert tensor."""
         if self.is_expert:
             return 1
         if self.tp_dim < 0:
@@ -100,7 +100,8 @@ class GlobalTensor:
         return max(1, tp // self.tp_units) if self.tp_units else 1
 
     def box(self, *, tp: int, tp_rank: int, experts: ExpertPlace = WHOLE_EXPERTS) -> Box:
-        """The block that a rank holds, by its place on tp or, of an expert tensor, among the experts."""
+        """Return the block of a rank, by its place on tp or, of an expert tensor, among the
+        experts."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         if self.is_expert:
             shape[0] //= experts.ep
@@ -116,14 +117,14 @@ class GlobalTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyTensors:
-    """Which tensors a family has beside those that all have.
+    """Tensors of a family in addition to those that all families have.
 
     Attributes:
-        biased: Linear layers with a bias.
-        has_positions: It has a table of learned positions.
-        has_gate: The feed-forward layer has a gate.
-        has_norm_bias: Norms have a bias.
-        has_head_norms: Each query and key head has a norm, whose weight all heads share.
+        biased: Names of linear layers with a bias.
+        has_positions: Whether it has a table of learned positions.
+        has_gate: Whether the feed-forward layer has a gate.
+        has_norm_bias: Whether norms have a bias.
+        has_head_norms: Whether each query and key head has a norm, whose weight all heads share.
     """
 
     biased: frozenset[str] = frozenset()
@@ -163,7 +164,7 @@ def _weight(
 
 
 def _table(name: str, model: ModelSection, *, role: Role) -> GlobalTensor:
-    """A row a token, padded so that how many there are does not depend on the layout."""
+    """Return a table with a row for each token, padded to a number that no layout changes."""
     rows = model.table_rows
     return GlobalTensor(
         name=f"{name}.weight", shape=(rows, model.hidden_size), tp_dim=0, init="normal",
@@ -193,7 +194,7 @@ def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
 
 
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Token table, and gpt2's position table."""
+    """Return the token table, and gpt2's position table."""
     table = [_table("embedding.tokens", model, role="embedding")]
     if FAMILY_TENSORS[model.family].has_positions:
         shape = (model.max_positions, model.hidden_size)
@@ -203,7 +204,7 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
 
 
 def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    """Heads made of the stream, and the way back to it."""
+    """Return the tensors that make heads of the stream, and the projection back to it."""
     family, std = FAMILY_TENSORS[model.family], model.initializer_range
     q_width, kv_width = model.num_heads * model.head_width, model.kv_heads * model.head_width
     table = []
@@ -220,7 +221,8 @@ def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
 
 
 def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    """Latents are made on the stream, whole on every rank; heads of them are cut."""
+    """Return the tensors of latent attention; latents are whole on every rank, heads of them are
+    cut."""
     mla, std, table = model.mla, model.initializer_range, []
     q_width = model.num_heads * model.head_width
     kv_width = model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -243,7 +245,7 @@ def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor
 
 
 def _row_linear(at: str, inner: int, model: ModelSection, kind: str) -> list[GlobalTensor]:
-    """A linear that writes to the residual stream."""
+    """Return the tensors of a linear layer that writes to the residual stream."""
     table = [_weight(at, (model.hidden_size, inner), tp_dim=1, std=_out_std(model))]
     if kind in FAMILY_TENSORS[model.family].biased:
         table.append(_bias(at, model.hidden_size, tp_dim=-1))
@@ -265,7 +267,8 @@ def _mlp_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
 
 
 def _moe_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    """Router, experts, and the shared expert, which attention's tp cuts; none has a bias of features."""
+    """Return router, experts and the shared expert, which attention's tp cuts; no linear has a
+    bias."""
     moe, width = model.moe, model.hidden_size
     names = ("gate", "up") if FAMILY_TENSORS[model.family].has_gate else ("up",)
     router = _weight(
@@ -303,7 +306,7 @@ def _expert(name: str, shape: tuple[int, int, int], *, etp_dim: int, std: float)
 
 
 def _router_state(name: str, num_experts: int) -> GlobalTensor:
-    """What routing goes by that no gradient moves; zero at the start."""
+    """Return a tensor that routing uses and that no gradient moves; zero at the start."""
     return GlobalTensor(
         name=name, shape=(num_experts,), tp_dim=-1, init="zeros", initializer_range=0.0, role="state",
         is_wide=True,
@@ -311,13 +314,16 @@ def _router_state(name: str, num_experts: int) -> GlobalTensor:
 
 
 def block_name(model: ModelSection, layer: int) -> str:
-    """How names of block ``layer``'s tensors begin; blocks after the last one predict further ahead."""
+    """Return the begin of the names of block ``layer``'s tensors.
+
+    Blocks after the model's last one are those of multi-token prediction.
+    """
     further = layer - model.num_layers
     return f"layers.{layer}" if further < 0 else f"mtp.{further}"
 
 
 def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
-    """Tensors of one transformer block."""
+    """Return the tensors of one transformer block."""
     at = block_name(model, layer)
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
     norms = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
@@ -330,14 +336,17 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
 
 
 def _scaled(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
-    """muP: a matrix inside a block starts with a variance that falls as what it sums over grows."""
+    """Return the tensor with muP's initial values.
+
+    A matrix inside a block starts with a variance that falls as what it sums over grows.
+    """
     if tensor.role != "matrix":
         return tensor
     return replace(tensor, initializer_range=tensor.initializer_range / sqrt(model.width_ratio))
 
 
 def head_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Final norm, and the head's own weight when it is not tied."""
+    """Return the final norm, and the head's own weight when it is not tied."""
     table = _norm("final_norm", model)
     if not model.tie_word_embeddings:
         table.append(_table("head", model, role="head"))
@@ -345,7 +354,8 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
 
 
 def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Of each token further ahead: what joins the token to the stream, a block, and its last norm."""
+    """Return the tensors of multi-token prediction: for each depth a join, a block and its last
+    norm."""
     table = []
     for depth in range(model.num_nextn_predict_layers):
         layer = model.num_layers + depth
@@ -359,7 +369,7 @@ def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
 
 
 def model_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Every global tensor once, in layer order."""
+    """Return every global tensor once, in layer order."""
     table = embedding_tensors(model)
     for layer in range(model.num_layers):
         table += layer_tensors(model, layer)
@@ -367,7 +377,7 @@ def model_tensors(model: ModelSection) -> list[GlobalTensor]:
 
 
 def stage_tensors(model: ModelSection, stage: Stage) -> list[GlobalTensor]:
-    """Global tensors that a rank of ``stage`` holds (a block of), a tied copy included."""
+    """Return the global tensors that a rank of ``stage`` holds (a block of), a tied copy included."""
     table = embedding_tensors(model) if stage.is_first else []
     for layer in stage.layers:
         table += layer_tensors(model, layer)

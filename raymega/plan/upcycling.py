@@ -1,8 +1,9 @@
-"""Sparse upcycling: experts that begin as a dense feed-forward layer, whole or cut into parts.
+"""Initialise experts from a dense feed-forward layer, whole or cut into parts: sparse upcycling.
 
-Komatsuzaki et al. 2022 copy the layer to every expert; He et al. 2024 (arXiv 2410.07524) also cut it
-along F into G parts, so that G experts are one copy, and begin the router so that all parts of a copy
-are chosen together. Names, shapes and numbers alone; reading is checkpoint.reader's.
+Komatsuzaki et al. 2022 copy the layer to every expert. He et al. 2024 (arXiv 2410.07524) also cut
+it along F into G parts, so that G experts are one copy, and start the router so that all parts of a
+copy are chosen together. The module handles names, shapes and numbers alone;
+``raymega.checkpoint.load.reader`` reads.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upcycling:
-    """Which tensors of a model begin so.
+    """Tensors of a model that start from dense layers.
 
     Attributes:
-        sources: By tensor of experts the dense tensor that they are copies of, as it is called here.
-        routers: Tensors of the routers of these experts, which begin fresh.
-        moe: Of the model.
-        granularity: G, experts that make up one copy.
+        sources: Name of the dense tensor that a tensor of experts copies, by the name of the
+            latter.
+        routers: Names of the router tensors of these experts, which start fresh.
+        moe: Section ``model.moe`` of the job.
+        granularity: Number of experts that make up one copy, G.
     """
 
     sources: Mapping[str, str]
@@ -39,10 +41,11 @@ class Upcycling:
     granularity: int
 
     def factor(self, name: str) -> float:
-        """What a tensor's elements are times, so that the layer begins as the dense one.
+        """Return the factor on a tensor's elements with which the layer starts as the dense one.
 
-        A token's weights add up to moe.routed_scaling_factor over its experts, so to a G-th of it over its copies.
-        Where they are not normalised that is so for even scores, which a new router nearly has.
+        A token's weights add up to moe.routed_scaling_factor over its experts, so to a G-th of it
+        over its copies. Where they are not normalised that is so for even scores, which a new
+        router nearly has.
         """
         if name not in self.sources or not name.endswith(BACK):
             return 1.0
@@ -55,21 +58,25 @@ class Upcycling:
         return self.granularity / (moe.routed_scaling_factor * share)
 
     def router_row(self, expert: int) -> int:
-        """Where a router's first values for ``expert`` are drawn: in one row for all parts of a copy."""
+        """Return the row in which a router's initial values for ``expert`` are drawn.
+
+        All parts of a copy have the same row.
+        """
         return expert - expert % self.granularity
 
     def boxes(self, name: str, box: Box, shape: Shape) -> Iterator[Box]:
-        """Where a block of the dense tensor lies in the experts' tensor, once for each that it meets.
+        """Yield the places of a block of the dense tensor in the experts' tensor, one for each
+        expert it meets.
 
         Args:
-            name: The experts' tensor.
-            box: Block of the dense one.
-            shape: Of the experts' tensor, [E, F/G, D] or [E, D, F/G].
+            name: Name of the experts' tensor.
+            box: Block of the dense tensor.
+            shape: Shape of the experts' tensor, [E, F/G, D] or [E, D, F/G].
 
         Yields:
             The block as one expert has it; what belongs to other experts hangs over the edge.
         """
-        whole = Box(offset=(0,) * len(shape), shape=shape)
+        whole = Box.whole(shape)
         dim = 1 if name.endswith(BACK) else 0
         for expert in range(shape[0]):
             offset = list(box.offset)
@@ -82,7 +89,7 @@ class Upcycling:
 def make_upcycling(
     moe: MoeSection, given: Mapping[str, Shape], wanted: Mapping[str, Shape]
 ) -> Upcycling:
-    """What a model that wants tensors ``wanted`` can make experts of among those ``given``."""
+    """Return the ``wanted`` tensors of experts that a model can make from those ``given``."""
     sources = {
         new: new.replace(EXPERTS, DENSE)
         for new in wanted
@@ -103,7 +110,7 @@ def make_upcycling(
 def upcycling_faults(
     upcycling: Upcycling, given: Mapping[str, Shape], wanted: Mapping[str, Shape]
 ) -> list[Fault]:
-    """What keeps experts from beginning as the dense layers."""
+    """Return the faults that keep experts from starting as the dense layers."""
     moe, parts = upcycling.moe, upcycling.granularity
     if not upcycling.sources:
         return [
@@ -146,7 +153,7 @@ def _granularity(dense: Shape, experts: Shape, name: str) -> int:
 
 
 def _is_cut_of(dense: Shape, experts: Shape, name: str) -> bool:
-    """Whether [F, D] is G times [F/G, D], or [D, F] that of [D, F/G]."""
+    """Return whether [F, D] is G times [F/G, D], or [D, F] that of [D, F/G]."""
     dim, parts = (1 if name.endswith(BACK) else 0), _granularity(dense, experts, name)
     part = list(experts[1:])
     part[dim] *= parts

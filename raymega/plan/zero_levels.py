@@ -1,7 +1,8 @@
-"""Levels of sharding: what the ranks that hold the same parameters share out, each level the ones before too.
+"""Define the levels of sharding: what ranks with the same parameters share, each level adding more.
 
-Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020. What a
-level costs in bytes is state_bytes', in seconds data_parallel_time's.
+Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020.
+``raymega.plan.memory.state_bytes`` counts the bytes of a level, and
+``raymega.planner.cost.data_parallel_time`` estimates its seconds.
 """
 
 from __future__ import annotations
@@ -16,41 +17,42 @@ class ZeroLevel(IntEnum):
 
     NONE = 0
     OPTIMIZER = 1
-    """Masters and moments: ZeRO-1."""
+    """Sharded masters and moments: ZeRO-1."""
     GRADIENTS = 2
-    """Their sums as well: ZeRO-2."""
+    """Sharded sums of gradients as well: ZeRO-2."""
     PARAMETERS = 3
-    """And the weights, which are gathered before each use: ZeRO-3."""
+    """Sharded weights as well, which are gathered before each use: ZeRO-3."""
 
 
 BUCKET_BYTES = 32 * 2**20
 """Gradient bytes from which a bucket is full, if the rank has many more."""
 MIN_BUCKETS = 4
-"""A rank with fewer bytes has about so many buckets: the last one to fill has no work to hide behind."""
+"""Number of buckets of a rank with fewer bytes; the last one to fill has no work to overlap."""
 GLOO_THREADS = 2
-"""Of a group over gloo: so many of its collectives are at work at once, and one that gathers fills memory
-of its own first."""
+"""Number of collectives that a gloo group runs at once; one that gathers fills memory of its own
+first."""
 
 
 def full_bucket_bytes(gradient_bytes: int) -> int:
-    """From how many gradient bytes a bucket is full on a rank that has so many."""
+    """Return the gradient bytes from which a bucket is full on a rank with ``gradient_bytes``."""
     return min(BUCKET_BYTES, -(-gradient_bytes // MIN_BUCKETS))
 
 
 def level_of(parallel: ParallelSection) -> ZeroLevel:
-    """What the job asks for."""
+    """Return the level that the job asks for."""
     return ZeroLevel[parallel.sharding.upper()]
 
 
 def data_parallel_shard_size(parallel: ParallelSection) -> int:
-    """How many neighbouring replicas share one copy out; 0 is all, which experts have other numbers of."""
+    """Return how many neighbouring replicas share one copy; 0 for all, whose number differs for
+    experts."""
     return (
         0 if parallel.data_parallel_shard_degree == "all" else parallel.data_parallel_shard_degree
     )
 
 
 def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
-    """How many of ``replicas`` share one copy of the state out."""
+    """Return how many of ``replicas`` share one copy of the state."""
     if parallel.sharding == "none":
         return 1
     return data_parallel_shard_size(parallel) or replicas

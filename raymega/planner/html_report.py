@@ -1,6 +1,6 @@
-"""A plan as one HTML page: where the bytes of each pipeline rank go, and the step's time line.
+"""Draw a plan as one HTML page: the memory of each pipeline rank, and the time line of a step.
 
-It draws what memory_use, step_time and the schedule's simulation say; the page needs no server, no
+The page shows predicted memory, predicted time and the simulated schedule. It needs no server, no
 script and no other file.
 """
 
@@ -37,9 +37,9 @@ PARTS = {
     "experts": "#009e9e", "straggler": "#882255",
 }  # fmt: skip
 DRAWN_ROUNDS = 3
-"""Micro-batches of the time line, in pipeline depths; more would look the same."""
+"""Micro-batches in the time line, in multiples of the pipeline depth; more would look the same."""
 MOST_PASSES = 6000
-"""Blocks of the time line, of all ranks."""
+"""Most blocks in the time line, over all ranks."""
 LEFT_PX, ROW_PX, GAP_PX, WIDTH_PX, TOP_PX = 90, 24, 6, 760, 50
 STYLE = """
 body { font: 14px Helvetica, Arial, sans-serif; color: #222; margin: 24px; max-width: 1200px }
@@ -50,7 +50,7 @@ svg { max-width: 100%; height: auto } .wide { overflow-x: auto } .wide svg { max
 
 
 def draw_plan(found: RankedLayout, device: Accelerator) -> str:
-    """The page."""
+    """Return the HTML page of a plan."""
     plan, time = found.plan, found.time
     facts = {
         "job": plan.job.run.name,
@@ -81,7 +81,8 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
 
 
 def memory_svg(plan: RunPlan, device: Accelerator) -> str:
-    """A bar a pipeline rank, its parts side by side, and where the device's memory ends."""
+    """Return a bar for each pipeline rank, cut into parts, with a line at the end of the device's
+    memory."""
     bars = {f"pp {rank}": parts for rank, parts in enumerate(_memory_parts(plan))}
     limit = device.memory_bytes / GIB
     widest = max(limit, *(sum(parts.values()) for parts in bars.values()))
@@ -99,7 +100,7 @@ def memory_svg(plan: RunPlan, device: Accelerator) -> str:
 
 
 def time_svg(found: RankedLayout) -> str:
-    """One bar: the parts of the step."""
+    """Return one bar with the parts of the step's time."""
     parts = {
         name.removesuffix("_s").replace("_", " "): value
         for name, value in asdict(found.time).items()
@@ -112,7 +113,7 @@ def time_svg(found: RankedLayout) -> str:
 
 
 def _memory_parts(plan: RunPlan) -> Iterator[dict[str, float]]:
-    """GiB by part, of each rank of the pipeline."""
+    """Yield the GiB of each part, for each rank of the pipeline."""
     for use, held in pipeline_memory(plan):
         state = state_of(plan.job, held, plan.grid)
         parts = {
@@ -132,11 +133,11 @@ def _timeline(plan: RunPlan, device: Accelerator) -> str:
 
 
 def _drawn(plan: RunPlan) -> int:
-    """Micro-batches that are drawn."""
+    """Return the number of micro-batches in the time line."""
     pp = plan.grid.pp
     most = MOST_PASSES // (2 * pp * plan.placement.chunks)
     drawn = min(plan.batch.num_micro_batches, DRAWN_ROUNDS * pp, max(most, pp))
-    # Interleaved orders want whole rounds.
+    # Interleaved schedules need whole rounds of pp micro-batches.
     return max(drawn - drawn % pp, min(drawn, pp))
 
 

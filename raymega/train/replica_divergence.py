@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from raymega.errors import Fault, NumericsError, RollbackError
-from raymega.parallel.comm.collectives import all_gather
+from raymega.parallel.comm.collectives import all_gather, rank_list
 from raymega.plan.grid import Grid
 from raymega.train.build import TrainingComponents
 
@@ -113,8 +113,12 @@ def describe(found: Sequence[Difference]) -> str:
     votes = Counter(rank for each in found for rank in each.odd)
     most = max(votes.values())
     named = sorted(rank for rank, count in votes.items() if count == most)
-    who = f"rank {named[0]} differs" if len(named) == 1 else f"one of ranks {_names(named)} differs"
-    groups = "; ".join(f"{each.what}: ranks {_names(each.group)} disagree" for each in found[:4])
+    who = (
+        f"rank {named[0]} differs"
+        if len(named) == 1
+        else f"one of ranks {rank_list(named)} differs"
+    )
+    groups = "; ".join(f"{each.what}: ranks {rank_list(each.group)} disagree" for each in found[:4])
     return f"{who} from those that hold the same ({groups})"
 
 
@@ -153,8 +157,3 @@ def _odd(group: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
     if 2 * count <= len(group):
         return tuple(group)
     return tuple(rank for rank, held in zip(group, values, strict=True) if held != value)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"

@@ -92,9 +92,11 @@ EXPERTS: tuple[Mutation, ...] = (
     Mutation(
         name="balance is lost on all micro-batches of a step but the first",
         file="model/moe/load_balancing.py",
-        old="        return grad, grad.new_tensor(ctx.record.loss_gradient, dtype=ctx.loss_dtype), None",
-        new="        from_loss, ctx.record.loss_gradient = ctx.record.loss_gradient, 0.0\n"
-        "        return grad, grad.new_tensor(from_loss, dtype=ctx.loss_dtype), None",
+        old="    return with_gradient(x, loss, lambda grad: grad.new_tensor(record.loss_gradient, dtype=dtype))",
+        new="\n    def once(grad):\n"
+        "        from_loss, record.loss_gradient = record.loss_gradient, 0.0\n"
+        "        return grad.new_tensor(from_loss, dtype=dtype)\n\n"
+        "    return with_gradient(x, loss, once)",
         layout=Layout(dp=2, ep=2, micro_batch_size=2),
         job=BALANCED,
     ),
@@ -108,7 +110,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="what experts drop goes by the order of ranks",
-        file="model/moe/capacity.py",
+        file="model/moe/router.py",
         old="    order = keys.argsort(stable=True)\n",
         new="    order = torch.arange(keys.shape[0], device=keys.device)\n",
         layout=Layout(cp=2, ep=2, micro_batch_size=2),

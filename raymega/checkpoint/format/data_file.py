@@ -45,7 +45,7 @@ class FileLayout:
                 "shape": assignment.box.shape,
                 "data_offsets": (start, start + assignment.num_bytes),
             }
-        return _header(entries)
+        return safetensors_header(entries)
 
 
 def layout_file(assignments: Iterable[WriteAssignment]) -> FileLayout:
@@ -102,15 +102,16 @@ def missing_file(key: str, saved: SavedBox) -> CheckpointError:
     return _corrupt(key, saved, "the file is missing")
 
 
-def _entry_name(assignment: WriteAssignment) -> str:
-    """Such as ``model/layers.0.attention.q.weight@128,0``: the tensor and the block's first index."""
-    return f"{assignment.tensor}@{','.join(map(str, assignment.box.offset))}"
-
-
-def _header(entries: Mapping[str, object]) -> bytes:
+def safetensors_header(entries: Mapping[str, object]) -> bytes:
+    """The begin of a safetensors file: the header's length, and ``entries`` padded to 8 bytes."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _entry_name(assignment: WriteAssignment) -> str:
+    """Such as ``model/layers.0.attention.q.weight@128,0``: the tensor and the block's first index."""
+    return f"{assignment.tensor}@{','.join(map(str, assignment.box.offset))}"
 
 
 def _corrupt(key: str, saved: SavedBox, fact: str) -> CheckpointError:

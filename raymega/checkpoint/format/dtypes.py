@@ -1,8 +1,15 @@
-"""Element types that a checkpoint can hold, by numpy's names, and what safetensors calls them."""
+"""Element types that a checkpoint can hold, by numpy's names, and what safetensors calls them.
+
+numpy has no bfloat16, so an array of it holds the bits as uint16.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raymega.errors import CheckpointError, Fault
 
@@ -39,3 +46,13 @@ def element_type(name: str) -> ElementType:
             remedy="keep it out of the state, or add the type to checkpoint/format/dtypes.py",
         )
     )
+
+
+def storage_type(dtype: str) -> np.dtype[Any]:
+    """The numpy type that holds ``dtype``, little-endian."""
+    return np.dtype("<u2" if dtype == "bfloat16" else dtype).newbyteorder("<")
+
+
+def from_bfloat16(bits: NDArray[Any]) -> NDArray[Any]:
+    """Numbers in float32, whose upper half ``bits`` are."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -58,7 +58,7 @@ def coverage_faults(manifest: Manifest) -> list[Fault]:
 def tensor_faults(manifest: Manifest, name: str, boxes: Sequence[SavedBox]) -> list[Fault]:
     """The same of one tensor, whose ``boxes`` are all that the manifest lists of it."""
     shape = boxes[0].global_shape
-    whole = Box(offset=(0,) * len(shape), shape=shape)
+    whole = Box.whole(shape)
     if len({(box.dtype, box.global_shape) for box in boxes}) > 1:
         return [_tensor_fault(manifest, name, "has boxes of several shapes or dtypes")]
     if any(whole.intersect(box.box) != box.box for box in boxes):

@@ -198,11 +198,10 @@ def _stream(store: Store, key: str, saved: SavedBox, use: Use, size: int) -> Non
 
 
 def _parts(saved: SavedBox, size: int) -> Iterator[tuple[Box, int]]:
-    """The box as blocks of rows of at most ``size`` bytes, but of a row at least, and their bytes."""
-    num_rows, *rest = saved.box.shape
+    """Blocks of whole rows of at most ``size`` bytes, or of one row, and the bytes of each."""
+    num_rows = saved.box.shape[0]
     row_bytes = saved.num_bytes // num_rows
     step = max(1, size // row_bytes)
     for row in range(0, num_rows, step):
-        count = min(step, num_rows - row)
-        offset = (saved.box.offset[0] + row, *saved.box.offset[1:])
-        yield Box(offset=offset, shape=(count, *rest)), count * row_bytes
+        part = saved.box.rows(row, min(step, num_rows - row))
+        yield part, part.shape[0] * row_bytes

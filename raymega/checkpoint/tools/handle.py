@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymega.checkpoint.format.data_file import read_block
+from raymega.checkpoint.format.dtypes import from_bfloat16, storage_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import tensor_faults
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
@@ -62,16 +64,9 @@ class Checkpoint(NamedTuple):
             ConfigError: The checkpoint has no such tensor.
             CheckpointError: A block of it is missing, or is not what was written.
         """
-        first, *others = self._boxes(name)
-        raise_faults(CheckpointError, tensor_faults(self.manifest, name, [first, *others]))
-        shape = first.global_shape
-        if not others:
-            return self.read_box(first)
-        whole = Box(offset=(0,) * len(shape), shape=shape)
-        values = np.empty(shape, np.float32 if first.dtype == "bfloat16" else first.dtype)
-        for saved in (first, *others):
-            values[saved.box.within(whole)] = self.read_box(saved)
-        return values
+        boxes = self._boxes(name)
+        raise_faults(CheckpointError, tensor_faults(self.manifest, name, boxes))
+        return _put_together(boxes, self.read_box)
 
     def read_box(self, saved: SavedBox) -> NDArray[Any]:
         """Read one block of a tensor as numbers.
@@ -79,12 +74,25 @@ class Checkpoint(NamedTuple):
         Raises:
             CheckpointError: It is missing, or is not what was written.
         """
+        values = self.read_bits(saved)
+        return from_bfloat16(values) if saved.dtype == "bfloat16" else values
+
+    def read_bits(self, saved: SavedBox) -> NDArray[Any]:
+        """Read one block of a tensor as it is saved: of bfloat16 the bits, as uint16.
+
+        Raises:
+            CheckpointError: It is missing, or is not what was written.
+        """
         data = read_block(self.store, self.manifest, saved)
-        if saved.dtype == "bfloat16":  # the upper half of a float32
-            bits = np.frombuffer(data, "<u2").astype(np.uint32) << 16
-            return bits.view(np.float32).reshape(saved.box.shape)
-        dtype = np.dtype(saved.dtype).newbyteorder("<")
-        return np.frombuffer(data, dtype).reshape(saved.box.shape)
+        return np.frombuffer(data, storage_type(saved.dtype)).reshape(saved.box.shape)
+
+    def read_bits_of(self, boxes: Sequence[SavedBox]) -> NDArray[Any]:
+        """Read the whole tensor that ``boxes`` tile, as it is saved.
+
+        Raises:
+            CheckpointError: A block of it is missing, or is not what was written.
+        """
+        return _put_together(boxes, self.read_bits)
 
     def _boxes(self, name: str) -> list[SavedBox]:
         boxes = [saved for saved in self.manifest.boxes if saved.tensor == name]
@@ -99,3 +107,19 @@ class Checkpoint(NamedTuple):
                 remedy=f"use one of its names, such as {', '.join(near)}",
             )
         )
+
+
+def _put_together(
+    boxes: Sequence[SavedBox], read: Callable[[SavedBox], NDArray[Any]]
+) -> NDArray[Any]:
+    """The whole tensor that ``boxes`` tile, of which ``read`` gives one at a time."""
+    first, *others = boxes
+    part = read(first)
+    if not others:
+        return part
+    values = np.empty(first.global_shape, part.dtype)
+    whole = Box.whole(first.global_shape)
+    values[first.box.within(whole)] = part
+    for saved in others:
+        values[saved.box.within(whole)] = read(saved)
+    return values

@@ -1,6 +1,6 @@
 """The architectures of transformers that ours is equal to, and which of them a model is.
 
-What their config.json says is hf_config's, what they call tensors hf_names'.
+What their config.json says is config's and moe_config's, what they call tensors names'.
 """
 
 from __future__ import annotations
@@ -9,9 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raymega.config.fields import Section
 from raymega.config.schema import ModelSection
 
 Config = Mapping[str, Any]
+Renames = Mapping[str, str]
+"""A setting of theirs to the field of ours that has the same value."""
+
+
+def ours(names: Renames, config: Config) -> dict[str, Any]:
+    """Our fields by their settings, each of which must be there."""
+    return {field: config[setting] for setting, field in names.items()}
+
+
+def theirs(names: Renames, section: Section) -> dict[str, Any]:
+    """Their settings by our fields."""
+    return {setting: getattr(section, field) for setting, field in names.items()}
+
+
+def alike(*names: str) -> Renames:
+    """Settings that we call the same."""
+    return dict(zip(names, names, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +66,12 @@ _QWEN_MOE_DEFAULTS = {
     "mlp_only_layers": (),
     "norm_topk_prob": False,
 }
-_DEEPSEEK_DEFAULTS = {**_LLAMA_DEFAULTS, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+_DEEPSEEK_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": 0,
+}
 # Their norms of latents have an epsilon of their own, which is this whatever the config says.
 _LATENT = {**_SAME, **_NO_BIAS, "rms_norm_eps": (1e-6,)}
 ARCHITECTURES = {

@@ -10,12 +10,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import MlaSection, ModelSection
 from raymega.convert.huggingface.architectures import (
     ARCHITECTURES,
     Architecture,
     Config,
+    alike,
     architecture_of,
+    ours,
+    theirs,
 )
 from raymega.convert.huggingface.config_types import kind_faults
 from raymega.convert.huggingface.moe_config import expert_config, expert_faults, expert_values
@@ -112,16 +115,16 @@ def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
 
     What only one side has belongs to a part, such as experts, whose size then differs.
     """
-    ours, theirs = _function_of(model), _function_of(_section_of(config))
+    mine, read_back = _function_of(model), _function_of(_section_of(config))
     return [
         Fault(
             fact=f"model.{field}={value!r}",
             rule=f"{config['architectures'][0]} has no such thing: read back, it would be "
-            f"{theirs[field]!r}",
+            f"{read_back[field]!r}",
             remedy="export it with dcp-export, which keeps raymega's names",
         )
-        for field, value in ours.items()
-        if field in theirs and theirs[field] != value
+        for field, value in mine.items()
+        if field in read_back and read_back[field] != value
     ]
 
 
@@ -146,31 +149,52 @@ def _is_of_scaling(field: str) -> bool:
     return field.startswith("rope_") and field not in ("rope_theta", "rope_scaling")
 
 
+_ALL = alike("vocab_size", "tie_word_embeddings", "initializer_range")
+_GPT2 = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_positions": "max_positions",
+    "layer_norm_epsilon": "norm_eps",
+}
+_LLAMA = {
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+}
+_ROPES = {
+    "default": {},
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_positions",
+    },
+    "yarn": {
+        "factor": "rope_factor",
+        "original_max_position_embeddings": "rope_original_positions",
+        "beta_slow": "rope_beta_slow",
+        "beta_fast": "rope_beta_fast",
+        "mscale": "rope_mscale",
+        "mscale_all_dim": "rope_mscale_all_dim",
+    },
+}
+"""RoPE's settings by its type there."""
+
+
 def _gpt2_values(config: Config) -> dict[str, Any]:
-    width = config["n_embd"]
-    return {
-        "num_layers": config["n_layer"],
-        "hidden_size": width,
-        "num_heads": config["n_head"],
-        "ffn_hidden_size": config.get("n_inner", 4 * width),
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["n_positions"],
-        "tie_word_embeddings": config["tie_word_embeddings"],
-        "initializer_range": float(config["initializer_range"]),
-        "norm_eps": float(config["layer_norm_epsilon"]),
-    }
+    values = ours({**_GPT2, **_ALL}, config)
+    return {**values, "ffn_hidden_size": config.get("n_inner", 4 * config["n_embd"])}
 
 
 def _gpt2_config(model: ModelSection) -> dict[str, Any]:
+    is_plain = model.ffn_hidden_size == 4 * model.hidden_size
     return {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_heads,
-        "n_inner": None
-        if model.ffn_hidden_size == 4 * model.hidden_size
-        else model.ffn_hidden_size,
-        "n_positions": model.max_positions,
-        "layer_norm_epsilon": model.norm_eps,
+        **theirs(_GPT2, model),
+        "n_inner": None if is_plain else model.ffn_hidden_size,
         "activation_function": "gelu_new",
     }
 
@@ -182,58 +206,29 @@ def _llama_values(config: Config) -> dict[str, Any]:
     head_width = width // heads if has_latents else config.get("head_dim", width // heads)
     is_plain = head_width * heads == width or has_latents
     return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": width,
-        "num_heads": heads,
+        **ours({**_LLAMA, **_ALL}, config),
         "num_kv_heads": "num_heads" if kv_heads == heads else kv_heads,
         "head_dim": "hidden_size / num_heads" if is_plain else head_width,
-        "ffn_hidden_size": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["max_position_embeddings"],
-        "tie_word_embeddings": config["tie_word_embeddings"],
-        "initializer_range": float(config["initializer_range"]),
-        "norm_eps": float(config["rms_norm_eps"]),
         **_rope_values(_rope_of(config)),
         **expert_values(config),
-        **(_latent_values(config) if has_latents else {}),
-    }
-
-
-def _latent_values(config: Config) -> dict[str, Any]:
-    return {
-        "mla": {
-            "kv_lora_rank": config["kv_lora_rank"],
-            "q_lora_rank": config.get("q_lora_rank", 0),
-            "qk_nope_head_dim": config["qk_nope_head_dim"],
-            "qk_rope_head_dim": config["qk_rope_head_dim"],
-            "v_head_dim": config["v_head_dim"],
-        }
+        **({"mla": ours(alike(*MlaSection.model_fields), config)} if has_latents else {}),
     }
 
 
 def _latent_config(model: ModelSection) -> dict[str, Any]:
-    mla = model.mla
     return {
-        "kv_lora_rank": mla.kv_lora_rank,
-        "q_lora_rank": mla.q_lora_rank or None,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "head_dim": mla.qk_rope_head_dim,
+        **model.mla.model_dump(),
+        "q_lora_rank": model.mla.q_lora_rank or None,
+        "head_dim": model.mla.qk_rope_head_dim,
         "num_nextn_predict_layers": model.num_nextn_predict_layers,
     }
 
 
 def _llama_config(model: ModelSection) -> dict[str, Any]:
     return {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
+        **theirs(_LLAMA, model),
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_width,
-        "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": model.max_positions,
-        "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
         **_rope_config(model),
         **expert_config(model),
@@ -252,56 +247,27 @@ def _rope_of(config: Config) -> dict[str, Any]:
 
 
 def _rope_values(rope: Config) -> dict[str, Any]:
-    values: dict[str, Any] = {"rope_theta": float(rope["rope_theta"])}
-    if rope["rope_type"] == "llama3":
-        values |= {
-            "rope_scaling": "llama3",
-            "rope_factor": float(rope["factor"]),
-            "rope_low_freq_factor": float(rope["low_freq_factor"]),
-            "rope_high_freq_factor": float(rope["high_freq_factor"]),
-            "rope_original_positions": int(rope["original_max_position_embeddings"]),
-        }
-    if rope["rope_type"] == "yarn":
+    kind = rope["rope_type"]
+    if kind == "yarn":
         has_both = rope.get("mscale") and rope.get("mscale_all_dim")
-        values |= {
-            "rope_scaling": "yarn",
-            "rope_factor": float(rope["factor"]),
-            "rope_beta_slow": float(rope.get("beta_slow") or 1),
-            "rope_beta_fast": float(rope.get("beta_fast") or 32),
-            "rope_original_positions": int(rope["original_max_position_embeddings"]),
-            "rope_mscale": float(rope["mscale"]) if has_both else 1.0,
-            "rope_mscale_all_dim": float(rope.get("mscale_all_dim") or 0),
+        rope = {
+            **rope,
+            "beta_slow": rope.get("beta_slow") or 1,
+            "beta_fast": rope.get("beta_fast") or 32,
+            "mscale": rope["mscale"] if has_both else 1.0,
+            "mscale_all_dim": rope.get("mscale_all_dim") or 0,
         }
-    return values
+    scaling = {"rope_scaling": kind, **ours(_ROPES[kind], rope)} if _ROPES[kind] else {}
+    return {"rope_theta": rope["rope_theta"], **scaling}
 
 
 def _rope_config(model: ModelSection) -> dict[str, Any]:
     """Both spellings, so that versions before and after 5 read the same network."""
-    if model.rope_scaling == "none":
-        rope: dict[str, Any] = {"rope_type": "default"}
-        scaling = None
-    elif model.rope_scaling == "yarn":
-        rope = scaling = {
-            "rope_type": "yarn",
-            "factor": model.rope_factor,
-            "beta_slow": model.rope_beta_slow,
-            "beta_fast": model.rope_beta_fast,
-            "original_max_position_embeddings": model.rope_original_positions,
-            "mscale": model.rope_mscale,
-            "mscale_all_dim": model.rope_mscale_all_dim,
-        }
-    else:
-        rope = {
-            "rope_type": "llama3",
-            "factor": model.rope_factor,
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_positions,
-        }
-        scaling = rope
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    rope = {"rope_type": kind, **theirs(_ROPES[kind], model)}
     return {
         "rope_theta": model.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": rope if _ROPES[kind] else None,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},
     }
 
@@ -320,7 +286,7 @@ def _difference_faults(config: Config, architecture: Architecture) -> list[Fault
     if architecture.name == "GPT2LMHeadModel":
         return faults
     rope = _rope_of(config)
-    if rope["rope_type"] not in ("default", "llama3", "yarn"):
+    if rope["rope_type"] not in _ROPES:
         rule = "RoPE is 'default', 'llama3' or 'yarn'"
         faults.append(_unlike(f"rope_type={rope['rope_type']!r}", rule))
     if rope["rope_type"] == "yarn":

@@ -16,18 +16,18 @@ import numpy as np
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.config import config_from
 from raymega.convert.huggingface.extra_files import CONFIG, carried_config, find_carried
 from raymega.convert.huggingface.names import HfTensor, hf_tensors
-from raymega.convert.native import model_of, read_tensor
+from raymega.convert.native import model_of
 from raymega.convert.number_formats import Array, recast
 from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.safetensors_files import NewTensor, write_weights
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.messages import SavedBox
-from raymega.storage.store import Store
 
 DTYPES = ("saved", "float64", "float32", "bfloat16", "float16")
 MAX_FILE_BYTES = 5 * 10**9
@@ -72,7 +72,7 @@ def hf_export(
         CheckpointError: The checkpoint is not whole; nothing was written.
     """
     raise_faults(ConfigError, [*_dtype_faults(dtype), *folder_faults(folder)])
-    store, manifest = open_checkpoint(uri)
+    store, manifest = checkpoint = open_checkpoint(uri)
     model = model_of(manifest)
     carried = find_carried(store, manifest)
     # Before the weights are looked for: a model that no config.json describes has no names there.
@@ -85,7 +85,7 @@ def hf_export(
         write_weights(
             partial,
             [NewTensor(name=at.name, dtype=target, shape=at.shape) for at in theirs],
-            _values(store, manifest, saved, theirs, target),
+            _values(checkpoint, saved, theirs, target),
             max_file_bytes=max_file_bytes,
         )
         _write_beside(partial, config, carried)
@@ -138,8 +138,7 @@ def _weights_of(manifest: Manifest, model: ModelSection) -> dict[str, list[Saved
 
 
 def _values(
-    store: Store,
-    manifest: Manifest,
+    checkpoint: Checkpoint,
     saved: Mapping[str, Sequence[SavedBox]],
     theirs: Sequence[HfTensor],
     target: str,
@@ -148,7 +147,7 @@ def _values(
     for tensor in theirs:
         if tensor.parts[0].name != held:  # experts of one tensor follow one another
             held, stack = tensor.parts[0].name, np.empty(0)
-            parts = [read_tensor(store, manifest, saved[part.name]) for part in tensor.parts]
+            parts = [checkpoint.read_bits_of(saved[part.name]) for part in tensor.parts]
             stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
         rows = stack[tensor.expert] if tensor.expert >= 0 else stack[: tensor.num_rows]
         source = saved[tensor.parts[0].name][0].dtype

@@ -9,8 +9,28 @@ from collections.abc import Callable
 from typing import Any
 
 from raymega.config.schema import ModelSection
-from raymega.convert.huggingface.architectures import Config, architecture_of
+from raymega.convert.huggingface.architectures import (
+    Config,
+    alike,
+    architecture_of,
+    ours,
+    theirs,
+)
 from raymega.errors import Fault
+
+_WIDTH = {"moe_intermediate_size": "intermediate_size"}
+_MIXTRAL = {"num_local_experts": "num_experts", **alike("router_jitter_noise")}
+_QWEN = {
+    "num_experts": "num_experts",
+    **_WIDTH,
+    "decoder_sparse_step": "layer_freq",
+    **alike("norm_topk_prob"),
+}
+_DEEPSEEK = {
+    "n_routed_experts": "num_experts",
+    **_WIDTH,
+    **alike("first_k_dense_replace", "routed_scaling_factor"),
+}
 
 
 def expert_values(config: Config) -> dict[str, Any]:
@@ -40,27 +60,22 @@ def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> list[F
 
 
 def _mixtral_values(config: Config) -> dict[str, Any]:
-    return {
-        "num_experts": config["num_local_experts"],
-        "router_jitter_noise": float(config["router_jitter_noise"]),
-    }
+    return ours(_MIXTRAL, config)
 
 
 def _qwen_values(config: Config) -> dict[str, Any]:
+    config = {"num_experts": config.get("num_local_experts"), **config}
     num_layers, dense = config["num_hidden_layers"], len(config["mlp_only_layers"])
-    experts = config.get("num_experts", config.get("num_local_experts"))
-    if experts == 0 or dense >= num_layers or config["decoder_sparse_step"] > num_layers:
+    has_none = config["num_experts"] == 0 or dense >= num_layers
+    if has_none or config["decoder_sparse_step"] > num_layers:
         return {}  # what they build then is the dense architecture
-    shared = config.get("shared_expert_intermediate_size", 0)
     is_qwen2 = config["model_type"] == "qwen2_moe"
     return {
-        "num_experts": experts,
-        "intermediate_size": config["moe_intermediate_size"],
-        "layer_freq": config["decoder_sparse_step"],
+        **ours(_QWEN, config),
         "first_k_dense_replace": dense,
-        "shared_expert_intermediate_size": shared if is_qwen2 else 0,
+        "shared_expert_intermediate_size": config.get("shared_expert_intermediate_size", 0)
+        * is_qwen2,
         "shared_expert_gate": is_qwen2,
-        "norm_topk_prob": config["norm_topk_prob"],
     }
 
 
@@ -73,12 +88,9 @@ def _deepseek_values(config: Config) -> dict[str, Any]:
     if groups > 1 and config["topk_group"] == groups:  # a choice among all groups is none
         groups = 1
     return {
-        "num_experts": config["n_routed_experts"],
-        "intermediate_size": config["moe_intermediate_size"],
-        "first_k_dense_replace": config["first_k_dense_replace"],
+        **ours(_DEEPSEEK, config),
         "shared_expert_intermediate_size": config["moe_intermediate_size"]
         * config["n_shared_experts"],
-        "routed_scaling_factor": float(config["routed_scaling_factor"]),
         "n_group": groups,
         "topk_group": config["topk_group"] if groups > 1 else 1,
         "group_score": "top2" if is_v3 and groups > 1 else "max",
@@ -89,26 +101,17 @@ def _deepseek_values(config: Config) -> dict[str, Any]:
 
 
 def _mixtral_config(model: ModelSection) -> dict[str, Any]:
-    moe = model.moe
-    return {"num_local_experts": moe.num_experts, "router_jitter_noise": moe.router_jitter_noise}
+    return theirs(_MIXTRAL, model.moe)
 
 
 def _qwen2_config(model: ModelSection) -> dict[str, Any]:
-    return {
-        **_qwen3_config(model),
-        "shared_expert_intermediate_size": model.moe.shared_expert_intermediate_size,
-    }
+    return _qwen3_config(model) | theirs(alike("shared_expert_intermediate_size"), model.moe)
 
 
 def _qwen3_config(model: ModelSection) -> dict[str, Any]:
-    moe = model.moe
-    return {
-        "num_experts": moe.num_experts,
-        "moe_intermediate_size": model.expert_width,
-        "decoder_sparse_step": moe.layer_freq,
-        "mlp_only_layers": list(range(moe.first_k_dense_replace)),
-        "norm_topk_prob": moe.norm_topk_prob,
-    }
+    dense = list(range(model.moe.first_k_dense_replace))
+    width = model.expert_width
+    return theirs(_QWEN, model.moe) | {"mlp_only_layers": dense, "moe_intermediate_size": width}
 
 
 def _deepseek_v2_config(model: ModelSection) -> dict[str, Any]:
@@ -119,14 +122,10 @@ def _deepseek_v2_config(model: ModelSection) -> dict[str, Any]:
 def _deepseek_v3_config(model: ModelSection) -> dict[str, Any]:
     moe = model.moe
     return {
-        "n_routed_experts": moe.num_experts,
+        **theirs({**_DEEPSEEK, **alike("n_group", "topk_group", "norm_topk_prob")}, moe),
         "moe_intermediate_size": model.expert_width,
         "first_k_dense_replace": moe.first_k_dense_replace if moe.num_experts else model.num_layers,
         "n_shared_experts": moe.shared_expert_intermediate_size // model.expert_width,
-        "routed_scaling_factor": moe.routed_scaling_factor,
-        "n_group": moe.n_group,
-        "topk_group": moe.topk_group,
-        "norm_topk_prob": moe.norm_topk_prob,
     }
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import ModelSection
-from raymega.convert.native import model_of, read_box, read_tensor
+from raymega.convert.native import model_of
 from raymega.convert.number_formats import Array
 from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.torch_dcp.importer import BESIDE
@@ -38,7 +38,6 @@ from raymega.convert.torch_dcp.names import (
 from raymega.convert.torch_dcp.writer import DcpNewTensor, write_dcp
 from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.messages import Box, SavedBox
-from raymega.storage.store import Store
 
 COUNTED = "adam.exp_avg"
 """Kind of a tensor beside which torch's optimizer keeps the number of updates."""
@@ -76,14 +75,14 @@ def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> DcpExport:
         CheckpointError: The checkpoint is not whole; nothing was written.
     """
     raise_faults(ConfigError, folder_faults(folder))
-    store, manifest = open_checkpoint(uri)
+    _, manifest = checkpoint = open_checkpoint(uri)
     model = model_of(manifest) if manifest.job.get("model") else None
     kinds = {name.partition("/")[0] for name in manifest.tensors()}
     raise_faults(ConfigError, [*dialect_faults(names, model), *state_faults(kinds)])
     raise_faults(CheckpointError, coverage_faults(manifest))
     dialect = DIALECTS[names]
     with new_folder(folder) as partial_folder:
-        tensors = _Tensors(store, manifest, dialect, model)
+        tensors = _Tensors(checkpoint, dialect, model)
         files = write_dcp(partial_folder, tensors.all())
         beside = {"version": 1, "state": manifest.state, "job": manifest.job, "grid": manifest.grid}
         (partial_folder / BESIDE).write_text(json.dumps(beside) + "\n", encoding="utf-8")
@@ -99,9 +98,9 @@ class _Tensors:
     """The tensors of a checkpoint as torch is to find them."""
 
     def __init__(
-        self, store: Store, manifest: Manifest, dialect: Dialect, model: ModelSection | None
+        self, checkpoint: Checkpoint, dialect: Dialect, model: ModelSection | None
     ) -> None:
-        self._store, self._manifest, self._dialect = store, manifest, dialect
+        self._checkpoint, self._manifest, self._dialect = checkpoint, checkpoint.manifest, dialect
         self._head_width = model.head_width if model else 0
         self._pads: Mapping[str, int] = padded_rows(model, dialect) if model else {}
 
@@ -115,7 +114,7 @@ class _Tensors:
     def _tensor(self, name: str, boxes: Sequence[SavedBox]) -> DcpNewTensor:
         num_rows, *rest = boxes[0].global_shape
         real = num_rows - self._pads.get(name.partition("/")[2], 0)
-        whole = Box(offset=(0,) * (1 + len(rest)), shape=(real, *rest))
+        whole = Box.whole((real, *rest))
         blocks: list[tuple[Box, Callable[[], Array]]] = []
         if is_turned(name, self._dialect):
             blocks.append((whole, partial(self._turned, boxes)))
@@ -130,10 +129,10 @@ class _Tensors:
         )
 
     def _part(self, saved: SavedBox, box: Box) -> Array:
-        return read_box(self._store, self._manifest, saved)[box.within(saved.box)]
+        return self._checkpoint.read_bits(saved)[box.within(saved.box)]
 
     def _turned(self, boxes: Sequence[SavedBox]) -> Array:
-        values = read_tensor(self._store, self._manifest, boxes)
+        values = self._checkpoint.read_bits_of(boxes)
         return turn_pairs(values, self._head_width, to_ours=False)
 
     def _count(self, name: str) -> DcpNewTensor:
@@ -141,7 +140,7 @@ class _Tensors:
         state = self._manifest.state
         count = np.float32(int(state["step"]) - int(state.get("skipped_steps", 0)))
         *above, _ = path_of(name, self._dialect)
-        box = Box(offset=(), shape=())
+        box = Box.whole(())
         return DcpNewTensor(
             path=(*above, STEP), dtype="float32", shape=(), blocks=((box, lambda: np.array(count)),)
         )

@@ -230,7 +230,7 @@ def _entry_faults(taken: Sequence[_Entry]) -> Iterator[Fault]:
                 "a tensor has one source", "correct --rename, or --ignore one of them",
             )  # fmt: skip
         sources[saved] = tensor.name
-        whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
+        whole = Box.whole(tensor.shape)
         for cell, count in uncovered_cells(whole, [block.box for block in tensor.blocks]):
             yield _fault(
                 f"{tensor.name} has its block {cell.shape} at {cell.offset} {count} times",
@@ -310,7 +310,7 @@ def _sources(
     dtype = _dtype(tensor)
     blocks = {block.box: partial(_read, block, dtype) for block in tensor.blocks}
     if is_turned(saved, dialect) and reading.model is not None:
-        whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
+        whole = Box.whole(tensor.shape)
         blocks = {whole: partial(_turned, tensor, dtype, reading.model.head_width)}
     if num_padded:
         rows = Box(offset=(num_rows, *(0 for _ in rest)), shape=(num_padded, *rest))
@@ -328,7 +328,7 @@ def _read(block: DcpBlock, dtype: str) -> Array:
 
 def _turned(tensor: DcpTensor, dtype: str, head_width: int) -> Array:
     values = np.empty(tensor.shape, storage_type(dtype))
-    whole = Box(offset=(0,) * len(tensor.shape), shape=tensor.shape)
+    whole = Box.whole(tensor.shape)
     for block in tensor.blocks:
         values[block.box.within(whole)] = _read(block, dtype)
     return turn_pairs(values, head_width, to_ours=True)

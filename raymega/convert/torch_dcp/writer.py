@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
@@ -60,7 +60,7 @@ def write_dcp(folder: Path, tensors: Iterable[DcpNewTensor]) -> tuple[str, ...]:
     entries: dict[str, object] = {}
     paths: dict[str, object] = {}
     places: list[tuple[object, object]] = []
-    with _Files(folder) as files:
+    with closing(_Files(folder)) as files:
         for tensor in tensors:
             for number, (box, read) in enumerate(tensor.blocks):
                 place = files.add(tensor.dtype, box.shape, read())
@@ -87,15 +87,8 @@ class _Files:
         self._folder = folder
         self._stream: BinaryIO | None = None
 
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the last one."""
         if self._stream is not None:
             self._stream.close()
 

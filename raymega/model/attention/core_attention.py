@@ -1,21 +1,22 @@
 """Attention between heads that are made already: this rank's, with dropout on the weights or without.
 
-How attention reaches tokens on other context-parallel ranks, and by which kernel, is
-parallel.context_attention's; with dropout on the weights it is dropped_attention.
+How attention without dropout reaches tokens on other context-parallel ranks, and by which kernel, is
+parallel.context_attention's.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from raymega.config.schema import ModelSection
-from raymega.model.attention.dropout_attention import dropped_attention
 from raymega.parallel.context_parallel.attention import attend
 from raymega.parallel.context_parallel.context import TokenLayout
-from raymega.parallel.core.dropout import place_key
+from raymega.parallel.core.dropout import dropout, place_key
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 
 
@@ -51,3 +52,64 @@ class CoreAttention(nn.Module):
         q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         y_BHSK = dropped_attention(q_BHSK, k_BGSK, v_BGSK, rows, rate=self.dropout)
         return y_BHSK.permute(2, 0, 1, 3)
+
+
+def dropped_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, *, rate: float) -> Tensor:
+    """dropout(softmax(q k^T / sqrt(K))) v over earlier positions, step by step.
+
+    No kernel has our masks. So the S x S weights of every head, their mask and the dropped weights are
+    kept: the 5 as^2b bytes of bf16 that fused attention does without.
+
+    Args:
+        q: [B, H, S, K].
+        k: [B, G, S, K]; H / G neighbouring query heads read one key head.
+        v: [B, G, S, K].
+        keys: [B, H, S] int64, keys of the queries' rows of weights.
+        rate: Of the dropout.
+
+    Returns:
+        [B, H, S, K].
+    """
+    groups = k.shape[1]
+    weights = _CausalWeights.apply(q.unflatten(1, (groups, -1)), k)
+    kept = dropout(weights, keys.unflatten(1, (groups, -1)), rate=rate)
+    # One product a key head: a broadcast k or v would be copied, and kept, once a query head.
+    return _Product.apply(kept.flatten(2, 3), v).unflatten(2, kept.shape[2:4]).flatten(1, 2)
+
+
+class _CausalWeights(torch.autograd.Function):
+    """softmax(q k^T / sqrt(K)), keeping q, k and the weights only: neither scores nor a mask."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+        """q: [B, G, R, S, K], k: [B, G, S, K] -> [B, G, R, S, S]."""
+        ctx.scale = q.shape[-1] ** -0.5
+        scores = (q.flatten(2, 3) @ k.mT).mul_(ctx.scale).unflatten(2, q.shape[2:4])
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        # In a narrow format the kernel still exponentiates and sums in fp32.
+        weights = scores.masked_fill_(later, float("-inf")).softmax(-1)
+        ctx.save_for_backward(q, k, weights)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, weights = ctx.saved_tensors
+        grad = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+        grad = grad.mul_(ctx.scale).flatten(2, 3)
+        return (grad @ k).unflatten(2, q.shape[2:4]), grad.mT @ q.flatten(2, 3)
+
+
+class _Product(torch.autograd.Function):
+    """a @ b, keeping both as they are: torch's would keep a copy of a b that is cut out of qkv."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grad @ b.mT, a.mT @ grad

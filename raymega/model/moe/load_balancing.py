@@ -7,15 +7,14 @@ the loss of the model is, because only a step divides. Each rank has its own tok
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from raymega.config.moe import MoeSection
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.core.linear_map import with_gradient
 from raymega.parallel.expert_parallel.token_ids import TokenIds
 
 NUM_SUMS = 5
@@ -130,7 +129,8 @@ class Record:
 
 def join(x: Tensor, loss: Tensor, record: Record) -> Tensor:
     """``x`` as it is; its backward lets ``loss`` in, a scalar, with the record's gradient."""
-    return _Join.apply(x, loss, record)
+    dtype = loss.dtype
+    return with_gradient(x, loss, lambda grad: grad.new_tensor(record.loss_gradient, dtype=dtype))
 
 
 def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:
@@ -225,15 +225,3 @@ def _load(
 
 def _num_rows(token_ids: TokenIds, micro: Group) -> int:
     return token_ids.numbers.shape[0] * micro.size // token_ids.row_length
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, record: Record) -> Tensor:
-        ctx.record, ctx.loss_dtype = record, loss.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad.new_tensor(ctx.record.loss_gradient, dtype=ctx.loss_dtype), None

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from raymega.errors import CommunicationError
-from raymega.parallel.comm.checks import check_peer, check_rows, check_tensor
+from raymega.errors import CommunicationError, Fault, InternalError
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.work import (
     Wait,
@@ -32,20 +31,19 @@ REDUCTIONS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
+DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
+    }
+)  # fmt: skip
 
 
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Work:
     """Begin :func:`all_reduce`; the tensor must be left alone until it is waited for."""
-    check_tensor("all_reduce", tensor, group)
+    _check("all_reduce", tensor, group)
     options = c10d.AllreduceOptions()
     options.reduceOp = REDUCTIONS[op]
-    return _start(
-        "all_reduce",
-        tensor,
-        group,
-        lambda handle: handle.allreduce([tensor], options),
-        wait_in_turns,
-    )
+    return _start("all_reduce", tensor, group, lambda handle: handle.allreduce([tensor], options))
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
@@ -56,17 +54,12 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Ten
 
 def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """Begin :func:`all_gather`; the result may be read when it was waited for."""
-    check_tensor("all_gather", tensor, group)
-    check_rows("all_gather", tensor, group, divisor=1)
+    _check("all_gather", tensor, group, divisor=1)
     gathered = tensor
     if group.size > 1:
         gathered = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
     return gathered, _start(
-        "all_gather",
-        tensor,
-        group,
-        lambda handle: handle._allgather_base(gathered, tensor),
-        wait_in_turns,
+        "all_gather", tensor, group, lambda handle: handle._allgather_base(gathered, tensor)
     )
 
 
@@ -79,18 +72,12 @@ def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """Begin :func:`reduce_scatter`; leave the tensor alone, and the result, until waited for."""
-    check_tensor("reduce_scatter", tensor, group)
-    check_rows("reduce_scatter", tensor, group, divisor=group.size)
+    _check("reduce_scatter", tensor, group, divisor=group.size)
     rows = tensor
     if group.size > 1:
         rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
-    options = c10d.ReduceScatterOptions()
     return rows, _start(
-        "reduce_scatter",
-        tensor,
-        group,
-        lambda handle: handle._reduce_scatter_base(rows, tensor, options),
-        wait_in_turns,
+        "reduce_scatter", tensor, group, lambda handle: handle._reduce_scatter_base(rows, tensor)
     )
 
 
@@ -107,66 +94,45 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
     gloo has no reduce-scatter: torch's copies the tensor and all-reduces it. So does this one, but
     without the copy and so that its completion can be watched.
     """
-    check_tensor("reduce_scatter", tensor, group)
-    check_rows("reduce_scatter", tensor, group, divisor=group.size)
+    _check("reduce_scatter", tensor, group, divisor=group.size)
     if tensor.device.type == "cpu":
         return start_all_reduce(tensor, group)
-    options = c10d.ReduceScatterOptions()
     return _start(
         "reduce_scatter",
         tensor,
         group,
-        lambda handle: handle._reduce_scatter_base(_own_part(tensor, group), tensor, options),
-        wait_in_turns,
+        lambda handle: handle._reduce_scatter_base(_own_part(tensor, group), tensor),
     )
 
 
 def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Work:
     """Begin to fill ``tensor`` [N], of which each rank has its even part, with all ranks' parts."""
-    check_tensor("all_gather", tensor, group)
-    check_rows("all_gather", tensor, group, divisor=group.size)
+    _check("all_gather", tensor, group, divisor=group.size)
     return _start(
         "all_gather",
         tensor,
         group,
         lambda handle: handle._allgather_base(tensor, _own_part(tensor, group)),
-        wait_in_turns,
     )
 
 
 def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group) -> Work:
     """Begin to fill ``whole`` [size * N] with all ranks' ``part`` [N], which lies elsewhere."""
-    check_tensor("all_gather", whole, group)
-    check_tensor("all_gather", part, group)
-    check_rows("all_gather", whole, group, divisor=group.size)
-    return _start(
-        "all_gather",
-        whole,
-        group,
-        lambda handle: handle._allgather_base(whole, part),
-        wait_in_turns,
-    )
+    _check("all_gather", whole, group, divisor=group.size)
+    _check("all_gather", part, group)
+    return _start("all_gather", whole, group, lambda handle: handle._allgather_base(whole, part))
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
-    """Begin :func:`all_to_all`; leave the tensor alone, and the result, until waited for."""
-    check_tensor("all_to_all", tensor, group)
-    check_rows("all_to_all", tensor, group, divisor=group.size)
+    """Begin an all-to-all of even parts: x [N, ...] -> [N, ...], everybody's i-th part at place i.
+
+    Leave the tensor alone, and the result, until waited for.
+    """
+    _check("all_to_all", tensor, group, divisor=group.size)
     received = tensor if group.size == 1 else torch.empty_like(tensor)
     return received, _start(
-        "all_to_all",
-        tensor,
-        group,
-        lambda handle: handle.alltoall_base(received, tensor, [], [], c10d.AllToAllOptions()),
-        wait_in_turns,
+        "all_to_all", tensor, group, lambda handle: handle.alltoall_base(received, tensor, [], [])
     )
-
-
-def all_to_all(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N, ...] -> [N, ...]: the rank at place i gets everybody's i-th even part, in group order."""
-    received, pending = start_all_to_all(tensor, group)
-    pending.wait(group.timeout_s)
-    return received
 
 
 def start_exchange(
@@ -177,18 +143,16 @@ def start_exchange(
     x: [sum of sent, ...] -> [sum of received, ...] in group order. Who sends and who receives must
     agree. Leave the tensor alone, and the result, until waited for.
     """
-    check_tensor("exchange", tensor, group)
+    _check("exchange", tensor, group)
     assert tensor.shape[0] == sum(sent), "parts are the rows"
     rows = tensor
     if group.size > 1:
         rows = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    options = c10d.AllToAllOptions()
     return rows, _start(
         "exchange",
         tensor,
         group,
-        lambda handle: handle.alltoall_base(rows, tensor, [*received], [*sent], options),
-        wait_in_turns,
+        lambda handle: handle.alltoall_base(rows, tensor, [*received], [*sent]),
     )
 
 
@@ -198,39 +162,29 @@ def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.T
     One collective that sends to one and receives from one: NCCL needs both at once, and gloo tells
     of a collective, not of a transfer, when it is complete.
     """
-    check_tensor("shift", tensor, group)
+    _check("shift", tensor, group)
     received = tensor if group.size == 1 else torch.empty_like(tensor)
 
     def sizes(peer: int) -> list[int]:
         return [tensor.numel() * (place == peer % group.size) for place in range(group.size)]
 
+    here, flat, arriving = group.index, tensor.view(-1), received.view(-1)
     return received, _start(
         f"shift by {by}",
         tensor,
         group,
-        lambda handle: handle.alltoall_base(
-            received.view(-1),
-            tensor.view(-1),
-            sizes(group.index - by),
-            sizes(group.index + by),
-            c10d.AllToAllOptions(),
-        ),
-        wait_in_turns,
+        lambda handle: handle.alltoall_base(arriving, flat, sizes(here - by), sizes(here + by)),
     )
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
     """Overwrite in place with the values of the rank at place ``source``; return the tensor."""
-    check_tensor("broadcast", tensor, group)
+    _check("broadcast", tensor, group)
     options = c10d.BroadcastOptions()
     options.rootRank = source
-    _start(
-        "broadcast",
-        tensor,
-        group,
-        lambda handle: handle.broadcast([tensor], options),
-        wait_in_turns,
-    ).wait(group.timeout_s)
+    _start("broadcast", tensor, group, lambda handle: handle.broadcast([tensor], options)).wait(
+        group.timeout_s
+    )
     return tensor
 
 
@@ -248,8 +202,8 @@ def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
 
     Sends to one peer arrive in order; over gloo the ``tag`` must match as well.
     """
-    check_tensor("send", tensor, group)
-    check_peer("send", group, peer)
+    _check("send", tensor, group)
+    _check_peer("send", group, peer)
     return _start(
         f"send to rank {group.ranks[peer]}, tag {tag},",
         tensor,
@@ -264,8 +218,8 @@ def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
 
     Shape and dtype must be the sender's: gloo ends the process when the sizes differ.
     """
-    check_tensor("receive", tensor, group)
-    check_peer("receive", group, peer)
+    _check("receive", tensor, group)
+    _check_peer("receive", group, peer)
     return _start(
         f"receive from rank {group.ranks[peer]}, tag {tag},",
         tensor,
@@ -285,7 +239,7 @@ def _start(
     tensor: torch.Tensor,
     group: Group,
     launch: Callable[[dist.ProcessGroup], dist.Work],
-    wait: Wait,
+    wait: Wait = wait_in_turns,
 ) -> Work:
     """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
     what = partial(_name, operation, group)
@@ -301,13 +255,69 @@ def _start(
 
 
 def _name(operation: str, group: Group) -> str:
-    return f"{operation} on group {group.name} of ranks {_ranks(group)}"
+    return f"{operation} on group {group.name} of ranks {rank_list(group.ranks)}"
 
 
 def _own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor.chunk(group.size)[group.index]
 
 
-def _ranks(group: Group) -> str:
-    shown = ", ".join(map(str, group.ranks[:8]))
-    return shown if group.size <= 8 else f"{shown}, ... ({group.size} in all)"
+def rank_list(ranks: Sequence[int]) -> str:
+    """``ranks`` for a message: all, or of more than 8 the first and how many there are."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int = 0) -> None:
+    """Refuse what would be silently wrong, at size 1 too so that one rank finds the mistake.
+
+    With a ``divisor``, dim 0 has to divide into so many parts.
+    """
+    where = f"{operation} on group {group.name}"
+    if not tensor.is_contiguous():
+        raise _mistake(
+            f"{where}: shape {tuple(tensor.shape)} has strides {tensor.stride()}",
+            "gloo moves the wrong elements of a strided tensor without an error",
+            "pass x = tensor.contiguous() and go on with x",
+        )
+    if tensor.dtype not in DTYPES:
+        raise _mistake(
+            f"{where}: dtype {tensor.dtype}",
+            f"it must be one of {', '.join(sorted(str(d)[6:] for d in DTYPES))}",
+            "send another format as tensor.view(torch.uint8), or convert what is to be summed",
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise _mistake(
+            f"{where}: the tensor is part of a gradient graph",
+            "no gradient would flow through the operation",
+            "use parallel.collectives, or detach the tensor",
+        )
+    if divisor and (tensor.ndim == 0 or tensor.shape[0] % divisor):
+        raise _mistake(
+            f"{where}: shape {tuple(tensor.shape)}",
+            f"dim 0 must exist and be a multiple of {divisor}",
+            "pad or reshape the tensor",
+        )
+    if group.handle is None:
+        return
+    served = {device.type for device in group.resolve()._device_types}
+    if tensor.device.type not in served:
+        raise _mistake(
+            f"{where}: the tensor lives on {tensor.device}",
+            f"the group serves {', '.join(sorted(served))}",
+            "move the tensor to the worker's device",
+        )
+
+
+def _check_peer(operation: str, group: Group, peer: int) -> None:
+    """Refuse a peer that is no other place of the group."""
+    if peer == group.index or not 0 <= peer < group.size:
+        raise _mistake(
+            f"{operation} on group {group.name}: peer {peer} from place {group.index}",
+            f"it must be another place in [0, {group.size})",
+            "name the peer by its place in the group, not by its global rank",
+        )
+
+
+def _mistake(fact: str, rule: str, remedy: str) -> InternalError:
+    return InternalError(Fault(fact=fact, rule=rule, remedy=remedy))

@@ -61,31 +61,11 @@ def merge(into: AttentionTile, block: AttentionTile) -> None:
     """
     other = block.log_sum_exp.to(into.log_sum_exp.dtype)
     total = torch.logaddexp(into.log_sum_exp, other)
-    finite = _finite(total)
+    # -inf - -inf is no number; with any finite stand-in the shares of a row without keys are 0.
+    finite = total.masked_fill(total == -torch.inf, 0.0)
     into.out.mul_((into.log_sum_exp - finite).exp_().unsqueeze(-1))
     into.out.addcmul_(block.out.to(into.out.dtype), (other - finite).exp_().unsqueeze(-1))
     into.log_sum_exp.copy_(total)
-
-
-def masked_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> AttentionTile:
-    """A block in which rows see some keys only, and some rows perhaps none.
-
-    Torch's kernel gives a row without keys the log-sum-exp 0, as if it had one key; here it is -inf.
-
-    Args:
-        q: [B, H, S, K].
-        k: [B, H, T, K].
-        v: [B, H, T, K].
-        mask: [S, T] bool, true where a query sees a key.
-    """
-    if q.device.type != "cpu":
-        return MathAttention.forward(q, k, v, is_causal=False, mask=mask)
-    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    out, log_sum_exp = Cpu.kernel(q, k, v, 0.0, False, attn_mask=bias)  # noqa: FBT003
-    is_blind = ~mask.any(-1)
-    return AttentionTile(
-        out.masked_fill(is_blind.unsqueeze(-1), 0.0), log_sum_exp.masked_fill(is_blind, -torch.inf)
-    )
 
 
 class Cpu:
@@ -156,15 +136,11 @@ class MathAttention:
     """Step by step, with all S x T weights in memory at once: for what no fused kernel serves."""
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, mask: Tensor | None = None
-    ) -> AttentionTile:
-        """See Kernel; ``mask`` [S, T] is true where a query sees a key."""
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> AttentionTile:
+        """See Kernel."""
         scores = _scores(q, k, is_causal=is_causal)
-        if mask is not None:
-            scores.masked_fill_(~mask, -torch.inf)
         log_sum_exp = scores.logsumexp(-1)
-        weights = (scores - _finite(log_sum_exp).unsqueeze(-1)).exp_()
+        weights = (scores - log_sum_exp.unsqueeze(-1)).exp_()
         out = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, scores.shape[2:4])
         return AttentionTile(out.flatten(1, 2), log_sum_exp.flatten(1, 2))
 
@@ -189,11 +165,6 @@ class MathAttention:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _finite(log_sum_exp: Tensor) -> Tensor:
-    """-inf - -inf is no number; with any finite stand-in the shares of a row without keys are 0."""
-    return log_sum_exp.masked_fill(log_sum_exp == -torch.inf, 0.0)
 
 
 def _by_sharer(x: Tensor, k: Tensor) -> Iterator[Tensor]:

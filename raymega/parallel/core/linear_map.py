@@ -1,4 +1,4 @@
-"""A linear map and its transpose as one step that autograd sees: each is the other's backward."""
+"""Steps that autograd is told of: a linear map with its transpose, and a gradient for a bystander."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def apply_linear(x: Tensor, forward: Map, transpose: Map) -> Tensor:
     return _LinearMap.apply(x, forward, transpose)
 
 
+def with_gradient(x: Tensor, other: Tensor, gradient: Map) -> Tensor:
+    """Return ``x`` as it is; its backward goes into ``other``, a scalar, too.
+
+    Args:
+        x: Of any shape.
+        other: A loss that is not part of x.
+        gradient: From the gradient of the result to that of ``other``.
+    """
+    return _WithGradient.apply(x, other, gradient)
+
+
 class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, transpose: Map) -> Tensor:
@@ -33,3 +44,15 @@ class _LinearMap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transpose(grad), None, None
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor, gradient: Map) -> Tensor:
+        ctx.gradient = gradient
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.gradient(grad), None

@@ -6,13 +6,13 @@ which purpose needs which numbers is its callers'.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
-from math import log2, prod, tau
+from math import prod, tau
 
 import torch
 
 from raymega.messages import Box
+from raymega.plan.flat_boxes import linear_index
 
 # Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; 2011).
 ROUNDS = 10
@@ -40,23 +40,6 @@ def key(seed: int, purpose: str, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def uniform(
-    key: int,
-    box: Box,
-    global_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    *,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """Uniform in [0, 1), in steps that ``dtype`` represents exactly; of ``box.shape``."""
-    digits = 1 - int(log2(torch.finfo(dtype).eps))
-
-    def draw(words: Words) -> torch.Tensor:
-        return _fraction(words[0], words[1], digits).to(dtype)
-
-    return _fill(draw, key, box, global_shape, dtype, device)
-
-
 def normal(
     key: int,
     box: Box,
@@ -71,12 +54,18 @@ def normal(
     bit, which rounding to fewer bits all but hides.
     """
 
-    def draw(words: Words) -> torch.Tensor:
-        radius = (1.0 - _fraction(words[0], words[1], 53)).log_().mul_(-2.0).sqrt_()
-        angle = _fraction(words[2], words[3], 53).mul_(tau)
-        return radius.mul_(angle.cos_())
-
-    return _fill(draw, key, box, global_shape, dtype, device)
+    values = torch.empty(box.num_elements, dtype=dtype, device=device)
+    chunk = CPU_CHUNK if values.device.type == "cpu" else GPU_CHUNK
+    for start in range(0, values.numel(), chunk):
+        part = values[start : start + chunk]
+        local = torch.arange(start, start + part.numel(), dtype=torch.int64, device=device)
+        index = _global_index(local, box, global_shape)
+        zero = torch.zeros_like(index)
+        words = philox((index & MASK, index >> 32, zero, zero), key)
+        radius = (1.0 - _fraction(words[0], words[1])).log_().mul_(-2.0).sqrt_()
+        angle = _fraction(words[2], words[3]).mul_(tau)
+        part.copy_(radius.mul_(angle.cos_()))
+    return values.view(box.shape)
 
 
 def philox(counter: Words, key: int) -> Words:
@@ -115,42 +104,15 @@ def splitmix(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def _fraction(high: torch.Tensor, low: torch.Tensor, digits: int) -> torch.Tensor:
-    """The first ``digits`` (at most 53) of 64 bits as a float64 in [0, 1)."""
-    bits = ((high << 21) | (low >> 11)) >> (53 - digits)
-    return bits.to(torch.float64).mul_(2.0**-digits)
-
-
-def _fill(
-    draw: Callable[[Words], torch.Tensor],
-    key: int,
-    box: Box,
-    global_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> torch.Tensor:
-    values = torch.empty(box.num_elements, dtype=dtype, device=device)
-    chunk = CPU_CHUNK if values.device.type == "cpu" else GPU_CHUNK
-    for start in range(0, values.numel(), chunk):
-        part = values[start : start + chunk]
-        local = torch.arange(start, start + part.numel(), dtype=torch.int64, device=device)
-        index = _global_index(local, box, global_shape)
-        zero = torch.zeros_like(index)
-        part.copy_(draw(philox((index & MASK, index >> 32, zero, zero), key)))
-    return values.view(box.shape)
+def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The first 53 of 64 bits as a float64 in [0, 1)."""
+    return ((high << 21) | (low >> 11)).to(torch.float64).mul_(2.0**-53)
 
 
 def _global_index(local: torch.Tensor, box: Box, global_shape: tuple[int, ...]) -> torch.Tensor:
     """Linear index in the whole tensor of the elements with linear index ``local`` in the box."""
-    index = torch.full_like(local, _linear(box.offset, global_shape))
+    index = torch.full_like(local, linear_index(box.offset, global_shape))
     for dim, extent in enumerate(box.shape):
         inner = prod(box.shape[dim + 1 :])
         index += (local // inner) % extent * prod(global_shape[dim + 1 :])
-    return index
-
-
-def _linear(offset: tuple[int, ...], global_shape: tuple[int, ...]) -> int:
-    index = 0
-    for position, extent in zip(offset, global_shape, strict=True):
-        index = index * extent + position
     return index

@@ -36,7 +36,7 @@ class Piece:
     @property
     def place(self) -> tuple[slice, ...]:
         """Slices that select the block in the parameter."""
-        return self.local.within(Box(offset=(0,) * len(self.local.shape), shape=self.local.shape))
+        return self.local.within(Box.whole(self.local.shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,7 +63,7 @@ def initialise(param: ShardedParameter, seed: int) -> None:
         place, (num_rows, *row) = param.detach()[piece.place], piece.box.shape
         step = max(1, DRAWN_AT_ONCE // prod(row))
         for first in range(0, num_rows, step):
-            box = _rows_of(piece.box, first, min(step, num_rows - first))
+            box = piece.box.rows(first, min(step, num_rows - first))
             values = initial_values(piece.tensor, box, seed=seed, device=param.device)
             place[first : first + step].copy_(values)
 
@@ -81,12 +81,6 @@ def initial_values(
     return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
 
 
-def _rows_of(box: Box, first: int, num_rows: int) -> Box:
-    """Rows of a box, counted from its own first."""
-    offset, *others = box.offset
-    return Box(offset=(offset + first, *others), shape=(num_rows, *box.shape[1:]))
-
-
 def check_specs(params: Sequence[ShardedParameter]) -> None:
     """Hold every spec against its parameter, and the parameters against each other.
 
@@ -100,7 +94,7 @@ def check_specs(params: Sequence[ShardedParameter]) -> None:
 
 def _spec_faults(param: ShardedParameter) -> list[Fault]:
     spec, shape = param.spec, tuple(param.shape)
-    whole = Box(offset=(0,) * len(shape), shape=shape)
+    whole = Box.whole(shape)
     faults = []
     if shape != spec.shape:
         faults.append(

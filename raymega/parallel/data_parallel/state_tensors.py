@@ -46,27 +46,19 @@ class TensorBlock:
         return f"{self.kind}/{self.tensor.name}"
 
 
-def blocks_of(
-    kind: str, part: Range, values: torch.Tensor, *, is_replicated: bool
+def extent_blocks(
+    kind: str, part: Range, extent: Extent, values: torch.Tensor, *, is_replicated: bool
 ) -> Iterator[TensorBlock]:
-    """The blocks that make up ``part`` of a bucket.
+    """The blocks that make up ``extent`` of ``part`` of a bucket.
 
     Args:
         kind: Of all of them.
         part: Elements of a bucket.
-        values: Their values, flat.
+        extent: Of one parameter there.
+        values: Its values, flat.
         is_replicated: All ranks of the bucket hold the same; else those that own the same part of
             other copies, of which there are several with hybrid sharding.
     """
-    for extent in part.extents():
-        held = values[extent.within(part.begin)]
-        yield from extent_blocks(kind, part, extent, held, is_replicated=is_replicated)
-
-
-def extent_blocks(
-    kind: str, part: Range, extent: Extent, values: torch.Tensor, *, is_replicated: bool
-) -> Iterator[TensorBlock]:
-    """The same of one of its extents, whose flat values ``values`` are."""
     sharing = part.bucket.sharing
     group = sharing.whole if is_replicated else sharing.across
     for piece, box, at in piece_boxes(extent):

@@ -1,7 +1,7 @@
-"""The catalogue of accelerators: what makers publish of each, and what was fitted to published runs.
+"""Describe known accelerators: figures of their makers, and constants fitted to published runs.
 
-It knows devices and links, no model and no layout. ``benchmarks/planner.py`` fits the constants and
-prints how wrong they are on runs that the fit has not seen.
+The catalogue has devices and links, no models and no layouts. ``benchmarks/planner.py`` fits the
+constants and prints their errors on runs that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """What a device reaches in practice; one set for all runs on it.
+    """Rates that a device reaches in practice; one set for all runs on it.
 
     Attributes:
-        matmul_share: Of the peak, by a matrix product large in every dimension.
+        matmul_share: Share of the peak that a matrix product large in every dimension reaches.
         matmul_depth: Inner size at which filling and draining the pipes costs as much as the work.
         matmul_waves: Loss, in waves of tiles over all cores, to the last wave that is not full.
-        matmul_8_bit_share: Of the 8-bit peak.
-        attention_share: Of the peak, by fused attention.
-        memory_share: Of the memory's bandwidth, by element-wise kernels.
+        matmul_8_bit_share: Share of the 8-bit peak that such a product reaches.
+        attention_share: Share of the peak that fused attention reaches.
+        memory_share: Share of the memory's bandwidth that element-wise kernels reach.
         launch_s: Seconds that a kernel takes beyond its work.
-        link_share: Of the links inside a node, by a ring.
-        network_share: Of a device's share of the network.
+        link_share: Share of the bandwidth of links inside a node that a ring reaches.
+        network_share: Share of its network bandwidth that a device reaches.
         link_latency_s: Seconds of one step of a ring inside a node.
-        network_latency_s: Seconds of one step between nodes.
-        older_attention_share: Of the peak, by fused attention that was written for the generation
-            before; 0 where that is no slower.
+        network_latency_s: Seconds of one step of a ring between nodes.
+        older_attention_share: Share of the peak that fused attention written for the previous
+            generation reaches; 0 where it is no slower.
     """
 
     matmul_share: float
@@ -49,27 +49,29 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerator:
-    """One device and the machine around it.
+    """Device, and the links and network of its node.
 
     Attributes:
-        name: As ``raymega plan --gpu`` takes it.
-        peak_16_bit_flops: Dense bfloat16, and float16 with float32 sums, FLOP/s.
-        peak_32_bit_flops: Of float32 without shortcuts; float64 is taken to have half of it.
-        peak_8_bit_flops: Dense fp8, FLOP/s; 0 without.
-        memory_bytes: Of the device.
-        memory_bytes_per_s: Its bandwidth.
-        num_cores: Streaming multiprocessors; 1 of a CPU worker.
-        link_bytes_per_s: To the other devices of the node, in one direction.
-        devices_per_node: Devices that such links join.
-        network_bytes_per_s: A device's share of the node's network, in one direction.
-        host_bytes_per_s: To the host's memory, in one direction: PCI Express 5.0 with 16 lanes, or other.
-        fitted: See Fitted.
-        driver_name: What the driver's name of it contains; empty when it gives none.
-        shared_cores: Cores of a node that its ``devices_per_node`` workers share, as CPU workers do:
-            how many work at once, which where cores share units is less than a whole number; 0 when
-            each device works by itself.
-        straggler: Times that the slowest device of a run takes what the others take once.
-        known_error: How wrong predictions for it have been, in words; of a file that says so.
+        name: Name that ``raymega plan --gpu`` takes.
+        peak_16_bit_flops: Peak FLOP/s of dense bfloat16, and of float16 with float32 sums.
+        peak_32_bit_flops: Peak FLOP/s of float32 without shortcuts; float64 is taken to have half
+            of it.
+        peak_8_bit_flops: Peak FLOP/s of dense fp8; 0 without fp8.
+        memory_bytes: Size of the device's memory.
+        memory_bytes_per_s: Bandwidth of the device's memory.
+        num_cores: Number of streaming multiprocessors; 1 for a CPU worker.
+        link_bytes_per_s: Bandwidth to the other devices of the node, in one direction.
+        devices_per_node: Number of devices that such links join.
+        network_bytes_per_s: Device's share of the node's network bandwidth, in one direction.
+        host_bytes_per_s: Bandwidth to the host's memory, in one direction; by default that of PCI
+            Express 5.0 with 16 lanes.
+        fitted: Rates that the device reaches in practice.
+        driver_name: Part of the name that the driver gives the device; empty when it gives none.
+        shared_cores: Cores of a node that its ``devices_per_node`` CPU workers share: how many of
+            them work concurrently, not a whole number where cores share units. 0 when each device
+            works independently.
+        straggler: Time of the slowest device of a run over the time of the others.
+        known_error: Error of predictions for the device in words, where its file states it.
     """
 
     name: str
@@ -90,7 +92,7 @@ class Accelerator:
     known_error: str = ""
 
     def peak_flops(self, element: int) -> float:
-        """Of matrix products of numbers of ``element`` bytes."""
+        """Return the peak FLOP/s of matrix products of numbers with ``element`` bytes."""
         return {2: self.peak_16_bit_flops, 4: self.peak_32_bit_flops}.get(
             element, self.peak_32_bit_flops / 2
         )
@@ -102,21 +104,21 @@ class Accelerator:
 
     @property
     def reached_link_bytes_per_s(self) -> float:
-        """What a ring inside a node reaches of the links."""
+        """Bandwidth of the links that a ring inside a node reaches."""
         return self.link_bytes_per_s * self.fitted.link_share
 
     @property
     def reached_network_bytes_per_s(self) -> float:
-        """What a device reaches of its share of the network."""
+        """Network bandwidth that a device reaches."""
         return self.network_bytes_per_s * self.fitted.network_share
 
     def bytes_per_s(self, span: float) -> float:
-        """Of one device to a group that reaches over ``span`` neighbouring ranks."""
+        """Return the bandwidth of one device to a group that spans ``span`` neighbouring ranks."""
         is_inside = span <= self.devices_per_node
         return self.reached_link_bytes_per_s if is_inside else self.reached_network_bytes_per_s
 
     def with_older_attention(self) -> Accelerator:
-        """The same where fused attention was written for the generation before."""
+        """Return the device with fused attention that was written for the previous generation."""
         share = self.fitted.older_attention_share
         if not share:
             return self
@@ -188,22 +190,25 @@ CATALOGUE = {
         ),
     )
 }  # fmt: skip
-"""Makers' figures. Constants of h200, b200 and gb200 are the H100's: of runs on them only eight on
-b200 have been compared.
-A node of gb200 is a rack of 72. h100-96gb runs at 500 W, at a peak that lies between that of the module and
-that of the card (835e12): the middle is taken. cpu is one thread of a worker on the machine that its constants were
-measured on, whose workers share two cores; another machine's are what `raymega doctor` writes."""
+"""Figures of makers. The constants of h200, b200 and gb200 are the H100's: of runs on them only
+eight on b200 have been compared.
+
+A node of gb200 is a rack of 72. h100-96gb runs at 500 W, at a peak between that of the module and
+that of the card (835e12): the middle is taken. cpu is one thread of a worker on the host that its
+constants were measured on, whose workers share two cores; ``raymega doctor`` writes the constants
+of another host.
+"""
 
 
 def accelerator(name: str, *, field: str = "--gpu") -> Accelerator:
-    """The catalogue's entry.
+    """Return the catalogue's entry of a name.
 
     Args:
-        name: Of the device.
-        field: Where the name stands, for messages.
+        name: Name of the device.
+        field: Field or option that holds the name, for messages.
 
     Raises:
-        PlanError: There is none of that name.
+        PlanError: The catalogue has no device of that name.
     """
     if name in CATALOGUE:
         return CATALOGUE[name]

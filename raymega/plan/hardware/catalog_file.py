@@ -1,6 +1,6 @@
-"""An accelerator that the catalogue lacks, by a YAML file: what differs from one that it has.
+"""Read an accelerator that the catalogue lacks from a YAML file of its differences from an entry.
 
-It reads and refuses; figures of known devices are catalog's.
+The module reads and validates; ``raymega.plan.hardware.catalog`` has the figures of known devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class FittedFigures(Section):
-    """What a run on the device has shown; those left out are those of the device that it is like."""
+    """Constants that a run on the device has shown; others are those of the device that it is like."""
 
     matmul_share: Share | None = None
     matmul_depth: PositiveFloat | None = None
@@ -39,7 +39,7 @@ class FittedFigures(Section):
 
 
 class AcceleratorFigures(Section):
-    """The file: a name, which device of the catalogue it is like, and what differs."""
+    """Content of the file: a name, the device of the catalogue that it is like, and what differs."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
     like: str
@@ -60,11 +60,11 @@ class AcceleratorFigures(Section):
 
 
 def find_accelerator(text: str, *, field: str = "--gpu") -> Accelerator:
-    """The catalogue's entry of that name, or what the YAML file ``text`` says.
+    """Return the catalogue's entry of that name, or the accelerator in the YAML file ``text``.
 
     Args:
-        text: A name or a path.
-        field: Where the text stands, for messages.
+        text: Name in the catalogue, or path that ends with .yaml or .yml.
+        field: Field or option that holds the text, for messages.
 
     Raises:
         ConfigError: The file is missing, is no YAML, or holds something that no device has.

@@ -1,7 +1,7 @@
-"""Views of the catalogue: by the name that a driver gives a device, and an H100 in round figures.
+"""Look up catalogue devices by the name that a driver gives, and define an H100 in round figures.
 
-Figures are the catalogue's to own; here are only cards, which no catalogue entry is, and the shares
-of formulas that must not follow a fit.
+``raymega.plan.hardware.catalog`` owns the figures. This module adds cards, which no catalogue entry
+is, and the constants of formulas that must not follow a fit.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import replace
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 
 CARD_16_BIT_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12}
-"""Dense bfloat16 of cards for PCIe slots, which run at other clocks than the modules of the
-catalogue, by NVIDIA's data sheets."""
+"""Peak FLOP/s of dense bfloat16 on cards for PCIe slots, which run at other clocks than the modules
+of the catalogue, by NVIDIA's data sheets."""
 _OTHERS = ("GH200",)
-"""Names of what is no module of the catalogue."""
+"""Names of devices that are no modules of the catalogue."""
 _CARDS = ("PCIe", "PCIE", "NVL", *_OTHERS)
 _16_BIT = ("bfloat16", "float16")
 
 
 def nvlink_bytes_per_s(device_name: str) -> float | None:
-    """What a GPU of that name sends to the others of its node, or None when it is not known."""
+    """Return the bytes/s that a GPU sends to the others of its node, or None when unknown."""
     module = _module(device_name)
     if module is None or any(name in device_name for name in _CARDS):
         return None
@@ -28,11 +28,11 @@ def nvlink_bytes_per_s(device_name: str) -> float | None:
 
 
 def peak_flops(device_name: str, *, dtype: str) -> float | None:
-    """FLOP/s of one device for matrices of ``dtype``, or None when nothing is known of it.
+    """Return the FLOP/s of one device for matrices of ``dtype``, or None when unknown.
 
     Args:
-        device_name: Such as ``NVIDIA H100 80GB HBM3``.
-        dtype: The job's ``precision.dtype``.
+        device_name: Name that the driver gives, such as ``NVIDIA H100 80GB HBM3``.
+        dtype: Value of the job's ``precision.dtype``.
     """
     if dtype not in _16_BIT or any(name in device_name for name in _OTHERS):
         return None
@@ -44,7 +44,7 @@ def peak_flops(device_name: str, *, dtype: str) -> float | None:
 def _module(device_name: str) -> Accelerator | None:
     devices = (device for device in CATALOGUE.values() if device.driver_name)
     named = [device for device in devices if device.driver_name in device_name]
-    # The longest: a GB200 is no B200, though its name holds that one's.
+    # The longest match: the name of a GB200 contains B200 as well.
     return max(named, key=lambda device: len(device.driver_name), default=None)
 
 
@@ -55,7 +55,9 @@ ROUND_H100 = replace(
         network_share=1.0, network_latency_s=15e-6,
     ),
 )  # fmt: skip
-"""DGX H100, one 400 Gb/s adapter a GPU: the maker's peaks and links with round shares and times, none of them measured.
+"""DGX H100 with one 400 Gb/s adapter a GPU: the maker's peaks and links with round shares and
+times, none of them measured.
 
-Dynamic context parallelism compares packs with these: what it decides must not change whenever the
-catalogue is fitted anew."""
+Dynamic context parallelism compares packs with these: its decisions must not change whenever the
+catalogue is fitted again.
+"""

@@ -1,8 +1,9 @@
-"""Bytes of activations that a rank keeps for backward: formulas, by part of the model.
+"""Compute the bytes of activations that a rank keeps for backward, by part of the model.
 
-The published ones (Korthikanti et al., Reducing activation recomputation in large transformer
-models, 2022) with what they leave out: norm statistics, the log-sum-exp of fused attention, grouped
-heads, gated feed-forward layers, number formats. What lives only while a kernel runs is not here.
+The formulas are the published ones (Korthikanti et al., Reducing activation recomputation in large
+transformer models, 2022) with what they leave out: norm statistics, the log-sum-exp of fused
+attention, grouped heads, gated feed-forward layers, number formats. Memory that exists only while a
+kernel runs is not counted.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from raymega.plan.tensor_table import FAMILY_TENSORS, FamilyTensors, embedding_t
 from raymega.schedule.instructions import Op, Schedule
 
 MASK_BYTES = 1
-"""Of one element in a dropout mask."""
+"""Bytes of one element in a dropout mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationShape:
-    """What the bytes of one micro-batch on one rank depend on, beside the layers of its stage.
+    """Sizes and options that decide the bytes of one micro-batch on one rank, except for its stage.
 
-    ``is_fused``: kernels between products read and write each tensor once; what is kept is the same.
-    ``fp8_coverage`` are the products that blocks make in fp8, ``fp8_blocks`` the blocks that do; None is all.
+    ``is_fused`` says that kernels between products read and write each tensor once; what is kept is
+    the same. ``fp8_coverage`` has the products that blocks run in fp8, ``fp8_blocks`` the blocks
+    that do; None means all.
     """
 
     model: ModelSection
@@ -45,7 +47,7 @@ class ActivationShape:
 
     @property
     def family(self) -> FamilyTensors:
-        """What the family's layers have."""
+        """Tensors that layers of the model's family have."""
         return FAMILY_TENSORS[self.model.family]
 
     @property
@@ -60,33 +62,36 @@ class ActivationShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens inside the layers that tp cuts by feature."""
+        """Number of tokens inside the layers that tp cuts by feature."""
         return self.seq_len * self.micro_batch_size // self.parallel.cp
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens of the residual stream between them."""
+        """Number of tokens of the residual stream between such layers."""
         return self.tokens // (self.parallel.tp if self.parallel.sequence_parallel else 1)
 
     @property
     def stream_bytes(self) -> int:
-        """The residual stream once: sbh times 2 in bf16."""
+        """Bytes of the residual stream: sbh times 2 in bf16 without sequence or context
+        parallelism."""
         return self.stream_tokens * self.model.hidden_size * self.element
 
     def further(self, stage: Stage) -> range:
-        """Numbers of its blocks that predict further ahead, after the model's last one."""
+        """Return the numbers of the stage's multi-token prediction blocks, after the model's last
+        one."""
         first = self.model.num_layers
         return range(first, first + (self.model.num_nextn_predict_layers if stage.is_last else 0))
 
     def blocks_with_experts(self, stage: Stage) -> int:
-        """How many of its blocks have experts where the others have a feed-forward layer."""
+        """Return how many blocks of the stage have experts instead of a feed-forward layer."""
         moe = self.model.moe
         if not moe.num_experts:
             return 0
         return sum(map(moe.holds_experts, (*stage.layers, *self.further(stage))))
 
     def kept_wide(self, stage: Stage) -> tuple[int, int]:
-        """How many of its blocks make no product in fp8 where others do: dense, with experts."""
+        """Return how many (dense, expert) blocks of the stage run no product in fp8 where others
+        do."""
         if self.fp8_blocks is None:
             return 0, 0
         numbers = (*stage.layers, *self.further(stage))
@@ -95,19 +100,19 @@ class ActivationShape:
         return len(kept) - with_experts, with_experts
 
     def remakes(self, part: str) -> bool:
-        """Backward makes this part of every layer again."""
+        """Return whether backward recomputes this part of every layer."""
         return self.memory.recompute == "selective" and part in self.memory.recompute_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageActivations:
-    """Bytes that one rank keeps.
+    """Bytes of activations that one rank keeps.
 
     Attributes:
-        micro_batch_bytes: For each micro-batch between its forward and its backward.
-        rerun_bytes: Besides, while backward reruns some blocks; 0 but with full recompute. What waits on
-            the host is here of two units at a time, which is counted here too.
-        host_bytes: For each micro-batch in host memory.
+        micro_batch_bytes: Bytes of each micro-batch between its forward and its backward.
+        rerun_bytes: Additional bytes while backward recomputes some blocks; 0 without full
+            recompute. With offload they include two units of what waits on the host.
+        host_bytes: Bytes of each micro-batch in host memory.
     """
 
     micro_batch_bytes: int
@@ -121,12 +126,13 @@ def peak_bytes(
     *,
     wgrad_activation_fraction: float = 1.0,
 ) -> int:
-    """The most that a rank holds at once while it works through ``schedule`` on its ``chunks``.
+    """Return the most bytes that a rank holds while it runs ``schedule`` on its ``chunks``.
 
     Args:
-        schedule: The rank's list.
-        chunks: What each of its chunks keeps.
-        wgrad_activation_fraction: Of that, what stays between the two parts of a backward that is cut in two.
+        schedule: Instruction list of the rank.
+        chunks: Activations that each of its chunks keeps.
+        wgrad_activation_fraction: Share of these that is kept between input and weight gradients of
+            a split backward.
     """
     share = {
         Op.FORWARD: 1.0,
@@ -139,7 +145,7 @@ def peak_bytes(
 
 
 def activation_shape(job: Job) -> ActivationShape:
-    """What the job says about it."""
+    """Return the activation shape of a job."""
     return ActivationShape(
         model=job.model,
         parallel=job.parallel,
@@ -156,21 +162,25 @@ def activation_shape(job: Job) -> ActivationShape:
 
 
 def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
-    """What a rank of ``stage`` keeps."""
+    """Return the activations that a rank of ``stage`` keeps."""
     further = len(shape.further(stage))
+    # Embedding, and head with multi-token prediction.
     ends = (embedding_bytes(shape) if stage.is_first else 0) + (
         head_bytes(shape) + further * further_bytes(shape) if stage.is_last else 0
     )
+    # Blocks of each kind.
     with_experts = shape.blocks_with_experts(stage)
     dense, experts = layer_bytes(shape), layer_bytes(shape, has_experts=True)
     blocks = (stage.num_layers + further - with_experts) * dense + with_experts * experts
     unit = max(dense, experts if with_experts else 0)
+    # Full recompute keeps the inputs of groups of blocks alone.
     if shape.memory.recompute != "full":
         kept, rerun = blocks, 0
     else:
         together = min(shape.memory.recompute_every, max(stage.num_layers, min(further, 1)))
         inputs = ceil(stage.num_layers / together) + further if together else 0
         kept, rerun, unit = inputs * shape.stream_bytes, together * unit, shape.stream_bytes
+    # Offload leaves two units at a time on the device.
     if "activations" not in shape.memory.offload or not stage.num_layers:
         return StageActivations(micro_batch_bytes=kept + ends, rerun_bytes=rerun)
     mine = further * unit  # blocks that predict further ahead stay
@@ -181,26 +191,35 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
 
 
 def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
-    """One block's, all its parts kept but those that selective recompute makes again."""
+    """Return the bytes of one block, without the parts that selective recompute runs again."""
     inner = expert_bytes(shape) if has_experts else _mlp_bytes(shape)
     return 2 * _norm_bytes(shape) + _attention_bytes(shape) + inner
 
 
 def attention_weight_bytes(shape: ActivationShape) -> int:
-    """The S x S softmax of all heads here, its dropout mask and the product: 5 as^2b / t in bf16."""
+    """Return the bytes of the [S, S] softmax of all heads here, its dropout mask and the product.
+
+    They are 5 as^2b / t in bf16.
+    """
     rows = shape.model.num_heads // shape.parallel.tp * shape.tokens
     return rows * shape.seq_len * (2 * shape.element + MASK_BYTES)
 
 
 def embedding_bytes(shape: ActivationShape) -> int:
-    """The mask of its dropout, and under tp which tokens are here, and in which rows."""
+    """Return the bytes of the embedding: its dropout mask and, under tp, two numbers a token.
+
+    The numbers say whether the token is on another rank, and in which row.
+    """
     is_elsewhere, row = 1, 8
     cut = shape.tokens * (is_elsewhere + row) if shape.parallel.tp > 1 else 0
     return _residual_mask_bytes(shape) + cut
 
 
 def head_bytes(shape: ActivationShape) -> int:
-    """Final norm, the projection's input, logits, and three numbers a token of the loss."""
+    """Return the bytes of the final norm, the projection's input, the logits and the loss.
+
+    The loss keeps three numbers a token.
+    """
     rows = embedding_tensors(shape.model)[0].shape[0] // shape.parallel.tp
     label, is_elsewhere = 8, 1
     logits = shape.tokens * rows * shape.element
@@ -209,14 +228,17 @@ def head_bytes(shape: ActivationShape) -> int:
 
 
 def further_bytes(shape: ActivationShape) -> int:
-    """One depth of multi-token prediction, its block apart: the token's row, what joins it, a head."""
+    """Return the bytes of one depth of multi-token prediction without its block.
+
+    They are the token's row, the inputs of the projection that joins it, and a head.
+    """
     row, is_elsewhere = 8, 1 if shape.parallel.tp > 1 else 0
     joined = 3 * shape.stream_bytes + 2 * _statistics_bytes(shape)
     return joined + shape.tokens * (row + is_elsewhere) + head_bytes(shape)
 
 
 def _norm_bytes(shape: ActivationShape) -> int:
-    """A norm's input and statistics, and its output, which is the next layer's input."""
+    """Return the bytes of a norm's input, statistics, and output, which is the next layer's input."""
     output = 0 if shape.remakes("norm") else shape.stream_bytes
     return shape.stream_bytes + output + _statistics_bytes(shape, is_remade=not output)
 
@@ -229,7 +251,10 @@ def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int
 
 
 def _attention_bytes(shape: ActivationShape) -> int:
-    """q, k and v; the weights or, fused, a number a row; the output, which is the next input."""
+    """Return the bytes that attention keeps.
+
+    They are q, k and v; the weights or, fused, a number a row; the output, which is the next input.
+    """
     if shape.model.mla.kv_lora_rank:
         return _latent_attention_bytes(shape)
     model, tp = shape.model, shape.parallel.tp
@@ -252,7 +277,11 @@ def _attention_bytes(shape: ActivationShape) -> int:
 
 
 def _latent_attention_bytes(shape: ActivationShape) -> int:
-    """Latents before and after their norms; q, k and v as wide as k, the output so and as wide as v."""
+    """Return the bytes that latent attention keeps.
+
+    They are latents before and after their norms; q, k and v as wide as k; and the output, as wide
+    as k and as wide as v.
+    """
     mla, parallel, element = shape.model.mla, shape.parallel, shape.element
     ranks = mla.q_lora_rank + mla.kv_lora_rank
     latents = (2 * ranks + mla.qk_rope_head_dim) * element + (
@@ -273,12 +302,12 @@ def _latent_attention_bytes(shape: ActivationShape) -> int:
 
 
 def _mlp_bytes(shape: ActivationShape) -> int:
-    """A dense feed-forward layer's."""
+    """Return the bytes of a dense feed-forward layer."""
     return _inner_bytes(shape, shape.model.ffn_hidden_size) + _residual_mask_bytes(shape)
 
 
 def _inner_bytes(shape: ActivationShape, width: int) -> int:
-    """What the nonlinearity reads (gate and up in gated families) and what it makes."""
+    """Return the bytes of the nonlinearity's inputs (gate and up in gated families) and its output."""
     hidden = shape.tokens * width // shape.parallel.tp * shape.element
     read = hidden * (2 if shape.family.has_gate else 1)
     made = 0 if shape.remakes("activation") else hidden
@@ -286,9 +315,11 @@ def _inner_bytes(shape: ActivationShape, width: int) -> int:
 
 
 def own_choices(shape: ActivationShape) -> float:
-    """Rows that a rank sends to experts: its own share of the tokens, times their experts.
+    """Return the rows that a rank sends to experts: its own share of the tokens, times their
+    experts.
 
-    With a capacity every expert drops what is above its share; padded, it computes what is reserved.
+    With a capacity every expert drops what is above its share. With padding it computes what is
+    reserved.
     """
     moe, parallel = shape.model.moe, shape.parallel
     if moe.pad_expert_input_to_capacity:
@@ -299,13 +330,16 @@ def own_choices(shape: ActivationShape) -> float:
 
 
 def expert_rows(shape: ActivationShape) -> float:
-    """Rows that a rank's experts work on when the load is even: those of all etp ranks."""
+    """Return the rows that a rank's experts process under an even load: those of all etp ranks."""
     return own_choices(shape) * shape.parallel.etp
 
 
 def expert_bytes(shape: ActivationShape) -> int:
-    """What experts keep: the router's scores, rows as they arrive and as they are given back, and
-    what lies between; the shared expert's as any feed-forward layer's."""
+    """Return the bytes that experts keep.
+
+    They are the router's scores, rows as they arrive and as they are returned, and what is between.
+    The shared expert keeps what any feed-forward layer does.
+    """
     model, element, moe = shape.model, shape.element, shape.model.moe
     tokens = shape.tokens // shape.parallel.tp
     router = tokens * (2 * moe.num_experts + 2 * moe.top_k) * shape.wide

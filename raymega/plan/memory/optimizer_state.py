@@ -1,6 +1,7 @@
-"""What an optimizer keeps of a tensor beside its master, by the tensor's role: kinds, and their bytes.
+"""Define the state that an optimizer keeps besides masters, by role of the tensor: kinds and bytes.
 
-Pure, so that whoever counts bytes knows it without torch. The updates themselves are optim.updates'.
+The module needs no torch, so that any caller can count bytes. ``raymega.optim.updates`` has the
+updates.
 """
 
 from __future__ import annotations
@@ -18,32 +19,34 @@ KINDS = {
 }
 """State tensors of each update, each shaped like the parameter and zero at the start."""
 PORTION_ELEMENTS = 2**24
-"""Owned elements that are updated at once, so that what lasts for the update alone stays small."""
+"""Owned elements that are updated at once, so that the temporary memory of an update stays small.
+"""
 MOST_KINDS = max(map(len, KINDS.values()))
 Format = Literal["master", "bfloat16", "8bit"]
 SHORT_ROLES = ("matrix", "embedding", "head")
-"""Whose state optimizer.state_dtype is about: the rest is too little to be worth rounding."""
+"""Roles that ``optimizer.state_dtype`` applies to; the rest is too little to be worth rounding."""
 CODES, SCALES = ".codes", ".scales"
-"""What the saved names of 8-bit state end with."""
+"""Suffixes of the saved names of 8-bit state."""
 
 
 def update_of(name: str, role: Role) -> str:
-    """Which update moves tensors of ``role`` under ``optimizer.name``: Muon moves matrices only."""
+    """Return the update of tensors of ``role`` under ``optimizer.name``: Muon updates matrices
+    only."""
     return "adamw" if name == "muon" and role != "matrix" else name
 
 
 def kinds_of(name: str, role: Role) -> tuple[str, ...]:
-    """Kinds of state that a tensor of ``role`` has under ``optimizer.name``."""
+    """Return the kinds of state that a tensor of ``role`` has under ``optimizer.name``."""
     return KINDS[update_of(name, role)]
 
 
 def format_of(optimizer: OptimizerSection, role: Role) -> Format:
-    """In which format that state is kept between steps."""
+    """Return the format in which the state of ``role`` is kept between steps."""
     return optimizer.state_dtype if role in SHORT_ROLES else "master"
 
 
 def saved_kinds(optimizer: OptimizerSection, role: Role) -> tuple[str, ...]:
-    """The same kinds as checkpoints name them."""
+    """Return the kinds of state of ``role``, as checkpoints name them."""
     kinds = kinds_of(optimizer.name, role)
     if format_of(optimizer, role) != "8bit":
         return kinds
@@ -51,7 +54,10 @@ def saved_kinds(optimizer: OptimizerSection, role: Role) -> tuple[str, ...]:
 
 
 def state_bytes(form: Format, num_elements: int, num_blocks: int, master_bytes: int) -> int:
-    """Bytes of one kind of state of so many elements, in so many blocks of 8-bit state."""
+    """Return the bytes of one kind of state.
+
+    ``num_blocks`` counts blocks of 8-bit state, each of which has a scale of ``master_bytes``.
+    """
     match form:
         case "master":
             return num_elements * master_bytes

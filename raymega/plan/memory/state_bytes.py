@@ -1,7 +1,7 @@
-"""Parameter counts and bytes of training state per rank, from the table of tensors.
+"""Count parameters and bytes of training state per rank, from the table of tensors.
 
-They are exact but for the padding of sharded buckets, less than one element a bucket and rank.
-Activations and temporary buffers are not counted here.
+The counts are exact but for the padding of sharded buckets, less than one element a bucket and
+rank. Activations and temporary buffers of kernels are not counted here.
 """
 
 from __future__ import annotations
@@ -37,16 +37,22 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSize:
-    """What one rank holds: elements, and bytes by part.
+    """Training state of one rank: elements, and bytes by part.
 
-    ``num_owned`` of the ``num_parameters`` are those that the rank updates. ``weight_bytes`` are with
-    copies in fp8. ``master_bytes`` is 0
-    when the compute format is already float32 or better, because the optimizer then works on the
-    weights themselves. ``passing_bytes`` are of sharded weights that are gathered for a use, and of
-    sharded gradients of one micro-batch: two units of the model each, one at work and one on its way;
-    with optimizer state on the host, of which ``host_bytes`` is all, also of what is being updated.
-    ``update_bytes`` are there for a moment in an update or right after it, when no activation is;
-    they are not part of the total.
+    Attributes:
+        num_parameters: Number of elements that the rank holds.
+        num_owned: Number of those that the rank updates.
+        weight_bytes: Bytes of weights, with copies in fp8.
+        gradient_bytes: Bytes of gradients.
+        master_bytes: Bytes of masters; 0 when the compute format is float32 or better, because the
+            optimizer then works on the weights themselves.
+        moment_bytes: Bytes of the optimizer's other state.
+        passing_bytes: Bytes of sharded weights that are gathered for a use, and of sharded
+            gradients of one micro-batch: two units of the model each, one in use and one in
+            transfer. With optimizer state on the host also those of what is being updated.
+        host_bytes: Bytes of optimizer state on the host, all of it.
+        update_bytes: Bytes that exist for a moment in an update or right after it, when no
+            activation does; not part of the total.
     """
 
     num_parameters: int
@@ -61,13 +67,14 @@ class StateSize:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the parts."""
+        """Sum of the parts on the device."""
         kept = self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
         return kept + self.passing_bytes
 
 
 def count_parameters(model: ModelSection) -> int:
-    """Elements of the whole model, a tied table counted once and padded rows not at all."""
+    """Return the elements of the whole model; a tied table counts once, and padded rows do not
+    count."""
     return sum(tensor.num_parameters for tensor in model_tensors(model))
 
 
@@ -76,15 +83,15 @@ class Elements:
     """Trained elements that a rank holds, by who else holds them and in which format.
 
     Attributes:
-        dense: Held by all replicas, the dp * cp ranks of equal tp and pp.
-        experts: Held by the edp ranks with the same experts.
-        wide: Held as ``dense`` are, in float32 or better: routers.
-        small: Of ``dense`` those of vectors, which no level of sharding gathers for a use.
-        tables: Of ``dense`` those of embeddings and heads.
-        blocks: Not elements: blocks in which 8-bit state of matrices and tables would lie.
-        block: Of the largest block what such a level gathers.
-        end: The same of the larger one of embedding and head.
-        in_fp8: Those of matrices that are multiplied in fp8.
+        dense: Elements that all replicas hold, the dp * cp ranks of equal tp and pp.
+        experts: Elements that the edp ranks with the same experts hold.
+        wide: Elements held as ``dense`` are, in float32 or better: routers.
+        small: Elements of ``dense`` in vectors, which no level of sharding gathers for a use.
+        tables: Elements of ``dense`` in embeddings and heads.
+        blocks: Number of quantization blocks that 8-bit state of matrices and tables would have.
+        block: Elements of the largest transformer block that sharding gathers for a use.
+        end: Elements of the larger one of embedding and head that sharding gathers for a use.
+        in_fp8: Elements of matrices that are multiplied in fp8.
     """
 
     dense: int = 0
@@ -99,16 +106,16 @@ class Elements:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all elements."""
         return self.dense + self.experts + self.wide
 
     @property
     def pair(self) -> int:
-        """What two neighbours in the order of use have at the most, of what is gathered for a use."""
+        """Most elements that two neighbours in the order of use gather for a use."""
         return self.block + max(self.block, self.end)
 
     def plus(self, other: Elements, *, times: int = 1) -> Elements:
-        """With ``other``, so many times."""
+        """Return the sum with ``times`` times ``other``; ``block`` and ``end`` are maxima instead."""
         return Elements(
             dense=self.dense + times * other.dense,
             experts=self.experts + times * other.experts,
@@ -123,22 +130,26 @@ class Elements:
 
 
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
-    """State of a rank with ``stages``; a tied copy on another rank is real memory and counts.
+    """Return the state of a rank with ``stages``; a tied copy on another rank is real memory and
+    counts.
 
-    With a sharded optimizer each of the ranks with the same parameters keeps its part of masters and
-    moments, and all of weights and gradients.
+    With a sharded optimizer each of the ranks with the same parameters keeps its part of masters
+    and moments, and all of weights and gradients.
     """
     return state_of(job, rank_elements(job, stages, grid, tp_rank=tp_rank), grid)
 
 
 def rank_elements(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int = 0) -> Elements:
-    """Elements that a rank with ``stages`` holds."""
+    """Return the elements that a rank with ``stages`` holds."""
     return _ElementCounts(job.model, job.precision).of(stages, grid, tp_rank=tp_rank)
 
 
 @lru_cache(maxsize=8)
 class _ElementCounts:
-    """Counts elements of ranks of one model; each kind of block, and the ends, once for each way to cut them."""
+    """Counter of the elements on ranks of one model.
+
+    Each kind of block, and the ends, are counted once for each way to cut them.
+    """
 
     def __init__(self, model: ModelSection, precision: PrecisionSection) -> None:
         self._model = model
@@ -146,7 +157,7 @@ class _ElementCounts:
         self._known: dict[tuple[object, ...], Elements] = {}
 
     def of(self, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> Elements:
-        """Those of a rank with ``stages``."""
+        """Return the elements of a rank with ``stages``."""
         found = Elements()
         for stage in stages:
             if stage.is_first or stage.is_last:
@@ -157,13 +168,13 @@ class _ElementCounts:
         return found
 
     def _ends(self, stage: Stage, grid: Grid, tp_rank: int) -> Elements:
-        """Embedding, head, and what predicts further ahead."""
+        """Return the elements of embedding, head and multi-token prediction."""
         where = stage.is_first, stage.is_last, stage.are_ends_together
         key = ("ends", *where, grid.tp, grid.ep, grid.etp, tp_rank)
         if key not in self._known:
             tensors = stage_tensors(self._model, replace(stage, num_layers=0))
             ends = _elements(tensors, grid, tp_rank)
-            # A rank with both has each as a unit of its own, or one table that both use.
+            # A rank with both ends has two units, or one tied table that both use.
             are_two = stage.is_first and stage.is_last and not self._model.tie_word_embeddings
             self._known[key] = replace(ends, end=(ends.dense - ends.small) // (1 + are_two))
         return self._known[key]
@@ -182,7 +193,7 @@ class _ElementCounts:
 def block_kinds(
     model: ModelSection, stages: Sequence[Stage], in_fp8: range = range(0)
 ) -> dict[tuple[int, bool], int]:
-    """One layer of each kind that is there (with experts, in fp8), and how many are like it."""
+    """Return one layer of each kind (with experts, in fp8) in ``stages``, and how many are like it."""
     first: dict[tuple[bool, bool], int] = {}
     counts: Counter[tuple[int, bool]] = Counter()
     for layer in (layer for stage in stages for layer in stage.layers):
@@ -206,15 +217,17 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
 
 
 def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
-    """State of a rank that holds so many elements, by what it and its replicas share out."""
+    """Return the state of a rank that holds ``held``, by what it shares with its replicas."""
     level = level_of(job.parallel)
     ranks, edp = dp_shard_ranks(job.parallel, grid.replicas), dp_shard_ranks(job.parallel, grid.edp)
+    # Elements that the rank owns: its share of each group, rounded up.
     matrices = -(-(held.dense - held.small) // ranks) + -(-held.experts // edp)
     owned = matrices + -(-held.small // ranks)
     owned_wide = -(-held.wide // ranks)
     compute = DTYPE_BYTES[job.precision.dtype]
     full = max(4, compute)
     gathered, summed = held.dense + held.experts, held.total
+    # What sharding takes from the rank, and what passes through buffers instead.
     passing = 0
     if level >= ZeroLevel.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
         summed = matrices + held.small + held.wide
@@ -223,7 +236,7 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         gathered = matrices + held.small
         passing += held.pair * compute
         passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
-    # Rows and columns of a weight are multiplied, each by its own copy; without one where it is gathered.
+    # Rows and columns of a weight are multiplied by a copy each; gathered weights have none.
     copies = 2 * held.in_fp8 if level < ZeroLevel.PARAMETERS or not passing else 0
     size = StateSize(
         num_parameters=held.total,
@@ -237,7 +250,7 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     )
     if "optimizer" not in job.memory.offload:
         return size
-    # One at work, one that comes and one that goes; a CPU's copies are made at once.
+    # One portion in use, one arriving and one leaving; copies of a CPU are synchronous.
     return _with_state_on_host(size, most=2 if job.cluster.device == "cpu" else 3)
 
 
@@ -246,7 +259,11 @@ def _is_over_gloo(job: Job) -> bool:
 
 
 def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
-    """Lion's directions of a portion; and what gloo copies of the large buckets of level ``optimizer``."""
+    """Return the temporary bytes of an update.
+
+    These are Lion's directions of a portion, or what gloo copies of the large buckets at level
+    ``optimizer``, whichever is more.
+    """
     directions = min(PORTION_ELEMENTS, owned) * full if job.optimizer.name == "lion" else 0
     if not _is_over_gloo(job) or level_of(job.parallel) != ZeroLevel.OPTIMIZER:
         return directions
@@ -255,7 +272,7 @@ def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
 
 
 def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
-    """The same, where masters and moments are on the device a portion after the other: so many at most."""
+    """Return the size with masters and moments on the host, but for ``most`` portions at a time."""
     away = size.master_bytes + size.moment_bytes
     here = round(away * min(1.0, most * PORTION_ELEMENTS / max(1, size.num_owned)))
     return replace(
@@ -267,10 +284,11 @@ def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
 def _moment_bytes(
     optimizer: OptimizerSection, held: Elements, owned: int, ranks: int, full: int
 ) -> int:
-    """Of what a rank owns: Muon keeps one kind of matrices and AdamW's two of the rest.
+    """Return the bytes of optimizer state of what a rank owns.
 
-    The mean over ranks that share: which of them owns a vector inside a bucket is not asked, nor which
-    blocks of 8-bit state are cut.
+    Muon keeps one kind of state of matrices, and AdamW's two of the rest. The result is the mean
+    over ranks that share. It ignores which rank owns a vector inside a bucket, and which blocks of
+    8-bit state are cut.
     """
     tables, small = -(-held.tables // ranks), -(-held.small // ranks)
     counts: dict[Role, int] = {"matrix": owned - tables - small, "head": tables, "norm": small}

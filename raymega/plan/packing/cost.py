@@ -1,7 +1,8 @@
-"""What a pack of documents costs the ranks that hold it together: seconds, by formula.
+"""Estimate the seconds that a pack of documents costs the ranks that hold it, by formula.
 
 Linear layers cost by the token, attention by the pair of tokens inside a document, the ring of keys
-and values by what it carries. It knows no schedule and takes no decision; dynamic_cp compares.
+and values by the bytes that it sends. ``raymega.plan.packing.dynamic_cp`` compares schedules by
+these costs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.tensor_table import layer_tensors
 
 KV_BACKWARD = 3
-"""Backward carries keys, values and the gradients of both round: twice forward's bytes, so 3 in all."""
+"""Bytes of both passes over those of the forward. A backward sends keys, values and the gradients
+of both around: twice the forward's bytes."""
 KERNELS_OF_A_LAYER = 60
-"""Launches of its forward and backward."""
+"""Kernel launches of a layer's forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +27,14 @@ class PackCost:
     """Seconds of forward and backward of one micro-batch, on one rank and one pipeline stage.
 
     Attributes:
-        token_s: Of a token in all linear layers.
-        pair_s: Of a query with a key that it sees, in attention.
-        near_s: To send a token's keys and values (and their gradients) on to a rank of the node.
-        far_s: The same to a rank of another node.
-        hop_s: Before the first byte of such a message arrives, all layers together.
-        start_s: Of a micro-batch, however small.
-        ranks_per_node: Neighbours that messages reach at ``near_s``.
+        token_s: Seconds of a token in all linear layers.
+        pair_s: Seconds of a query with a key that it sees, in attention.
+        near_s: Seconds to send a token's keys and values (and their gradients) to a rank of the
+            node.
+        far_s: Seconds to send the same to a rank of another node.
+        hop_s: Seconds until the first byte of such a message arrives, all layers together.
+        start_s: Seconds of a micro-batch, however small.
+        ranks_per_node: Number of neighbours that messages reach at ``near_s``.
     """
 
     token_s: float
@@ -43,15 +46,16 @@ class PackCost:
     ranks_per_node: int = 8
 
     def seconds(self, *, tokens: int, pairs: int, size: int) -> float:
-        """Of a pack that ``size`` ranks hold together.
+        """Return the seconds of a pack that ``size`` ranks hold together.
 
-        Transfers go on behind attention's blocks; what is longer counts, but for the first block,
-        whose keys are there already.
+        Transfers overlap attention's blocks, and the longer of both counts. The first block
+        overlaps none, because its keys are on the rank.
 
         Args:
-            tokens: On each rank, padding included.
-            pairs: Of query and key, of all documents; the zigzag gives each rank an equal share.
-            size: Ranks.
+            tokens: Number of tokens on each rank, padding included.
+            pairs: Number of query-key pairs of all documents; the zigzag gives each rank an equal
+                share.
+            size: Number of ranks.
         """
         block = self.pair_s * pairs / size / size
         link = self.near_s if size <= self.ranks_per_node else self.far_s
@@ -61,12 +65,12 @@ class PackCost:
 
 
 def pairs_of(length: int) -> int:
-    """Queries with the keys that they see, in one causal document."""
+    """Return the number of queries with keys that they see, in one causal document."""
     return length * (length + 1) // 2
 
 
 def pairs_in(lengths: Iterable[int]) -> int:
-    """The same, of several documents that do not see each other."""
+    """Return the number of such pairs in several documents that do not see each other."""
     return sum(map(pairs_of, lengths))
 
 
@@ -77,19 +81,19 @@ def make_pack_cost(
     layers: int,
     tp: int = 1,
 ) -> PackCost:
-    """The costs of ``layers`` layers of ``model`` and its head in 16 bits on ``device``.
+    """Return the costs of ``layers`` layers of ``model`` and its head in 16 bits on ``device``.
 
     Args:
-        model: Whose layers.
-        device: What the ranks are.
-        layers: Of the pipeline stage.
-        tp: Ranks that share each layer's work; what they send each other is not counted.
+        model: Section ``model`` of the job.
+        device: Accelerator of every rank.
+        layers: Number of layers in the pipeline stage.
+        tp: Number of ranks that share each layer's work; what they send each other is not counted.
     """
     fitted = device.fitted
     weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
     head = model.vocab_size * model.hidden_size
     token_flops = FORWARD_AND_BACKWARD * 2 * (layers * weights + head) / tp
-    # Two products forward; backward makes the scores again, so five: 7 / 2 of forward.
+    # Two products forward; backward recomputes the scores, so five: 7 / 2 of forward.
     pair_flops = 3.5 * 2 * 2 * model.num_heads * model.head_width * layers / tp
     kv_bytes = 2 * 2 * max(1, model.kv_heads // tp) * model.head_width
     return PackCost(

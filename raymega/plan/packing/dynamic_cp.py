@@ -1,4 +1,4 @@
-"""Dynamic context parallelism: how many ranks hold each document of a step, in which micro-batch.
+"""Choose the ranks and the micro-batch of each document in a step: dynamic context parallelism.
 
 Static context parallelism cuts every document into as many parts as the longest one needs. Here
 each pack of documents gets as few ranks as its memory and a fair share of the work allow. It is a
@@ -17,21 +17,22 @@ from raymega.plan.packing.cost import PackCost, pairs_of
 from raymega.plan.packing.rebalance import Rebalancer
 
 SPREADS = (1.0, 1.3, 2.0, inf)
-"""Times the mean load: what a document may cost before it is given more ranks. All are tried."""
+"""Multiples of the mean load that a document may cost before it is given more ranks. All are tried.
+"""
 MORE_ROUNDS = 2
-"""So many more micro-batches than the fewest that could hold the tokens are tried."""
+"""Number of micro-batches that are tried beyond the fewest that could hold the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """Documents that some neighbouring ranks hold together in one micro-batch.
+    """Documents that neighbouring ranks hold together in one micro-batch.
 
     Attributes:
-        first_rank: A multiple of ``size``; ranks count over dp * cp.
-        size: Ranks, a power of two.
+        first_rank: First rank of the pack, a multiple of ``size``; ranks count over dp * cp.
+        size: Number of ranks, a power of two.
         documents: Indices of documents in the step; none where a rank has nothing to do.
-        tokens: On each rank, padding included.
-        seconds: What it costs by the formula.
+        tokens: Number of tokens on each rank, padding included.
+        seconds: Seconds of the pack by the formula.
     """
 
     first_rank: int
@@ -47,12 +48,12 @@ Round = tuple[Pack, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
-    """What a schedule keeps to.
+    """Limits that a schedule of packs keeps.
 
     Attributes:
-        num_ranks: dp * cp, a power of two.
-        max_tokens: That one rank holds in one micro-batch.
-        multiple: Of a rank's tokens: tp where positions are cut over tp, or what experts get.
+        num_ranks: Number of ranks, dp * cp, a power of two.
+        max_tokens: Most tokens that one rank holds in one micro-batch.
+        multiple: Divisor of a rank's tokens: tp where tp cuts positions, or cuts what experts get.
     """
 
     num_ranks: int
@@ -60,13 +61,13 @@ class PackLimits:
     multiple: int = 1
 
     def tokens_a_rank(self, padded: int, size: int) -> int:
-        """What each of ``size`` ranks holds of documents that have ``padded`` tokens together."""
+        """Return the tokens on each of ``size`` ranks of documents with ``padded`` tokens together."""
         unit = lcm(self.multiple, 2) if size > 1 else self.multiple
         return -(-padded // (size * unit)) * unit
 
 
 def padded_length(length: int, size: int) -> int:
-    """Of a document that ``size`` ranks hold: each has two chunks of it, and all are equal."""
+    """Return a document's length, padded for ``size`` ranks with two equal chunks each."""
     unit = 2 * size if size > 1 else 1
     return -(-length // unit) * unit
 
@@ -74,15 +75,15 @@ def padded_length(length: int, size: int) -> int:
 def schedule_documents(
     lengths: Sequence[int], limits: PackLimits, cost: PackCost
 ) -> tuple[Round, ...]:
-    """The micro-batches of a step; each document is in one pack.
+    """Return the micro-batches of a step; each document is in one pack.
 
-    All ranks have equally many micro-batches, and in each of them every rank is in one pack, so
-    that any pipeline schedule runs the same list everywhere and no two groups wait for each other.
+    All ranks have equally many micro-batches, and in each of them every rank is in one pack. Any
+    pipeline schedule then runs the same list everywhere, and no two groups wait for each other.
 
     Args:
-        lengths: Tokens of each document, at least 1.
-        limits: What a rank can hold.
-        cost: Decides between schedules that are legal.
+        lengths: Number of tokens of each document, at least 1.
+        limits: Limits that the schedule keeps.
+        cost: Cost model that decides between legal schedules.
 
     Raises:
         PlanError: A document does not fit all ranks together.
@@ -101,7 +102,8 @@ def schedule_documents(
 
 
 def finish_seconds(rounds: Sequence[Round], num_ranks: int) -> float:
-    """When the last rank is done; a pack begins when all its ranks have done what came before."""
+    """Return when the last rank is done; a pack begins when all its ranks have done what came
+    before."""
     at = [0.0] * num_ranks
     for pack in (pack for packs in rounds for pack in packs):
         ranks = slice(pack.first_rank, pack.first_rank + pack.size)
@@ -110,7 +112,7 @@ def finish_seconds(rounds: Sequence[Round], num_ranks: int) -> float:
 
 
 def imbalance(rounds: Sequence[Round], num_ranks: int) -> float:
-    """Largest over mean work of the ranks."""
+    """Return the largest over the mean work of the ranks."""
     work = [0.0] * num_ranks
     for pack in (pack for packs in rounds for pack in packs):
         for rank in range(pack.first_rank, pack.first_rank + pack.size):
@@ -123,7 +125,7 @@ def _is_sooner(one: Sequence[Round], other: Sequence[Round], limits: PackLimits)
 
 
 def least_size(length: int, limits: PackLimits) -> int:
-    """The fewest ranks, a power of two, that can hold a document."""
+    """Return the fewest ranks, a power of two, that can hold a document."""
     size = 1
     while limits.tokens_a_rank(padded_length(length, size), size) > limits.max_tokens:
         size *= 2
@@ -132,7 +134,7 @@ def least_size(length: int, limits: PackLimits) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class _Bin:
-    """A pack in the making; ``tokens`` are those of its documents, padded for ``size``."""
+    """Pack under construction; ``tokens`` are those of its documents, padded for ``size``."""
 
     size: int
     documents: list[int] = field(default_factory=list)
@@ -140,7 +142,7 @@ class _Bin:
     pairs: int = 0
 
     def with_document(self, length: int, limits: PackLimits, cost: PackCost) -> float | None:
-        """Seconds with one more document, None when it does not fit."""
+        """Return the seconds with one more document, or None when it does not fit."""
         tokens = limits.tokens_a_rank(self.tokens + padded_length(length, self.size), self.size)
         if tokens > limits.max_tokens:
             return None
@@ -159,13 +161,15 @@ class _Bin:
 def _attempt(
     lengths: Sequence[int], limits: PackLimits, cost: PackCost, *, num_rounds: int, spread: float
 ) -> tuple[Round, ...] | None:
-    """A schedule with ``num_rounds`` micro-batches, None when the documents do not fit so."""
+    """Return a schedule with ``num_rounds`` micro-batches, or None when the documents do not fit
+    so."""
     slots = limits.num_ranks * num_rounds
     least = [least_size(length, limits) for length in lengths]
     alone = [
         size * (_alone_seconds(n, size, limits, cost) - cost.start_s)
         for n, size in zip(lengths, least, strict=True)
     ]
+    # The load that each slot should have, and ranks for each document.
     target = cost.start_s + spread * sum(alone) / slots
     sizes = [
         _fair_size(n, size, target, limits, cost) for n, size in zip(lengths, least, strict=True)
@@ -186,7 +190,7 @@ def _alone_seconds(length: int, size: int, limits: PackLimits, cost: PackCost) -
 
 
 def _fair_size(length: int, size: int, target: float, limits: PackLimits, cost: PackCost) -> int:
-    """Ranks of a document: what memory needs, and more while it costs more than ``target``."""
+    """Return the ranks of a document: what memory needs, and more while it costs above ``target``."""
     seconds = _alone_seconds(length, size, limits, cost)
     while size < limits.num_ranks and seconds > target:
         wider = _alone_seconds(length, 2 * size, limits, cost)
@@ -197,7 +201,7 @@ def _fair_size(length: int, size: int, target: float, limits: PackLimits, cost: 
 
 
 class _Shelves:
-    """Bins by their size, each shelf a heap by what its bins cost so far."""
+    """Bins by their size; each shelf is a heap by what its bins cost so far."""
 
     def __init__(self, limits: PackLimits, cost: PackCost, *, free: int, target: float) -> None:
         self._limits, self._cost, self._target = limits, cost, target
@@ -207,10 +211,10 @@ class _Shelves:
         self.bins: list[_Bin] = []
 
     def put(self, document: int, length: int, *, wanted: int, least: int) -> bool:
-        """Put a document where the load stays lowest; False when there is no room.
+        """Put a document where the load stays lowest; return False when there is no room.
 
         A bin of its size is opened while there are slots and those that are open would cost more
-        than the target. One rank's documents get all slots that are left, and fill up larger bins.
+        than the target. Documents of one rank get all slots that are left, and fill up larger bins.
         """
         own = self._cheapest(length, [wanted])
         if wanted == 1 or own is None or own[0] > self._target:
@@ -247,14 +251,15 @@ class _Shelves:
         heappush(self._shelves.setdefault(made.size, []), (self._loads[number], number))
 
     def _cheapest(self, length: int, sizes: Sequence[int]) -> tuple[float, int] | None:
-        """Of the bins that have room, the one that costs least afterwards: that, and its number."""
+        """Return the cost and number of the bin that costs least with the document, of those with
+        room."""
         found = [self._first_with_room(self._shelves.get(size, []), length) for size in sizes]
         return min((entry for entry in found if entry is not None), default=None)
 
     def _first_with_room(
         self, shelf: list[tuple[float, int]], length: int
     ) -> tuple[float, int] | None:
-        """The shelf's cheapest bin that has room; the fuller ones before it are put back."""
+        """Return the shelf's cheapest bin with room; bins before it are put back."""
         passed, found = [], None
         while shelf and found is None:
             load, number = shelf[0]
@@ -273,7 +278,7 @@ class _Shelves:
 def _widened(
     made: Sequence[_Bin], free: int, lengths: Sequence[int], limits: PackLimits, cost: PackCost
 ) -> list[_Bin]:
-    """Give slots that nobody needs to the packs that cost most, as far as that helps."""
+    """Give unused slots to the packs that cost most, as far as that helps."""
     bins = list(made)
     while free:
         by_load = sorted(range(len(bins)), key=lambda i: (-bins[i].seconds(limits, cost), i))
@@ -292,10 +297,10 @@ def _widened(
 
 
 def _in_rounds(bins: list[_Bin], limits: PackLimits, cost: PackCost) -> tuple[Round, ...]:
-    """Lay bins side by side, large ones first: then each begins at a multiple of its size.
+    """Place bins side by side, large ones first: then each begins at a multiple of its size.
 
-    Which bin of a size takes which of that size's places evens out the ranks' work: the longest goes to
-    the ranks that have least so far.
+    Among bins of a size the longest goes to the ranks that have least work so far, which evens out
+    the work of ranks.
     """
     num_ranks = limits.num_ranks
     packs: list[list[Pack]] = [[] for _ in range(sum(made.size for made in bins) // num_ranks)]
@@ -307,6 +312,7 @@ def _in_rounds(bins: list[_Bin], limits: PackLimits, cost: PackCost) -> tuple[Ro
         for at in range(start, start + size * len(mine), size):
             rounds.setdefault(at % num_ranks, []).append(at // num_ranks)
         start += size * len(mine)
+        # The longest bin goes to the place with the least work.
         least = [(max(load[first : first + size]), first) for first in rounds]
         heapify(least)
         for seconds, made in mine:
@@ -321,7 +327,7 @@ def _in_rounds(bins: list[_Bin], limits: PackLimits, cost: PackCost) -> tuple[Ro
 def _evened(
     rounds: Sequence[Round], lengths: Sequence[int], limits: PackLimits, cost: PackCost
 ) -> tuple[Round, ...]:
-    """Documents of single ranks exchanged until ranks end together."""
+    """Exchange documents of single ranks until ranks end together."""
     lists = [[_pack_at(packs, rank) for packs in rounds] for rank in range(limits.num_ranks)]
     # The number of micro-batches after which a rank shares no pack any more.
     shared = [
@@ -355,7 +361,7 @@ def _pack_at(packs: Round, rank: int) -> Pack:
 
 
 def _starts(rounds: Sequence[Round], shared: Sequence[int]) -> list[float]:
-    """When each rank is done with its first ``shared`` micro-batches."""
+    """Return when each rank is done with its first ``shared`` micro-batches."""
     at = [0.0] * len(shared)
     for index, packs in enumerate(rounds):
         for pack in packs:

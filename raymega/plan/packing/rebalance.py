@@ -1,7 +1,8 @@
-"""Lets ranks end together: documents that single ranks hold change places.
+"""Exchange documents that single ranks hold, so that ranks end together.
 
-A greedy rule leaves some ranks with more to do than others. What a rank holds by itself after the last
-pack that it shares can be exchanged, and nobody else waits for it. Which packs there are is dynamic_cp's.
+A greedy rule leaves some ranks with more to do than others. What a rank holds by itself after the
+last pack that it shares can be exchanged, and no other rank waits for it.
+``raymega.plan.packing.dynamic_cp`` makes the packs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from raymega.plan.packing.cost import pairs_of
 
 MOST_EXCHANGES = 16
-"""For each rank, on the mean; fewer when no exchange helps any more."""
+"""Most exchanges for each rank, as the mean; fewer when no exchange helps any more."""
 MOST_PARTNERS = 4
-"""Ranks, those that end first, with which the last one looks for an exchange."""
+"""Number of ranks, those that end first, with which the last one tries an exchange."""
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """``out`` leaves its pack for ``back``, which is None where nothing comes back for it."""
+    """Move of document ``out`` to another pack, in return for ``back``, or for nothing when that is
+    None."""
 
     source: _Held
     target: _Held
@@ -48,14 +50,14 @@ class Rebalancer:
         room: int,
         seconds: Callable[[int, int], float],
     ) -> None:
-        """What there is before anything moves.
+        """Take what the ranks hold before anything moves.
 
         Args:
-            starts: When each rank is done with the packs that it shares.
-            held: Documents of each rank, by micro-batch, after that.
-            lengths: Tokens of each document.
-            room: Tokens of a rank in one micro-batch.
-            seconds: Of tokens and pairs that one rank holds in one micro-batch.
+            starts: Seconds after which each rank is done with the packs that it shares.
+            held: Documents of each rank after that, by micro-batch.
+            lengths: Number of tokens of each document.
+            room: Most tokens of a rank in one micro-batch.
+            seconds: Function of the tokens and pairs that one rank holds in one micro-batch.
         """
         self._lengths, self._room, self._seconds = lengths, room, seconds
         self._starts = starts
@@ -64,7 +66,8 @@ class Rebalancer:
         self._ends = [self._end(rank) for rank in range(len(starts))]
 
     def run(self) -> list[list[list[int]]]:
-        """Documents of each rank by micro-batch; the last rank ends no later than before."""
+        """Return the documents of each rank by micro-batch; the last rank ends no later than
+        before."""
         for _ in range(MOST_EXCHANGES * len(self._starts)):
             last = max(range(len(self._ends)), key=lambda rank: (self._ends[rank], -rank))
             if not self._relieve(last):
@@ -72,7 +75,7 @@ class Rebalancer:
         return [[pack.documents for pack in mine] for mine in self._held]
 
     def _relieve(self, last: int) -> bool:
-        """Let one of those that end first take work off the last rank; False when none can."""
+        """Move work from the last rank to one that ends early; return False when none can take it."""
         by_end = sorted(range(len(self._ends)), key=lambda rank: (self._ends[rank], rank))
         for other in by_end[:MOST_PARTNERS]:
             found = self._best(last, other)
@@ -81,7 +84,7 @@ class Rebalancer:
         return False
 
     def _best(self, last: int, other: int) -> _Exchange | None:
-        """The exchange after which the two ranks end most nearly together."""
+        """Return the exchange after which the two ranks end most nearly together, or None."""
         gap = self._ends[last] - self._ends[other]
         best, best_off = None, gap / 2
         for source in self._held[last]:
@@ -106,6 +109,7 @@ class Rebalancer:
         before = self._ends[last]
         self._move(found.source, found.target, found.out, found.back)
         ends = self._end(last), self._end(other)
+        # Undo the exchange.
         if max(ends) >= before:
             self._move(found.target, found.source, found.out, found.back)
             return False

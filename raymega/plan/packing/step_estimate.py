@@ -1,7 +1,7 @@
-"""What a step of packed documents costs: attention that is not paid for, ranks that wait for each other.
+"""Estimate the cost of a step of packed documents: attention that is saved, and ranks that wait.
 
-Lengths of documents come from whoever reads the data. Which ranks hold which documents under dynamic
-context parallelism is dynamic_cp's, what a pack costs pack_cost's.
+Lengths of documents come from the caller. ``raymega.plan.packing.dynamic_cp`` places documents on
+ranks, and ``raymega.plan.packing.cost`` prices a pack.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from raymega.plan.packing.dynamic_cp import (
 from raymega.plan.run_plan import RunPlan
 
 MOST_RANKS = 128
-"""Of dp * cp for which a schedule is made while somebody waits."""
+"""Most dp * cp ranks for which a schedule is made while somebody waits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedStep:
-    """One step's micro-batches on the fullest stage, by the cost model of an H100 cluster.
+    """Estimate of one step's micro-batches on the fullest stage, by the cost model of an H100
+    cluster.
 
     Attributes:
-        num_documents: In all rows.
-        efficiency: Tokens of documents, over all that rows have.
-        attention_share: Pairs of a query and a key that it sees, over those of rows without documents.
-        static_s: Until the busiest rank is done, each row on cp ranks.
-        static_imbalance: Largest over mean work of ranks then.
-        dynamic: The same with parallel.dynamic_cp; None when it is off, or would take long to find.
+        num_documents: Number of documents in all rows.
+        efficiency: Tokens of documents over all tokens of the rows.
+        attention_share: Pairs of a query and a key that it sees, over those of rows without
+            documents.
+        static_s: Seconds until the busiest rank is done, with each row on cp ranks.
+        static_imbalance: Largest over mean work of the ranks, with each row on cp ranks.
+        dynamic: Estimate with parallel.dynamic_cp; None when it is off, or would take long to find.
     """
 
     num_documents: int
@@ -46,14 +48,14 @@ class PackedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicStep:
-    """Documents shared out anew.
+    """Estimate of a step whose documents are placed by dynamic context parallelism.
 
     Attributes:
-        seconds: Until the last rank is done.
-        imbalance: Largest over mean work of ranks.
-        num_micro_batches: Of every rank.
-        mean_ranks: That hold a token's pack, the mean over tokens.
-        most_ranks: Of any pack.
+        seconds: Seconds until the last rank is done.
+        imbalance: Largest over mean work of the ranks.
+        num_micro_batches: Number of micro-batches on every rank.
+        mean_ranks: Number of ranks that hold a token's pack, as the mean over tokens.
+        most_ranks: Largest number of ranks of any pack.
     """
 
     seconds: float
@@ -64,7 +66,7 @@ class DynamicStep:
 
 
 def step_limits(plan: RunPlan) -> PackLimits:
-    """What schedules of this run's documents keep to."""
+    """Return the limits that schedules of this run's documents keep."""
     job = plan.job
     is_cut = job.parallel.sequence_parallel or job.model.moe.num_experts > 0
     return PackLimits(
@@ -75,13 +77,16 @@ def step_limits(plan: RunPlan) -> PackLimits:
 
 
 def step_cost(plan: RunPlan) -> PackCost:
-    """What decides between them: the fullest stage."""
+    """Return the cost model that decides between these schedules, that of the fullest stage."""
     layers = max(stage.num_layers for stage in plan.stages)
     return make_pack_cost(plan.job.model, ROUND_H100, layers=layers, tp=plan.job.parallel.tp)
 
 
 def packed_step(plan: RunPlan, rows: Sequence[Sequence[int]]) -> PackedStep:
-    """Of a step with these rows, documents' lengths each, in the order of the samples."""
+    """Return the estimate of a step with these rows.
+
+    A row has the lengths of its documents. Rows are in the order of the samples.
+    """
     seq_len, cost = plan.job.data.seq_len, step_cost(plan)
     lengths = [length for row in rows for length in row]
     work = _static_work(plan, rows, cost)
@@ -97,7 +102,7 @@ def packed_step(plan: RunPlan, rows: Sequence[Sequence[int]]) -> PackedStep:
 
 
 def _static_work(plan: RunPlan, rows: Sequence[Sequence[int]], cost: PackCost) -> list[float]:
-    """Seconds of each data-parallel rank; tp and cp ranks of one work alike."""
+    """Return the seconds of each data-parallel rank; its tp and cp ranks work alike."""
     batch, cp = plan.batch, plan.job.parallel.cp
     tokens = batch.micro_batch_size * plan.job.data.seq_len // cp
     work = [0.0] * batch.dp

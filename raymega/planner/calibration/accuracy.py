@@ -1,4 +1,4 @@
-"""How far a prediction can be trusted, in words: every one is printed with this beside it.
+"""State in words how far a prediction can be trusted; every prediction is printed with it.
 
 The figures are those that ``benchmarks/planner.py`` prints for runs that no constant was fitted to.
 """
@@ -23,7 +23,7 @@ _UNCOMPARED = "No published run on this GPU has been compared: the constants are
 
 
 def expected_error(device: Accelerator) -> str:
-    """How far to trust a prediction for ``device``."""
+    """Return how far to trust a prediction for ``device``, in words."""
     if device.name in CATALOGUE:
         return _BY_DEVICE.get(device.name, _UNCOMPARED)
     return device.known_error or (

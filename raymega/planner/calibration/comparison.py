@@ -1,6 +1,7 @@
-"""A published run beside what is predicted of it: seconds, FLOP/s, and bytes that its system would need.
+"""Compare a published run with its prediction: seconds, FLOP/s and memory.
 
-How a row becomes plans is published_runs'; nothing is fitted here.
+``raymega.planner.calibration.published_runs`` turns a row of the table into plans. Nothing is
+fitted here.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from raymega.planner.kernels.system_traits import Software
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedComparison:
-    """A run as printed and as predicted; 0 where the source printed nothing.
+    """Published run with its prediction.
 
-    ``tflops`` are by the source's own count of operations, so they differ as the seconds do.
+    Attributes:
+        run: Published run with the printed figures, each 0 where the source printed none.
+        plan: Plan that the prediction is for.
+        iter_s: Predicted seconds of a step.
+        tflops: Predicted FLOP/s of a GPU in units of 1e12. They use the source's own count of
+            operations where it printed FLOP/s, so they differ from it as the seconds do.
+        memory_gib: Predicted peak of the allocator, in GiB.
+        fits: Whether any plan of the row fits into the device's memory.
     """
 
     run: PublishedRun
@@ -35,7 +43,10 @@ class PublishedComparison:
 
 
 def compare(run: PublishedRun, device: Accelerator) -> PublishedComparison:
-    """The fastest of the plans that the row allows and that fit; of all, when none does."""
+    """Return the prediction for the fastest plan that the row allows and that fits into memory.
+
+    When no plan fits, it is the fastest of all.
+    """
     fitting = [plan for plan in run.candidates if _needs(plan, run.software) <= device.memory_bytes]
 
     def seconds(plan: RunPlan) -> float:
@@ -56,8 +67,11 @@ def compare(run: PublishedRun, device: Accelerator) -> PublishedComparison:
 
 
 def _needs(plan: RunPlan, software: Software) -> float:
-    """Bytes of the fullest rank; a system that gathers tensor by tensor holds two of these, not two
-    blocks, and their gradients in its own format."""
+    """Return the bytes of the fullest rank under the published system.
+
+    A system that gathers tensor by tensor holds two tensors instead of two blocks, and their
+    gradients in its own format.
+    """
     needs, job = memory_use(plan).total_bytes, plan.job
     if not software.gathers_tensors:
         return needs

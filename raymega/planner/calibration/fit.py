@@ -1,6 +1,7 @@
-"""Fits an accelerator's constants to what was measured on it: kernels and transfers, or whole steps.
+"""Fit an accelerator's constants to measurements of kernels and transfers, or of whole steps.
 
-Every measurement is a case: seconds, and the formula that predicts them. It measures nothing itself.
+Every measurement becomes a case: its seconds, and the formula that predicts them. The module
+measures nothing itself.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ KERNEL_CONSTANTS = ("matmul_share", "matmul_depth", "attention_share", "memory_s
 LINK_CONSTANTS = ("link_share", "link_latency_s")
 NETWORK_CONSTANTS = ("network_share", "network_latency_s")
 OF_A_STEP = ("matmul_share", "memory_share", "launch_s", "link_share", "network_share")
-"""Those that whole steps can tell apart."""
+"""Constants that measurements of whole steps can tell apart."""
 MEASURED_TO = 0.05
-"""How far a measurement and a formula may well be from each other."""
+"""Relative error between a measurement and its formula that counts as one unit in the fit."""
 ROUNDS = 30
 LEAST_NETWORK_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What a worker measured.
+    """Measurement that a worker made.
 
     Attributes:
-        kind: ``matmul`` (rows, inner, columns), ``attention`` (query rows, keys, head width, all
-            causal), ``memory`` (bytes), ``launch`` (kernels), ``all_reduce`` (bytes, ranks, ranks on
-            one node, workers that reduce on that node at once) or ``share`` (workers that measured
-            together, cores of the node).
-        sizes: Of it.
+        kind: Kind of the measurement and its sizes: ``matmul`` (rows, inner, columns),
+            ``attention`` (query rows, keys, head width, all causal), ``memory`` (bytes), ``launch``
+            (kernels), ``all_reduce`` (bytes, ranks, ranks on one node, workers that reduce on that
+            node concurrently) or ``share`` (workers that measured together, cores of the node).
+        sizes: Sizes of the measurement, in the order that ``kind`` gives.
         element: Bytes of a number.
-        seconds: Median of some rounds.
+        seconds: Median of several rounds; for ``share`` a ratio, the time with all workers over the
+            time of one alone.
     """
 
     kind: str
@@ -52,19 +54,19 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One measured time and the formula for it."""
+    """Measured time with the formula that predicts it."""
 
     name: str
     seconds: float
     predict: Callable[[Accelerator], float]
 
     def error(self, device: Accelerator) -> float:
-        """Predicted over measured, less 1."""
+        """Return the predicted over the measured time, minus 1."""
         return self.predict(device) / self.seconds - 1
 
 
 def case_of(measured: Measurement) -> Case | None:
-    """The formula of a measurement; None for one that no constant follows from."""
+    """Return the case of a measurement, or None for a kind that determines no constant."""
     sizes, element = measured.sizes, measured.element
     formulas: Mapping[str, Callable[[Accelerator], float]] = {
         "matmul": lambda device: matmul_s(device, *sizes[:3], element=element),
@@ -82,32 +84,37 @@ def case_of(measured: Measurement) -> Case | None:
 
 
 def _all_reduce_s(device: Accelerator, sizes: Sequence[float]) -> float:
-    """Moving bytes is work where workers share cores: all that reduce at once wait for each other."""
+    """Return the seconds of an all-reduce, longer where workers share cores.
+
+    Moving bytes is then work of a core, so all workers that reduce concurrently wait for each
+    other.
+    """
     num_bytes, ranks, per_node, workers = sizes
     seconds = all_reduce_s(device, GroupSpan(size=int(ranks), per_node=int(per_node)), num_bytes)
     return seconds * sharing(device, workers)
 
 
 def sharing(device: Accelerator, workers: float) -> float:
-    """Times that workers of one node take together what one takes alone."""
+    """Return the time of ``workers`` of one node together over the time of one of them alone."""
     return max(1.0, workers / device.shared_cores) if device.shared_cores else 1.0
 
 
 def calibrate(
     device: Accelerator, cases: Sequence[Case], names: Sequence[str], *, spread: float = 0.5
 ) -> Accelerator:
-    """``device`` with the constants ``names`` as the cases have them.
+    """Return ``device`` with the constants ``names`` fitted to ``cases``.
 
-    Least squares of the logarithms of errors, damped Gauss-Newton; what the cases do not tell stays
-    where it was.
+    The fit is damped Gauss-Newton on the least squares of log errors. A constant that the cases do
+    not determine stays at its start.
 
     Args:
-        device: Where to start from.
-        cases: What was measured.
-        names: Fields of Fitted; those that are 0 stay 0.
-        spread: How far a constant may well be from its start, as a logarithm.
+        device: Accelerator whose constants are the start of the fit.
+        cases: Measured times with their formulas.
+        names: Fields of ``raymega.plan.hardware.catalog.Fitted`` to fit; those that are 0 stay 0.
+        spread: Expected distance of a constant from its start, as a logarithm.
     """
     free = [name for name in names if getattr(device.fitted, name) > 0]
+    # Fit logarithms: constants stay positive, and errors are relative.
     start = np.log([getattr(device.fitted, name) for name in free])
     base = device.fitted
     if "attention_share" in free:  # measured, whichever kernel it was
@@ -125,9 +132,11 @@ def calibrate(
         errors = [np.log(case.predict(found) / case.seconds) / MEASURED_TO for case in cases]
         return np.array([*errors, *((point - start) / spread)])
 
+    # Gauss-Newton: accept a step that lowers the error, else raise the damping.
     point, damping = start, 1e-2
     here = residuals(point)
     for _ in range(ROUNDS):
+        # Forward differences give the Jacobian.
         slopes = np.array([residuals(point + step) - here for step in 1e-4 * np.eye(len(free))]).T
         slopes /= 1e-4
         normal = slopes.T @ slopes
@@ -141,13 +150,15 @@ def calibrate(
 
 
 def fit_device(base: Accelerator, measured: Sequence[Measurement], *, name: str) -> Accelerator:
-    """An accelerator from kernels and transfers that were measured on it.
+    """Return an accelerator fitted to kernels and transfers that were measured on it.
 
-    A CPU's peak and bandwidth are what was measured; a GPU's are its maker's, and ``base`` has them.
+    A CPU's peak and bandwidth are measured. A GPU's are its maker's figures, and come from
+    ``base``.
     """
     device = replace(base, name=name, driver_name="")
     if base.shared_cores:
         device = _with_peaks(device, measured)
+    # Kernels first, then links inside a node, then the network.
     pairs = [(each, case) for each in measured if (case := case_of(each)) is not None]
     kernels = [case for each, case in pairs if each.kind != "all_reduce"]
     device = calibrate(device, kernels, KERNEL_CONSTANTS, spread=3.0)
@@ -161,6 +172,7 @@ def fit_device(base: Accelerator, measured: Sequence[Measurement], *, name: str)
                 slow = replace(device.fitted, network_share=LEAST_NETWORK_SHARE)
                 device = replace(device, fitted=slow)
             device = calibrate(device, cases, names, spread=3.0)
+    # State how well the result meets the measurements.
     errors = sorted(abs(case.error(device)) for _, case in pairs)
     known = (
         f"Measured kernels and transfers are met at a median of {errors[len(errors) // 2]:.0%}, worst "
@@ -170,7 +182,11 @@ def fit_device(base: Accelerator, measured: Sequence[Measurement], *, name: str)
 
 
 def _with_peaks(device: Accelerator, measured: Sequence[Measurement]) -> Accelerator:
-    """The best rates seen, a tenth above; and how many cores the workers share."""
+    """Return ``device`` with peaks from the best measured rates, and the number of shared cores.
+
+    Peaks are the best rates times a margin: 1.1 for 32-bit products and memory, 1.5 for links. The
+    16-bit peak is 0.6 of the best rate of products.
+    """
     rates = [
         2 * m.sizes[0] * m.sizes[1] * m.sizes[2] / m.seconds * (m.element / 4)
         for m in measured
@@ -179,7 +195,7 @@ def _with_peaks(device: Accelerator, measured: Sequence[Measurement]) -> Acceler
     memory = [m.sizes[0] / m.seconds for m in measured if m.kind == "memory"]
     shares = [m for m in measured if m.kind == "share"]
     if shares:
-        # So many workers together took so many times as long as one alone: seconds is that ratio.
+        # The seconds of a share are a ratio: the time with all workers over that of one alone.
         cores = [min(*m.sizes, max(1.0, m.sizes[0] / m.seconds)) for m in shares]
         device = replace(device, shared_cores=sorted(cores)[len(cores) // 2])
     links = [
@@ -187,6 +203,7 @@ def _with_peaks(device: Accelerator, measured: Sequence[Measurement]) -> Acceler
         for m in measured
         if m.kind == "all_reduce"
     ]
+    # A rate that was reached is below the peak, hence the margins.
     change: dict[str, Any] = {}
     if rates:
         change["peak_32_bit_flops"] = 1.1 * max(rates)
@@ -199,7 +216,7 @@ def _with_peaks(device: Accelerator, measured: Sequence[Measurement]) -> Acceler
 
 
 def accelerator_yaml(device: Accelerator, *, like: str, comment: str) -> str:
-    """A file that ``raymega plan --gpu`` takes."""
+    """Return the text of a YAML file that ``raymega plan --gpu`` takes."""
     figures = asdict(device)
     fitted = {k: v for k, v in figures.pop("fitted").items() if v}
     plain = {k: v for k, v in figures.items() if k != "driver_name" and v not in ("", None)}
@@ -209,5 +226,5 @@ def accelerator_yaml(device: Accelerator, *, like: str, comment: str) -> str:
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Four digits; more were not measured."""
+    """Return the values with four digits; more were not measured."""
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}

@@ -1,6 +1,6 @@
-"""A run that was measured, from its metrics.jsonl: layouts, median step times, and constants that fit them.
+"""Read a measured run from its metrics.jsonl, and fit an accelerator's constants to its step times.
 
-It reads lines that the jsonl sink wrote; it knows no store and starts nothing.
+The module reads the lines of the jsonl sink. It accesses no store and starts nothing.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from raymega.planner.cost.step_time import step_time
 
 METRICS_FILE = "metrics.jsonl"
 LEFT_OUT = 2
-"""Steps at the start of an attempt: connections are made and kernels are loaded."""
+"""Number of steps at the start of an attempt that are ignored: they open connections and load
+kernels."""
 SPREAD = 0.7
-"""How far a constant may well be from the catalogue's, as a logarithm."""
+"""Expected distance of a constant from the catalogue's, as a logarithm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredLayout:
-    """One layout of a run.
+    """Layout of a run with its median step time.
 
     Attributes:
-        plan: What ran.
-        step_s: Median of its steps.
-        num_steps: So many.
+        plan: Plan that the steps ran.
+        step_s: Median seconds of the steps.
+        num_steps: Number of steps that were measured.
     """
 
     plan: RunPlan
@@ -43,12 +44,12 @@ class MeasuredLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What a measured run says of an accelerator.
+    """Accelerator before and after a fit to a measured run.
 
     Attributes:
-        before: As it was.
-        after: With constants that fit the run.
-        layouts: What was measured.
+        before: Accelerator before the fit.
+        after: Accelerator with constants that fit the run.
+        layouts: Measured layouts of the run.
     """
 
     before: Accelerator
@@ -57,13 +58,13 @@ class Calibration:
 
 
 def read_layouts(run: Path) -> tuple[MeasuredLayout, ...]:
-    """The layouts of a run that took more steps than are left out.
+    """Return the layouts of a run that have more steps than are ignored.
 
     Args:
-        run: The run's folder, or its metrics.jsonl.
+        run: Path of the run's folder, or of its metrics.jsonl.
 
     Raises:
-        ConfigError: There is no such file, or it has no step.
+        ConfigError: The file cannot be read, or no layout has enough steps.
     """
     path = run / METRICS_FILE if run.is_dir() else run
     try:
@@ -77,7 +78,10 @@ def read_layouts(run: Path) -> tuple[MeasuredLayout, ...]:
 
 
 def calibrate_on(layouts: tuple[MeasuredLayout, ...], device: Accelerator) -> Calibration:
-    """Constants that meet the steps; those that steps do not tell stay near the device's own."""
+    """Fit the constants of ``device`` to measured steps.
+
+    Constants that steps do not determine stay near the device's own.
+    """
     cases = [
         Case(
             name=layout.plan.grid.describe(),
@@ -97,7 +101,7 @@ def calibrate_on(layouts: tuple[MeasuredLayout, ...], device: Accelerator) -> Ca
 
 
 def _layouts(records: Iterable[Mapping[str, Any]]) -> Iterable[MeasuredLayout]:
-    """Steps by what they ran on, a restart's first steps apart."""
+    """Yield the measured layouts of a run, without the first steps of each attempt."""
     job: Job | None = None
     taken: dict[str, list[float]] = {}
     plans: dict[str, RunPlan] = {}
@@ -106,7 +110,7 @@ def _layouts(records: Iterable[Mapping[str, Any]]) -> Iterable[MeasuredLayout]:
         if record["event"] == "run":
             job = Job.model_validate_json(json.dumps(record["job"]))
         elif record["event"] == "attempt" and job is not None:
-            # The grid of one attempt may be another than the job asked for.
+            # An attempt may run on another grid than the job asked for.
             degrees = {axis: int(degree) for axis, degree in record["grid"].items()}
             plan = make_plan(job.with_values(parallel=degrees, cluster=ON_GRID))
             key, since_start = plan.to_json(), 0

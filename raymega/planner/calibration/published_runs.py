@@ -1,6 +1,7 @@
-"""Runs that others published, as jobs: what `raymega plan --runs` compares its predictions with.
+"""Read published runs of other systems as jobs, which ``raymega plan --runs`` compares with
+predictions.
 
-It reads the columns of a table; it knows which facts a source leaves open, and fits nothing.
+The module reads the columns of a table and fills in what a source leaves open. It fits nothing.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ OPEN_RECOMPUTES = ("none", "full")
 SCHEDULES = {"ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
 DEFAULT_VOCAB = 51200
 DROPOUT = 0.1
-"""Of Megatron-LM's scripts of that time; its masks and weights are what memory has to hold."""
+"""Dropout rate in Megatron-LM's scripts of that time; memory has to hold its masks and weights."""
 GATED = ("llama", "mixtral", "qwen", "deepseek")
 SHARED_WIDTHS = {"Qwen2-57B-A14B": 20480}
-"""Of the expert that sees every token, by the model's public configuration."""
+"""Width of the expert that sees every token, from the model's public configuration."""
 COUNTS_WHOLE_SQUARE = ("MoE-Parallel-Folding", "NeMo docs performance_long_sequence")
-"""Sources without a step time that count attention's FLOPs without a causal mask: Megatron-LM's count
-of then."""
+"""Sources without a step time that count attention's FLOPs without a causal mask, as Megatron-LM
+did."""
 PRINTS_FAILURES = ("MoE-Parallel-Folding",)
 MICRO_BATCHES = {"MoE-Parallel-Folding": 1}
-"""Sequences of a micro-batch where a source's table is silent and its authors' benchmark files are not
-(Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf)."""
+"""Sequences of a micro-batch where a source's table does not state them, from its authors'
+benchmark files (Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf)."""
 CAPACITY_FACTOR = 1.0
-"""Of the runs with experts: what is above an expert's share is dropped."""
+"""Capacity factor of the runs with experts: tokens above an expert's share are dropped."""
 OUT_OF_MEMORY = "RESULT=OOM"
 
 Row = Mapping[str, str]
@@ -51,24 +52,26 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedRun:
-    """One row.
+    """Row of the table, with the plans that it may have run.
 
     Attributes:
-        source: Where it was printed.
-        model: Its name there.
-        gpu: The catalogue's name of its device.
-        num_gpus: Of the whole run.
+        source: Publication that printed the run.
+        model: Name of the model in the source.
+        gpu: Catalogue name of the run's device.
+        num_gpus: Number of GPUs of the whole run.
         candidates: Plans that agree with everything the row states; several where it leaves the
-            micro-batch, the chunks or recompute open.
-        software: How the system worked.
-        fp8_coverage: Matrix products in fp8.
-        iter_s: Published seconds of a step, or what follows from the FLOP/s; 0 when it printed none.
+            micro-batch size, the chunks or recompute open.
+        software: Traits of the training system.
+        fp8_coverage: Matrix products that run in fp8.
+        iter_s: Published seconds of a step, or for some sources those that follow from the FLOP/s;
+            0 without either.
         tflops: Published FLOP/s of a GPU in units of 1e12, by the source's own count; 0 for none.
-        memory_gib: Published peak of the allocator, which counts in units of 2**30 whatever it is
-            called; 0 when the source printed none.
-        reserved_gib: The same where the source printed what the allocator had reserved, in use or not.
-        is_out_of_memory: It was tried, and did not fit.
-        skipped: Why the row cannot be expressed; empty when it can.
+        memory_gib: Published peak of the allocator in units of 2**30, whatever the source calls
+            them; 0 when it printed none.
+        reserved_gib: Published peak of the memory that the allocator reserved, in use or not, in
+            the same units; 0 when the source printed none.
+        is_out_of_memory: Whether the run was tried and did not fit.
+        skipped: Reason why the row cannot be expressed as a job; empty when it can.
     """
 
     source: str
@@ -87,10 +90,10 @@ class PublishedRun:
 
 
 def read_runs(path: Path | str) -> Iterator[PublishedRun]:
-    """Every row of a table with the columns of the reference.
+    """Yield every row of a table with the columns of ``benchmarks/published_runs.csv``.
 
     Raises:
-        ConfigError: No such file, a column that is missing, or a cell that is no number.
+        ConfigError: The file cannot be read, lacks a column, or has a cell that is not a number.
     """
     try:
         text = Path(path).read_text()
@@ -113,7 +116,7 @@ def _table_fault(path: Path | str, what: str) -> Fault:
 
 
 def published_run(row: Row) -> PublishedRun:
-    """One row as plans; ``skipped`` says what keeps it from being one."""
+    """Return a row as a run with its plans; ``skipped`` gives the reason when it has none."""
     candidates: tuple[RunPlan, ...] = ()
     skipped = _not_expressible(row)
     if not skipped:
@@ -139,11 +142,12 @@ def published_run(row: Row) -> PublishedRun:
 
 
 def _derived_s(row: Row, candidates: tuple[RunPlan, ...]) -> float:
-    """Seconds of a step of the FLOP/s that the source printed, by its own count."""
+    """Return the seconds of a step that follow from the FLOP/s that the source printed, or 0."""
     tflops = _number(row, "tflops_per_gpu")
     if not tflops or not candidates or not row["source"].startswith(COUNTS_WHOLE_SQUARE):
         return 0.0
     job = candidates[0].job
+    # Twice the length: these sources count the whole [S, S] square.
     per_token = flops_per_token(job.model, seq_len=2 * job.data.seq_len)
     tokens = job.data.global_batch_size * job.data.seq_len
     return per_token * tokens / _number(row, "n_gpus") / tflops / 1e12
@@ -161,8 +165,11 @@ def _not_expressible(row: Row) -> str:
 
 
 def _sharding(row: Row) -> str:
-    """FSDP keeps gathered what a pipeline's next micro-batch needs again: its traffic is then that of a
-    sharded optimizer (torchtitan, reshard_after_forward)."""
+    """Return the level of sharding that has the traffic of the row's system.
+
+    FSDP in a pipeline keeps gathered what the next micro-batch needs again. Its traffic is then
+    that of a sharded optimizer (torchtitan, reshard_after_forward).
+    """
     if _is_fully_sharded(row) and _number(row, "pp", 1) == 1:
         return "parameters"
     return "optimizer" if _software(row).hides_gradients else "none"
@@ -173,7 +180,7 @@ def _is_fully_sharded(row: Row) -> bool:
 
 
 def _jobs(row: Row) -> Iterator[Job]:
-    """Each job that the row may have been."""
+    """Yield each job that the row may describe."""
     sequences = _number(row, "gbs") / _dp(row)
     stated = _number(row, "mbs") or _by_source(MICRO_BATCHES, row)
     if not stated and _is_torchtitan(row):
@@ -192,7 +199,10 @@ def _jobs(row: Row) -> Iterator[Job]:
 
 
 def _open_recomputes(row: Row) -> tuple[str, ...]:
-    """A source that prints what ran out of memory did not fall back on full recompute."""
+    """Return the values of recompute to try where a row does not state it.
+
+    A source that prints runs out of memory did not fall back on full recompute.
+    """
     return ("none",) if row["source"].startswith(PRINTS_FAILURES) else OPEN_RECOMPUTES
 
 
@@ -250,22 +260,31 @@ def _by_source(figures: Mapping[str, int], row: Row) -> int:
 
 
 def _expert_width(row: Row) -> int:
-    """Where a row is silent, experts on ep ranks are cut by tp as attention is, as all were before
-    folding, and others not."""
+    """Return the expert tensor-parallel degree.
+
+    Where a row is silent, experts on ep ranks are cut by tp as attention is, as all were before
+    parallel folding. Other experts are not cut.
+    """
     is_cut = bool(row["experts"]) and _number(row, "ep", 1) > 1 and "Folding]" not in row["model"]
     return int(_number(row, "etp", _number(row, "tp", 1) if is_cut else 1))
 
 
 def _memory(row: Row, recompute: str) -> dict[str, Any]:
-    """Selective recompute is that of attention, but for torchtitan, which keeps products' results and
-    attention's and makes norms and nonlinearities again."""
+    """Return the fields of the section ``memory``.
+
+    Selective recompute is that of attention. In torchtitan it keeps the results of products and of
+    attention, and recomputes norms and nonlinearities.
+    """
     if recompute == "selective" and _is_torchtitan(row):
         return {"recompute": recompute, "recompute_parts": ("norm", "activation")}
     return {"recompute": recompute}
 
 
 def _context_method(row: Row) -> dict[str, str]:
-    """torchtitan gathers keys and values; all others are taken to send them around."""
+    """Return the method of context parallelism.
+
+    torchtitan gathers keys and values; all others are taken to send them around a ring.
+    """
     gathers = _is_torchtitan(row) and _number(row, "cp", 1) > 1
     return {"cp_method": "all_gather"} if gathers else {}
 
@@ -287,9 +306,10 @@ def _experts(row: Row) -> dict[str, Any]:
 
 
 def _with_dropout(plan: RunPlan, row: Row) -> RunPlan:
-    """Systems that wrote attention weights out kept them, their masks and those of the stream.
+    """Return the plan with dropout where attention is not fused.
 
-    Set after the plan is made, because a job of this size would be refused with them.
+    Such systems kept the attention weights, their masks and those of the residual stream. The rates
+    are set after planning, because a job of this size would be refused with them.
     """
     if _software(row).has_fused_attention:
         return plan
@@ -302,8 +322,11 @@ def _recompute(row: Row) -> str:
 
 
 def _software(row: Row) -> Software:
-    """By the number format: float16 is how Megatron-LM trained before fused attention, and before
-    gradients and weights travelled behind the work; bfloat16 and fp8 came with both."""
+    """Return the traits of the row's system, by its number format.
+
+    float16 is how Megatron-LM trained before fused attention, and before gradients and weights were
+    sent concurrently with computation. bfloat16 and fp8 came with both.
+    """
     if "bf16" not in row["precision"] and "fp8" not in row["precision"]:
         return Software(
             has_fused_attention=False,
@@ -312,7 +335,7 @@ def _software(row: Row) -> Software:
             gathers_tensors=_is_fully_sharded(row),
             hides_messages=False,
             has_dropout=True,
-            # Qi et al. 2023, section 4: checked afterwards, and taken back where it must be.
+            # Qi et al. 2023, section 4: validated afterwards, and rolled back if needed.
             waits_for_update=not row["source"].startswith("ZeroBubble"),
         )
     if _is_torchtitan(row):
@@ -352,7 +375,7 @@ def _printed_gib(row: Row) -> float:
 
 
 def _noted(row: Row, name: str) -> float:
-    """A figure that the note gives as ``name=figure``; 0 without."""
+    """Return the figure that the note gives as ``name=figure``, or 0."""
     for part in row["note"].replace(",", ";").split(";"):
         key, _, value = part.strip().partition("=")
         if key == name:

@@ -1,7 +1,7 @@
-"""Seconds that a step stands still for sums of gradients and gathers of weights over replicas, by level of sharding.
+"""Estimate the exposed seconds of gradient reductions and weight gathers over replicas in a step.
 
-Each kind of traffic hides behind the work that it goes beside, as far as that lasts; the first
-portion of a gather and the last one of a sum have none.
+The traffic depends on the level of sharding. It overlaps the computation that runs concurrently, as
+far as that lasts. The first portion of a gather and the last one of a reduction overlap nothing.
 """
 
 from __future__ import annotations
@@ -20,36 +20,40 @@ from raymega.planner.kernels.collective_time import (
 from raymega.planner.kernels.system_traits import Software
 
 BUCKETS = 8
-"""Portions in which gradients travel; the last one has no work left to hide behind."""
+"""Number of buckets in which gradients are sent; the last one has no computation left to overlap.
+"""
 
 
 def data_parallel_s(
     plan: RunPlan, held: Elements, device: Accelerator, software: Software, *, backward_s: float
 ) -> float:
-    """What nothing hides, of a step.
+    """Return the exposed seconds of data-parallel traffic in a step.
 
-    Up to level ``optimizer`` gradients go behind the last backward and weights behind the first
-    forward. From ``gradients`` on a sum goes behind every backward; at ``parameters`` weights are
-    gathered for every forward, and again beside the sums for every backward.
+    Up to level ``optimizer`` the reduction overlaps the last backward, and the gather the first
+    forward. From ``gradients`` on a reduction overlaps every backward. At ``parameters`` weights
+    are gathered for every forward, and again, concurrently with the reductions, for every backward.
 
     Args:
-        plan: Of which.
-        held: What a rank holds.
-        device: On which.
-        software: How gradients travel.
-        backward_s: Of one micro-batch through all chunks of a rank.
+        plan: Plan of the run.
+        held: Elements that a rank holds.
+        device: Accelerator of every rank.
+        software: Traits of the system, such as whether traffic overlaps computation.
+        backward_s: Seconds of the backward of one micro-batch through all chunks of a rank.
     """
     reduce, gather, copies = _traffic_s(plan, held, device, software)
     level = level_of(plan.job.parallel)
     forward_s, passes = backward_s / 2, plan.batch.num_micro_batches
+    # Without overlap all traffic is exposed.
     if not software.hides_gradients:
         sums = passes if level >= ZeroLevel.GRADIENTS else 1
         gathers = 2 * passes if level == ZeroLevel.PARAMETERS else 1
         return sums * reduce + gathers * gather + copies
     ends = (reduce + gather) / BUCKETS
+    # Sharded parameters: gathers in every pass, reductions in every backward.
     if level == ZeroLevel.PARAMETERS:
         each = max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s)
         return passes * each + ends + copies
+    # Other levels: one gather, and the last reduction overlaps all but its last bucket.
     sums = passes if level == ZeroLevel.GRADIENTS else 1
     late = (sums - 1) * max(0.0, reduce - backward_s) + max(reduce / BUCKETS, reduce - backward_s)
     return late + max(gather / BUCKETS, gather - forward_s) + copies
@@ -58,10 +62,11 @@ def data_parallel_s(
 def _traffic_s(
     plan: RunPlan, held: Elements, device: Accelerator, software: Software
 ) -> tuple[float, float, float]:
-    """Seconds of one pass over everything that a rank holds: gradients to where they are owned; weights, or without
-    sharding the sums, to where they are used; sums over the copies of hybrid sharding.
+    """Return the seconds of one pass over everything that a rank holds: reduce, gather and copies.
 
-    Those of experts go over edp, all others over the replicas.
+    The first reduces gradients to the ranks that own them. The second gathers weights, or without
+    sharding the sums, to where they are used. The third sums over the copies of hybrid sharding.
+    Tensors of experts use edp, all others the replicas.
     """
     grid, parallel = plan.grid, plan.job.parallel
     is_sharded = level_of(parallel) > ZeroLevel.NONE
@@ -78,7 +83,7 @@ def _traffic_s(
         weights = count * DTYPE_BYTES[plan.job.precision.dtype] if is_sharded else gradients
         reduce += gather_s(device, span, gradients)
         gather += gather_s(device, span, weights)
-        # The ranks that own the same part of each copy.
+        # Hybrid sharding: the ranks that own the same part of each copy reduce it.
         across = make_span(device, size=ranks // size, stride=stride * size)
         copies += all_reduce_s(device, across, gradients / size)
         if level_of(parallel) >= ZeroLevel.GRADIENTS:
@@ -88,7 +93,7 @@ def _traffic_s(
 
 
 def _collectives(plan: RunPlan, software: Software) -> float:
-    """Of one pass over what a rank holds: one a block, or one a tensor of it."""
+    """Return the number of collectives in one pass: one for each block, or for each tensor of it."""
     blocks = plan.job.model.num_layers / plan.grid.pp
     if not software.gathers_tensors:
         return blocks

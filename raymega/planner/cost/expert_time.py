@@ -1,6 +1,7 @@
-"""Seconds of the experts of one block, for one micro-batch on one rank: routing, travel and products.
+"""Estimate the seconds of one block's experts for one micro-batch on one rank.
 
-The load is taken to be even. What a block has beside its experts is layer_time's.
+They are routing, transfers and matrix products, under an even load.
+``raymega.planner.cost.layer_time`` prices the rest of the block.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from raymega.planner.kernels.kernel_time import grouped_matmul_s, matmul_s, memo
 ROUTER_PASSES = 8
 """Reads and writes of a token's scores: logits, softmax, choice, weights, statistics."""
 KERNELS_OF_ROUTING = 24
-"""Launches of a forward: router, sorts, indices, rows there and back; a backward has as many."""
+"""Kernel launches of routing in a forward: router, sorts, indices, rows there and back. A backward
+counts twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertTime:
-    """One forward, and the kernels of one backward; a backward's travel is as long as a forward's.
+    """Seconds of experts in one forward and one backward.
+
+    The transfers of a backward take as long as those of a forward.
 
     Attributes:
-        forward_s: Kernels.
-        backward_s: Kernels.
-        travel_s: Between ranks, that nothing hides.
+        forward_s: Seconds of the forward's kernels.
+        backward_s: Seconds of the backward's kernels.
+        travel_s: Exposed seconds of transfers between ranks in one pass.
     """
 
     forward_s: float
@@ -35,12 +39,12 @@ class ExpertTime:
 
 
 def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float) -> ExpertTime:
-    """Of the experts of one block as ``shape`` cuts them.
+    """Return the seconds of one block's experts as ``shape`` cuts them.
 
     Args:
-        shape: The layout.
-        device: What the ranks are.
-        shared_s: Kernels of the shared expert's forward, behind which tokens travel.
+        shape: Shape of the activations under the layout.
+        device: Accelerator of every rank.
+        shared_s: Seconds of the shared expert's forward, which overlaps the transfers.
     """
     model, parallel, fp8_coverage = shape.model, shape.parallel, shape.fp8_coverage
     num_held = model.moe.num_experts // parallel.ep
@@ -54,11 +58,12 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
         is_8_bit=fp8_coverage.experts,
         element=shape.element,
     )
+    # Matrix products of the experts.
     forward = backward = 0.0
     for size, columns in ((width, up), (inner, width)):
         forward += grouped_s((rows, size, columns))
         backward += grouped_s((rows, columns, size))
-        # Gradients of the matrices: one below the other they are one product of short inner size.
+        # Weight gradients: one below the other they are one product with a short inner size.
         backward += matmul_s(
             device,
             size * num_held,
@@ -67,6 +72,7 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
             is_8_bit=fp8_coverage.expert_gradients,
             element=shape.element,
         )
+    # Routing, and the nonlinearity's memory traffic.
     others = _routing_s(shape, device) + memory_s(device, rows * (up + inner) * shape.element)
     return ExpertTime(
         forward_s=forward + others,
@@ -76,8 +82,10 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
 
 
 def _routing_s(shape: ActivationShape, device: Accelerator) -> float:
-    """The router's product and scores; rows put in order before they leave, where they arrive, and
-    added up when they are back."""
+    """Return the seconds of the router's product and scores, and of moving rows.
+
+    Rows are sorted before they are sent and where they arrive, and summed when they are back.
+    """
     model, element = shape.model, shape.element
     tokens = shape.tokens / shape.parallel.tp
     router = matmul_s(device, tokens, model.hidden_size, model.moe.num_experts, element=4)
@@ -87,16 +95,16 @@ def _routing_s(shape: ActivationShape, device: Accelerator) -> float:
 
 
 def _moved_rows(shape: ActivationShape) -> float:
-    """Rows read and written beside the products of one forward."""
+    """Return the rows that one forward reads and writes besides those of its products."""
     parallel, moe = shape.parallel, shape.model.moe
     tokens = shape.tokens / parallel.tp
     if _is_gathered(shape):
-        # A choice of another rank's experts has no row here, but the sum looks at its place too.
+        # A choice of another rank's expert has no row here, but the sum reads its place too.
         tokens *= parallel.ep * parallel.etp
         return 2 * expert_rows(shape) + 2 * tokens * moe.top_k + tokens
     moved = 2 * own_choices(shape) + 2 * own_choices(shape) + tokens
     if parallel.ep > 1 and moe.num_experts > parallel.ep:
-        moved += 4 * expert_rows(shape)  # by expert, and back to who sent them
+        moved += 4 * expert_rows(shape)  # sorted by expert, and back by sender
     return moved
 
 
@@ -105,8 +113,11 @@ def _is_gathered(shape: ActivationShape) -> bool:
 
 
 def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
-    """There and back in one forward: over ep, gathered and summed over etp, and over tp at the end
-    where the stream is not cut."""
+    """Return the seconds of transfers in one forward, to the experts and back.
+
+    Rows are exchanged over ep, and gathered and reduced over etp. Where the stream is not cut, the
+    output is gathered over tp at the end.
+    """
     parallel, row_bytes = shape.parallel, shape.model.hidden_size * shape.element
     ep = make_span(device, size=parallel.ep, stride=parallel.etp)
     etp = make_span(device, size=parallel.etp, stride=1)
@@ -120,7 +131,7 @@ def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
     if parallel.tp > 1 and not parallel.sequence_parallel:
         tp = make_span(device, size=parallel.tp, stride=1)
         back = gather_s(device, tp, shape.tokens * row_bytes)
-    # Of rows that are cut over etp the largest magnitudes: a number each, once a pass.
+    # Largest magnitudes of rows that etp cuts: one number a row, reduced once a pass.
     scales = (
         all_reduce_s(device, etp, expert_rows(shape) * 4) if shape.fp8_coverage.experts else 0.0
     )

@@ -1,7 +1,8 @@
-"""Seconds of one transformer block, and of the model's two ends, for one micro-batch on one rank.
+"""Estimate the seconds of a transformer block and of the model's two ends for one micro-batch.
 
-It prices the kernels that the layers are made of; how many blocks a rank has, and in which order it
-works through them, is step_time's.
+The times are those of one rank, added up over the kernels of a layer.
+``raymega.planner.cost.stage_cost`` adds up blocks to stages, and ``raymega.planner.cost.step_time``
+stages to a step.
 """
 
 from __future__ import annotations
@@ -29,39 +30,42 @@ from raymega.planner.kernels.kernel_time import (
 from raymega.planner.kernels.system_traits import Software
 
 KERNELS_IN_A_BLOCK = 12
-"""Launches of a forward beside products and attention; a backward has twice as many."""
+"""Kernel launches of a forward besides products and attention; a backward has twice as many."""
 UNFUSED_FORWARD_BYTES = 13
-"""Of one attention weight: written as score, read and written by softmax and by dropout with its
-mask, read by the product with v."""
+"""Bytes moved for one attention weight: written as score, read and written by softmax and by
+dropout with its mask, read by the product with v."""
 UNFUSED_BACKWARD_BYTES = 17
 NORM_STEPS_BYTES = 32
-"""Of one element, beyond a fused norm's, where each operation is a kernel: to float32 and squared, mean,
-times the inverse, back to 16 bits, times the weight."""
+"""Bytes moved for one element beyond a fused norm's, where each operation is a kernel: to float32
+and squared, mean, times the inverse, back to 16 bits, times the weight."""
 ROTATION_STEPS_BYTES = 16
-"""The same of a rotation: to float32, turned as a complex number, back to 16 bits."""
+"""Bytes beyond a fused rotation's: to float32, turned as a complex number, back to 16 bits."""
 GATE_STEPS_BYTES = 4
-"""The same of a nonlinearity whose result is written before it is multiplied by what it gates."""
+"""Bytes of a nonlinearity whose result is written before it is multiplied by what it gates."""
 GATE_PASSES, TURN_PASSES = 2, 3
-"""What raymega's own steps read and write beyond a fused kernel: silu(gate), written and read; halves that are
-read for both of their products."""
+"""Reads and writes of raymega's own kernels beyond a fused one's: silu(gate), written and read;
+halves that are read for both of their products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTime:
-    """One block, one micro-batch, in seconds.
+    """Seconds of one block for one micro-batch.
 
     Attributes:
-        forward_s: Kernels of the forward.
-        backward_s: Kernels of the backward, nothing computed again.
-        attention_s: Of the forward's, those between q, k, v and the output projection.
-        norms_s: Those of the norms.
-        activation_s: Those of the nonlinearity.
-        remade_s: Those of the products that selective recompute makes again.
-        tensor_parallel_s: Traffic of one forward over tp that nothing hides; a backward has as much.
-        context_parallel_s: The same over cp, by the way that keys and values travel.
-        experts_s: The same of tokens to their experts and back.
-        away_s: Of what a forward keeps, on its way to the host behind the work, or back; 0 where it stays.
-        away_input_s: The same of the block's input alone.
+        forward_s: Seconds of the forward's kernels.
+        backward_s: Seconds of the backward's kernels, without recompute.
+        attention_s: Seconds of the forward's kernels between q, k, v and the output projection.
+        norms_s: Seconds of the forward's norms.
+        activation_s: Seconds of the forward's nonlinearity.
+        remade_s: Seconds of the products that selective recompute runs again.
+        tensor_parallel_s: Exposed seconds of traffic over tp in one forward; a backward has as
+            much.
+        context_parallel_s: Exposed seconds of traffic over cp in one pass, by
+            ``parallel.cp_method``.
+        experts_s: Exposed seconds of sending tokens to experts and back in one pass.
+        away_s: Seconds to offload what a forward keeps to the host, or to fetch it; 0 without
+            offload.
+        away_input_s: Seconds to offload or fetch the block's input alone.
     """
 
     forward_s: float
@@ -78,13 +82,17 @@ class LayerTime:
 
     @property
     def traffic_s(self) -> float:
-        """All traffic of one pass."""
+        """Exposed seconds of all traffic in one pass."""
         return self.tensor_parallel_s + self.context_parallel_s + self.experts_s
 
     def pass_s(
         self, recompute: str, parts: Collection[str] = ("attention",)
     ) -> tuple[float, float]:
-        """Forward and backward with what ``memory.recompute`` and its parts run again, traffic included."""
+        """Return the seconds of forward and backward, traffic and recompute included.
+
+        ``recompute`` and ``parts`` are the values of ``memory.recompute`` and
+        ``memory.recompute_parts``.
+        """
         traffic = self.traffic_s
         selected = {
             "attention": self.attention_s,
@@ -96,6 +104,7 @@ class LayerTime:
             "selective": sum(selected[part] for part in parts) + self.remade_s,
             "full": self.forward_s + traffic,
         }
+        # Offload overlaps the pass, and counts only where it takes longer.
         moving = self.away_input_s if recompute == "full" else self.away_s
         backward = self.backward_s + traffic + again[recompute]
         return max(moving, self.forward_s + traffic), max(moving, backward)
@@ -103,9 +112,9 @@ class LayerTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTimes:
-    """A block of each kind; where a model has one kind only, both are that one's.
+    """Times of a block of each kind; in a model with one kind both are the same.
 
-    ``wide`` are those that make no product in fp8, where others do.
+    ``wide`` has the times of blocks that run no product in fp8, where others do.
     """
 
     dense: LayerTime
@@ -113,7 +122,10 @@ class BlockTimes:
     wide: BlockTimes | None = None
 
     def of_stage(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[int, LayerTime]]:
-        """How many blocks of each kind the stage has; those that predict further ahead are blocks."""
+        """Yield the number of the stage's blocks of each kind, with the time of one.
+
+        Blocks of multi-token prediction count as blocks.
+        """
         with_experts = shape.blocks_with_experts(stage)
         dense = stage.num_layers + len(shape.further(stage)) - with_experts
         if self.wide is not None:
@@ -124,7 +136,7 @@ class BlockTimes:
 
 
 def block_times(shape: ActivationShape, device: Accelerator, software: Software) -> BlockTimes:
-    """Of the kinds of block that the model has."""
+    """Return the times of each kind of block that the model has."""
     times, wide = partial(layer_time, shape, device, software), None
     if shape.fp8_blocks is not None:
         wide = block_times(
@@ -142,7 +154,7 @@ def layer_time(
     *,
     has_experts: bool = False,
 ) -> LayerTime:
-    """Of one block as ``shape`` cuts it."""
+    """Return the seconds of one block as ``shape`` cuts it."""
     if not software.has_newest_attention:
         device = device.with_older_attention()
     inner_width = (
@@ -150,6 +162,7 @@ def layer_time(
         if has_experts
         else shape.model.ffn_hidden_size
     )
+    # Matrix products.
     fp8_coverage = shape.fp8_coverage
     product_s = partial(matmul_s, device, is_8_bit=fp8_coverage.linears, element=shape.element)
     weights_s = partial(
@@ -162,6 +175,7 @@ def layer_time(
         product_s(rows, columns, inner) + weights_s(inner, rows, columns)
         for rows, inner, columns in products
     )
+    # Attention, and kernels that memory traffic bounds.
     attention, attention_backward = _attention(shape, device, software)
     norms, activation, rest = (
         memory_s(device, least) + stream_s(device, more)
@@ -173,13 +187,14 @@ def layer_time(
     )
     others = norms + activation + rest
     launches = KERNELS_IN_A_BLOCK * device.fitted.launch_s
+    # Experts, whose transfers the shared expert overlaps.
     experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
     if has_experts:
         shared_s = sum(product_s(*sizes) for sizes in inner)
         experts = expert_time(shape, device, shared_s=shared_s)
     forward_s = forward + attention + others + launches + experts.forward_s
     backward_s = backward + attention_backward + 2 * (others + launches) + experts.backward_s
-    # A forward's and a backward's travel lie beside the other's kernels, block by block.
+    # With paired passes, transfers of one pass overlap kernels of the other, block by block.
     beside_s = (
         (forward_s + backward_s) / 2 if shape.parallel.overlap_moe_expert_parallel_comm else 0.0
     )
@@ -198,7 +213,7 @@ def layer_time(
 
 
 def _away(shape: ActivationShape, device: Accelerator, *, has_experts: bool) -> dict[str, float]:
-    """Of a block that keeps all, as most that are worth sending away do."""
+    """Return the offload times of a block that keeps all activations, as most offloaded blocks do."""
     if "activations" not in shape.memory.offload:
         return {}
     whole = layer_bytes(replace(shape, memory=MemorySection()), has_experts=has_experts)
@@ -206,14 +221,14 @@ def _away(shape: ActivationShape, device: Accelerator, *, has_experts: bool) -> 
 
 
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Projection to the vocabulary and the loss: forward and backward."""
+    """Return forward and backward seconds of the projection to the vocabulary and the loss."""
     rows = shape.model.table_rows / shape.parallel.tp
     width, tokens, element = shape.model.hidden_size, shape.tokens, shape.element
     forward = matmul_s(device, tokens, width, rows, element=element)
     backward = matmul_s(device, tokens, rows, width, element=element)
     backward += matmul_s(device, width, tokens, rows, element=element)
     logits = tokens * rows
-    # In steps also widened to float32, which the loss and its gradient read; compiled, as they are.
+    # Eager kernels also widen the logits to float32, which the loss and its gradient read.
     wide = 0 if shape.is_fused else 4
     written, read_for_loss, gradient = element + wide, wide or element, element + (wide or element)
     forward += memory_s(device, logits * (written + read_for_loss))
@@ -221,7 +236,10 @@ def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float
 
 
 def join_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Joining a token further ahead to the stream, before its block: forward and backward."""
+    """Return forward and backward seconds of the projection before a multi-token prediction block.
+
+    It joins the embedding of a token further ahead to the stream.
+    """
     width, tokens, element = shape.model.hidden_size, shape.stream_tokens, shape.element
     forward = matmul_s(device, tokens, 2 * width, width, element=element)
     backward = matmul_s(device, tokens, width, 2 * width, element=element)
@@ -229,13 +247,13 @@ def join_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float
 
 
 def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Looking rows up and adding to them: forward and backward."""
+    """Return forward and backward seconds of looking up rows and adding to them."""
     stream = memory_s(device, 2 * shape.stream_bytes)
     return stream, 2 * stream
 
 
 def _attention_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
-    """Rows, inner and columns of the matrix products around attention's forward."""
+    """Return rows, inner and columns of the matrix products around attention in the forward."""
     model = shape.model
     into = _latent_products(shape) if model.mla.kv_lora_rank else _head_products(shape)
     features = model.num_heads * model.value_width / shape.parallel.tp
@@ -243,21 +261,24 @@ def _attention_products(shape: ActivationShape) -> list[tuple[float, float, floa
 
 
 def _inner_products(shape: ActivationShape, inner_width: int) -> list[tuple[float, float, float]]:
-    """The same of a feed-forward layer, or of a shared expert; none where its width is 0."""
+    """Return the products of a feed-forward layer or a shared expert; none where its width is 0."""
     tokens, width, cut = shape.tokens, shape.model.hidden_size, inner_width / shape.parallel.tp
     up = cut * (2 if shape.family.has_gate else 1)
     return [(tokens, width, up), (tokens, cut, width)] if inner_width else []
 
 
 def _head_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
-    """From the stream to queries, keys and values."""
+    """Return the product from the stream to queries, keys and values."""
     model, tp = shape.model, shape.parallel.tp
     heads = model.num_heads / tp + 2 * max(1, model.kv_heads // tp)
     return [(shape.tokens, model.hidden_size, heads * model.head_width)]
 
 
 def _latent_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
-    """The same by way of latents, which every rank makes of what it holds of the stream."""
+    """Return the products from the stream to queries, keys and values by way of latents.
+
+    Every rank computes the latents of the part of the stream that it holds.
+    """
     model, mla, heads = shape.model, shape.model.mla, shape.model.num_heads / shape.parallel.tp
     down = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
     return [
@@ -270,6 +291,7 @@ def _latent_products(shape: ActivationShape) -> list[tuple[float, float, float]]
 def _attention(
     shape: ActivationShape, device: Accelerator, software: Software
 ) -> tuple[float, float]:
+    """Return forward and backward seconds of attention itself, fused or not."""
     model = shape.model
     rows = shape.tokens * model.num_heads / shape.parallel.tp
     if software.has_fused_attention:
@@ -286,11 +308,12 @@ def _attention(
 def _element_bytes(
     shape: ActivationShape, software: Software, inner_width: int
 ) -> tuple[float, float, float]:
-    """Memory traffic of a forward beside products and attention: norms, the nonlinearity, the rest.
+    """Return the memory traffic of a forward besides products and attention: norms, nonlinearity,
+    rest.
 
-    Two norms read and write the stream; two sums read it twice and write it, with a mask where there
-    is dropout; the nonlinearity reads what up (and gate) made and writes; q, k, v are turned or
-    rearranged once.
+    Two norms read and write the stream. Two sums read it twice and write it, with a mask where
+    there is dropout. The nonlinearity reads the output of up (and gate) and writes. q, k and v are
+    rotated or rearranged once.
     """
     element = shape.element
     norms, sums = 2 * 2 * element, 2 * 3 * element
@@ -306,7 +329,11 @@ def _element_bytes(
 def _step_bytes(
     shape: ActivationShape, software: Software, inner_width: int
 ) -> tuple[float, float, float]:
-    """What comes to these where every operation is a kernel of its own, in 16 bits with a gate; or some are."""
+    """Return the additional memory traffic of operations that are kernels of their own.
+
+    The order is norms, nonlinearity, rest. Without fused kernels each operation is one, in 16 bits
+    with a gate. With them only raymega's own gates and rotations are.
+    """
     model, tp = shape.model, shape.parallel.tp
     turned = shape.tokens * (model.num_heads + model.kv_heads) * model.head_width / tp
     hidden = shape.tokens * inner_width / tp
@@ -324,7 +351,7 @@ def _step_bytes(
 def _remade(
     shape: ActivationShape, software: Software, inner_width: int
 ) -> list[tuple[float, float, float]]:
-    """Products that selective recompute makes again, each matrix by itself as modules have them."""
+    """Return the products that selective recompute runs again, each matrix apart as in modules."""
     model, tokens, tp = shape.model, shape.tokens, shape.parallel.tp
     heads, kv = (n * model.head_width / tp for n in (model.num_heads, model.kv_heads))
     up = [(tokens, model.hidden_size, inner_width / tp)] * (2 if shape.family.has_gate else 1)
@@ -335,19 +362,24 @@ def _remade(
 
 
 def _tensor_parallel_s(shape: ActivationShape, device: Accelerator, *, num_layers: int) -> float:
-    """An all-reduce a forward for attention and one for the feed-forward layer; sequence parallelism
-    sends as much in other halves."""
+    """Return the exposed seconds of traffic over tp in one forward.
+
+    Attention and the feed-forward layer have an all-reduce each. Sequence parallelism sends as many
+    bytes, as a reduce-scatter and an all-gather.
+    """
     span = make_span(device, size=shape.parallel.tp, stride=1)
     once = all_reduce_s(device, span, shape.tokens * shape.model.hidden_size * shape.element)
-    if (
-        shape.fp8_coverage.reduces_rows
-    ):  # a number a token, before the product cut by its inner size
+    # fp8 by row: one number a token, before the product that is cut along its inner size.
+    if shape.fp8_coverage.reduces_rows:
         once += all_reduce_s(device, span, shape.tokens * 4)
     return num_layers * once
 
 
 def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
-    """What ``parallel.cp_method`` hides behind nothing, and sums of gradients, half in each pass."""
+    """Return the exposed seconds of traffic over cp in one pass.
+
+    They include sums of gradients. Each pass takes half of the total.
+    """
     parallel = shape.parallel
     if parallel.cp == 1:
         return 0.0

@@ -1,7 +1,7 @@
-"""Seconds of what an update does beside moving its own elements: Muon's whole matrices, and maxima of
-blocks of 8-bit state.
+"""Estimate the seconds of an update besides its element-wise work.
 
-Neither hides behind anything. What an update reads and writes is step_time's.
+They are those of Muon's whole matrices, and of maxima of blocks of 8-bit state. Neither overlaps
+anything. ``raymega.planner.cost.step_time`` prices the element-wise work.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from raymega.planner.kernels.collective_time import (
 
 
 class _Transfer(NamedTuple):
-    """A collective of Muon's matrices.
+    """Collective on Muon's matrices.
 
     Attributes:
-        seconds: exchange_s or gather_s.
-        size: Ranks of the group.
-        stride: How far apart these lie.
-        num_bytes: On every rank, before or after.
-        times: So often an update.
+        seconds: Function that prices the collective, exchange_s or gather_s.
+        size: Number of ranks in the group.
+        stride: Distance between neighbouring ranks of the group.
+        num_bytes: Bytes on every rank, before an exchange or after a gather.
+        times: Number of such collectives in an update.
     """
 
     seconds: Callable[[Accelerator, GroupSpan, float], float]
@@ -45,12 +45,12 @@ class _Transfer(NamedTuple):
 
 
 def update_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
-    """Of a rank that holds so much."""
+    """Return the seconds of an update on a rank that holds ``held``, without element-wise work."""
     return _muon_s(job, held, grid, device) + _maxima_s(job, held, grid, device)
 
 
 def exchanged_bytes(job: Job, held: Elements, grid: Grid) -> float:
-    """What a rank sends on the mean so that Muon's matrices come together and go back."""
+    """Return the mean bytes that a rank sends to assemble Muon's matrices and to return them."""
     return sum(
         each.times * each.num_bytes * (each.size - 1) / each.size
         for each in _transfers(job, held, grid)
@@ -58,7 +58,10 @@ def exchanged_bytes(job: Job, held: Elements, grid: Grid) -> float:
 
 
 def newton_schulz_flops(model: ModelSection, layer: int, num_steps: int) -> float:
-    """Of all matrices of a block: X X^T, its square, and both times X, for each [m, n] with m <= n."""
+    """Return the FLOPs of Newton-Schulz on all matrices of a block.
+
+    A step multiplies X X^T, its square, and both times X, for each [m, n] with m <= n.
+    """
     total = 0.0
     for tensor in layer_tensors(model, layer):
         if tensor.role == "matrix":
@@ -79,8 +82,12 @@ def _muon_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
 
 
 def _transfers(job: Job, held: Elements, grid: Grid) -> Iterator[_Transfer]:
-    """Of dense matrices inside blocks, and of experts': parts that other ranks of a cut hold, to owners and back;
-    to those that share the state out and back, or of each owner's to all that hold the same."""
+    """Yield the collectives on dense matrices inside blocks, and on those of experts.
+
+    Ranks of a cut send their parts to the owners and get them back. Ranks that share the state
+    exchange parts as well; without sharding each owner's result is gathered by all that hold the
+    same.
+    """
     if job.optimizer.name != "muon":
         return
     is_shared_out = level_of(job.parallel) > ZeroLevel.NONE
@@ -101,7 +108,10 @@ def _transfers(job: Job, held: Elements, grid: Grid) -> Iterator[_Transfer]:
 
 
 def _orthogonal_s(job: Job, grid: Grid, device: Accelerator) -> float:
-    """Owners are spread evenly over the ranks that have parts of a matrix."""
+    """Return the seconds of Newton-Schulz on a rank.
+
+    Owners are spread evenly over the ranks that have parts of a matrix.
+    """
     model, steps = job.model, job.optimizer.newton_schulz_steps
     layers = range(model.num_layers)
     flops = sum(newton_schulz_flops(model, layer, steps) for layer in layers) / grid.pp
@@ -112,7 +122,10 @@ def _orthogonal_s(job: Job, grid: Grid, device: Accelerator) -> float:
 
 
 def _maxima_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
-    """Over the ranks that share the state out; where tp cuts a row inside of a block is not asked."""
+    """Return the seconds of reducing block maxima over the ranks that share the state.
+
+    Blocks that tp cuts inside a row are not counted.
+    """
     if format_of(job.optimizer, "matrix") != "8bit" or level_of(job.parallel) == ZeroLevel.NONE:
         return 0.0
     span = make_span(device, size=dp_shard_ranks(job.parallel, grid.replicas), stride=grid.tp)

@@ -1,7 +1,8 @@
-"""Bytes that a rank needs at the most: state, activations in flight, and what the device keeps back.
+"""Compute the peak bytes of a rank: state, activations in flight, and what the device reserves.
 
-State is state_bytes' and activations are activation_bytes' to count; here they are put together for every
-rank of the pipeline, by closed forms that the lists of the schedules agree with.
+The parts are added up for every rank of the pipeline, by closed forms that agree with the
+instruction lists of the schedules. ``raymega.plan.memory.state_bytes`` counts state,
+``raymega.plan.memory.activation_bytes`` activations.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.stage_cost import StageCosts
 
 RESERVED_BYTES = 2 * 2**30
-"""Of a GPU that no tensor can have: the driver's context and the buffers of communicators."""
+"""Bytes of a GPU that no tensor can use: the driver's context and the communicators' buffers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """Of the rank that needs most; ``pp_rank`` says where it is.
+    """Peak memory of the rank at pipeline coordinate ``pp_rank``, in bytes by part.
 
-    ``activation_bytes`` are what an update holds for a moment where that is more: both are never
-    there at once.
+    ``activation_bytes`` are the temporary bytes of an update where these are more, because both
+    never exist at the same time.
     """
 
     pp_rank: int
@@ -35,19 +36,19 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of the parts."""
         return self.state_bytes + self.activation_bytes + self.reserved_bytes
 
 
 def memory_use(
     plan: RunPlan, ranks: Sequence[RankClass] = (), costs: StageCosts | None = None
 ) -> MemoryUse:
-    """What the fullest rank of ``plan`` needs on a GPU.
+    """Return the peak memory of the fullest rank of ``plan`` on a GPU.
 
     Args:
-        plan: Of which.
-        ranks: What its ranks hold, when that is known already.
-        costs: Of its stages; the same.
+        plan: Plan of the run.
+        ranks: Classes of its ranks, when the caller has them already.
+        costs: Costs of its stages, when the caller has them already.
     """
     costs = costs or StageCosts(activation_shape(plan.job))
     kinds = ranks or rank_kinds(plan)
@@ -56,7 +57,7 @@ def memory_use(
 
 
 def pipeline_memory(plan: RunPlan) -> list[tuple[MemoryUse, Elements]]:
-    """The same of every rank of the pipeline, beside the parameters that it holds."""
+    """Return the peak memory of every rank of the pipeline, with the elements that it holds."""
     costs = StageCosts(activation_shape(plan.job))
     kind_of = {pp_rank: kind for kind in rank_kinds(plan) for pp_rank in kind.pp_ranks}
     return [
@@ -89,7 +90,7 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
 
 
 def _passing_bytes(shape: ActivationShape) -> int:
-    """Others' keys, values and gradients while one layer works."""
+    """Return the bytes of other ranks' keys, values and gradients while one layer runs."""
     if shape.parallel.cp == 1:
         return 0
     return round(shape_cost(shape, shape.parallel.cp_method).passing_bytes)
@@ -105,12 +106,12 @@ def micro_batches_in_flight(  # noqa: PLR0913  # one a size
     max_in_flight_microbatches: int | str = "pp",
     is_paired: bool = False,
 ) -> int:
-    """The most that wait for their backward on one rank, each chunk's counted by itself.
+    """Return the most micro-batches that wait for their backward on one rank, counted by chunk.
 
-    1F1B holds one for each stage from here to the end (Narayanan et al. 2021, figure 3); its
-    interleaved form warms up all chunks but one, and twice the way to the end (figure 4). Zero-bubble
-    schedules hold as many on every rank (Qi et al. 2023, 2024), zb_auto what it may. Paired passes of 1F1B
-    take one more.
+    1F1B holds one for each stage from here to the end (Narayanan et al. 2021, figure 3). Its
+    interleaved form warms up all chunks but one, and twice the distance to the end (figure 4).
+    Zero-bubble schedules hold equally many on every rank (Qi et al. 2023, 2024), zb_auto as many as
+    it may. 1F1B with paired passes holds one more.
     """
     after = pp - 1 - pp_rank
     held = {

@@ -1,9 +1,9 @@
-"""Seconds that a step of a pipeline takes beside the work of its busiest rank, by closed forms.
+"""Estimate the seconds of a pipeline step beyond the work of its busiest rank, by closed forms.
 
-What a step waits for are the longest paths through the order of its schedule: so many forwards, inputs' and
-weights' gradients more than one rank itself makes, or fewer, and so many messages. Which path is the longest is
-a matter of what these take, for ranks that need not take equally long. That chunks differ in length is
-step_time's to add.
+A step waits for the longest paths through the order of its schedule. A path has some forwards,
+input gradients and weight gradients more than one rank itself runs, or fewer, and some messages.
+Their durations decide which path is the longest; ranks may differ in speed.
+``raymega.planner.cost.step_time`` adds the effect of chunks of unequal length.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from typing import NamedTuple
 
 
 class Path(NamedTuple):
-    """Passes of one chunk beyond those of the rank itself, messages on the way, and forwards and backwards of
-    the rank that are not on it."""
+    """Path through a schedule, counted in passes of one chunk.
+
+    Attributes:
+        forwards: Number of forwards beyond those of the rank itself; negative for fewer.
+        inputs: Number of input gradients beyond those of the rank itself.
+        weights: Number of weight gradients beyond those of the rank itself.
+        messages: Number of messages on the path.
+        left_forwards: Number of the rank's forwards that are not on the path.
+        left_backwards: Number of the rank's backwards that are not on the path.
+    """
 
     forwards: int
     inputs: int
@@ -34,15 +42,16 @@ class Passes(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Sum of the three passes."""
         return self.forward_s + self.input_s + self.weight_s
 
     def plus(self, more: Passes) -> Passes:
-        """With so much more of each."""
+        """Return the sum with ``more``, pass by pass."""
         return Passes(*(mine + other for mine, other in zip(self, more, strict=True)))
 
     def along(self, path: Path) -> float:
-        """So many of them, less messages."""
+        """Return the seconds of the passes on ``path`` without messages, times the number of
+        chunks."""
         return (
             path.forwards * self.forward_s
             + path.inputs * self.input_s
@@ -50,13 +59,13 @@ class Passes(NamedTuple):
         )
 
     def left(self, path: Path) -> float:
-        """What of a rank's own is not on its path."""
+        """Return the seconds of the rank's own passes that are not on ``path``."""
         backward_s = self.input_s + self.weight_s
         return path.left_forwards * self.forward_s + path.left_backwards * backward_s
 
 
 class RankTimes(NamedTuple):
-    """Ranks of one kind, the first and the last of them, and what each of them does."""
+    """First and last rank of one kind, and the seconds of the passes of each."""
 
     pp_ranks: tuple[int, ...]
     passes: Passes
@@ -72,26 +81,28 @@ def waiting_s(  # noqa: PLR0913  # one a size
     pp: int,
     message_s: float,
 ) -> tuple[float, float]:
-    """For passes of other ranks, and for messages.
+    """Return the seconds of waiting for passes of other ranks, and for messages.
 
-    The longest path goes through all ranks alike; or through all that one of them does, which the others
-    wait for, and through as much of theirs as this one waits for.
+    The longest path crosses all ranks alike. Or it has all passes of one rank, for which the others
+    wait, and the passes of others that this rank waits for.
 
     Args:
-        name: Of the schedule.
-        chunks: Of a rank.
-        num_micro_batches: Of the step.
-        ranks: All kinds of them.
-        mean: Of all ranks.
-        pp: How many these are.
-        message_s: One activation of all chunks from one rank to the next.
+        name: Name of the schedule.
+        chunks: Number of chunks on a rank.
+        num_micro_batches: Number of micro-batches in the step.
+        ranks: Passes of each kind of rank.
+        mean: Mean passes over all ranks.
+        pp: Number of ranks in the pipeline.
+        message_s: Seconds to send one activation of all chunks from one rank to the next.
     """
     num = num_micro_batches
+    # Paths that cross all ranks alike.
     paths = waiting_paths(name, pp=pp, chunks=chunks, num_micro_batches=num)
     alike_s, longest = num * mean.total_s, (0.0, 0.0)
     for path in paths:
         wait_s, messages_s = _priced(path, mean, chunks, message_s)
         longest = max(longest, (alike_s + wait_s, messages_s))
+    # Paths with all passes of one rank.
     for pp_ranks, passes in ranks:
         others, own_s = _others(mean, passes, pp), num * passes.total_s
         for pp_rank in pp_ranks:
@@ -100,6 +111,7 @@ def waiting_s(  # noqa: PLR0913  # one a size
             ):
                 wait_s, messages_s = _priced(path, others, chunks, message_s)
                 longest = max(longest, (own_s - passes.left(path) + wait_s, messages_s))
+    # The busiest rank's own work is not waiting.
     busiest_s = num * max(rank.passes.total_s for rank in ranks)
     waits_s = max(0.0, longest[0] - busiest_s)
     messages_s = min(waits_s, longest[1])
@@ -107,13 +119,13 @@ def waiting_s(  # noqa: PLR0913  # one a size
 
 
 def _priced(path: Path, passes: Passes, chunks: int, message_s: float) -> tuple[float, float]:
-    """Its seconds, and what of them is messages."""
+    """Return the seconds of a path, and the part of them that is messages."""
     messages_s = path.messages * message_s
     return (passes.along(path) + messages_s) / chunks, messages_s / chunks
 
 
 def _others(mean: Passes, mine: Passes, pp: int) -> Passes:
-    """The mean of all ranks but one."""
+    """Return the mean passes of all ranks but one."""
     if pp == 1:
         return mean
     return Passes(
@@ -123,7 +135,7 @@ def _others(mean: Passes, mine: Passes, pp: int) -> Passes:
 
 @lru_cache(maxsize=4096)
 def waiting_paths(name: str, *, pp: int, chunks: int, num_micro_batches: int) -> tuple[Path, ...]:
-    """Those that may be the longest in the order that schedule ``name`` puts work in."""
+    """Return the paths that may be the longest in the order of schedule ``name``."""
     paths = _PATHS[name](pp - 1, chunks, num_micro_batches)
     return tuple(Path(*path) for path in paths)
 
@@ -132,9 +144,13 @@ _Paths = tuple[tuple[int, int, int, int], ...]
 
 
 def _one_f_one_b(after: int, chunks: int, num: int) -> _Paths:
-    """pp - 1 passes; with chunks, as many as the last round is short of for each other chunk: backwards,
-    and forwards as well where it is the first round (Narayanan et al. 2021, section 2.2). In a round that is
-    not full, without chunks, paths differ by the rank that most of them is on: own_paths has these."""
+    """Return the path of 1F1B: pp - 1 passes of each kind.
+
+    With chunks it has more, as many as the last round is short of for each other chunk: backwards,
+    and forwards as well where it is the first round (Narayanan et al. 2021, section 2.2). In a
+    round that is not full, without chunks, paths differ by the rank that most of them is on;
+    :func:`own_paths` has these.
+    """
     if chunks == 1:
         return ((after, after, after, _round_trips(after, num)),) if num > after + 1 else ()
     ragged = -num % (after + 1) * (chunks - 1)
@@ -144,21 +160,30 @@ def _one_f_one_b(after: int, chunks: int, num: int) -> _Paths:
 
 
 def _round_trips(after: int, num: int) -> int:
-    """A micro-batch waits for the one pp before it to come back, which is twice the way."""
+    """Return the number of messages on a path of 1F1B.
+
+    A micro-batch waits until the one pp before it is back, after twice the length of the pipeline.
+    """
     rounds, more = divmod(num - 1, after + 1)
     return 2 * (after * (1 + rounds) + max(0, more - 1))
 
 
 def _gpipe(after: int, chunks: int, num: int) -> _Paths:
-    """Chunk by chunk: a round that is not full comes around before the next chunk can begin."""
+    """Return the path of GPipe, chunk by chunk.
+
+    A round that is not full comes around before the next chunk can begin.
+    """
     missing = max(0, after + 1 - num) * (chunks - 1)
     around = (after + 1) * (chunks - 1) if num <= after + 1 else 0
     return ((after + missing,) * 3 + (2 * (after + around),),)
 
 
 def _zb_h1(after: int, _chunks: int, num: int) -> _Paths:
-    """F + B - W of pp - 1 ranks (Qi et al. 2023, table 1), less weight parts where there are fewer
-    micro-batches; weight parts of a round that is full hide the messages of all later ones."""
+    """Return the paths of ZB-H1: F + B - W of pp - 1 ranks (Qi et al. 2023, table 1).
+
+    Fewer weight gradients are deferred when there are fewer micro-batches. Those of a full round
+    hide the messages of all later rounds.
+    """
     put_off, messages = min(num - 1, after), _round_trips(after, min(num, after + 2))
     left = after - put_off
     return (
@@ -169,7 +194,10 @@ def _zb_h1(after: int, _chunks: int, num: int) -> _Paths:
 
 
 def _zb_h2(after: int, _chunks: int, num: int) -> _Paths:
-    """The same with twice as many weight parts put off; ranks begin a forward after each other."""
+    """Return the paths of ZB-H2, which defers twice as many weight gradients as ZB-H1.
+
+    Ranks begin a forward after each other.
+    """
     put_off = min(num - 1, 2 * after)
     half, odd = divmod(put_off, 2)
     return (
@@ -179,7 +207,8 @@ def _zb_h2(after: int, _chunks: int, num: int) -> _Paths:
 
 
 def _zb_v(after: int, _chunks: int, num: int) -> _Paths:
-    """Down and up the vee, less what later micro-batches fill of it (Qi et al. 2024)."""
+    """Return the paths of ZB-V: down and up the vee, less what later micro-batches fill (Qi et al.
+    2024)."""
     ways = 4 * after
     if num <= after + 1:
         down = 2 * after - (num - 1)
@@ -193,7 +222,7 @@ def _zb_v(after: int, _chunks: int, num: int) -> _Paths:
 
 
 def _dualpipe_v(after: int, _chunks: int, num: int) -> _Paths:
-    """The same of DualPipe's order, which puts weight parts off at the end alone."""
+    """Return the paths of DualPipe-V, which defers weight gradients at the end alone."""
     ways, steady = 4 * after, 2 * max(0, min(num, after + 2) - 2)
     if num <= after + 1:
         down = 2 * after - (num - 1)
@@ -209,10 +238,12 @@ def _dualpipe_v(after: int, _chunks: int, num: int) -> _Paths:
 def own_paths(
     name: str, *, pp: int, pp_rank: int, chunks: int, num_micro_batches: int
 ) -> tuple[Path, ...]:
-    """Those that go through all passes of ``pp_rank``, where it is busier than the others: what it waits for
-    then are passes of these."""
+    """Return the paths with all passes of ``pp_rank``, for a rank that is busier than the others.
+
+    Such a rank waits for passes of the others alone.
+    """
     if chunks > 1 and num_micro_batches < pp and name not in _OWN:
-        return ()  # all come one after another, and none waits for a rank's others
+        return ()  # passes run in sequence; none waits for a rank's others
     if name in _ONE_AFTER_ANOTHER and chunks == 1:
         return _own_one_f_one_b(pp - 1, pp_rank, num_micro_batches)
     if name in _OWN:
@@ -228,8 +259,11 @@ _ONE_AFTER_ANOTHER = ("1f1b", "interleaved")
 
 
 def _own_one_f_one_b(after: int, rank: int, num: int) -> tuple[Path, ...]:
-    """All passes of the rank; or one until its first micro-batch is back, or from its last one on, or both:
-    later ranks pass the others on meanwhile."""
+    """Return the paths of 1F1B with the passes of rank ``rank``.
+
+    A path has all of them; or it leaves out forwards before the first micro-batch is back,
+    backwards after the last one, or both. Later ranks pass the others on meanwhile.
+    """
     early = min(num - 1, after - rank)
     both, ways = after + early, after
     if num > after + 1:
@@ -248,21 +282,29 @@ _OwnPaths = tuple[tuple[int, int, int], ...]
 
 
 def _own_zb_h1(after: int, rank: int, num: int) -> _OwnPaths:
-    """Until the first backward comes back, and behind it where inputs' take longer than weights' parts."""
+    """Return the paths of ZB-H1 with the passes of rank ``rank``.
+
+    One ends where the first backward comes back. The other follows it, where input gradients take
+    longer than weight gradients.
+    """
     late, further = max(rank, after + 1 - num), after - rank
     return (late, further, 0), (late, after, -min(rank, num - 1))
 
 
 def _own_zb_h2(after: int, rank: int, num: int) -> _OwnPaths:
-    """The same; what comes back first may be there before it is asked for."""
+    """Return the paths of ZB-H2, where the first backward may be back before it is needed."""
     further, put_off = after - rank, min(2 * rank, num - 1)
     late = after + 1 - min(num, 2 * further + 1)
     return (rank, 0, 0), (rank, rank, -put_off), (late, further, 0), (late, after, -put_off)
 
 
 def _own_zb_v(after: int, rank: int, num: int) -> _OwnPaths:
-    """Few micro-batches go down the vee and up again; later ones fill all but the rank's late start, and on
-    the first rank what is put off until the second backward of the first micro-batch is there."""
+    """Return the paths of ZB-V with the passes of rank ``rank``.
+
+    Few micro-batches go down the vee and up again. Later ones fill all but the rank's late start.
+    On the first rank they also leave what is deferred until the second backward of the first
+    micro-batch arrives.
+    """
     if num <= after + 1:
         return ((*_own_vee(after, rank, num), 0),)
     put_off = min(num - after - 1, after)
@@ -272,7 +314,7 @@ def _own_zb_v(after: int, rank: int, num: int) -> _OwnPaths:
 
 
 def _own_dualpipe_v(after: int, rank: int, num: int) -> _OwnPaths:
-    """The same; weight parts are not put off before the end."""
+    """Return the paths of DualPipe-V, where no weight gradient is deferred before the end."""
     if num <= after + 1:
         few = (*_own_vee(after, rank, num), max(after + 1 - num, rank))
         down = 2 * after - (num - 1)
@@ -283,7 +325,8 @@ def _own_dualpipe_v(after: int, rank: int, num: int) -> _OwnPaths:
 
 
 def _own_vee(after: int, rank: int, num: int) -> tuple[int, int]:
-    """Forwards and backwards that a rank waits for while at most ``pp`` micro-batches are in the vee."""
+    """Return the forwards and backwards that a rank waits for with at most pp micro-batches in the
+    vee."""
     missing = after + 1 - num
     backwards = max(2 * missing, min(2 * rank, after + missing))
     if rank == after:

@@ -1,6 +1,7 @@
-"""What the ranks of a pipeline hold: one entry for all that hold as much of everything.
+"""Group the ranks of a pipeline into classes that hold equally much of everything.
 
-Costs of stages and ranks are asked for by these, so that a pipeline of 64 ranks is counted as three.
+Costs of stages and ranks are computed once a class, so that a pipeline of 64 ranks is counted as
+three.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 
 StageKind = tuple[int, int, tuple[int, int], bool, bool]
-"""Blocks, those of them with experts, those of both that make no product in fp8 where others do, and
-whether a stage is the first and the last one: stages of one kind cost the same."""
+"""Kind of a stage; stages of one kind cost the same. It has the number of blocks, the number of
+those with experts, the numbers of (dense, expert) blocks that run no product in fp8 where others
+do, and whether the stage is the first and the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,10 +24,10 @@ class RankClass:
     """Ranks of a pipeline whose stages are of the same kinds.
 
     Attributes:
-        pp_ranks: Theirs, ascending; the first has most micro-batches in flight.
-        stages: Of the first, by chunk.
-        kinds: Of these.
-        elements: Parameters of each: those of tensor-parallel rank 0.
+        pp_ranks: Pipeline ranks, ascending; the first has the most micro-batches in flight.
+        stages: Stages of the first rank, by chunk.
+        kinds: Kinds of these stages.
+        elements: Elements that each rank holds, those of tensor-parallel rank 0.
     """
 
     pp_ranks: tuple[int, ...]
@@ -35,13 +37,13 @@ class RankClass:
 
 
 def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
-    """Of one stage."""
+    """Return the kind of one stage."""
     ends = stage.is_first, stage.is_last
     return stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends
 
 
 def rank_kinds(plan: RunPlan) -> tuple[RankClass, ...]:
-    """Those of a plan, that of the first rank first."""
+    """Return the rank classes of a plan, the class of pipeline rank 0 first."""
     shape = activation_shape(plan.job)
     alike: dict[tuple[StageKind, ...], list[int]] = {}
     for pp_rank in range(plan.grid.pp):

@@ -1,7 +1,7 @@
-"""A step as its schedule would go: the lists of all ranks, played with the times that are predicted.
+"""Predict a step by simulating its schedule: instruction lists of all ranks with predicted times.
 
-step_time's closed forms rank layouts; the few that are shown are played, which knows of uneven stages,
-of rounds that are not full and of messages that arrive behind work.
+The closed forms of ``raymega.planner.cost.step_time`` rank layouts. The few that are shown are
+simulated, which includes uneven stages, rounds that are not full, and messages that overlap work.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from raymega.schedule.simulate import Durations, Simulation, simulate
 from raymega.schedule.table import make_schedule
 
 MOST_PASSES = 12_000
-"""Of all ranks together; what goes on as before for longer is not played."""
+"""Most passes that are simulated, over all ranks; a longer steady state is extrapolated."""
 LEAST_ROUNDS = 2
-"""Micro-batches that are played at least, in pipeline depths."""
+"""Least number of simulated micro-batches, in multiples of the pipeline depth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTimes:
-    """What the simulation of a step takes for each pass: as predicted, by stage.
+    """Predicted durations of a step for its simulation.
 
     Attributes:
-        stages: By pipeline rank and chunk.
-        transfer: From a send to its arrival.
-        handling: Of a send or receive on its rank.
+        stages: Durations of the passes, by pipeline rank and chunk.
+        transfer: Seconds from a send to its arrival.
+        handling: Seconds that a send or receive occupies its rank.
     """
 
     stages: Sequence[Sequence[Durations]]
@@ -38,12 +38,12 @@ class PlannedTimes:
     handling: float = 0.0
 
     def of_task(self, rank: int, task: Instruction) -> float:
-        """Of one pass."""
+        """Return the seconds of one pass."""
         return self.stages[rank][task.chunk].of(task.op)
 
 
 def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
-    """``step_time`` of the plan, with the waiting that its schedule shows when it is played."""
+    """Return the step time of a plan, with the waiting time of its simulated schedule."""
     time = step_time(plan, device)
     if plan.grid.pp == 1 or device.shared_cores:
         return time
@@ -51,17 +51,17 @@ def played_step(plan: RunPlan, device: Accelerator) -> StepTime:
     played = _played(plan)
     pipeline_s = play(plan, device, num_micro_batches=played).time
     busy_s = time.compute_s + time.tensor_parallel_s + time.experts_s
-    if played < micro_batches:  # the rest goes on at the pace of the closed forms
+    if played < micro_batches:  # closed forms extrapolate the rest
         few = step_time(replace(plan, batch=_batch(plan, played)), device)
         pipeline_s += time.pipeline_s - time.straggler_s - few.pipeline_s + few.straggler_s
     waiting_s = max(0.0, pipeline_s - busy_s)
-    # Messages are what is waited for beyond filling and draining; what the closed forms have not, waits too.
+    # Messages take the waiting beyond the closed forms' bubble; all other waiting is bubble.
     messages_s = min(time.messages_s, max(0.0, waiting_s - time.bubble_s))
     return replace(time, messages_s=messages_s, bubble_s=waiting_s - messages_s)
 
 
 def play(plan: RunPlan, device: Accelerator, *, num_micro_batches: int) -> Simulation:
-    """The pipeline of a step with so many micro-batches."""
+    """Simulate the pipeline of a step with ``num_micro_batches`` micro-batches."""
     times = stage_times(plan, device)
     by_rank = [
         [times[stage.index].durations for stage in plan.chunks_of(pp_rank)]
@@ -73,14 +73,17 @@ def play(plan: RunPlan, device: Accelerator, *, num_micro_batches: int) -> Simul
 
 
 def _batch(plan: RunPlan, num_micro_batches: int) -> BatchPlan:
-    """The plan's, of so many."""
+    """Return the plan's batch with another number of micro-batches."""
     batch = plan.batch
     size = num_micro_batches * batch.micro_batch_size * batch.dp
     return replace(batch, num_micro_batches=num_micro_batches, global_batch_size=size)
 
 
 def _played(plan: RunPlan) -> int:
-    """Micro-batches that are played: all, or so many fewer that the last round is as full as it is."""
+    """Return the number of micro-batches to simulate.
+
+    These are all, or fewer with a last round that is as full.
+    """
     pp, whole = plan.grid.pp, plan.batch.num_micro_batches
     rounds = max(LEAST_ROUNDS, MOST_PASSES // (2 * pp * pp * plan.placement.chunks))
     return min(whole, rounds * pp + whole % pp)

@@ -1,7 +1,7 @@
-"""Seconds and bytes of a stage for one micro-batch, as a layout cuts it; each kind of stage is counted once.
+"""Compute seconds and bytes of a stage for one micro-batch, once for each kind of stage.
 
-Times of blocks are layer_time's, their activations activations'; which rank has which stage, and in
-which order it works, is others'.
+``raymega.planner.cost.layer_time`` prices its blocks, and ``raymega.plan.memory.activation_bytes``
+counts their activations.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from raymega.schedule.simulate import Durations
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTime:
-    """One stage, one micro-batch.
+    """Seconds of one stage for one micro-batch.
 
     Attributes:
-        forward_s: Forward.
-        backward_s: Backward, with what runs again for it.
-        weight_s: The part of it that makes weights' gradients, where a backward is cut in two.
-        tensor_parallel_s: What of both is traffic over tp and cp.
-        experts_s: And to experts.
+        forward_s: Seconds of the forward.
+        backward_s: Seconds of the backward, recompute included.
+        weight_s: Seconds of the weight gradients in it, for a backward that is split in two.
+        tensor_parallel_s: Seconds of traffic over tp and cp in both passes.
+        experts_s: Seconds of sending tokens to experts and back in both passes.
     """
 
     forward_s: float
@@ -50,17 +50,17 @@ class StageTime:
 
     @property
     def total_s(self) -> float:
-        """Both passes."""
+        """Seconds of both passes."""
         return self.forward_s + self.backward_s
 
     @property
     def durations(self) -> Durations:
-        """The passes as a schedule's simulation takes them."""
+        """Durations of the passes, as the simulation of a schedule takes them."""
         return Durations(forward=self.forward_s, backward=self.backward_s, weight=self.weight_s)
 
 
 class StageCosts:
-    """What stages cost in layouts that cut tensors alike, recompute alike and have equal micro-batches."""
+    """Costs of stages in layouts with the same cut of tensors, recompute and micro-batch size."""
 
     def __init__(
         self,
@@ -68,20 +68,22 @@ class StageCosts:
         device: Accelerator | None = None,
         blocks: BlockTimes | None = None,
     ) -> None:
-        """Without ``device`` and the times of its ``blocks`` bytes can be asked for and no seconds."""
+        """Prepare the costs; without ``device`` and the times of its ``blocks`` only bytes are
+        available."""
         self.shape = shape
         self._device, self._blocks = device, blocks
         self._kept: dict[StageKind, StageActivations] = {}
         self._times: dict[StageKind, StageTime] = {}
 
     def kept(self, kind: StageKind, stage: Stage) -> StageActivations:
-        """What a rank keeps of a micro-batch in ``stage``, which is of ``kind``."""
+        """Return the activations that a rank keeps of a micro-batch in ``stage``, which is of
+        ``kind``."""
         if kind not in self._kept:
             self._kept[kind] = stage_activations(self.shape, stage)
         return self._kept[kind]
 
     def time(self, kind: StageKind, stage: Stage) -> StageTime:
-        """The passes of a micro-batch through ``stage``, which is of ``kind``."""
+        """Return the seconds of a micro-batch through ``stage``, which is of ``kind``."""
         if kind not in self._times:
             assert self._blocks is not None and self._device is not None, (
                 "bytes alone were asked for"
@@ -93,8 +95,11 @@ class StageCosts:
 def stage_costs(
     job: Job, device: Accelerator, software: Software, *, fp8_coverage: Fp8Coverage | None = None
 ) -> StageCosts:
-    """Of a job's stages on ``device``; ``fp8_coverage`` are products in fp8 of all blocks, where the job itself
-    says nothing of it."""
+    """Return the costs of a job's stages on ``device``.
+
+    ``fp8_coverage`` has the fp8 products of all blocks, where the job itself does not configure
+    them.
+    """
     shape = activation_shape(job)
     shape = replace(shape, fp8_coverage=fp8_coverage) if fp8_coverage else shape
     return StageCosts(shape, device, block_times(shape, device, software))
@@ -103,16 +108,18 @@ def stage_costs(
 def _stage_time(
     stage: Stage, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
 ) -> StageTime:
-    """Its blocks and, at the ends, embedding and head."""
+    """Return the seconds of a stage: its blocks and, at the ends, embedding and head."""
     passes = 3 if shape.memory.recompute == "full" else 2
     further = len(shape.further(stage))
     forward = backward = weight = traffic = experts = 0.0
+    # Transformer blocks of each kind.
     for number, block in blocks.of_stage(shape, stage):
         once, once_backward = block.pass_s(shape.memory.recompute, shape.memory.recompute_parts)
         forward, backward = forward + number * once, backward + number * once_backward
         weight += number * block.backward_s / 2
         traffic += number * passes * (block.tensor_parallel_s + block.context_parallel_s)
         experts += number * passes * block.experts_s
+    # Embedding, heads, and projections of multi-token prediction.
     ends = (
         (int(stage.is_first), embedding_time),
         (int(stage.is_last) + further, head_time),

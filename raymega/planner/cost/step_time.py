@@ -1,7 +1,8 @@
-"""Seconds of one optimizer step by part, before anything runs.
+"""Predict the seconds of one optimizer step by part, before anything runs.
 
-It puts stages together into a pipeline, and adds what happens once a step. Times of stages are
-stage_costs', of transfers collective_time's.
+The module combines stages to a pipeline, and adds what happens once a step.
+``raymega.planner.cost.stage_cost`` gives the times of stages,
+``raymega.planner.kernels.collective_time`` those of transfers.
 """
 
 from __future__ import annotations
@@ -26,30 +27,31 @@ from raymega.planner.kernels.kernel_time import host_s, memory_s
 from raymega.planner.kernels.system_traits import RAYMEGA, Software
 
 OPTIMIZER_BYTES = 34
-"""Read and written for one parameter: gradient, master and two moments in, all but the gradient and
-the weight out."""
+"""Bytes read and written for one parameter: gradient, master and two moments are read; all but the
+gradient, and the weight, are written."""
 BEGINS_LATE = ("zb_h2", "zb_v")
-"""Orders that wait for nothing but the late start of later ranks, of which one step has no more than the
-next."""
+"""Schedules whose bubble has the late start of later ranks. Steps in a row share it where no rank
+waits for the update."""
 UNEVEN_SHARE = 0.35
-"""Of the difference between the longest chunks' sum and the busiest rank's: as orders that are played show."""
+"""Share of the difference between the longest chunks' sum and the busiest rank that a step waits,
+as simulated schedules show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of a step, by part; they add up to ``total_s``.
+    """Seconds of a step by part; the parts add up to ``total_s``.
 
     Attributes:
-        compute_s: Kernels of the busiest stage over all micro-batches.
-        tensor_parallel_s: Its traffic over tp that nothing hides.
-        messages_s: Its messages to neighbours that nothing hides.
-        bubble_s: Its waiting for the pipeline to fill and drain.
-        data_parallel_s: Gradients and weights over dp that nothing hides.
-        optimizer_s: The update, with what ranks send each other for it.
-        sharing_s: Waiting for a core that other workers of the node have; 0 on devices that work
-            each by itself.
-        experts_s: The busiest stage's tokens on their way to experts and back, that nothing hides.
-        straggler_s: Waiting of all for the slowest device, taken to be one of the busiest stage.
+        compute_s: Seconds of the busiest rank's kernels over all micro-batches.
+        tensor_parallel_s: Exposed seconds of that rank's traffic over tp and cp.
+        messages_s: Exposed seconds of its messages to pipeline neighbours.
+        bubble_s: Seconds that it waits for the pipeline to fill and drain.
+        data_parallel_s: Exposed seconds of gradient reductions and weight gathers over dp.
+        optimizer_s: Seconds of the update, communication for it included.
+        sharing_s: Seconds of waiting for a core that other workers of the node have; 0 on devices
+            that work independently.
+        experts_s: Exposed seconds of sending the busiest rank's tokens to experts and back.
+        straggler_s: Seconds that all wait for the slowest device, taken to be on the busiest rank.
     """
 
     compute_s: float
@@ -64,23 +66,23 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """The step."""
+        """Seconds of the whole step."""
         return self.pipeline_s + self.data_parallel_s + self.optimizer_s + self.sharing_s
 
     @property
     def pipeline_s(self) -> float:
-        """Forward and backward of all micro-batches."""
+        """Seconds of forward and backward of all micro-batches."""
         traffic = self.tensor_parallel_s + self.messages_s + self.experts_s
         return self.compute_s + traffic + self.bubble_s + self.straggler_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecomputedCosts:
-    """What many layouts share, so that a search counts it once.
+    """Costs that many layouts share, so that a search computes them once.
 
     Attributes:
-        costs: Of stages as the layout cuts them.
-        ranks: What the pipeline's ranks hold.
+        costs: Costs of stages as the layout cuts them.
+        ranks: Classes of the pipeline's ranks.
     """
 
     costs: StageCosts
@@ -95,19 +97,22 @@ def step_time(
     fp8_coverage: Fp8Coverage | None = None,
     known: PrecomputedCosts | None = None,
 ) -> StepTime:
-    """Of a step of ``plan``'s batch by closed forms; pipeline_bubble_time's for the bubble.
+    """Return the predicted time of a step of ``plan``'s batch, by closed forms.
 
     The pipeline runs at the pace of its busiest rank, and fills and drains at the average one's.
-    ``fp8_coverage`` are products in fp8 of all blocks, where the job itself says nothing of it.
+    ``raymega.planner.cost.pipeline_bubble_time`` gives the bubble. ``fp8_coverage`` has the fp8
+    products of all blocks, where the job itself does not configure them.
     """
     job, grid = plan.job, plan.grid
     known = known or _precomputed(plan, device, software, fp8_coverage)
+    # Pace of the pipeline, and its waiting.
     pace = _pace(plan, known, device, software)
     micro_batches = plan.batch.num_micro_batches
     held = known.ranks[0].elements
     state = state_of(job, held, grid)
     bubble_s, messages_s = _waits(plan, pace, software)
     compute = micro_batches * (pace.busiest_s - pace.traffic_s - pace.experts_s)
+    # The step of devices that work independently.
     alone = StepTime(
         compute_s=compute,
         tensor_parallel_s=micro_batches * pace.traffic_s,
@@ -123,6 +128,7 @@ def step_time(
         + update_s(job, held, grid, device),
         straggler_s=(device.straggler - 1) * compute,
     )
+    # CPU workers also wait for the cores that they share.
     if not device.shared_cores:
         return alone
     workers = min(grid.world_size, device.devices_per_node)
@@ -137,11 +143,11 @@ def work_s(
     *,
     known: PrecomputedCosts | None = None,
 ) -> float:
-    """Of a step those seconds in which a rank occupies a core, the mean of the ranks.
+    """Return the seconds of a step in which a rank occupies a core, as the mean of the ranks.
 
-    Where workers have fewer cores than they are, waiting costs nothing, because a worker that waits
-    leaves its core to others; but the work of all counts. Moving bytes is work of a core too, and
-    hides behind nothing.
+    Where workers have fewer cores than they are, waiting costs nothing, because a waiting worker
+    leaves its core to others. But the work of all counts. Moving bytes is work of a core too, and
+    overlaps nothing.
     """
     known = known or _precomputed(plan, device, software)
     pace, held = _pace(plan, known, device, software), known.ranks[0].elements
@@ -168,14 +174,14 @@ class _Pace:
     """Seconds of one micro-batch through all chunks of a rank, forward and backward.
 
     Attributes:
-        busiest_s: Of the rank that takes longest, traffic of its layers included.
-        ranks: Of each kind of ranks.
-        mean: Of the ranks' mean.
-        chunks_s: Of the chunks' sum, each on the rank on which it takes longest.
-        last_stage_s: Of the last stage.
-        traffic_s: Of the busiest rank's those over tp and cp.
-        experts_s: And those of tokens to experts.
-        messages_s: Messages to neighbours beside, that nothing hides.
+        busiest_s: Seconds of the rank that takes longest, traffic of its layers included.
+        ranks: Passes of each kind of rank.
+        mean: Mean passes over the ranks.
+        chunks_s: Sum over the chunks, each on the rank on which it takes longest.
+        last_stage_s: Seconds of the last stage.
+        traffic_s: Seconds of the busiest rank's traffic over tp and cp.
+        experts_s: Seconds of the busiest rank's tokens on their way to experts and back.
+        messages_s: Exposed seconds of messages to neighbours, not included above.
     """
 
     busiest_s: float
@@ -189,6 +195,7 @@ class _Pace:
 
 
 def _pace(plan: RunPlan, known: PrecomputedCosts, device: Accelerator, software: Software) -> _Pace:
+    # Stage times of each rank class; its first rank stands for all.
     ranks = [
         [known.costs.time(*each) for each in zip(rank.kinds, rank.stages, strict=True)]
         for rank in known.ranks
@@ -220,13 +227,13 @@ def _pace(plan: RunPlan, known: PrecomputedCosts, device: Accelerator, software:
 
 
 def stage_times(plan: RunPlan, device: Accelerator) -> list[StageTime]:
-    """Of every stage in layer order."""
+    """Return the times of every stage in layer order."""
     costs = stage_costs(plan.job, device, RAYMEGA)
     return [costs.time(stage_kind(costs.shape, stage), stage) for stage in plan.stages]
 
 
 def message_time(plan: RunPlan, device: Accelerator) -> float:
-    """Of one activation between neighbours of the pipeline, as far as nothing hides it."""
+    """Return the exposed seconds of one activation between neighbours of the pipeline."""
     shape = activation_shape(plan.job)
     both_ways = 2 * plan.job.schedule.chunks
     return _messages_s(plan.job, shape, device, RAYMEGA) / both_ways
@@ -239,7 +246,10 @@ def _passes(chunks: Sequence[StageTime]) -> Passes:
 
 
 def _order(plan: RunPlan) -> str:
-    """The schedule; of zb_auto the one of the papers that it begins with, and seldom leaves by 1 %."""
+    """Return the schedule's name; for zb_auto that of the published order that it starts from.
+
+    zb_auto seldom differs from that order by 1 %.
+    """
     schedule = plan.job.schedule
     if schedule.name != "zb_auto":
         return schedule.name
@@ -251,10 +261,11 @@ def _order(plan: RunPlan) -> str:
 
 
 def _waits(plan: RunPlan, pace: _Pace, software: Software) -> tuple[float, float]:
-    """Of the busiest rank: for passes of others, and for messages."""
+    """Return the busiest rank's waiting for passes of others, and for messages, in seconds."""
     chunks, num, pp = plan.placement.chunks, plan.batch.num_micro_batches, plan.grid.pp
     sent_s, ranks, mean = pace.messages_s / 2, pace.ranks, pace.mean
     still_s = 0.0
+    # A rank that computes nothing while it sends has longer passes instead.
     if not software.hides_messages:
         longer = _standing_still(sent_s, is_split=_order(plan).startswith("zb_"))
         ranks = tuple(RankTimes(each.pp_ranks, each.passes.plus(longer)) for each in ranks)
@@ -269,14 +280,19 @@ def _waits(plan: RunPlan, pace: _Pace, software: Software) -> tuple[float, float
 
 
 def _standing_still(message_s: float, *, is_split: bool) -> Passes:
-    """What passes take longer on a rank that does nothing while it sends: gradients of inputs go behind
-    weights' parts where these are apart."""
+    """Return the additional seconds of passes on a rank that computes nothing while it sends.
+
+    Messages of input gradients overlap weight gradients where the backward is split.
+    """
     return Passes(message_s, 0.0 if is_split else message_s, 0.0)
 
 
 def _uneven_s(plan: RunPlan, pace: _Pace) -> float:
-    """Chunks of unequal length on different ranks, of which the order takes up most; in a round that is not
-    full micro-batches turn round one after another on the last stage, and wait nowhere else."""
+    """Return the seconds that chunks of unequal length on different ranks add to a step.
+
+    The order absorbs most of the difference. In a round that is not full, micro-batches follow each
+    other on the last stage, and wait nowhere else.
+    """
     pp, chunks, num = plan.grid.pp, plan.placement.chunks, plan.batch.num_micro_batches
     if num >= pp:
         return num * UNEVEN_SHARE * (pace.chunks_s - pace.busiest_s)
@@ -286,16 +302,20 @@ def _uneven_s(plan: RunPlan, pace: _Pace) -> float:
 
 
 def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software: Software) -> float:
-    """One activation forward and one gradient back for each chunk, of one micro-batch."""
+    """Return the exposed seconds of pipeline messages for one micro-batch.
+
+    Each chunk sends one activation forward and one gradient back.
+    """
     parallel, chunks = job.parallel, job.schedule.chunks
     if parallel.pp == 1:
         return 0.0
     whole = shape.tokens * shape.model.hidden_size * shape.element
     stride = parallel.tp * parallel.cp * parallel.dp
     inside = stride * parallel.pp <= device.devices_per_node
+    # With chunks other work overlaps the bytes: latency alone counts.
     if software.hides_messages and chunks > 1 and not device.shared_cores:
         return 2 * chunks * message_s(device, 0.0, is_inside=inside)
     seconds = message_s(device, whole / parallel.tp, is_inside=inside)
-    if not parallel.sequence_parallel:  # what was sent in tp parts is put together again
+    if not parallel.sequence_parallel:  # the parts of tp ranks are gathered again
         seconds += gather_s(device, make_span(device, size=parallel.tp, stride=1), whole)
     return 2 * chunks * seconds

@@ -1,7 +1,7 @@
-"""Seconds that a transfer takes: a collective on a group of devices, a message between two.
+"""Estimate the seconds of a collective on a group of devices, or of a message between two devices.
 
-Closed forms of rings with latency and bandwidth; which links a group crosses follows from how many
-of its ranks share a node.
+Each estimate is a closed form of a ring with a latency and a bandwidth. The number of ranks that
+share a node decides which links a group crosses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from raymega.plan.hardware.catalog import Accelerator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpan:
-    """A group of ranks as the network sees it.
+    """Size of a group of ranks, and how many of them share a node.
 
     Attributes:
-        size: Ranks.
-        per_node: How many of them share a node; 1 is none.
+        size: Number of ranks in the group.
+        per_node: Number of the group's ranks on one node; 1 when each rank is on a node of its own.
     """
 
     size: int
@@ -26,21 +26,23 @@ class GroupSpan:
 
     @property
     def is_inside(self) -> bool:
-        """All on one node."""
+        """Whether all ranks of the group are on one node."""
         return self.per_node >= self.size
 
 
 def make_span(device: Accelerator, *, size: int, stride: int) -> GroupSpan:
-    """Of ``size`` ranks that lie ``stride`` apart, as an axis of a grid does."""
+    """Return the span of ``size`` ranks that are ``stride`` apart, as an axis of a grid places
+    them."""
     per_node = max(1, min(size, device.devices_per_node // stride))
     return GroupSpan(size=size, per_node=per_node)
 
 
 def gather_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
-    """An all-gather that leaves ``num_bytes`` on every rank, or a reduce-scatter of as many.
+    """Return the seconds of an all-gather that leaves ``num_bytes`` on every rank.
 
-    A ring moves (n - 1) / n of them through every rank. It crosses the edge of a node once, whatever
-    number of its ranks are there, and each of these brings its own share of the network.
+    A reduce-scatter of ``num_bytes`` takes as long. A ring moves (n - 1) / n of the bytes through
+    every rank. It crosses the edge of a node once, whatever the number of its ranks there. Each of
+    these ranks adds its own share of the network.
     """
     if span.size == 1:
         return 0.0
@@ -50,27 +52,33 @@ def gather_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
 
 
 def _steps(device: Accelerator, span: GroupSpan) -> float:
-    """Latencies of a collective: gloo's rings, between CPU workers, pay for every step around; NCCL's
-    protocols for as many as a tree has."""
+    """Return the number of latencies in a collective.
+
+    The rings of gloo, between CPU workers, pay one latency for each of the n - 1 steps. The
+    protocols of NCCL pay log2(n), the depth of a tree.
+    """
     return span.size - 1 if device.shared_cores else log2(span.size)
 
 
 def all_reduce_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
-    """A reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * gather_s(device, span, num_bytes)
 
 
 def ring_steps_s(device: Accelerator, span: GroupSpan) -> float:
-    """What a ring's steps take beside their bytes: n - 1 for each of many small gathers or sums."""
+    """Return the latency of the n - 1 steps of a ring, without the time of its bytes.
+
+    It applies to each of many small gathers or reductions.
+    """
     latency = device.fitted.link_latency_s if span.is_inside else device.fitted.network_latency_s
     return (span.size - 1) * latency
 
 
 def exchange_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
-    """An all-to-all in which every rank has ``num_bytes``, an even part for each rank, its own too.
+    """Return the seconds of an all-to-all with ``num_bytes`` on every rank.
 
-    What stays in the node and what leaves it travel side by side; every rank has its own share of
-    the network.
+    Each rank sends an even part to each rank, its own included. Traffic inside the node and traffic
+    between nodes run concurrently. Every rank has its own share of the network.
     """
     if span.size == 1:
         return 0.0
@@ -84,7 +92,10 @@ def exchange_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
 
 
 def message_s(device: Accelerator, num_bytes: float, *, is_inside: bool) -> float:
-    """From one device to another, of the same node or not."""
+    """Return the seconds of a message from one device to another.
+
+    ``is_inside`` says that both devices are on one node.
+    """
     fitted = device.fitted
     if is_inside:
         return num_bytes / device.reached_link_bytes_per_s + fitted.link_latency_s

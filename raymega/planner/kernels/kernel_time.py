@@ -1,6 +1,7 @@
-"""Seconds that one kernel takes on a device: a matrix product, fused attention, element-wise work.
+"""Estimate the seconds of one kernel: a matrix product, fused attention or element-wise work.
 
-Pure functions of sizes and of the catalogue; what a model is made of is layer_time's.
+The functions depend only on sizes and on a device of the catalogue.
+``raymega.planner.cost.layer_time`` defines which kernels a layer has.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 
 TILE_ROWS = 128
 TILE = TILE_ROWS * 128
-"""Elements of the result that one core makes at a time."""
+"""Elements of the result that one core computes at a time."""
 BACKWARD_ATTENTION = 2.5
-"""Fused attention's backward multiplies five matrices for the forward's two (Dao 2023)."""
+"""Backward over forward FLOPs of fused attention: five products for the forward's two (Dao 2023).
+"""
 
 STREAM_SHARE = CATALOGUE["a100"].fitted.memory_share
-"""Of the memory's bandwidth, by kernels that do one operation: fitted where all were such."""
+"""Share of the memory bandwidth that kernels with one operation each reach. It is the A100's,
+because that constant was fitted to runs in which all kernels were such."""
 
 
 def matmul_s(
@@ -28,10 +31,11 @@ def matmul_s(
     is_8_bit: bool = False,
     element: int = 2,
 ) -> float:
-    """[rows, inner] @ [inner, columns] of numbers with ``element`` bytes, or in 8 bits.
+    """Return the seconds of the matrix product [rows, inner] @ [inner, columns].
 
-    The share of the peak falls with a short inner dimension and with few tiles for all cores
-    (Narayanan et al. 2021, section 5.4.4); below that the memory's bandwidth is a floor.
+    Numbers have ``element`` bytes, or 1 byte with ``is_8_bit`` on a device that has fp8. The share
+    of the peak falls with a short inner dimension and with few tiles for all cores (Narayanan et
+    al. 2021, section 5.4.4). The time of the memory traffic is a lower bound.
     """
     fitted = device.fitted
     peak, share = device.peak_flops(element), fitted.matmul_share
@@ -52,16 +56,17 @@ def grouped_matmul_s(
     is_8_bit: bool = False,
     element: int = 2,
 ) -> float:
-    """[rows, inner] @ [groups, inner, columns], each group of rows with its matrix, in one kernel.
+    """Return the seconds of a grouped product, one matrix for each group of rows, in one kernel.
 
-    A tile that a group does not fill is worked through like a full one, and every matrix is read.
+    The product is [rows, inner] @ [groups, inner, columns]. A tile that a group does not fill costs
+    as much as a full tile, and every matrix is read.
 
     Args:
-        device: Where.
-        sizes: Rows of all groups together, inner and columns.
-        groups: Of equally many rows.
-        is_8_bit: In fp8.
-        element: Bytes of a number otherwise.
+        device: Device that runs the kernel.
+        sizes: Rows of all groups together, inner size and columns.
+        groups: Number of groups, all with equally many rows.
+        is_8_bit: Whether the product runs in fp8.
+        element: Bytes of a number where the product does not run in fp8.
     """
     rows, inner, columns = sizes
     tiled = groups * TILE_ROWS * max(1.0, ceil(rows / groups / TILE_ROWS))
@@ -78,22 +83,28 @@ def attention_s(
     *,
     element: int = 2,
 ) -> float:
-    """Fused causal forward of softmax(q k^T) v; ``query_rows`` are those of all heads and sequences."""
+    """Return the seconds of the causal forward of fused attention, softmax(q k^T) v.
+
+    ``query_rows`` counts the query rows of all heads and sequences.
+    """
     flops = 4 * query_rows * keys * head_width / 2
     peak = device.peak_flops(element) * device.fitted.attention_share
     return flops / peak + device.fitted.launch_s
 
 
 def memory_s(device: Accelerator, num_bytes: float) -> float:
-    """Reading and writing ``num_bytes`` of the device's memory."""
+    """Return the seconds of reading and writing ``num_bytes`` of the device's memory."""
     return num_bytes / (device.memory_bytes_per_s * device.fitted.memory_share)
 
 
 def stream_s(device: Accelerator, num_bytes: float) -> float:
-    """The same of kernels whose traffic is counted whole, not the least that it could be."""
+    """Return the seconds of kernels with ``num_bytes`` of memory traffic, counted in full.
+
+    Callers of :func:`memory_s` count the least traffic possible instead.
+    """
     return num_bytes / (device.memory_bytes_per_s * STREAM_SHARE)
 
 
 def host_s(device: Accelerator, num_bytes: float) -> float:
-    """To the host's memory or back; both ways go at once."""
+    """Return the seconds of a copy to the host's memory or back; both directions run concurrently."""
     return num_bytes / (device.host_bytes_per_s * device.fitted.link_share)

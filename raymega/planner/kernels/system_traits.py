@@ -1,6 +1,7 @@
-"""How a training system works, where that decides its speed: facts, not fitted numbers.
+"""Define the traits of a training system that decide its speed: facts, not fitted numbers.
 
-raymega's own are stated here; those of systems whose runs were published are published_runs'.
+The module has raymega's own traits. ``raymega.planner.calibration.published_runs`` sets those of
+systems whose runs were published.
 """
 
 from __future__ import annotations
@@ -9,31 +10,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 Remakes = Literal["nothing", "every_second", "products"]
-"""Of the products of a block in the order of its forward: none, the second, fourth and so on, or all."""
+"""Products of a block, in forward order, that selective recompute runs again: none, every second
+one, or all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """What a step of a system does.
+    """Traits of one training system.
 
     Attributes:
-        has_fused_attention: Attention never writes its S x S weights to memory.
-        gradient_bytes: Of one gradient on its way between data-parallel ranks.
-        hides_gradients: Reductions of gradients, and gathers of weights where the optimizer is
-            sharded, run behind the backward and the forward pass.
-        gathers_tensors: Weights that are sharded are gathered, and their gradients summed, tensor by
-            tensor; else block by block.
-        hides_messages: Messages of a pipeline run behind work; else ranks do nothing while they send.
-        has_dropout: Residual dropout is computed and its masks written.
-        has_newest_attention: Fused attention is written for the device's own instructions; else for
-            those of the generation before.
-        fuses_kernels: Norms, rotations and nonlinearities are one kernel each; else one for every
-            operation of their formula, with float32 in between.
-        makes_steps: Unless the job says ``run.kernels=compile``, rotations and gates take the fewest of
-            torch's own kernels instead.
-        waits_for_update: No rank updates before all are done, because the norm of all gradients scales
-            the update; else each goes on to its next step by itself.
-        remakes: Which products selective recompute makes again, beside its parts.
+        has_fused_attention: Whether attention never writes its [S, S] weights to memory.
+        gradient_bytes: Bytes of one gradient element that is sent between data-parallel ranks.
+        hides_gradients: Whether gradient reductions overlap the backward pass, and weight gathers
+            of a sharded optimizer the forward pass.
+        gathers_tensors: Whether sharded weights are gathered, and their gradients reduced, tensor
+            by tensor; otherwise block by block.
+        hides_messages: Whether pipeline messages overlap computation; otherwise ranks compute
+            nothing while they send.
+        has_dropout: Whether residual dropout is computed and its masks are written.
+        has_newest_attention: Whether fused attention uses the device's own instructions; otherwise
+            those of the previous generation.
+        fuses_kernels: Whether norms, rotations and nonlinearities are one kernel each; otherwise
+            one kernel for each operation of their formula, with float32 in between.
+        makes_steps: Whether rotations and gates run as the fewest possible kernels of torch's own,
+            unless the job has ``run.kernels=compile``.
+        waits_for_update: Whether no rank updates before all are done, because the norm of all
+            gradients scales the update; otherwise each rank continues with its next step
+            independently.
+        remakes: Products that selective recompute runs again, in addition to its parts.
     """
 
     has_fused_attention: bool = True
@@ -50,5 +54,5 @@ class Software:
 
 
 RAYMEGA = Software(has_newest_attention=False, makes_steps=True)
-"""torch's flash attention, which gives the log-sum-exp that context parallelism merges by, is
-FlashAttention-2."""
+"""Traits of raymega. Its flash attention is torch's FlashAttention-2, which returns the log-sum-exp
+that context parallelism merges by."""

@@ -1,6 +1,7 @@
-"""`parallel: auto`: what a job file leaves open is chosen when the file is read.
+"""Choose the layout of a job with ``parallel: auto`` when its file is read.
 
-It says what a file must state for that and what it holds; the choice itself is selection's.
+The module checks what such a file must state, and keeps the fields that the file fixes.
+``raymega.planner.search.selection`` makes the choice.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ BY_DEVICE = "device"
 
 
 def choose_layout(parsed: ParsedJob) -> Choice | None:
-    """The layout of a job with ``parallel.layout=auto``; None for one that gives its own.
+    """Return the layout of a job with ``parallel.layout=auto``, or None for any other job.
 
     Raises:
-        ConfigError: The job has other faults, or does not say for how many workers or of which kind.
-        PlanError: No layout is legal and fits.
+        ConfigError: The job has other faults, or does not state the number or the kind of its
+            workers.
+        PlanError: No layout is legal and fits into memory.
     """
     values = parsed.values
     if values.get("parallel.layout") != "auto":
         return None
-    # Rules between what will be chosen cannot be asked yet; the chosen layout keeps them all.
+    # Rules between fields that are still open cannot be checked; the chosen layout keeps them.
     known = {path: value for path, value in values.items() if path not in CHOSEN}
     faults = [*parsed.faults, *job_faults(known), *auto_faults(known)]
     raise_faults(ConfigError, faults)
@@ -45,22 +47,22 @@ FIXABLE = frozenset(
         "schedule.max_in_flight_microbatches", "memory.recompute_parts",
     )
 )  # fmt: skip
-"""Fields that a choice would set, and that stay when the job sets them."""
+"""Fields that a choice would set, but that keep their values when the job states them."""
 
 
 def planned_for(values: Mapping[str, Any]) -> Accelerator:
-    """What the job's workers have.
+    """Return the accelerator of the job's workers.
 
     Raises:
-        ConfigError: A YAML file of it cannot be read.
-        PlanError: The catalogue has no such name.
+        ConfigError: The accelerator's YAML file cannot be read.
+        PlanError: The catalogue has no accelerator of that name.
     """
     name = values["cluster.accelerator"]
     return find_accelerator("cpu" if name == BY_DEVICE else name, field="cluster.accelerator")
 
 
 def auto_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """What a job with ``parallel.layout=auto`` must say and does not."""
+    """Return the faults of a job with ``parallel.layout=auto`` that omits what a choice needs."""
     faults = []
     if values.get("cluster.num_workers") == "grid":
         faults.append(

@@ -1,6 +1,6 @@
-"""The layouts that a search asks about: every choice on every axis, but for what the user holds.
+"""List the layouts that a search considers: every option of every field that the user leaves open.
 
-It lists them, legal or not; which one is the best is search's to say.
+The list has legal and illegal layouts. ``raymega.planner.search.search`` picks the best one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 CP_METHODS = ("ring", "all_to_all")
 LEAST_TOKENS = 4096
-"""Of a sequence on each context-parallel rank; shorter parts cost more than they save."""
+"""Least tokens of a sequence on each context-parallel rank; shorter parts cost more than they save.
+"""
 ORDERS = ("1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "gpipe")
-"""Schedules, of equally fast ones the first. ``interleaved`` is 1f1b with chunks; ``zb_auto`` looks for long,
-and begins with zb_h1 or zb_h2."""
+"""Names of schedules; of equally fast ones the first is chosen. ``interleaved`` is left out because
+it is 1f1b with chunks, ``zb_auto`` because its own search is long and starts from zb_h1 or zb_h2.
+"""
 RECOMPUTES = ("none", "selective", "full")
 SHARDINGS = get_args(ParallelSection.model_fields["sharding"].annotation)
 CHOSEN = (
@@ -33,7 +35,7 @@ CHOSEN = (
     "parallel.cp_method", "parallel.sharding", "parallel.sequence_parallel", "parallel.stages",
     "schedule.name", "schedule.chunks", MICRO_BATCH_SIZE, "memory.recompute",
 )  # fmt: skip
-"""Fields that a search sets where nobody holds them."""
+"""Fields that a search sets unless the user fixes them."""
 _FOLLOWING: dict[str, dict[str, Any]] = {
     "parallel": {
         "first_stage_layers": "even", "last_stage_layers": "even",
@@ -43,20 +45,20 @@ _FOLLOWING: dict[str, dict[str, Any]] = {
     "memory": {"recompute_parts": ("attention",)},
     "cluster": ON_GRID,
 }  # fmt: skip
-"""Fields that have a meaning only beside others that the search sets."""
+"""Values of fields that have a meaning only together with fields that the search sets."""
 VARIED = (*CHOSEN, *(f"{name}.{field}" for name, fields in _FOLLOWING.items() for field in fields))
 """Fields in which the layouts of a search differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What may be tried.
+    """Space of the layouts that a search may try.
 
     Attributes:
-        job: Every layout is this job's.
-        device: What the ranks are.
-        num_devices: Ranks of every layout.
-        fixed: Dotted paths of fields that stay as the job has them.
+        job: Job of which every layout is a variant.
+        device: Accelerator of every rank.
+        num_devices: Number of ranks in every layout.
+        fixed: Dotted paths of the fields that keep the job's values.
     """
 
     job: Job
@@ -65,23 +67,23 @@ class Space:
     fixed: frozenset[str] = frozenset()
 
     def options(self, path: str, values: Any) -> tuple[Any, ...]:
-        """``values``, or the job's own value alone where it is fixed."""
+        """Return ``values``, or only the job's own value when the field at ``path`` is fixed."""
         return (self.mine(path),) if path in self._held else tuple(values)
 
     @property
     def _held(self) -> frozenset[str]:
-        """``fixed``, and what any other value of would make it another run."""
+        """Fixed fields, with the micro-batch size where another one would change the run's result."""
         is_held = goes_by_micro_batch(self.job)
         return self.fixed | {MICRO_BATCH_SIZE} if is_held else self.fixed
 
     def mine(self, path: str) -> Any:
-        """The job's own value."""
+        """Return the job's own value of the field at ``path``."""
         section, field = path.split(".")
         return getattr(getattr(self.job, section), field)
 
 
 def candidates(space: Space) -> Iterator[Job]:
-    """Every layout that is worth asking about, legal or not."""
+    """Yield every layout that is worth evaluating, legal or not."""
     base = space.job.with_values(**{name: _free(space, name) for name in _FOLLOWING})
     for degrees in _degrees(space):
         for experts in _expert_degrees(space, degrees):
@@ -94,7 +96,7 @@ def _free(space: Space, section: str) -> dict[str, Any]:
 
 
 def _degrees(space: Space) -> Iterator[dict[str, Any]]:
-    """Dense degrees whose product is the number of devices."""
+    """Yield dense degrees whose product is the number of devices."""
     job, num_devices = space.job, space.num_devices
     whole = [d for d in divisors(space.device.devices_per_node) if job.model.num_heads % d == 0]
     for tp in space.options("parallel.tp", whole):
@@ -113,7 +115,7 @@ def _degrees(space: Space) -> Iterator[dict[str, Any]]:
 
 
 def _expert_degrees(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """The same ranks shared out among experts; once for a dense model."""
+    """Yield expert degrees that factorise the same ranks; one pair for a dense model."""
     num_experts = space.job.model.moe.num_experts
     ranks, tp = degrees["tp"] * degrees["cp"] * degrees["dp"], degrees["tp"]
     widths = dict.fromkeys((1, tp)) if num_experts else (1,)
@@ -125,7 +127,7 @@ def _expert_degrees(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str,
 
 
 def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
-    """Powers of two that leave every rank a long part of a sequence."""
+    """Yield powers of two that leave every rank a long part of a sequence."""
     cp = 1
     while ranks % cp == 0 and (cp == 1 or job.data.seq_len // cp >= LEAST_TOKENS):
         yield cp
@@ -133,7 +135,10 @@ def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
 
 
 def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Job]:
-    """Everything beside the degrees; sections that many layouts have are made once."""
+    """Yield the layouts of one set of degrees, with every option of the other fields.
+
+    Sections that many layouts share are constructed once.
+    """
     is_cuttable = degrees["tp"] > 1 and base.data.seq_len // degrees["cp"] % degrees["tp"] == 0
     schedules = list(_schedules(space, base, degrees))
     cut_streams = space.options("parallel.sequence_parallel", (is_cuttable,))
@@ -153,7 +158,7 @@ def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[
 
 
 def _schedules(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[ScheduleSection]:
-    """Micro-batches, chunks and orders."""
+    """Yield schedule sections with every micro-batch size, number of chunks and order."""
     pp = degrees["pp"]
     sequences = -(-base.data.global_batch_size // degrees["dp"])
     names = ORDERS if pp > 1 else ORDERS[:1]
@@ -173,7 +178,10 @@ def _schedules(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Sch
 
 
 def _is_worth_asking(name: str, chunks: int) -> bool:
-    """GPipe with chunks holds all activations of an order that 1F1B goes through as fast with fewer."""
+    """Return whether a search should consider schedule ``name`` with ``chunks`` chunks.
+
+    GPipe with chunks is left out: 1F1B runs the same order as fast and keeps fewer activations.
+    """
     kind = SCHEDULES[name]
     return kind.least_chunks <= chunks <= kind.most_chunks and (name != "gpipe" or chunks == 1)
 
@@ -183,7 +191,10 @@ def _stages(space: Space, *, is_piped: bool) -> Any:
 
 
 def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Levels; shared out over all replicas, or over those of a node where there are several on several."""
+    """Yield levels of sharding, over all replicas or over the replicas of one node.
+
+    Sharding inside a node (hybrid) needs several nodes with several replicas each.
+    """
     inside = space.device.devices_per_node // degrees["tp"]
     replicas = degrees["dp"] * degrees["cp"]
     for level in space.options("parallel.sharding", SHARDINGS if replicas > 1 else ("none",)):
@@ -198,5 +209,5 @@ def _cuts(job: Job, pp: int, chunks: int) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, ascending."""
+    """Return the divisors of a positive number in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]

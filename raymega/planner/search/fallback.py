@@ -1,8 +1,8 @@
-"""The layout that a job falls back to when fewer workers are left than its grid needs.
+"""Find the layout that a job falls back to when fewer workers are left than its grid needs.
 
-Replicas go first: then no parameter changes its place on the grid, and only the number of
-micro-batches rises. When not even one replica is left, it is selection that chooses. The global batch, and so
-the samples of each step, stay what they were on every grid.
+Replicas are dropped first. No parameter then changes its place on the grid, and only the number of
+micro-batches rises. When not even one replica is left, ``raymega.planner.search.selection`` chooses
+a new grid. The global batch, and with it the samples of each step, are the same on every grid.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.search.selection import anywhere, best_grid
 
 MOST_SEARCHES = 8
-"""Numbers of workers that are searched, from the highest: each search takes up to some seconds."""
+"""Most numbers of workers that are searched, from the highest; each search takes up to some
+seconds."""
 SEARCH_DEVICE = CATALOGUE["h100"]
-"""By whose speeds layouts are compared where the device is not known."""
+"""Accelerator whose speeds compare layouts where the job's device is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """With ``least`` to ``most`` workers a run goes on as ``plan``."""
+    """Plan with which a run continues on ``least`` to ``most`` workers."""
 
     most: int
     least: int
@@ -42,24 +43,26 @@ def smaller_plan(
     device: Accelerator | None = None,
     fits: Callable[[Grid], bool] = anywhere,
 ) -> RunPlan | None:
-    """The best plan of ``job`` for ``most`` workers, fewer than its grid has.
+    """Return the best plan of ``job`` for at most ``most`` workers, fewer than its grid has.
 
     Args:
-        job: With the grid that it should have.
-        most: Workers that are left.
-        least: Fewer are not worth going on with.
-        device: What they have; without one, memory is not looked at.
-        fits: Whether the nodes that are left can hold a grid.
+        job: Job with the grid that it should have.
+        most: Number of workers that are left.
+        least: Least number of workers with which the run may continue.
+        device: Accelerator of the workers. Without one, plans with fewer replicas skip the memory
+            check, and new grids are searched for ``SEARCH_DEVICE``.
+        fits: Function that returns whether the nodes that are left can hold a grid.
 
     Returns:
         A plan of at most ``most`` workers, or None when no legal layout has ``least`` to ``most``.
     """
+    # First drop whole replicas.
     for plan in _fewer_replicas(job, most=most, device=device):
         if plan.grid.world_size < least:
             return None
         if fits(plan.grid):
             return plan
-    # Beyond here a replica is cut anew.
+    # Then search for new grids, which cut a replica differently.
     for num_workers in range(most, max(least, most - MOST_SEARCHES + 1) - 1, -1):
         try:
             on_grid = job.with_values(cluster=ON_GRID)
@@ -70,7 +73,7 @@ def smaller_plan(
 
 
 def fallbacks(job: Job, *, device: Accelerator | None = None, limit: int) -> list[Fallback]:
-    """What the job would go on with, by number of workers from the highest; ``limit`` at most."""
+    """Return the fallbacks of a job by number of workers from the highest, ``limit`` at most."""
     world_size = make_plan(job).grid.world_size
     least = 1 if job.elastic.min_workers == "grid" else job.elastic.min_workers
     found: list[Fallback] = []
@@ -85,16 +88,18 @@ def fallbacks(job: Job, *, device: Accelerator | None = None, limit: int) -> lis
 
 
 def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Iterator[RunPlan]:
-    """Plans of the same cut with fewer replicas, the largest first.
+    """Yield plans of the same cut with fewer replicas, the largest first.
 
-    Experts lie on the ranks of several replicas; where these become too few, a rank gets more experts.
-    Where replicas cannot be grouped as they were, all share their state out.
+    Experts are spread over the ranks of several replicas. When these become too few, each rank gets
+    more experts. Where replicas cannot be grouped for sharding as before, all of them share the
+    state.
     """
     parallel = job.parallel
     replica = parallel.tp * parallel.cp * parallel.pp
     eps = [ep for ep in range(parallel.ep, 0, -1) if parallel.ep % ep == 0]
     groups = dict.fromkeys((parallel.data_parallel_shard_degree, "all"))
     for dp in range(min(parallel.dp - 1, most // replica), 0, -1):
+        # Prefer the job's own ep and sharding group; the first legal plan wins.
         changed = (
             _changed(job, dp=dp, ep=ep, data_parallel_shard_degree=g) for ep in eps for g in groups
         )

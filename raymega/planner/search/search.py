@@ -1,8 +1,9 @@
-"""Finds the layouts on which a job would run fastest on so many devices.
+"""Find the layouts on which a job runs fastest on a given number of devices.
 
-It tries every legal choice of degrees, chunks, micro-batch, recompute and sharding, throws away what
-does not fit, ranks the rest by the closed forms of step_time, and plays the schedules of the best few.
-It measures nothing.
+The search tries every legal choice of degrees, chunks, micro-batch size, recompute and sharding,
+and discards what does not fit into memory. It ranks the rest by the closed forms of
+``raymega.planner.cost.step_time``, and simulates the schedules of the best few. It measures
+nothing.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from raymega.planner.search.candidates import SHARDINGS, VARIED, Space, candidat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedLayout:
-    """A layout that fits, and what is expected of it."""
+    """Layout that fits into memory, with its predicted time and memory."""
 
     plan: RunPlan
     time: StepTime
     memory: MemoryUse
 
     def overrides(self, job: Job) -> tuple[str, ...]:
-        """What turns ``job`` into this layout, as ``--set`` takes it."""
+        """Return the ``--set`` arguments that turn ``job`` into this layout."""
         mine, theirs = job_values(self.plan.job), job_values(job)
         return tuple(
             f"{path}={_as_yaml(value)}" for path, value in mine.items() if value != theirs[path]
         )
 
     def played(self, device: Accelerator) -> RankedLayout:
-        """With the time that its schedule shows when it is played."""
+        """Return the layout with the step time of its simulated schedule."""
         return replace(self, time=played_step(self.plan, device))
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one device."""
+        """Tokens per second of one device."""
         job = self.plan.job
         tokens = self.plan.batch.global_batch_size * job.data.seq_len
         return tokens / self.time.total_s / self.plan.grid.world_size
@@ -57,13 +58,13 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """One layout a grid, the fastest first.
+    """Fastest layout of each grid, and what ruled out the others.
 
     Attributes:
-        best: These.
-        refused: How many others, by what ruled them out.
-        missed: Of those that memory alone ruled out, and that are faster than ``best``, the one that
-            needs least.
+        best: Layouts, one for each grid, the fastest first.
+        refused: Number of other layouts, by the reason that ruled them out.
+        missed: Layout that needs the least memory of those that only memory ruled out and that are
+            faster than ``best``; None without any.
     """
 
     best: tuple[RankedLayout, ...]
@@ -79,22 +80,24 @@ def search(
     top: int,
     fixed: frozenset[str] = frozenset(),
 ) -> SearchResult:
-    """The fastest layout of each of the ``top`` fastest grids of ``job`` on ``num_devices``.
+    """Return the fastest layout of each of the ``top`` fastest grids on ``num_devices``.
 
     Args:
-        job: Of which; what the search sets of it is candidates.CHOSEN.
-        device: What the ranks are.
-        num_devices: Ranks.
+        job: Job to lay out; ``raymega.planner.search.candidates.CHOSEN`` lists the fields that are
+            set.
+        device: Accelerator of every rank.
+        num_devices: Number of ranks.
         top: Most grids to return.
-        fixed: Dotted paths of fields that stay as the job has them.
+        fixed: Dotted paths of the fields that keep the job's values.
 
     Raises:
-        PlanError: No legal layout has so many ranks, or none fits into memory.
+        PlanError: No legal layout has this number of ranks, or none fits into memory.
     """
     found: list[RankedLayout] = []
     refused: Counter[str] = Counter()
     judge = _Judge(device)
     space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
+    # Price every candidate.
     for candidate in candidates(space):
         verdict = judge.verdict(candidate)
         if isinstance(verdict, str):
@@ -103,32 +106,35 @@ def search(
             found.append(verdict)
     if not found:
         raise PlanError(_nothing_fits(job, device, num_devices, refused))
+    # Keep the fastest layout of each grid.
     by_grid: dict[str, RankedLayout] = {}
     for each in sorted(found, key=lambda each: each.time.total_s):
         by_grid.setdefault(each.plan.grid.describe(), each)
+    # Simulate the schedules of the fastest few, which may change their order.
     few = [each.played(device) for each in list(by_grid.values())[: top + MORE]]
     best = sorted(few, key=lambda each: each.time.total_s)[:top]
     refused["fit, and are slower"] = len(found) - len(best)
+    # Find what more memory would allow.
     fastest = next(iter(by_grid.values())).time.total_s
     faster = [each for each in judge.missed if each.time.total_s < fastest]
     least = min(faster, key=lambda each: each.memory.total_bytes, default=None)
     missed = least and least.played(device)
-    if missed and missed.time.total_s >= best[0].time.total_s:  # not when it is played
+    if missed and missed.time.total_s >= best[0].time.total_s:  # not when simulated
         missed = None
     return SearchResult(best=tuple(best), refused=refused, missed=missed)
 
 
 MORE = 3
-"""Grids beyond those that are asked for whose schedules are played as well."""
+"""Number of grids, beyond those asked for, whose schedules are simulated as well."""
 BREAKS_A_RULE = "breaks a rule of the job"
 DOES_NOT_FIT = "does not fit into memory"
 FAR_ABOVE = 2.0
-"""Times the device's memory: what needs more is not asked how fast it would be."""
+"""Multiple of the device's memory above which the speed of a layout is not computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shared:
-    """What all layouts with the same degrees, chunks and order have in common."""
+    """Facts that all layouts with the same degrees, chunks and order have in common."""
 
     plan: RunPlan
     ranks: tuple[RankClass, ...]
@@ -136,7 +142,8 @@ class _Shared:
 
 
 class _Judge:
-    """Prices candidates, the cheapest refusal first, and counts once what many of them share."""
+    """Evaluator of candidates that checks the cheapest refusal first and computes shared parts
+    once."""
 
     def __init__(self, device: Accelerator) -> None:
         self.missed: list[RankedLayout] = []
@@ -147,7 +154,8 @@ class _Judge:
         self._costs: dict[tuple[object, ...], StageCosts] = {}
 
     def verdict(self, job: Job) -> RankedLayout | str:
-        """What is expected of ``job``, or what rules it out."""
+        """Return the prediction for ``job``, or the reason that rules it out."""
+        # Check rules, then the least memory, then memory and time.
         shared = self._share(job)
         if shared is None or not self._rules.is_legal(job):
             return BREAKS_A_RULE
@@ -168,7 +176,7 @@ class _Judge:
         return found
 
     def _share(self, job: Job) -> _Shared | None:
-        """None when no layout with these degrees is legal."""
+        """Return what layouts with the job's degrees share, or None when no such layout is legal."""
         parallel, schedule = job.parallel, job.schedule
         degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.etp
         key = (*degrees, parallel.cp_method, schedule.chunks, schedule.name)
@@ -196,16 +204,16 @@ class _Judge:
 
 
 def _least(plan: RunPlan, ranks: Sequence[RankClass]) -> int:
-    """Bytes below which no sharding brings the fullest rank's state."""
+    """Return the bytes below which no sharding brings the fullest rank's state."""
     most_cut = {"sharding": SHARDINGS[-1], "data_parallel_shard_degree": "all"}
     job = plan.job.with_values(parallel=most_cut)
     states = (state_of(job, rank.elements, plan.grid) for rank in ranks)
-    # Without what is gathered for a use, which lower levels have not.
+    # Gathered weights and passing gradients do not count: lower levels have none.
     return RESERVED_BYTES + max(each.total_bytes - each.passing_bytes for each in states)
 
 
 def _as_yaml(value: object) -> str:
-    """On one line, without spaces."""
+    """Return ``value`` as YAML on one line, without spaces."""
     if isinstance(value, tuple):
         return f"[{','.join(map(_as_yaml, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,7 @@
-"""The layout for so many workers, and why: what ``parallel: auto`` and a re-planned run go by.
+"""Choose the layout for a number of workers, and explain the choice.
 
-It asks the search and puts its answer into words; who asks, and when, is others' to decide.
+``parallel: auto`` and a replan on other workers use it. The module runs the search and puts its
+result into words; callers decide when to ask.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from raymega.planner.search.candidates import CHOSEN
 from raymega.planner.search.search import RankedLayout, SearchResult, search
 
 TOP = 8
-"""Grids that are looked at where not every one can be had."""
+"""Number of grids that are considered where the nodes may be unable to hold some."""
 NUM_WORKERS = "cluster.num_workers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What was chosen.
+    """Chosen layout, and the reasons for it.
 
     Attributes:
-        job: The job on the layout; ``cluster.num_workers`` is as it was, or ``grid``.
-        found: Its plan, with time and memory as predicted.
-        overrides: What turned the job into it, as ``--set`` takes it.
-        reasons: Sentences for people: what was tried, what would be next, what binds, what was
-            held, how far to trust it.
+        job: Job on the layout; ``cluster.num_workers`` is the number of workers, or ``grid`` where
+            the job has ``grid``.
+        found: Ranked layout, with its plan and the predicted time and memory.
+        overrides: Values that turned the job into the layout, as ``--set`` takes them.
+        reasons: Sentences for people: what was tried, the next best layout, whether memory binds,
+            what was held, and how far to trust the prediction.
     """
 
     job: Job
@@ -40,12 +42,12 @@ class Choice:
 
     @property
     def num_workers(self) -> int:
-        """Those that the layout uses."""
+        """Number of workers that the layout uses."""
         return self.found.plan.grid.world_size
 
 
 def anywhere(_grid: Grid) -> bool:
-    """Any grid can be had."""
+    """Return True: the nodes can hold any grid."""
     return True
 
 
@@ -57,21 +59,23 @@ def best_grid(
     fixed: Collection[str] = (),
     fits: Callable[[Grid], bool] = anywhere,
 ) -> Choice:
-    """The layout of ``job`` with the shortest step on ``num_workers``.
+    """Return the layout of ``job`` with the shortest step on ``num_workers``.
 
-    The same arguments give the same layout. What a run computes does not depend on it, so that any
-    choice continues any run. What to do with fewer workers than a grid needs is fallback's.
+    The same arguments give the same layout. What a run computes does not depend on the layout, so
+    any choice continues any run. ``raymega.planner.search.fallback`` handles fewer workers than a
+    grid needs.
 
     Args:
-        job: Its model, batch and data stay.
-        num_workers: Of ``device``, all of which are used.
-        device: What a worker has.
-        fixed: Dotted paths that stay as the job has them, of candidates.CHOSEN; all others of these
-            are free.
-        fits: Whether the nodes that there are can hold a grid.
+        job: Job to lay out; its model, batch and data stay.
+        num_workers: Number of workers, all of which are used.
+        device: Accelerator of each worker.
+        fixed: Dotted paths of fields that keep the job's values; all others that a search sets are
+            free.
+        fits: Function that returns whether the available nodes can hold a grid.
 
     Raises:
-        PlanError: No layout is legal and fits; the fault says what ruled out how many.
+        PlanError: No layout is legal and fits; the fault counts the layouts that each reason ruled
+            out.
     """
     held = frozenset({*fixed, NUM_WORKERS})
     top = 2 if fits is anywhere else TOP
@@ -90,7 +94,7 @@ def best_grid(
 
 
 def _for_workers(job: Job, num_workers: int) -> Job:
-    """A job that names its workers by number is one for these."""
+    """Return the job for this number of workers, unless it takes the number from its grid."""
     if job.cluster.num_workers == "grid":
         return job
     return job.with_values(cluster={"num_workers": num_workers})
@@ -133,7 +137,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
 
 
 def describe(found: RankedLayout) -> str:
-    """The grid and what else was chosen, in one line."""
+    """Return the grid and the other chosen values in one line."""
     job = found.plan.job
     parts = [found.plan.grid.describe(), job.schedule.name]
     if found.plan.placement.chunks > 1:
@@ -146,7 +150,7 @@ def describe(found: RankedLayout) -> str:
 
 
 def seconds(value: float) -> str:
-    """With the unit that leaves three digits before or behind the point."""
+    """Return a time in s or ms with three decimals, or in us with three digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3f} {unit}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from raymega.errors import CommunicationError, InternalError
 from raymega.orchestrate.workers.thread_status import thread_status_of
 from raymega.parallel.comm import collectives, work
-from raymega.parallel.comm.checks import DTYPES
+from raymega.parallel.comm.collectives import DTYPES
 from raymega.parallel.comm.process_groups import abort_world, close_world
 from raymega.plan.grid import Grid
 from tests.support.ranks import ENDLESS_S, run_grid

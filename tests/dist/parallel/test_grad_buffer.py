@@ -8,9 +8,9 @@ import torch
 from raymega.messages import Box
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.data_parallel.state_tensors import blocks_of
 from raymega.plan.grid import Grid
 from raymega.plan.zero_levels import ZeroLevel
+from tests.support.blocks import blocks_of
 from tests.support.params import make_buffer, make_param, make_tensor
 from tests.support.ranks import run_grid
 

@@ -15,12 +15,12 @@ from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.core.buckets import Sharing, make_buckets
 from raymega.parallel.core.shard_spec import ShardSpec, make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.data_parallel.state_tensors import blocks_of
 from raymega.plan.grid import Grid
 from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import GlobalTensor, stage_tensors
 from raymega.plan.zero_levels import ZeroLevel
 from raymega.storage.retry import RetryPolicy
+from tests.support.blocks import blocks_of
 from tests.support.memory_store import MemoryStore
 
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")

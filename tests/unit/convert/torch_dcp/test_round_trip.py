@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import ModelSection
-from raymega.convert.native import read_tensor
 from raymega.convert.torch_dcp import writer
 from raymega.convert.torch_dcp.exporter import dcp_export
 from raymega.convert.torch_dcp.importer import BESIDE, Reading, dcp_import
@@ -81,13 +80,13 @@ def test_what_torch_wrote_is_taken_bit_for_bit(tmp_path, dtype):
     assert done.kinds == ("model", "adam.exp_avg", "adam.exp_avg_sq")
     assert done.state == {"step": 7, "samples": 0, "tokens": 0}
     assert "epoch" in done.left_out
-    store, manifest = open_checkpoint(done.uri)
+    _, manifest = checkpoint = open_checkpoint(done.uri)
     tensors = manifest.tensors()
     for name, values in state["model"].items():
-        ours = read_tensor(store, manifest, tensors[f"model/{name}"])
+        ours = checkpoint.read_bits_of(tensors[f"model/{name}"])
         assert torch.equal(as_tensor(ours, dtype), values), name
         for slot in ("exp_avg", "exp_avg_sq"):
-            ours = read_tensor(store, manifest, tensors[f"adam.{slot}/{name}"])
+            ours = checkpoint.read_bits_of(tensors[f"adam.{slot}/{name}"])
             assert torch.equal(as_tensor(ours, dtype), state["optimizer"]["state"][name][slot])
     assert manifest.job["precision"] == {"dtype": str(dtype).removeprefix("torch.")}
 
@@ -155,8 +154,8 @@ def test_round_trip_ends_where_it_began(tmp_path, monkeypatch, names):
 def _with_job(uri, job):
     from dataclasses import replace
 
-    store, manifest = open_checkpoint(uri)
-    return store, replace(manifest, job=job)
+    checkpoint = open_checkpoint(uri)
+    return checkpoint._replace(manifest=replace(checkpoint.manifest, job=job))
 
 
 def titan_state(model):
@@ -204,13 +203,13 @@ def test_names_rows_and_padding_of_torchtitan(tmp_path):
     )
     done = dcp_import(tmp_path / "theirs", str(tmp_path / "ours"), reading, created=NOW)
     assert done.state == {"step": 7, "samples": 56, "tokens": 0}
-    store, manifest = open_checkpoint(done.uri)
+    _, manifest = checkpoint = open_checkpoint(done.uri)
     for name, boxes in manifest.tensors().items():
         kind, _, weight = name.partition("/")
         wanted = ours["model"][weight]
         if kind != "model":
             wanted = ours["optimizer"]["state"][weight][kind.removeprefix("adam.")]
-        values = torch.from_numpy(read_tensor(store, manifest, boxes))
+        values = torch.from_numpy(np.array(checkpoint.read_bits_of(boxes)))
         assert torch.equal(values[:37], wanted[:37]), name
         assert values.shape[0] != 40 or not values[37:].any(), name
     dcp_export(str(tmp_path / "ours"), tmp_path / "again", names="torchtitan")

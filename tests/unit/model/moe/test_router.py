@@ -5,10 +5,9 @@ import torch
 
 from raymega.config.moe import MoeSection
 from raymega.model.moe import router
-from raymega.model.moe.capacity import apply_capacity
 from raymega.model.moe.layer import MoeLayer
 from raymega.model.moe.load_balancing import add_load, update_expert_bias
-from raymega.model.moe.router import Router, choose, jitter, sinkhorn
+from raymega.model.moe.router import Router, apply_capacity, choose, jitter, sinkhorn
 from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.expert_parallel.token_ids import TokenIds

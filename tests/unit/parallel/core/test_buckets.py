@@ -13,10 +13,10 @@ from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.core.buckets import Sharing, make_buckets
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.parallel.data_parallel.state_tensors import blocks_of
 from raymega.plan.flat_boxes import boxes_of_range
 from raymega.plan.grid import ExpertPlace
 from raymega.plan.zero_levels import ZeroLevel
+from tests.support.blocks import blocks_of
 from tests.support.params import make_param, make_tensor
 
 
