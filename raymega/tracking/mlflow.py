@@ -1,18 +1,21 @@
 """MlflowSink: hands events to MLflow from a thread of its own, so that no server can stall a run.
 
-It owns the thread, the patience and the bounds; what is written is tracking.mlflow_recorder's.
+It owns the thread, the patience and the bounds, and what is given up when a server stays away; what is
+written is tracking.mlflow_recorder's.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 from raymega.events import RunEvent, RunStarted, StepFinished
-from raymega.tracking.event_buffer import EventBuffer, Stamped
+from raymega.tracking.sink import Stamped
 
 if TYPE_CHECKING:
     from raymega.tracking.mlflow_recorder import Recorder
@@ -56,7 +59,7 @@ class MlflowSink:
         self._experiment = experiment
         self._clock = clock
         self._flush_s = flush_s
-        self._spool = EventBuffer(MAX_PENDING_EVENTS)
+        self._buffer = EventBuffer(MAX_PENDING_EVENTS)
         self._recorder: Recorder | None = None
         self._wake = Event()
         self._closing = Event()
@@ -75,7 +78,7 @@ class MlflowSink:
         """Queue the event; returns at once."""
         if self._is_off:
             return
-        self._spool.put(Stamped(time_s=self._clock(), event=event))
+        self._buffer.put(Stamped(time_s=self._clock(), event=event))
         if not isinstance(event, StepFinished):
             self._wake.set()
 
@@ -84,7 +87,7 @@ class MlflowSink:
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
-        num_missing = len(self._spool) + self._spool.num_dropped + self._num_in_flight
+        num_missing = len(self._buffer) + self._buffer.num_dropped + self._num_in_flight
         if not self._is_off and (num_missing or self._thread.is_alive()):
             log.warning(
                 "MLflow at %s lacks %d records after %.0f s of closing; metrics.jsonl has them all",
@@ -106,13 +109,13 @@ class MlflowSink:
 
     def _drain(self) -> bool:
         """Write the queue until it is empty; false when the server is away."""
-        while batch := self._spool.pop(MAX_STEPS_PER_REQUEST):
+        while batch := self._buffer.pop(MAX_STEPS_PER_REQUEST):
             self._num_in_flight = len(batch)
             try:
                 self._record(batch)
             except Exception as error:  # noqa: BLE001 - the thread's edge
                 if not self._is_refused(batch, error):
-                    self._spool.give_back(batch)
+                    self._buffer.give_back(batch)
                     return False
             finally:
                 self._num_in_flight = 0
@@ -144,3 +147,55 @@ class MlflowSink:
             log.warning("this run is not recorded in MLflow at %s", self._uri)
             self._is_off = True
         return True
+
+
+class EventBuffer:
+    """First in, first out; safe between threads; never blocks.
+
+    Only step records are ever dropped, the oldest first: they are many, and metrics.jsonl has them.
+    """
+
+    def __init__(self, max_events: int) -> None:
+        self._max_events = max_events
+        self._items: deque[Stamped] = deque()
+        self._lock = Lock()
+        self._num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def num_dropped(self) -> int:
+        """Step records given up so far."""
+        return self._num_dropped
+
+    def put(self, item: Stamped) -> None:
+        """Append; makes room when full."""
+        with self._lock:
+            self._items.append(item)
+            self._make_room()
+
+    def pop(self, limit: int) -> list[Stamped]:
+        """Remove and return the head: up to ``limit`` step records in a row, or one other event."""
+        with self._lock:
+            steps = sum(1 for _ in takewhile(_is_step, islice(self._items, limit)))
+            count = min(len(self._items), max(1, steps))
+            return [self._items.popleft() for _ in range(count)]
+
+    def give_back(self, batch: Sequence[Stamped]) -> None:
+        """Put a taken batch at the head again, in its order."""
+        with self._lock:
+            self._items.extendleft(reversed(batch))
+            self._make_room()
+
+    def _make_room(self) -> None:
+        while len(self._items) > self._max_events:
+            index = next((i for i, item in enumerate(self._items) if _is_step(item)), None)
+            if index is None:
+                return
+            del self._items[index]
+            self._num_dropped += 1
+
+
+def _is_step(item: Stamped) -> bool:
+    return isinstance(item.event, StepFinished)

@@ -40,9 +40,8 @@ from raymega.events import (
     StragglerDetected,
     WorkersStarted,
 )
-from raymega.tracking.event_buffer import Stamped
 from raymega.tracking.expert_load import collapse_warning
-from raymega.tracking.sink import metrics_of
+from raymega.tracking.sink import Stamped, metrics_of
 
 RUN_ID_TAG = "raymega.run_id"
 ATTEMPT_TAG = "raymega.attempt"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from raymega.events import (
@@ -39,6 +40,14 @@ class Sink(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Flush and let go; called once, after RunFinished. Returns within ``timeout_s``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stamped:
+    """An event and when it was emitted, in seconds since the epoch."""
+
+    time_s: float
+    event: RunEvent
 
 
 class CompositeSink:

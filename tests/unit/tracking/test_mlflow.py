@@ -10,9 +10,9 @@ from mlflow import environment_variables as settings
 
 from raymega.events import ArtefactWritten, AttemptFailed
 from raymega.tracking import mlflow, mlflow_recorder
-from raymega.tracking.event_buffer import Stamped
-from raymega.tracking.mlflow import MlflowSink, tracking_uri
+from raymega.tracking.mlflow import EventBuffer, MlflowSink, tracking_uri
 from raymega.tracking.mlflow_recorder import Recorder, is_refusal
+from raymega.tracking.sink import Stamped
 from tests.unit.tracking.events import (
     JOB,
     attempt_started,
@@ -311,3 +311,46 @@ def test_refusals_are_told_from_absences():
 @pytest.mark.parametrize("setting", ["http://host:5000", "sqlite:///other.db"])
 def test_tracking_uri_takes_a_uri_as_it_is(tmp_path, setting):
     assert tracking_uri(setting, tmp_path) == setting
+
+
+def buffer_of(*events, max_events=100):
+    buffer = EventBuffer(max_events)
+    for event in events:
+        buffer.put(Stamped(time_s=0.0, event=event))
+    return buffer
+
+
+def events_of(batch):
+    return [item.event for item in batch]
+
+
+def test_take_groups_steps_up_to_the_limit_and_nothing_else():
+    first, start, steps = run_started(), attempt_started(1), [step_finished(n) for n in (1, 2, 3)]
+    again = attempt_started(2)
+    buffer = buffer_of(first, start, *steps, again)
+    taken = [events_of(buffer.pop(2)) for _ in range(6)]
+    assert taken == [[first], [start], steps[:2], steps[2:], [again], []]
+
+
+def test_give_back_restores_the_order():
+    events = [step_finished(n) for n in (1, 2, 3, 4)]
+    buffer = buffer_of(*events)
+    buffer.give_back(buffer.pop(2))
+    assert events_of(buffer.pop(10)) == events
+
+
+def test_full_buffer_drops_the_oldest_steps_and_counts_them():
+    first, start = run_started(), attempt_started(1)
+    steps = [step_finished(n) for n in range(1, 9)]
+    buffer = buffer_of(first, start, *steps, max_events=5)
+    assert len(buffer) == 5
+    assert buffer.num_dropped == 5
+    assert events_of(buffer.pop(9) + buffer.pop(9)) == [first, start]
+    assert events_of(buffer.pop(9)) == steps[5:]
+
+
+def test_full_buffer_keeps_what_is_not_a_step_beyond_its_bound():
+    starts = [attempt_started(n) for n in range(1, 5)]
+    buffer = buffer_of(*starts, max_events=2)
+    assert len(buffer) == 4
+    assert buffer.num_dropped == 0
