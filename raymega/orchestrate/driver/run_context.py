@@ -184,6 +184,26 @@ class RunContext:
             )
         )
 
+    def _forget_attempt(self) -> None:
+        """Nothing of the state's attempt has happened yet; it is on the present grid."""
+        plan = self.grids.now
+        self.attempt = AttemptMonitor(
+            world_size=plan.grid.world_size,
+            first_step=self.state.step,
+            elastic=plan.job.elastic,
+            now_s=self._clock.monotonic(),
+            steps_s=self.grids.steps_s(),
+        )
+        self.committer = CheckpointCommitter(
+            plan=plan,
+            attempt=self.state.attempt,
+            store=self._store,
+            executor=self._executor,
+            clock=self._clock,
+        )
+        self._ranks = RankReports(plan)
+        self._is_announced = False
+
     def poll_reports(self) -> Failure | None:
         """Take in what workers and commits have to say; why the attempt is lost, if it is."""
         reports = self._group.poll(TICK_S)
@@ -355,26 +375,6 @@ class RunContext:
 
     def _num_spares(self) -> int:
         return max(0, len(self._group.ready()) - self.grids.now.grid.world_size)
-
-    def _forget_attempt(self) -> None:
-        """Nothing of the state's attempt has happened yet; it is on the present grid."""
-        plan = self.grids.now
-        self.attempt = AttemptMonitor(
-            world_size=plan.grid.world_size,
-            first_step=self.state.step,
-            elastic=plan.job.elastic,
-            now_s=self._clock.monotonic(),
-            steps_s=self.grids.steps_s(),
-        )
-        self.committer = CheckpointCommitter(
-            plan=plan,
-            attempt=self.state.attempt,
-            store=self._store,
-            executor=self._executor,
-            clock=self._clock,
-        )
-        self._ranks = RankReports(plan)
-        self._is_announced = False
 
 
 def stopped(record: RunRecord, state: RunState) -> PreemptedError:
