@@ -1,7 +1,7 @@
 """Every place of the package that makes a fault, found in its source, and which of them a body reaches.
 
-A place is a call of ``Fault`` or of a function that returns one, so that a helper with ten callers
-counts as eleven places. Nothing here knows a module's name: what moves is found where it lies.
+A place is a call of ``Fault`` or of a function that returns one, or those of a table, so that a helper with ten
+callers counts as eleven places. Nothing here knows a module's name: what moves is found where it lies.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ UNREACHED = Path(__file__).parent / "cases" / "unreached.yaml"
 FAULT = Fault.__name__
 HOLE = "{}"
 """In the words of a site: what only running it tells."""
+FAULT_ROW = "FaultRow"
+"""What a function is given that makes faults of its caller's words."""
 MAX_DEPTH = 6
 """Frames between a fault and the outermost helper that made it."""
 LEAST_WORDS = 4
@@ -44,7 +46,7 @@ class Site:
     Attributes:
         at: Where it stands.
         function: The function around it; empty at module level.
-        callee: What is called: ``Fault``, or a function that returns one.
+        callee: What is called: ``Fault``, or a function that makes one.
         words: Its literal arguments, with a hole for each value.
         texts: Every longer text of the function around it.
     """
@@ -197,10 +199,11 @@ def _callers(frame: FrameType | None) -> Iterator[Position]:
 
 
 def _makers(tree: ast.Module) -> Iterator[str]:
-    """Functions that return a fault."""
+    """Functions that return a fault, or those of the rows that they are given."""
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     for function in functions:
-        if function.returns and FAULT in ast.unparse(function.returns).split(" | "):
+        returned = ast.unparse(function.returns).split(" | ") if function.returns else ()
+        if FAULT in returned or FAULT_ROW in ast.unparse(function.args):
             yield function.name
 
 

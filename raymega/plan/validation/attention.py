@@ -8,7 +8,7 @@ from math import isqrt
 from raymega.config.mla import MlaSection
 from raymega.errors import Fault
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
-from raymega.plan.validation.rule import reads
+from raymega.plan.validation.rule import broken_rows, reads
 
 MAX_ATTENTION_BYTES = 2 << 30
 """Of one layer's weights under attention dropout: a few such layers fill a GPU."""
@@ -38,8 +38,6 @@ def head_width_faults(
             rule=f"RoPE turns pairs of features, so a {family} head's width must be even",
             remedy="change hidden_size or num_heads" if is_derived else f"use {size + 1}",
         )
-        return
-    return
 
 
 @reads(
@@ -91,45 +89,40 @@ def mla_faults(
             )
         return
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    rules = (
+    latent = f"with model.mla.kv_lora_rank={mla.kv_lora_rank}"
+    rows = (
         (
             family != "llama",
-            f"model.family={family}",
+            f"model.family={family} {latent}",
             "latents have RoPE and RMSNorm, no biases and no norms of heads",
             "set model.family=llama",
         ),
         (
             kv_heads != "num_heads",
-            f"model.num_kv_heads={kv_heads}",
+            f"model.num_kv_heads={kv_heads} {latent}",
             "every query head has keys and values of its own, made of the latent",
             "leave model.num_kv_heads out",
         ),
         (
             head_dim != "hidden_size / num_heads",
-            f"model.head_dim={head_dim}",
+            f"model.head_dim={head_dim} {latent}",
             "model.mla says how wide heads are",
             "leave model.head_dim out",
         ),
         (
             not mla.qk_rope_head_dim or mla.qk_rope_head_dim % 2 == 1,
-            f"model.mla.qk_rope_head_dim={mla.qk_rope_head_dim}",
+            f"model.mla.qk_rope_head_dim={mla.qk_rope_head_dim} {latent}",
             "RoPE turns pairs of features, and without any no head knows positions",
             "use an even number such as 64",
         ),
         (
             not 0 < mla.v_head_dim <= width,
-            f"model.mla.v_head_dim={mla.v_head_dim}",
+            f"model.mla.v_head_dim={mla.v_head_dim} {latent}",
             f"values are at least 1 wide, and no wider than keys, nope + rope = {width}",
             f"use 1 to {width}",
         ),
     )
-    for is_broken, fact, rule, remedy in rules:
-        if is_broken:
-            yield Fault(
-                fact=f"{fact} with model.mla.kv_lora_rank={mla.kv_lora_rank}",
-                rule=rule,
-                remedy=remedy,
-            )
+    yield from broken_rows(rows)
 
 
 @reads("model.mla", "model.rope_scaling", "model.rope_mscale_all_dim")
@@ -148,13 +141,12 @@ def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> Iterator
 @reads("model.num_nextn_predict_layers", "data.seq_len")
 def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
     """The furthest token lies in the row."""
-    if depth < seq_len:
-        return
-    yield Fault(
-        fact=f"model.num_nextn_predict_layers={depth}",
-        rule=f"a row of data.seq_len={seq_len} has no token so far ahead",
-        remedy=f"use at most {seq_len - 1}",
-    )
+    if depth >= seq_len:
+        yield Fault(
+            fact=f"model.num_nextn_predict_layers={depth}",
+            rule=f"a row of data.seq_len={seq_len} has no token so far ahead",
+            remedy=f"use at most {seq_len - 1}",
+        )
 
 
 @reads("data.seq_len", "model.max_positions")
@@ -171,14 +163,13 @@ def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
 @reads("data.packing", "model.attention_dropout")
 def packed_dropout_faults(packing: str, rate: float) -> Iterator[Fault]:
     """Weights are dropped in whole rows, without regard to documents."""
-    if packing == "none" or not rate:
-        return
-    yield Fault(
-        fact=f"model.attention_dropout={rate:g} with data.packing={packing}",
-        rule="weights are dropped in whole S x S squares, and packed tokens see their own "
-        "document only",
-        remedy="set model.attention_dropout=0, or data.packing=none",
-    )
+    if rate and packing != "none":
+        yield Fault(
+            fact=f"model.attention_dropout={rate:g} with data.packing={packing}",
+            rule="weights are dropped in whole S x S squares, and packed tokens see their own "
+            "document only",
+            remedy="set model.attention_dropout=0, or data.packing=none",
+        )
 
 
 @reads(

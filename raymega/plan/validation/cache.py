@@ -44,9 +44,5 @@ class RuleMemo:
 
 
 def _keeps(job: Job, rule: Rule) -> bool:
-    return not rule(*(_value(job, path) for path in rule.reads))
-
-
-def _value(job: Job, path: str) -> Any:
-    section, _, field = path.partition(".")
-    return getattr(getattr(job, section), field)
+    places = [path.split(".") for path in rule.reads]
+    return not rule(*(getattr(getattr(job, section), field) for section, field in places))

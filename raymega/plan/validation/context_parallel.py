@@ -7,7 +7,9 @@ from math import lcm
 
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
-from raymega.plan.validation.rule import reads
+from raymega.plan.validation.rule import broken_rows, reads
+
+DYNAMIC = "parallel.dynamic_cp=true with "
 
 
 @reads("parallel.tp", "parallel.cp", "data.seq_len", "parallel.sequence_parallel")
@@ -72,41 +74,82 @@ def dynamic_faults(
     if not is_dynamic:
         return
     ranks, most = dp * cp, 1 << (dp * cp).bit_length() - 1
-    rules = (
+    rows = (
         (
             packing == "none",
-            "data.packing=none",
+            f"{DYNAMIC}data.packing=none",
             "it places documents, and rows that are not packed have none",
             "set data.packing=best_fit in a new run, or parallel.dynamic_cp=false",
         ),
         (
             bool(ranks & (ranks - 1)),
-            f"parallel.dp={dp} and parallel.cp={cp}",
+            f"{DYNAMIC}parallel.dp={dp} and parallel.cp={cp}",
             f"groups of 1, 2, 4, ... ranks must fill dp * cp = {ranks}",
             f"use dp * cp = {most}, or parallel.dynamic_cp=false",
         ),
         (
             method not in ("ring", "all_gather"),
-            f"parallel.cp_method={method}",
+            f"{DYNAMIC}parallel.cp_method={method}",
             "groups are of any size up to dp * cp, and heads cannot be exchanged in all",
             "set parallel.cp_method=ring or all_gather",
         ),
         (
             micro_batch_size > 1,
-            f"schedule.micro_batch_size={micro_batch_size}",
+            f"{DYNAMIC}schedule.micro_batch_size={micro_batch_size}",
             "a micro-batch is one pack of documents, of data.seq_len / cp tokens a rank",
             "set schedule.micro_batch_size=1",
         ),
         (
             activations_every > 0,
-            f"tracking.activations_every={activations_every}",
+            f"{DYNAMIC}tracking.activations_every={activations_every}",
             "statistics of activations count padding, which differs with the packs",
             "set tracking.activations_every=0",
         ),
     )
-    for is_broken, fact, rule, remedy in rules:
-        if is_broken:
-            yield Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
+    yield from broken_rows(rows)
+
+
+@reads("model.moe", "parallel.dynamic_cp", "parallel.moe_token_dispatcher_type")
+def dynamic_moe_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iterator[Fault]:
+    """Under dynamic context parallelism a micro-batch is another on each layout.
+
+    What a token's experts are may then go by the token alone and by the last step's load.
+    """
+    if not moe.num_experts or not is_dynamic:
+        return
+    rows = (
+        (
+            moe.capacity_factor > 0,
+            f"{DYNAMIC}model.moe.capacity_factor={moe.capacity_factor:g}",
+            "capacity is of the tokens of a micro-batch, which are others on each layout",
+            "set model.moe.capacity_factor=0",
+        ),
+        (
+            moe.load_balancing_type in ("micro_batch", "sequence", "sinkhorn"),
+            f"{DYNAMIC}model.moe.load_balancing_type={moe.load_balancing_type}",
+            "it goes by the tokens of a micro-batch or of a row, whose documents are in several packs",
+            "set model.moe.load_balancing_type=global, or none with model.moe.expert_bias=true",
+        ),
+        (
+            dispatch == "all_gather",
+            f"{DYNAMIC}parallel.moe_token_dispatcher_type=all_gather",
+            "it collects equally many tokens of each rank, and packs have different numbers",
+            "set parallel.moe_token_dispatcher_type=all_to_all",
+        ),
+    )
+    yield from broken_rows(rows)
+
+
+@reads("precision.fp8", "parallel.dynamic_cp")
+def dynamic_fp8_faults(fp8: str, is_dynamic: bool) -> Iterator[Fault]:
+    """A scale of a micro-batch's tensor differs where the micro-batch does."""
+    if is_dynamic and fp8 == "tensorwise":
+        yield Fault(
+            fact=f"{DYNAMIC}precision.fp8=tensorwise",
+            rule="a scale is that of a micro-batch's tensor, and with dynamic context parallelism "
+            "every layout has other micro-batches",
+            remedy="set precision.fp8=rowwise, or parallel.dynamic_cp=false",
+        )
 
 
 @reads(
@@ -118,12 +161,7 @@ def dynamic_faults(
     "model.moe",
 )
 def dynamic_length_faults(
-    is_dynamic: bool,
-    cp: int,
-    tp: int,
-    seq_len: int,
-    is_cut: bool,
-    moe: MoeSection,
+    is_dynamic: bool, cp: int, tp: int, seq_len: int, is_cut: bool, moe: MoeSection
 ) -> Iterator[Fault]:
     """The longest document must fit cp ranks of seq_len / cp tokens, in equal chunks.
 
@@ -183,21 +221,18 @@ def exchange_faults(
             "be a multiple of them",
             remedy="set parallel.cp_method=ring, or another parallel.tp",
         )
-        return
-    return
 
 
 @reads("model.attention_dropout", "parallel.cp", "parallel.cp_method")
 def weight_dropout_faults(rate: float, cp: int, method: str) -> Iterator[Fault]:
     """Only a rank that sees whole rows can drop attention weights: no fused kernel does it."""
-    if not rate or cp == 1 or method == "all_to_all":
-        return
-    yield Fault(
-        fact=f"model.attention_dropout={rate:g} with parallel.cp={cp}",
-        rule="weights are dropped without a fused kernel, in whole rows, and under "
-        f"parallel.cp_method={method} no rank has one",
-        remedy="set model.attention_dropout=0, or parallel.cp_method=all_to_all",
-    )
+    if rate and cp > 1 and method != "all_to_all":
+        yield Fault(
+            fact=f"model.attention_dropout={rate:g} with parallel.cp={cp}",
+            rule="weights are dropped without a fused kernel, in whole rows, and under "
+            f"parallel.cp_method={method} no rank has one",
+            remedy="set model.attention_dropout=0, or parallel.cp_method=all_to_all",
+        )
 
 
 def _multiple_near(number: int, of: int) -> int:

@@ -25,27 +25,25 @@ def host_faults(host: str, spares: int, snapshot_every: int) -> Iterator[Fault]:
 @reads("elastic.spares", "parallel.tp", "parallel.is_tp_across_nodes_allowed")
 def spares_faults(spares: int, tp: int, is_tp_across_nodes_allowed: bool) -> Iterator[Fault]:
     """A tp group that may not span nodes moves as a whole."""
-    if is_tp_across_nodes_allowed or spares % tp == 0:
-        return
-    yield Fault(
-        fact=f"elastic.spares={spares}",
-        rule=f"it must be a multiple of parallel.tp={tp}: a tp group stays on one node, so it moves "
-        "as a whole",
-        remedy=f"use {-(-spares // tp) * tp}, or allow parallel.is_tp_across_nodes_allowed",
-    )
+    if spares % tp and not is_tp_across_nodes_allowed:
+        yield Fault(
+            fact=f"elastic.spares={spares}",
+            rule=f"it must be a multiple of parallel.tp={tp}: a tp group stays on one node, so it "
+            "moves as a whole",
+            remedy=f"use {-(-spares // tp) * tp}, or allow parallel.is_tp_across_nodes_allowed",
+        )
 
 
 @reads("elastic.min_workers", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.pp")
 def min_workers_faults(least: int | str, *degrees: int) -> Iterator[Fault]:
     """No more workers than there are."""
     world_size = prod(degrees)
-    if least == "grid" or int(least) <= world_size:
-        return
-    yield Fault(
-        fact=f"elastic.min_workers={least}",
-        rule=f"the job's own grid has {world_size} workers",
-        remedy=f"use at most {world_size}, or `grid` to wait for the whole grid",
-    )
+    if least != "grid" and int(least) > world_size:
+        yield Fault(
+            fact=f"elastic.min_workers={least}",
+            rule=f"the job's own grid has {world_size} workers",
+            remedy=f"use at most {world_size}, or `grid` to wait for the whole grid",
+        )
 
 
 def _ratio_rule(field: str) -> Rule:
@@ -70,10 +68,9 @@ RATIO_RULES = tuple(
 @reads("elastic.hang_timeout_min_s", "elastic.hang_timeout_max_s")
 def hang_faults(least_s: float, most_s: float) -> Iterator[Fault]:
     """The bounds of the deadline, in order."""
-    if least_s <= most_s:
-        return
-    yield Fault(
-        fact=f"elastic.hang_timeout_min_s={least_s:g}",
-        rule=f"it may not be above elastic.hang_timeout_max_s={most_s:g}",
-        remedy=f"use at most {most_s:g}, or raise elastic.hang_timeout_max_s",
-    )
+    if least_s > most_s:
+        yield Fault(
+            fact=f"elastic.hang_timeout_min_s={least_s:g}",
+            rule=f"it may not be above elastic.hang_timeout_max_s={most_s:g}",
+            remedy=f"use at most {most_s:g}, or raise elastic.hang_timeout_max_s",
+        )

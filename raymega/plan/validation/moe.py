@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from raymega.config.moe import AUX_LEVELS, MoeSection
 from raymega.errors import Fault
@@ -54,12 +55,9 @@ def expert_place_faults(
                     remedy=f"set parallel.{axis}=1, or model.moe.num_experts",
                 )
         return
-    width = ffn_hidden_size if moe.intermediate_size == "ffn_hidden_size" else moe.intermediate_size
-    field = (
-        "model.ffn_hidden_size"
-        if moe.intermediate_size == "ffn_hidden_size"
-        else "model.moe.intermediate_size"
-    )
+    field, width = "model.ffn_hidden_size", ffn_hidden_size
+    if moe.intermediate_size != "ffn_hidden_size":
+        field, width = "model.moe.intermediate_size", moe.intermediate_size
     rules = (
         ("ep", ep, moe.num_experts, "model.moe.num_experts", "experts are shared out evenly"),
         ("etp", etp, width, field, "the features of each expert are cut evenly"),
@@ -73,57 +71,6 @@ def expert_place_faults(
             )
 
 
-@reads("parallel.tp", "model.ffn_hidden_size", "model.moe", "model.num_layers")
-def cut_width_faults(
-    tp: int, ffn_hidden_size: int, moe: MoeSection, num_layers: int
-) -> Iterator[Fault]:
-    """What tp cuts of feed-forward layers: those of dense blocks, and shared experts."""
-    is_any_dense = not all(moe.holds_experts(layer) for layer in range(num_layers))
-    widths = {"model.ffn_hidden_size": ffn_hidden_size} if is_any_dense else {}
-    if moe.num_experts and moe.shared_expert_intermediate_size:
-        widths["model.moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size
-    for field, width in widths.items():
-        if width % tp:
-            yield Fault(
-                fact=f"parallel.tp={tp}",
-                rule=f"it must divide {field}={width} (remainder {width % tp})",
-                remedy=f"use one of {divisors(width)}",
-            )
-
-
-@reads("model.moe", "parallel.dynamic_cp", "parallel.moe_token_dispatcher_type")
-def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iterator[Fault]:
-    """Under dynamic context parallelism a micro-batch is another on each layout.
-
-    What a token's experts are may then go by the token alone and by the last step's load.
-    """
-    if not moe.num_experts or not is_dynamic:
-        return
-    rules = (
-        (
-            moe.capacity_factor > 0,
-            f"model.moe.capacity_factor={moe.capacity_factor:g}",
-            "capacity is of the tokens of a micro-batch, which are others on each layout",
-            "set model.moe.capacity_factor=0",
-        ),
-        (
-            moe.load_balancing_type in ("micro_batch", "sequence", "sinkhorn"),
-            f"model.moe.load_balancing_type={moe.load_balancing_type}",
-            "it goes by the tokens of a micro-batch or of a row, whose documents are in several packs",
-            "set model.moe.load_balancing_type=global, or none with model.moe.expert_bias=true",
-        ),
-        (
-            dispatch == "all_gather",
-            "parallel.moe_token_dispatcher_type=all_gather",
-            "it collects equally many tokens of each rank, and packs have different numbers",
-            "set parallel.moe_token_dispatcher_type=all_to_all",
-        ),
-    )
-    for is_broken, fact, rule, remedy in rules:
-        if is_broken:
-            yield Fault(fact=f"parallel.dynamic_cp=true with {fact}", rule=rule, remedy=remedy)
-
-
 @reads(
     "parallel.overlap_moe_expert_parallel_comm",
     "parallel.sharding",
@@ -132,11 +79,7 @@ def dynamic_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iterator
     "schedule.chunks",
 )
 def overlap_faults(
-    is_overlapped: bool,
-    sharding: str,
-    schedule: str,
-    pp: int,
-    chunks: int,
+    is_overlapped: bool, sharding: str, schedule: str, pp: int, chunks: int
 ) -> Iterator[Fault]:
     """Which passes may take turns, so that one works while the other's tokens travel."""
     if not is_overlapped:
@@ -158,11 +101,12 @@ def overlap_faults(
 
 
 def _dense_faults(moe: MoeSection) -> Iterator[Fault]:
-    plain = MoeSection()
-    for name, value in moe:
-        if value != getattr(plain, name):
-            yield _fault(f"{name}={value!r}", "model.moe.num_experts=0 is a dense model, where it does "
-               "nothing", f"set model.moe.num_experts, or remove model.moe.{name}")  # fmt: skip
+    for name, value in _set_fields(moe).items():
+        yield _fault(
+            f"{name}={value!r}",
+            "model.moe.num_experts=0 is a dense model, where it does nothing",
+            f"set model.moe.num_experts, or remove model.moe.{name}",
+        )
 
 
 def _place_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
@@ -193,11 +137,12 @@ def _choice_faults(moe: MoeSection) -> Iterator[Fault]:
 def _group_faults(moe: MoeSection) -> Iterator[Fault]:
     groups, top, experts = moe.n_group, moe.topk_group, moe.num_experts
     if groups == 1:
-        idle = {"topk_group": (top, 1), "group_score": (moe.group_score, "max")}
-        for name, (value, plain) in idle.items():
-            if value != plain:
-                yield _fault(f"{name}={value}", "with model.moe.n_group=1 it does nothing",
-                   f"set model.moe.n_group, or remove model.moe.{name}")  # fmt: skip
+        for name, value in _set_fields(moe, "topk_group", "group_score").items():
+            yield _fault(
+                f"{name}={value}",
+                "with model.moe.n_group=1 it does nothing",
+                f"set model.moe.n_group, or remove model.moe.{name}",
+            )
         return
     if experts % groups:
         yield _fault(
@@ -223,44 +168,21 @@ def _group_faults(moe: MoeSection) -> Iterator[Fault]:
 
 def _idle_faults(moe: MoeSection) -> Iterator[Fault]:
     """Fields whose partner is not set."""
-    is_aux, has_capacity = moe.load_balancing_type in AUX_LEVELS, moe.capacity_factor > 0
-    rules = (
-        (
-            moe.shared_expert_gate and not moe.shared_expert_intermediate_size,
-            "shared_expert_gate",
-            "shared_expert_intermediate_size is 0",
-        ),
-        (
-            moe.router_aux_loss_coef > 0 and not is_aux,
-            "router_aux_loss_coef",
-            "load_balancing_type is no loss",
-        ),
-        (
-            moe.sinkhorn_rounds != MoeSection().sinkhorn_rounds
-            and moe.load_balancing_type != "sinkhorn",
-            "sinkhorn_rounds",
-            "load_balancing_type is not sinkhorn",
-        ),
-        (
-            moe.expert_bias_update_rate > 0 and not moe.expert_bias,
-            "expert_bias_update_rate",
-            "expert_bias is false",
-        ),
-        (
-            moe.token_drop_policy != "probability" and not has_capacity,
-            "token_drop_policy",
-            "capacity_factor is 0",
-        ),
-        (
-            moe.pad_expert_input_to_capacity and not has_capacity,
-            "pad_expert_input_to_capacity",
-            "capacity_factor is 0",
-        ),
-    )
-    for is_idle, name, partner in rules:
-        if is_idle:
+    is_shared, has_capacity = moe.shared_expert_intermediate_size > 0, moe.capacity_factor > 0
+    balance = moe.load_balancing_type
+    partners = {
+        "shared_expert_gate": (is_shared, "shared_expert_intermediate_size is 0"),
+        "router_aux_loss_coef": (balance in AUX_LEVELS, "load_balancing_type is no loss"),
+        "sinkhorn_rounds": (balance == "sinkhorn", "load_balancing_type is not sinkhorn"),
+        "expert_bias_update_rate": (moe.expert_bias, "expert_bias is false"),
+        "token_drop_policy": (has_capacity, "capacity_factor is 0"),
+        "pad_expert_input_to_capacity": (has_capacity, "capacity_factor is 0"),
+    }
+    for name, value in _set_fields(moe, *partners).items():
+        is_used, partner = partners[name]
+        if not is_used:
             yield _fault(
-                f"{name}={getattr(moe, name)!r}",
+                f"{name}={value!r}",
                 f"where model.moe.{partner} it does nothing",
                 f"remove it, or set model.moe.{partner.partition(' ')[0]}",
             )
@@ -275,14 +197,18 @@ def _balance_faults(moe: MoeSection) -> Iterator[Fault]:
         )
     if moe.load_balancing_type != "sinkhorn":
         return
-    others = (("expert_bias", moe.expert_bias, False), ("n_group", moe.n_group, 1))
-    for name, value, plain in others:
-        if value != plain:
-            yield _fault(
-                f"load_balancing_type=sinkhorn with {name}={value}",
-                "sinkhorn evens out the choice by itself, over all experts",
-                f"remove model.moe.{name}, or set another model.moe.load_balancing_type",
-            )
+    for name, value in _set_fields(moe, "expert_bias", "n_group").items():
+        yield _fault(
+            f"load_balancing_type=sinkhorn with {name}={value}",
+            "sinkhorn evens out the choice by itself, over all experts",
+            f"remove model.moe.{name}, or set another model.moe.load_balancing_type",
+        )
+
+
+def _set_fields(moe: MoeSection, *names: str) -> dict[str, Any]:
+    """Those of ``names``, or else of all fields, that are not at their defaults."""
+    values = {name: getattr(moe, name) for name in names or MoeSection.model_fields}
+    return {name: v for name, v in values.items() if v != MoeSection.model_fields[name].default}
 
 
 def _fault(fact: str, rule: str, remedy: str) -> Fault:

@@ -11,28 +11,25 @@ from raymega.plan.validation.rule import divisors, reads
 @reads("precision.fp8", "precision.dtype")
 def fp8_dtype_faults(fp8: str, dtype: str) -> Iterator[Fault]:
     """Gradients of float16 carry a scale that moves."""
-    if fp8 == "none" or dtype != "float16":
-        return
-    yield Fault(
-        fact=f"precision.fp8={fp8} with precision.dtype=float16",
-        rule="fp8 scales every tensor by itself, and float16 adds a loss scale that would be "
-        "searched for beside it",
-        remedy="set precision.dtype=bfloat16, or precision.fp8=none",
-    )
+    if fp8 != "none" and dtype == "float16":
+        yield Fault(
+            fact=f"precision.fp8={fp8} with precision.dtype=float16",
+            rule="fp8 scales every tensor by itself, and float16 adds a loss scale that would be "
+            "searched for beside it",
+            remedy="set precision.dtype=bfloat16, or precision.fp8=none",
+        )
 
 
 @reads("precision.fp8", "precision.fp8_end_blocks", "model.num_layers")
 def fp8_block_faults(fp8: str, end_blocks: int, num_layers: int) -> Iterator[Fault]:
     """Some block is left for fp8."""
-    if fp8 == "none" or 2 * end_blocks < num_layers:
-        return
-    most = (num_layers - 1) // 2
-    yield Fault(
-        fact=f"precision.fp8_end_blocks={end_blocks} with precision.fp8={fp8}",
-        rule=f"so many first and so many last blocks stay in precision.dtype, and of "
-        f"model.num_layers={num_layers} none is left (2 * {end_blocks} >= {num_layers})",
-        remedy=f"use at most {most}, or precision.fp8=none",
-    )
+    if fp8 != "none" and 2 * end_blocks >= num_layers:
+        yield Fault(
+            fact=f"precision.fp8_end_blocks={end_blocks} with precision.fp8={fp8}",
+            rule="so many first and so many last blocks stay in precision.dtype, and of "
+            f"model.num_layers={num_layers} none is left (2 * {end_blocks} >= {num_layers})",
+            remedy=f"use at most {(num_layers - 1) // 2}, or precision.fp8=none",
+        )
 
 
 @reads("precision.fp8", "parallel.tp", "model.num_heads", "model.num_kv_heads")
@@ -49,26 +46,12 @@ def fp8_head_faults(fp8: str, tp: int, heads: int, kv_heads: int | str) -> Itera
     )
 
 
-@reads("precision.fp8", "parallel.dynamic_cp")
-def fp8_dynamic_faults(fp8: str, is_dynamic: bool) -> Iterator[Fault]:
-    """Under dynamic context parallelism a micro-batch is another on each layout."""
-    if fp8 != "tensorwise" or not is_dynamic:
-        return
-    yield Fault(
-        fact="parallel.dynamic_cp=true with precision.fp8=tensorwise",
-        rule="a scale is that of a micro-batch's tensor, and with dynamic context parallelism "
-        "every layout has other micro-batches",
-        remedy="set precision.fp8=rowwise, or parallel.dynamic_cp=false",
-    )
-
-
 @reads("precision.loss_scale", "precision.min_loss_scale")
 def loss_scale_faults(first: float, smallest: float) -> Iterator[Fault]:
     """The loss scale begins at its minimum or above."""
-    if smallest <= first:
-        return
-    yield Fault(
-        fact=f"precision.min_loss_scale={smallest:g}",
-        rule=f"it must not exceed precision.loss_scale={first:g}",
-        remedy=f"use at most {first:g}",
-    )
+    if smallest > first:
+        yield Fault(
+            fact=f"precision.min_loss_scale={smallest:g}",
+            rule=f"it must not exceed precision.loss_scale={first:g}",
+            remedy=f"use at most {first:g}",
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from raymega.errors import Fault
 
+FaultRow = tuple[bool, str, str, str]
+"""Whether it is broken; then fact, rule and remedy."""
 Check = Callable[..., Iterator[Fault]]
 
 
@@ -35,6 +37,15 @@ def reads(*paths: str) -> Callable[[Check], Rule]:
 def fields(section: str, names: str) -> tuple[str, ...]:
     """Dotted paths of several fields of a section, whose ``names`` are one text with blanks."""
     return tuple(f"{section}.{name}" for name in names.split())
+
+
+def broken_rows(rows: Iterable[FaultRow]) -> list[Fault]:
+    """The faults of a table whose rows are each by themselves."""
+    return [
+        Fault(fact=fact, rule=rule, remedy=remedy)
+        for is_broken, fact, rule, remedy in rows
+        if is_broken
+    ]
 
 
 def divisors(number: int, *, least: int = 1) -> str:

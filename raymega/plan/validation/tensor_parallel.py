@@ -1,10 +1,11 @@
-"""Rules of tensor parallelism: heads and rows of the vocabulary that ranks share out, and positions."""
+"""Rules of tensor parallelism: heads, features and rows of the vocabulary that ranks share out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import lcm
 
+from raymega.config.moe import MoeSection
 from raymega.errors import Fault
 from raymega.plan.validation.rule import divisors, reads
 
@@ -18,6 +19,24 @@ def head_faults(tp: int, heads: int) -> Iterator[Fault]:
             rule=f"it must divide model.num_heads={heads} (remainder {heads % tp})",
             remedy=f"use one of {divisors(heads)}",
         )
+
+
+@reads("parallel.tp", "model.ffn_hidden_size", "model.moe", "model.num_layers")
+def cut_width_faults(
+    tp: int, ffn_hidden_size: int, moe: MoeSection, num_layers: int
+) -> Iterator[Fault]:
+    """What tp cuts of feed-forward layers: those of dense blocks, and shared experts."""
+    is_any_dense = not all(moe.holds_experts(layer) for layer in range(num_layers))
+    widths = {"model.ffn_hidden_size": ffn_hidden_size} if is_any_dense else {}
+    if moe.num_experts and moe.shared_expert_intermediate_size:
+        widths["model.moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size
+    for field, width in widths.items():
+        if width % tp:
+            yield Fault(
+                fact=f"parallel.tp={tp}",
+                rule=f"it must divide {field}={width} (remainder {width % tp})",
+                remedy=f"use one of {divisors(width)}",
+            )
 
 
 @reads("parallel.tp", "model.num_heads", "model.num_kv_heads")

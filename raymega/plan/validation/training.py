@@ -14,13 +14,12 @@ from raymega.plan.validation.rule import reads
 def lr_step_faults(warmup: int, decay: int | str) -> Iterator[Fault]:
     """The warm-up ends before the decay does."""
     # With decay at run.steps a run that is shorter than its warm-up is legal: it only warms up.
-    if decay == "steps" or warmup < int(decay):
-        return
-    yield Fault(
-        fact=f"optimizer.lr_warmup_steps={warmup}",
-        rule=f"the decay must end after it, and optimizer.lr_decay_steps={decay}",
-        remedy=f"use at most {int(decay) - 1} warm-up steps, or a later end",
-    )
+    if decay != "steps" and warmup >= int(decay):
+        yield Fault(
+            fact=f"optimizer.lr_warmup_steps={warmup}",
+            rule=f"the decay must end after it, and optimizer.lr_decay_steps={decay}",
+            remedy=f"use at most {int(decay) - 1} warm-up steps, or a later end",
+        )
 
 
 @reads(
@@ -42,7 +41,12 @@ def lr_schedule_faults(
         )
         return
     if name != "wsd":
-        yield from _cooldown_without_wsd(name, cooldown)
+        if cooldown:
+            yield Fault(
+                fact=f"optimizer.lr_cooldown_steps={cooldown}",
+                rule=f"only lr_schedule=wsd has a cool-down, and it is {name}",
+                remedy="set lr_cooldown_steps=0 or lr_schedule=wsd",
+            )
         return
     is_open = decay == "steps"
     field, end = ("run.steps", steps) if is_open else ("optimizer.lr_decay_steps", int(decay))
@@ -55,16 +59,6 @@ def lr_schedule_faults(
         fact=f"optimizer.lr_cooldown_steps={cooldown}",
         rule=f"lr_schedule=wsd cools down within {field}={end}{before}",
         remedy=f"use 1 to {room} steps" if room > 0 else "use a later end",
-    )
-
-
-def _cooldown_without_wsd(name: str, cooldown: int) -> Iterator[Fault]:
-    if cooldown == 0:
-        return
-    yield Fault(
-        fact=f"optimizer.lr_cooldown_steps={cooldown}",
-        rule=f"only lr_schedule=wsd has a cool-down, and it is {name}",
-        remedy="set lr_cooldown_steps=0 or lr_schedule=wsd",
     )
 
 
@@ -99,24 +93,21 @@ def packing_faults(packing: str, seq_len: int, multiple: int) -> Iterator[Fault]
             rule="only data.packing=best_fit has documents to pad, and it is none",
             remedy="set data.packing=best_fit, or data.document_multiple=1",
         )
-        return
-    if seq_len % multiple == 0:
-        return
-    lower = seq_len - seq_len % multiple
-    yield Fault(
-        fact=f"data.document_multiple={multiple}",
-        rule=f"it must divide data.seq_len={seq_len} (remainder {seq_len % multiple})",
-        remedy=f"set data.seq_len={lower or multiple}, or another multiple",
-    )
+    elif seq_len % multiple:
+        lower = seq_len - seq_len % multiple
+        yield Fault(
+            fact=f"data.document_multiple={multiple}",
+            rule=f"it must divide data.seq_len={seq_len} (remainder {seq_len % multiple})",
+            remedy=f"set data.seq_len={lower or multiple}, or another multiple",
+        )
 
 
 @reads("memory.recompute", "memory.recompute_parts")
 def recompute_faults(recompute: str, parts: Sequence[str]) -> Iterator[Fault]:
     """Selective recompute has something to make again."""
-    if recompute != "selective" or parts:
-        return
-    yield Fault(
-        fact="memory.recompute_parts=[]",
-        rule="memory.recompute=selective makes these parts again, so it needs at least one",
-        remedy="name attention, activation or norm, or set memory.recompute=none",
-    )
+    if recompute == "selective" and not parts:
+        yield Fault(
+            fact="memory.recompute_parts=[]",
+            rule="memory.recompute=selective makes these parts again, so it needs at least one",
+            remedy="name attention, activation or norm, or set memory.recompute=none",
+        )

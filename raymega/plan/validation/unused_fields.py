@@ -29,34 +29,32 @@ class FieldDependency:
     words: str
 
 
-def _is(path: str, value: str) -> FieldDependency:
-    """``path`` has exactly this value."""
+def _is(path: str, *values: str | bool) -> FieldDependency:
+    """``path`` has one of these values."""
+    words = f"{path}={' or '.join(map(_as_yaml, values))}"
+    return FieldDependency(reads=(path,), holds=lambda found: found in values, words=words)
+
+
+def _is_positive(path: str) -> FieldDependency:
+    """``path`` is more than 0."""
     return FieldDependency(
-        reads=(path,), holds=lambda found: bool(found == value), words=f"{path}={value}"
+        reads=(path,), holds=lambda found: bool(found > 0), words=f"{path} above 0"
     )
 
 
-def _optimizer(*names: str) -> FieldDependency:
-    """``optimizer.name`` is one of these."""
-    return FieldDependency(
-        reads=("optimizer.name",),
-        holds=lambda found: found in names,
-        words=f"optimizer.name={' or '.join(names)}",
-    )
+def _as_yaml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-SCALED_ROPE = FieldDependency(
-    reads=("model.rope_scaling",),
-    holds=lambda scaling: scaling != "none",
-    words="model.rope_scaling=llama3 or yarn",
-)
+SCALED_ROPE = _is("model.rope_scaling", "llama3", "yarn")
+LLAMA3, YARN = _is("model.rope_scaling", "llama3"), _is("model.rope_scaling", "yarn")
 FLOAT16 = _is("precision.dtype", "float16")
-BETAS, MOMENTUM = _optimizer("adamw", "lion", "muon"), _optimizer("sgd", "muon")
-SNAPSHOTS = FieldDependency(
-    reads=("elastic.snapshot_every",),
-    holds=lambda every: every > 0,
-    words="elastic.snapshot_every above 0",
-)
+BETAS = _is("optimizer.name", "adamw", "lion", "muon")
+SNAPSHOTS = _is_positive("elastic.snapshot_every")
 CONTEXT = FieldDependency(
     reads=("parallel.cp", "parallel.dynamic_cp"),
     holds=lambda cp, is_dynamic: cp > 1 or is_dynamic,
@@ -80,42 +78,30 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "elastic.snapshot_backpressure": SNAPSHOTS,
     "memory.recompute_every": _is("memory.recompute", "full"),
     "memory.recompute_parts": _is("memory.recompute", "selective"),
-    "model.mtp_loss_scaling_factor": FieldDependency(
-        reads=("model.num_nextn_predict_layers",),
-        holds=lambda depth: depth > 0,
-        words="model.num_nextn_predict_layers above 0",
-    ),
+    "model.mtp_loss_scaling_factor": _is_positive("model.num_nextn_predict_layers"),
     "model.rope_theta": FieldDependency(
         reads=("model.family",),
         holds=lambda family: family != "gpt2",
         words="model.family=llama, qwen2 or qwen3",
     ),
     "model.rope_factor": SCALED_ROPE,
-    "model.rope_high_freq_factor": _is("model.rope_scaling", "llama3"),
-    "model.rope_low_freq_factor": _is("model.rope_scaling", "llama3"),
-    "model.rope_beta_fast": _is("model.rope_scaling", "yarn"),
-    "model.rope_beta_slow": _is("model.rope_scaling", "yarn"),
-    "model.rope_mscale": _is("model.rope_scaling", "yarn"),
+    "model.rope_high_freq_factor": LLAMA3,
+    "model.rope_low_freq_factor": LLAMA3,
+    "model.rope_beta_fast": YARN,
+    "model.rope_beta_slow": YARN,
+    "model.rope_mscale": YARN,
     "model.rope_original_positions": SCALED_ROPE,
     "optimizer.beta1": BETAS,
     "optimizer.beta2": BETAS,
-    "optimizer.eps": _optimizer("adamw", "muon"),
-    "optimizer.head_lr": FieldDependency(
-        reads=("model.tie_word_embeddings",),
-        holds=lambda is_tied: not is_tied,
-        words="model.tie_word_embeddings=false",
-    ),
-    "optimizer.momentum": MOMENTUM,
-    "optimizer.newton_schulz_steps": _optimizer("muon"),
+    "optimizer.eps": _is("optimizer.name", "adamw", "muon"),
+    "optimizer.head_lr": _is("model.tie_word_embeddings", False),
+    "optimizer.momentum": _is("optimizer.name", "sgd", "muon"),
+    "optimizer.newton_schulz_steps": _is("optimizer.name", "muon"),
     "parallel.hierarchical_cp_size": HYBRID,
     "parallel.cp_method": CONTEXT,
     "parallel.moe_token_dispatcher_type": EXPERTS_APART,
     "parallel.overlap_moe_expert_parallel_comm": EXPERTS_APART,
-    "precision.fp8_end_blocks": FieldDependency(
-        reads=("precision.fp8",),
-        holds=lambda recipe: recipe != "none",
-        words="precision.fp8=rowwise or tensorwise",
-    ),
+    "precision.fp8_end_blocks": _is("precision.fp8", "rowwise", "tensorwise"),
     "precision.loss_scale": FLOAT16,
     "precision.loss_scale_hysteresis": FLOAT16,
     "precision.loss_scale_window": FLOAT16,
@@ -149,18 +135,14 @@ def unused_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def settled(job: Job) -> Job:
     """The same job, every field that nothing goes by at its default: for whoever changes a layout."""
-    sections: dict[str, dict[str, Any]] = {}
-    for path, default in _DEFAULTS.items():
-        if _value(job, path) == default:
-            continue
-        partner = PARTNERS[path]
-        if not partner.holds(*(_value(job, other) for other in partner.reads)):
-            section, _, field = path.partition(".")
-            sections.setdefault(section, {})[field] = default
-    changes = {
-        name: getattr(job, name).model_copy(update=fields) for name, fields in sections.items()
+    values = {
+        path: getattr(getattr(job, section), field) for path, (section, field) in _PLACES.items()
     }
-    return job.model_copy(update=changes) if changes else job
+    changes: dict[str, dict[str, Any]] = {}
+    for path, default in unused_values(values).items():
+        section, field = _PLACES[path]
+        changes.setdefault(section, {})[field] = default
+    return job.with_values(**changes) if changes else job
 
 
 def unused_faults(values: Mapping[str, Any]) -> list[Fault]:
@@ -179,17 +161,10 @@ def unused_faults(values: Mapping[str, Any]) -> list[Fault]:
     return faults
 
 
-def _as_yaml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _value(job: Job, path: str) -> Any:
-    section, _, field = path.partition(".")
-    return getattr(getattr(job, section), field)
-
-
 _DEFAULTS = {path: default_of(path) for path in PARTNERS}
+_PLACES = {
+    path: path.split(".")
+    for target, partner in PARTNERS.items()
+    for path in (target, *partner.reads)
+}
+"""Section and field of all that the table names: settled is asked of thousands of jobs."""

@@ -1,15 +1,9 @@
-"""Tokens of context-parallel ranks: each once, two equal chunks, equal work; rules of heads and tokens."""
+"""Tokens of context-parallel ranks: each once, two equal chunks, equal work."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raymega.plan.cp_layout import gathered_parts, rank_ranges, ring_parts, segments
-from raymega.plan.validation.context_parallel import (
-    exchange_faults,
-    position_faults,
-    weight_dropout_faults,
-)
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])
 counts = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -86,41 +80,3 @@ def _pairs(part, queries, keys):
         for to, j in enumerate(keys[part.keys])
         if not part.is_causal or to <= at
     ]
-
-
-def test_sequence_that_the_chunks_do_not_divide_is_refused():
-    (fault,) = position_faults(1, 3, 32, False)
-    assert str(fault) == (
-        "parallel.cp=3; a sequence is cut into 2 * cp = 6 chunks, two a rank, so that must divide "
-        "data.seq_len=32 (remainder 2); set data.seq_len=30, or another parallel.cp"
-    )
-    (fault,) = position_faults(3, 2, 32, True)
-    assert "data.seq_len=32 / parallel.cp=2 = 16 (remainder 1)" in str(fault)
-    assert "set data.seq_len=24" in fault.remedy
-    assert position_faults(4, 4, 32, True) == [] == position_faults(3, 1, 32, False)
-
-
-@pytest.mark.parametrize("method, inner, tp, heads, kv_heads, text", [
-    ("all_to_all", 2, 1, 6, 6, "it must divide model.num_heads=6 / parallel.tp=1 = 6 (remainder 2)"),
-    ("all_to_all", 2, 2, 8, 6, "the 3 that model.num_kv_heads=6 leaves each of parallel.tp=2 ranks"),
-    ("hybrid", 3, 1, 8, 8, "it must divide parallel.cp=4 and be neither 1 nor cp; use one of 2"),
-    ("hybrid", 4, 1, 8, 8, "use one of 2"),
-    ("hybrid", 2, 8, 8, 8, "parallel.hierarchical_cp_size=2 with parallel.cp_method=hybrid; ranks exchange whole"),
-])  # fmt: skip
-def test_heads_that_ranks_cannot_exchange_are_refused(method, inner, tp, heads, kv_heads, text):
-    (fault,) = exchange_faults(4, method, inner, tp, heads, kv_heads)
-    assert text in str(fault)
-
-
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1, "num_heads"])
-def test_heads_that_ranks_can_exchange_are_not_refused(kv_heads):
-    assert exchange_faults(4, "all_to_all", 2, 1, 8, kv_heads) == []
-    assert exchange_faults(4, "ring", 2, 1, 7, 7) == []
-
-
-def test_weights_are_dropped_on_whole_rows_only():
-    assert (
-        weight_dropout_faults(0.1, 2, "all_to_all") == weight_dropout_faults(0.1, 1, "ring") == []
-    )
-    (fault,) = weight_dropout_faults(0.1, 2, "ring")
-    assert "parallel.cp_method=all_to_all" in fault.remedy

@@ -5,8 +5,6 @@ import pytest
 from raymega.config.load import parse_mapping
 from raymega.config.moe import MoeSection
 from raymega.plan.validation.moe import (
-    cut_width_faults,
-    dynamic_faults,
     expert_place_faults,
     expert_token_faults,
     moe_faults,
@@ -140,65 +138,6 @@ def test_experts_axes_of_a_dense_model_are_refused():
     faults = expert_place_faults(MoeSection(), ffn_hidden_size=64, ep=2, etp=2)
     assert [fault.fact for fault in faults] == ["parallel.ep=2", "parallel.etp=2"]
     assert all("num_experts=0 is a dense model" in fault.rule for fault in faults)
-
-
-def test_tp_cuts_dense_blocks_and_shared_experts_only():
-    everywhere = MoeSection(num_experts=8)
-    assert cut_width_faults(4, 6, everywhere, 2) == []
-    assert len(cut_width_faults(4, 6, MoeSection(num_experts=8, layer_freq=2), 2)) == 1
-    (fault,) = cut_width_faults(
-        4, 6, MoeSection(num_experts=8, shared_expert_intermediate_size=10), 2
-    )
-    assert (
-        "divide model.moe.shared_expert_intermediate_size=10 (remainder 2); use one of 1, 2, 5, 10"
-        in str(fault)
-    )
-
-
-@pytest.mark.parametrize(
-    ("fields", "dispatch", "told"),
-    [
-        ({"capacity_factor": 1.5}, "all_to_all", "capacity_factor=1.5; capacity is of the tokens"),
-        (
-            {"load_balancing_type": "micro_batch"},
-            "all_to_all",
-            "load_balancing_type=micro_batch; it goes by the tokens",
-        ),
-        (
-            {"load_balancing_type": "sequence"},
-            "all_to_all",
-            "load_balancing_type=sequence; it goes by the tokens",
-        ),
-        (
-            {"load_balancing_type": "sinkhorn"},
-            "all_to_all",
-            "load_balancing_type=sinkhorn; it goes by the tokens",
-        ),
-        (
-            {},
-            "all_gather",
-            "parallel.moe_token_dispatcher_type=all_gather; it collects equally many tokens",
-        ),
-    ],
-)
-def test_what_goes_by_micro_batches_is_refused_under_dynamic_context_parallelism(
-    fields, dispatch, told
-):
-    moe = MoeSection(num_experts=8, **fields)
-    (fault,) = dynamic_faults(moe, True, dispatch)
-    assert "parallel.dynamic_cp=true with " in str(fault) and told in str(fault)
-    assert dynamic_faults(moe, False, dispatch) == []
-    assert dynamic_faults(MoeSection(), True, dispatch) == []
-
-
-def test_what_goes_by_the_token_or_the_last_step_is_not():
-    for fields in (
-        {},
-        {"load_balancing_type": "global"},
-        {"expert_bias": True},
-        {"router_z_loss_coef": 0.1},
-    ):
-        assert dynamic_faults(MoeSection(num_experts=8, **fields), True, "all_to_all") == []
 
 
 @pytest.mark.parametrize(
