@@ -81,8 +81,7 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
 
 
 def memory_svg(plan: RunPlan, device: Accelerator) -> str:
-    """Return a bar for each pipeline rank, cut into parts, with a line at the end of the device's
-    memory."""
+    """Return a bar for each pipeline rank, cut into parts, and a line at the device's memory."""
     bars = {f"pp {rank}": parts for rank, parts in enumerate(_memory_parts(plan))}
     limit = device.memory_bytes / GIB
     widest = max(limit, *(sum(parts.values()) for parts in bars.values()))

@@ -73,8 +73,7 @@ class StateSize:
 
 
 def count_parameters(model: ModelSection) -> int:
-    """Return the elements of the whole model; a tied table counts once, and padded rows do not
-    count."""
+    """Return the elements of the whole model, with a tied table once and without padded rows."""
     return sum(tensor.num_parameters for tensor in model_tensors(model))
 
 
@@ -130,8 +129,7 @@ class Elements:
 
 
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
-    """Return the state of a rank with ``stages``; a tied copy on another rank is real memory and
-    counts.
+    """Return the state of a rank with ``stages``; a tied copy on another rank counts as memory.
 
     With a sharded optimizer each of the ranks with the same parameters keeps its part of masters
     and moments, and all of weights and gradients.

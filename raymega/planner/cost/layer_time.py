@@ -41,7 +41,7 @@ and squared, mean, times the inverse, back to 16 bits, times the weight."""
 ROTATION_STEPS_BYTES = 16
 """Bytes beyond a fused rotation's: to float32, turned as a complex number, back to 16 bits."""
 GATE_STEPS_BYTES = 4
-"""Bytes of a nonlinearity whose result is written before it is multiplied by what it gates."""
+"""Bytes beyond a fused nonlinearity's: its result is written before it multiplies what it gates."""
 GATE_PASSES, TURN_PASSES = 2, 3
 """Reads and writes of raymega's own kernels beyond a fused one's: silu(gate), written and read;
 halves that are read for both of their products."""
@@ -308,12 +308,11 @@ def _attention(
 def _element_bytes(
     shape: ActivationShape, software: Software, inner_width: int
 ) -> tuple[float, float, float]:
-    """Return the memory traffic of a forward besides products and attention: norms, nonlinearity,
-    rest.
+    """Return the memory traffic of a forward besides products and attention.
 
-    Two norms read and write the stream. Two sums read it twice and write it, with a mask where
-    there is dropout. The nonlinearity reads the output of up (and gate) and writes. q, k and v are
-    rotated or rearranged once.
+    The order is norms, nonlinearity, rest. Two norms read and write the stream. Two sums read it
+    twice and write it, with a mask where there is dropout. The nonlinearity reads the output of up
+    (and gate) and writes. q, k and v are rotated or rearranged once.
     """
     element = shape.element
     norms, sums = 2 * 2 * element, 2 * 3 * element

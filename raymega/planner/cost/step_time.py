@@ -274,6 +274,7 @@ def _waits(plan: RunPlan, pace: _Pace, software: Software) -> tuple[float, float
         _order(plan), chunks=chunks, num_micro_batches=num, ranks=ranks, mean=mean, pp=pp,
         message_s=sent_s,
     )  # fmt: skip
+    # Steps follow without a gap: the late start of later ranks is not paid again.
     if not software.waits_for_update and _order(plan) in BEGINS_LATE:
         bubble_s = max(0.0, bubble_s - (pp - 1) * mean.forward_s / chunks)
     return bubble_s, messages_s + still_s
