@@ -224,6 +224,7 @@ def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float
     """Return forward and backward seconds of the projection to the vocabulary and the loss."""
     rows = shape.model.table_rows / shape.parallel.tp
     width, tokens, element = shape.model.hidden_size, shape.tokens, shape.element
+    # The product and the gradients of its input and weight.
     forward = matmul_s(device, tokens, width, rows, element=element)
     backward = matmul_s(device, tokens, rows, width, element=element)
     backward += matmul_s(device, width, tokens, rows, element=element)
@@ -298,6 +299,7 @@ def _attention(
         width, element = model.head_width, shape.element
         forward = attention_s(device, rows, shape.seq_len, width, element=element)
         return forward, BACKWARD_ATTENTION * forward
+    # Without a fused kernel the [S, S] weights go through memory.
     share = device.peak_flops(shape.element) * device.fitted.matmul_share
     product = 2 * rows * shape.seq_len * model.head_width / share
     forward = 2 * product + memory_s(device, rows * shape.seq_len * UNFUSED_FORWARD_BYTES)
@@ -337,6 +339,7 @@ def _step_bytes(
     turned = shape.tokens * (model.num_heads + model.kv_heads) * model.head_width / tp
     hidden = shape.tokens * inner_width / tp
     norms = 2 * shape.stream_tokens * model.hidden_size
+    # Fused systems: the steps of raymega's own gates and rotations alone.
     if software.fuses_kernels:
         steps = shape.element * (software.makes_steps and not shape.is_fused)
         return (
@@ -356,6 +359,7 @@ def _remade(
     up = [(tokens, model.hidden_size, inner_width / tp)] * (2 if shape.family.has_gate else 1)
     into = [(tokens, model.hidden_size, features) for features in (heads, kv, kv)]
     out, down = (tokens, heads, model.hidden_size), (tokens, inner_width / tp, model.hidden_size)
+    # Forward order matters: every second product counts from it.
     each: list[tuple[float, float, float]] = [*into, out, *up, down]
     return {"nothing": [], "every_second": each[1::2], "products": each}[software.remakes]
 

@@ -107,6 +107,7 @@ def _stage_time(
     stage: Stage, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
 ) -> StageTime:
     """Return the seconds of a stage: its blocks and, at the ends, embedding and head."""
+    # Full recompute runs the forward's traffic again.
     passes = 3 if shape.memory.recompute == "full" else 2
     further = len(shape.further(stage))
     forward = backward = weight = traffic = experts = 0.0
