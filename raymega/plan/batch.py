@@ -76,8 +76,7 @@ def batch_at(ramp: Sequence[RampStage], batch: BatchPlan, samples: int) -> Batch
 
 
 def phases(ramp: Sequence[RampStage], batch: BatchPlan) -> Iterator[Phase]:
-    """Yield the phases of the run from its first step (1); a stage of the ramp without steps is
-    left out."""
+    """Yield the phases of the run from its first step (1), without those that have no step."""
     step, sample = 1, 0
     for stage in ramp:
         size = stage.batch.global_batch_size

@@ -1,5 +1,4 @@
-"""Compute the capacity of an expert: the most tokens of a micro-batch that it takes, and their
-rows.
+"""Compute the capacity of an expert: the most tokens of a micro-batch that it takes.
 
 The router drops and pads by it, and the planner prices by it. The router chooses which tokens an
 expert keeps.
@@ -21,8 +20,7 @@ def capacity_share(moe: MoeSection) -> float:
 
 
 def reserved_rows(moe: MoeSection, *, num_tokens: int, num_ranks: int) -> int:
-    """Return the rows that an expert computes for one rank's tokens where it is padded to its
-    capacity.
+    """Return the rows that an expert, padded to its capacity, computes for one rank's tokens.
 
     All that it takes of the micro-batch may come from one rank. Each rank therefore reserves the
     whole capacity, or a row for each of its tokens where that is less.

@@ -22,9 +22,9 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
 
     A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not. Looking
     up an embedding costs nothing; norms and biases are not counted. Attention's two products cost 2
-    * (S / 2) * H * (K + the width of a value head) a token and layer, because a causal token sees
-    half of the sequence on average. Each depth of multi-token prediction costs a block, the matrix
-    before it and the head once more.
+    * (S / 2) * H * (K + the width of a value head) a token and layer. A causal token sees half of
+    the sequence on average. Each depth of multi-token prediction costs a block, the matrix before
+    it and the head once more.
 
     Counting the whole [S, S] square, as Narayanan et al. 2021 and PaLM do, doubles attention's
     part. With the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's

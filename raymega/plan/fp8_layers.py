@@ -32,8 +32,7 @@ NONE_IN_EIGHT = Fp8Coverage()
 
 
 def fp8_coverage(precision: PrecisionSection) -> Fp8Coverage:
-    """Return the products that the job runs in fp8, for a block that is not kept in the compute
-    dtype."""
+    """Return the products that the job runs in fp8, in a block that is not kept in its dtype."""
     is_by_row = precision.fp8 == "rowwise"
     return Fp8Coverage(
         linears=precision.fp8 != "none",

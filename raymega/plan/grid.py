@@ -63,9 +63,9 @@ class Grid:
 
     The dense world is tp * cp * dp * pp. The expert axes factorise the same ranks again as etp * ep
     * edp * pp with equal pipeline groups (parallel folding, Liu et al. 2025, arXiv:2504.14960). The
-    ranks of a pipeline stage, numbered in dense order, are cut by etp first, then by ep and edp, in
-    the order in which ``order`` has ep and dp. With ep = etp = 1 all ranks of a stage hold the same
-    experts.
+    ranks of a pipeline stage, numbered in dense order, are cut by etp first. Then they are cut by
+    ep and edp, in the order in which ``order`` has ep and dp. With ep = etp = 1 all ranks of a
+    stage hold the same experts.
     """
 
     tp: int = 1
@@ -124,7 +124,7 @@ class Grid:
         return self._number(coords, self.dense_axes)
 
     def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``; the first axis given varies
+        """Return the ranks that differ from ``rank`` only on ``axes``; the first axis varies
         fastest."""
         return tuple(map(self.rank, self._along(axes, self.coords(rank))))
 
@@ -139,6 +139,7 @@ class Grid:
     def expert_coords(self, rank: int) -> ExpertCoords:
         """Return the coordinates of ``rank`` on the experts' grid."""
         here = self.coords(rank)
+        # The expert axes number the ranks of one pipeline stage again.
         place = self._number(here, self._stage_axes)
         return ExpertCoords(pp=here.pp, **self._digits(place, self.expert_axes))
 

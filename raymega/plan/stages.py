@@ -181,8 +181,7 @@ def _without_debts(counts: list[int], free: list[int]) -> tuple[int, ...]:
 
 
 def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, ...]:
-    """Return the split whose most expensive stage is cheapest; the last stage pays for the loss as
-    well."""
+    """Return the split whose most expensive stage, with the loss on the last one, is cheapest."""
     if num_stages == 1:
         return (num_layers,)
 
@@ -203,10 +202,9 @@ def _expand(text: str) -> str:
 
 
 def _repeat(match: re.Match[str]) -> str:
-    """Return a repetition written out, MAX_LENGTH characters at most, and with no more work than
-    that.
+    """Return a repetition written out, MAX_LENGTH characters at most.
 
-    A text of that length is refused.
+    The work is bounded likewise, as a text of that length is refused.
     """
     times = int(match[2][:MAX_DIGITS]) if match[1] else 0
     return (match[1] * min(times, MAX_LENGTH // max(1, len(match[1])) + 1))[:MAX_LENGTH]

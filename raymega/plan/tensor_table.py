@@ -100,8 +100,7 @@ class GlobalTensor:
         return max(1, tp // self.tp_units) if self.tp_units else 1
 
     def box(self, *, tp: int, tp_rank: int, experts: ExpertPlace = WHOLE_EXPERTS) -> Box:
-        """Return the block of a rank, by its place on tp or, of an expert tensor, among the
-        experts."""
+        """Return the block of a rank, by its place on tp or, of an expert tensor, among experts."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         if self.is_expert:
             shape[0] //= experts.ep
@@ -221,8 +220,7 @@ def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
 
 
 def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    """Return the tensors of latent attention; latents are whole on every rank, heads of them are
-    cut."""
+    """Return the tensors of latent attention: latents whole on every rank, heads of them cut."""
     mla, std, table = model.mla, model.initializer_range, []
     q_width = model.num_heads * model.head_width
     kv_width = model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -267,10 +265,10 @@ def _mlp_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
 
 
 def _moe_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    """Return router, experts and the shared expert, which attention's tp cuts; no linear has a
-    bias."""
+    """Return router, experts and the shared expert, which attention's tp cuts, all without biases."""
     moe, width = model.moe, model.hidden_size
     names = ("gate", "up") if FAMILY_TENSORS[model.family].has_gate else ("up",)
+    # Router, with the state that balances it.
     router = _weight(
         f"{at}.router", (moe.num_experts, width), tp_dim=-1, std=model.initializer_range
     )
@@ -279,12 +277,14 @@ def _moe_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
         table.append(_router_state(f"{at}.router.bias", moe.num_experts))
     if moe.load_balancing_type == "global":
         table.append(_router_state(f"{at}.router.counts", moe.num_experts))
+    # Experts: dim 0 is the expert.
     into = (moe.num_experts, model.expert_width, width)
     back = (moe.num_experts, width, model.expert_width)
     table += [
         _expert(f"{at}.experts.{n}", into, etp_dim=1, std=model.initializer_range) for n in names
     ]
     table.append(_expert(f"{at}.experts.down", back, etp_dim=2, std=_out_std(model)))
+    # Shared expert, which tp cuts as a dense layer.
     if moe.shared_expert_intermediate_size:
         shape = (moe.shared_expert_intermediate_size, width)
         table += [
@@ -354,8 +354,7 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
 
 
 def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Return the tensors of multi-token prediction: for each depth a join, a block and its last
-    norm."""
+    """Return the tensors of multi-token prediction: a join, a block and a last norm a depth."""
     table = []
     for depth in range(model.num_nextn_predict_layers):
         layer = model.num_layers + depth

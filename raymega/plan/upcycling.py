@@ -1,7 +1,7 @@
 """Initialise experts from a dense feed-forward layer, whole or cut into parts: sparse upcycling.
 
 Komatsuzaki et al. 2022 copy the layer to every expert. He et al. 2024 (arXiv 2410.07524) also cut
-it along F into G parts, so that G experts are one copy, and start the router so that all parts of a
+it along F into G parts, so that G experts are one copy. Their router starts so that all parts of a
 copy are chosen together. The module handles names, shapes and numbers alone;
 ``raymega.checkpoint.load.reader`` reads.
 """
@@ -65,8 +65,7 @@ class Upcycling:
         return expert - expert % self.granularity
 
     def boxes(self, name: str, box: Box, shape: Shape) -> Iterator[Box]:
-        """Yield the places of a block of the dense tensor in the experts' tensor, one for each
-        expert it meets.
+        """Yield a dense tensor's block in the experts' tensor, once for each expert that it meets.
 
         Args:
             name: Name of the experts' tensor.
@@ -112,6 +111,7 @@ def upcycling_faults(
 ) -> list[Fault]:
     """Return the faults that keep experts from starting as the dense layers."""
     moe, parts = upcycling.moe, upcycling.granularity
+    # No block was dense and has experts.
     if not upcycling.sources:
         return [
             _fault(
@@ -121,6 +121,7 @@ def upcycling_faults(
                 f"set {FIELD}=false, or model.moe.num_experts",
             )
         ]
+    # Shapes must match.
     for new, old in upcycling.sources.items():
         if not _is_cut_of(given[old], wanted[new], new):
             return [
@@ -130,6 +131,7 @@ def upcycling_faults(
                     "set model.moe.intermediate_size to the dense layer's, or to a whole part of it",
                 )
             ]
+    # Routing must be able to choose whole copies.
     rules = (
         (moe.num_experts, f"model.moe.num_experts={moe.num_experts}"),
         (moe.top_k, f"model.moe.top_k={moe.top_k}"),

@@ -44,8 +44,10 @@ def level_of(parallel: ParallelSection) -> ZeroLevel:
 
 
 def data_parallel_shard_size(parallel: ParallelSection) -> int:
-    """Return how many neighbouring replicas share one copy; 0 for all, whose number differs for
-    experts."""
+    """Return how many neighbouring replicas share one copy of the state; 0 for all of them.
+
+    The number of all replicas is another for experts.
+    """
     return (
         0 if parallel.data_parallel_shard_degree == "all" else parallel.data_parallel_shard_degree
     )

@@ -81,11 +81,11 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
 
 
 def memory_svg(plan: RunPlan, device: Accelerator) -> str:
-    """Return a bar for each pipeline rank, cut into parts, with a line at the end of the device's
-    memory."""
+    """Return a bar for each pipeline rank, cut into parts, and a line at the device's memory."""
     bars = {f"pp {rank}": parts for rank, parts in enumerate(_memory_parts(plan))}
     limit = device.memory_bytes / GIB
     widest = max(limit, *(sum(parts.values()) for parts in bars.values()))
+    # Room for the sum at the end of the longest bar.
     scale = WIDTH_PX / widest / 1.08
     height = TOP_PX + len(bars) * (ROW_PX + GAP_PX) + 26
     end = LEFT_PX + limit * scale
@@ -127,6 +127,7 @@ def _memory_parts(plan: RunPlan) -> Iterator[dict[str, float]]:
 
 
 def _timeline(plan: RunPlan, device: Accelerator) -> str:
+    # Milliseconds, one row for each pipeline rank.
     played = play(plan, device, num_micro_batches=_drawn(plan))
     rows = {f"pp {rank}": events for rank, events in enumerate(played.events)}
     return draw_svg(rows, title=plan.job.schedule.name, time_unit="ms", scale=1000.0)

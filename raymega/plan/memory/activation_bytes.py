@@ -72,13 +72,12 @@ class ActivationShape:
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes of the residual stream: sbh times 2 in bf16 without sequence or context
-        parallelism."""
+        """Bytes of the residual stream; without sp and cp sbh times 2 in bf16."""
         return self.stream_tokens * self.model.hidden_size * self.element
 
     def further(self, stage: Stage) -> range:
-        """Return the numbers of the stage's multi-token prediction blocks, after the model's last
-        one."""
+        """Return the numbers of the stage's multi-token prediction blocks, which follow the
+        model's."""
         first = self.model.num_layers
         return range(first, first + (self.model.num_nextn_predict_layers if stage.is_last else 0))
 
@@ -90,8 +89,7 @@ class ActivationShape:
         return sum(map(moe.holds_experts, (*stage.layers, *self.further(stage))))
 
     def kept_wide(self, stage: Stage) -> tuple[int, int]:
-        """Return how many (dense, expert) blocks of the stage run no product in fp8 where others
-        do."""
+        """Return how many (dense, expert) blocks of the stage run no fp8 where others do."""
         if self.fp8_blocks is None:
             return 0, 0
         numbers = (*stage.layers, *self.further(stage))
@@ -110,8 +108,8 @@ class StageActivations:
 
     Attributes:
         micro_batch_bytes: Bytes of each micro-batch between its forward and its backward.
-        rerun_bytes: Additional bytes while backward recomputes some blocks; 0 without full
-            recompute. With offload they include two units of what waits on the host.
+        rerun_bytes: Additional bytes while backward recomputes some blocks, and those of up to two
+            units that offload has on the device; 0 without either.
         host_bytes: Bytes of each micro-batch in host memory.
     """
 
@@ -134,6 +132,7 @@ def peak_bytes(
         wgrad_activation_fraction: Share of these that is kept between input and weight gradients of
             a split backward.
     """
+    # What each instruction adds to the bytes that are kept.
     share = {
         Op.FORWARD: 1.0,
         Op.BACKWARD: -1.0,
@@ -271,6 +270,7 @@ def _attention_bytes(shape: ActivationShape) -> int:
         copied = max(0, inner - kv_heads)
         qkv += 2 * shape.tokens * copied * model.head_width * shape.element
         output *= 2
+    # Fused attention keeps the log-sum-exp of each row.
     fused = shape.tokens * heads * shape.wide
     weights = attention_weight_bytes(shape) if model.attention_dropout else fused
     return qkv + output + weights + _residual_mask_bytes(shape)
@@ -290,6 +290,7 @@ def _latent_attention_bytes(shape: ActivationShape) -> int:
     kept = shape.stream_tokens * latents + _residual_mask_bytes(shape)
     rows = shape.tokens * shape.model.num_heads // parallel.tp
     width, values = shape.model.head_width, mla.v_head_dim
+    # With recompute the projections' results are kept, not q, k and v.
     if shape.remakes("attention"):
         made = rows * (width + mla.qk_nope_head_dim + values)
         gathered = shape.tokens - shape.stream_tokens and shape.tokens * mla.qk_rope_head_dim
@@ -315,8 +316,7 @@ def _inner_bytes(shape: ActivationShape, width: int) -> int:
 
 
 def own_choices(shape: ActivationShape) -> float:
-    """Return the rows that a rank sends to experts: its own share of the tokens, times their
-    experts.
+    """Return the rows that a rank sends to experts: its share of the tokens, times top_k.
 
     With a capacity every expert drops what is above its share. With padding it computes what is
     reserved.

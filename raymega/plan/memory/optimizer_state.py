@@ -30,8 +30,7 @@ CODES, SCALES = ".codes", ".scales"
 
 
 def update_of(name: str, role: Role) -> str:
-    """Return the update of tensors of ``role`` under ``optimizer.name``: Muon updates matrices
-    only."""
+    """Return the update of tensors of ``role`` under ``optimizer.name``; Muon's is for matrices."""
     return "adamw" if name == "muon" and role != "matrix" else name
 
 

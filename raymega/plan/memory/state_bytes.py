@@ -73,8 +73,7 @@ class StateSize:
 
 
 def count_parameters(model: ModelSection) -> int:
-    """Return the elements of the whole model; a tied table counts once, and padded rows do not
-    count."""
+    """Return the elements of the whole model, with a tied table once and without padded rows."""
     return sum(tensor.num_parameters for tensor in model_tensors(model))
 
 
@@ -130,8 +129,7 @@ class Elements:
 
 
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
-    """Return the state of a rank with ``stages``; a tied copy on another rank is real memory and
-    counts.
+    """Return the state of a rank with ``stages``; a tied copy on another rank counts as memory.
 
     With a sharded optimizer each of the ranks with the same parameters keeps its part of masters
     and moments, and all of weights and gradients.
@@ -162,6 +160,7 @@ class _ElementCounts:
         for stage in stages:
             if stage.is_first or stage.is_last:
                 found = found.plus(self._ends(stage, grid, tp_rank))
+        # Blocks of one kind are equal, so each kind is counted once.
         for (layer, is_in_fp8), times in block_kinds(self._model, stages, self._in_fp8).items():
             block = self._block(layer, grid, tp_rank, is_in_fp8=is_in_fp8)
             found = found.plus(block, times=times)
@@ -184,6 +183,7 @@ class _ElementCounts:
         key = ("block", *kind, grid.tp, grid.ep, grid.etp, tp_rank)
         if key not in self._known:
             block = _elements(layer_tensors(self._model, layer), grid, tp_rank)
+            # Vectors stay on every rank; all else is gathered for a use.
             matrices = block.dense - block.small
             in_fp8 = matrices + block.experts if is_in_fp8 else 0
             self._known[key] = replace(block, block=matrices + block.experts, in_fp8=in_fp8)
@@ -210,6 +210,7 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
         box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place)
         count = box.num_elements
         found[kind] += count
+        # Every matrix and table counts in blocks, whether or not its state is in 8 bits.
         found["blocks"] += scale_boxes(box).all.num_elements if len(box.shape) > 1 else 0
         found["small"] += count if kind == "dense" and tensor.role in ("norm", "bias") else 0
         found["tables"] += count if tensor.role in ("embedding", "head") else 0
@@ -290,6 +291,7 @@ def _moment_bytes(
     over ranks that share. It ignores which rank owns a vector inside a bucket, and which blocks of
     8-bit state are cut.
     """
+    # One role stands for each kind of tensor: matrices, tables, vectors.
     tables, small = -(-held.tables // ranks), -(-held.small // ranks)
     counts: dict[Role, int] = {"matrix": owned - tables - small, "head": tables, "norm": small}
     total = 0

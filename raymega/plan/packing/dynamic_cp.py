@@ -102,8 +102,7 @@ def schedule_documents(
 
 
 def finish_seconds(rounds: Sequence[Round], num_ranks: int) -> float:
-    """Return when the last rank is done; a pack begins when all its ranks have done what came
-    before."""
+    """Return when the last rank is done; a pack begins when all its ranks are free."""
     at = [0.0] * num_ranks
     for pack in (pack for packs in rounds for pack in packs):
         ranks = slice(pack.first_rank, pack.first_rank + pack.size)
@@ -161,8 +160,7 @@ class _Bin:
 def _attempt(
     lengths: Sequence[int], limits: PackLimits, cost: PackCost, *, num_rounds: int, spread: float
 ) -> tuple[Round, ...] | None:
-    """Return a schedule with ``num_rounds`` micro-batches, or None when the documents do not fit
-    so."""
+    """Return a schedule with ``num_rounds`` micro-batches, or None when documents do not fit."""
     slots = limits.num_ranks * num_rounds
     least = [least_size(length, limits) for length in lengths]
     alone = [
@@ -251,8 +249,7 @@ class _Shelves:
         heappush(self._shelves.setdefault(made.size, []), (self._loads[number], number))
 
     def _cheapest(self, length: int, sizes: Sequence[int]) -> tuple[float, int] | None:
-        """Return the cost and number of the bin that costs least with the document, of those with
-        room."""
+        """Return the cost and number of the bin with room that costs least with the document."""
         found = [self._first_with_room(self._shelves.get(size, []), length) for size in sizes]
         return min((entry for entry in found if entry is not None), default=None)
 
@@ -345,6 +342,7 @@ def _evened(
             tokens=limits.tokens_a_rank(tokens, 1), pairs=pairs, size=1
         ),
     )
+    # Replace the packs that have changed.
     made = [list(packs) for packs in rounds]
     for rank, (done, mine) in enumerate(zip(shared, evening.run(), strict=True)):
         for index, documents in enumerate(mine, start=done):

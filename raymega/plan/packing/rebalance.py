@@ -29,8 +29,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Move of document ``out`` to another pack, in return for ``back``, or for nothing when that is
-    None."""
+    """Move of document ``out`` to another pack, in return for ``back`` unless that is None."""
 
     source: _Held
     target: _Held
@@ -66,8 +65,9 @@ class Rebalancer:
         self._ends = [self._end(rank) for rank in range(len(starts))]
 
     def run(self) -> list[list[list[int]]]:
-        """Return the documents of each rank by micro-batch; the last rank ends no later than
-        before."""
+        """Return the documents of each rank by micro-batch; the last rank ends no later than it
+        did."""
+        # Each exchange relieves the rank that ends last.
         for _ in range(MOST_EXCHANGES * len(self._starts)):
             last = max(range(len(self._ends)), key=lambda rank: (self._ends[rank], -rank))
             if not self._relieve(last):
@@ -85,6 +85,7 @@ class Rebalancer:
 
     def _best(self, last: int, other: int) -> _Exchange | None:
         """Return the exchange after which the two ranks end most nearly together, or None."""
+        # Moving half of the gap lets both end together.
         gap = self._ends[last] - self._ends[other]
         best, best_off = None, gap / 2
         for source in self._held[last]:

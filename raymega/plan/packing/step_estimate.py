@@ -25,8 +25,7 @@ MOST_RANKS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedStep:
-    """Estimate of one step's micro-batches on the fullest stage, by the cost model of an H100
-    cluster.
+    """Estimate of one step on the fullest stage, by the cost model of an H100 cluster.
 
     Attributes:
         num_documents: Number of documents in all rows.
@@ -108,6 +107,7 @@ def _static_work(plan: RunPlan, rows: Sequence[Sequence[int]], cost: PackCost) -
     work = [0.0] * batch.dp
     for dp_rank in range(batch.dp):
         for index in range(batch.num_micro_batches):
+            # Masked slots cost tokens and no pairs.
             samples = [at for at in batch.samples(index, dp_rank, 0) if at >= 0]
             pairs = sum(pairs_in(rows[at]) for at in samples)
             work[dp_rank] += cost.seconds(tokens=tokens, pairs=pairs, size=cp)

@@ -79,5 +79,6 @@ def _needs(plan: RunPlan, software: Software) -> float:
     passing = state_of(job, held, plan.grid).passing_bytes
     largest = max(tensor.num_elements for tensor in layer_tensors(job.model, 0))
     element = DTYPE_BYTES[job.precision.dtype]
+    # Two tensors in place of two blocks, with gradients of the system's format.
     share = largest / held.block * (element + software.gradient_bytes) / (element + 4)
     return needs - passing * (1 - share)

@@ -1,7 +1,7 @@
-"""Read published runs of other systems as jobs, which ``raymega plan --runs`` compares with
-predictions.
+"""Read published runs of other systems as jobs, to compare them with predictions.
 
-The module reads the columns of a table and fills in what a source leaves open. It fits nothing.
+``raymega plan --runs`` does so. The module reads the columns of a table and fills in what a source
+leaves open. It fits nothing.
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
     heads, tp = int(_number(row, "heads")), int(_number(row, "tp", 1))
     is_gated = any(name in row["model"].lower() for name in GATED)
     vocab = int(_number(row, "vocab", DEFAULT_VOCAB))
+    # Later systems untie embeddings, and cut the stream where a row is silent.
     is_late = _software(row).has_fused_attention
     values: dict[str, Any] = {
         "run": {"name": "published", "steps": 1},

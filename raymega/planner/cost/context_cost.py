@@ -77,8 +77,10 @@ def context_costs(job: Job) -> tuple[ContextCost, ...]:
 
 
 def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
-    """Return the cost of ``method`` for a micro-batch and a layer of ``shape``, with one document a
-    row."""
+    """Return the cost of ``method`` for a micro-batch and a layer of ``shape``.
+
+    A row has one document.
+    """
     model, parallel = shape.model, shape.parallel
     cp = parallel.cp
     inner = {"all_to_all": cp, "hybrid": parallel.hierarchical_cp_size}.get(method, 1)

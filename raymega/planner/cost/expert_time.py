@@ -102,6 +102,7 @@ def _moved_rows(shape: ActivationShape) -> float:
         # A choice of another rank's expert has no row here, but the sum reads its place too.
         tokens *= parallel.ep * parallel.etp
         return 2 * expert_rows(shape) + 2 * tokens * moe.top_k + tokens
+    # Rows are sorted, sent, and summed when they are back.
     moved = 2 * own_choices(shape) + 2 * own_choices(shape) + tokens
     if parallel.ep > 1 and moe.num_experts > parallel.ep:
         moved += 4 * expert_rows(shape)  # sorted by expert, and back by sender
@@ -121,6 +122,7 @@ def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
     parallel, row_bytes = shape.parallel, shape.model.hidden_size * shape.element
     ep = make_span(device, size=parallel.ep, stride=parallel.etp)
     etp = make_span(device, size=parallel.etp, stride=1)
+    # To the experts, by gathers alone or by an exchange over ep.
     gathered = gather_s(device, etp, expert_rows(shape) * row_bytes)
     if _is_gathered(shape):
         whole = shape.tokens / parallel.tp * parallel.ep * parallel.etp * row_bytes

@@ -41,7 +41,7 @@ and squared, mean, times the inverse, back to 16 bits, times the weight."""
 ROTATION_STEPS_BYTES = 16
 """Bytes beyond a fused rotation's: to float32, turned as a complex number, back to 16 bits."""
 GATE_STEPS_BYTES = 4
-"""Bytes of a nonlinearity whose result is written before it is multiplied by what it gates."""
+"""Bytes beyond a fused nonlinearity's: its result is written before it multiplies what it gates."""
 GATE_PASSES, TURN_PASSES = 2, 3
 """Reads and writes of raymega's own kernels beyond a fused one's: silu(gate), written and read;
 halves that are read for both of their products."""
@@ -224,6 +224,7 @@ def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float
     """Return forward and backward seconds of the projection to the vocabulary and the loss."""
     rows = shape.model.table_rows / shape.parallel.tp
     width, tokens, element = shape.model.hidden_size, shape.tokens, shape.element
+    # The product and the gradients of its input and weight.
     forward = matmul_s(device, tokens, width, rows, element=element)
     backward = matmul_s(device, tokens, rows, width, element=element)
     backward += matmul_s(device, width, tokens, rows, element=element)
@@ -298,6 +299,7 @@ def _attention(
         width, element = model.head_width, shape.element
         forward = attention_s(device, rows, shape.seq_len, width, element=element)
         return forward, BACKWARD_ATTENTION * forward
+    # Without a fused kernel the [S, S] weights go through memory.
     share = device.peak_flops(shape.element) * device.fitted.matmul_share
     product = 2 * rows * shape.seq_len * model.head_width / share
     forward = 2 * product + memory_s(device, rows * shape.seq_len * UNFUSED_FORWARD_BYTES)
@@ -308,12 +310,11 @@ def _attention(
 def _element_bytes(
     shape: ActivationShape, software: Software, inner_width: int
 ) -> tuple[float, float, float]:
-    """Return the memory traffic of a forward besides products and attention: norms, nonlinearity,
-    rest.
+    """Return the memory traffic of a forward besides products and attention.
 
-    Two norms read and write the stream. Two sums read it twice and write it, with a mask where
-    there is dropout. The nonlinearity reads the output of up (and gate) and writes. q, k and v are
-    rotated or rearranged once.
+    The order is norms, nonlinearity, rest. Two norms read and write the stream. Two sums read it
+    twice and write it, with a mask where there is dropout. The nonlinearity reads the output of up
+    (and gate) and writes. q, k and v are rotated or rearranged once.
     """
     element = shape.element
     norms, sums = 2 * 2 * element, 2 * 3 * element
@@ -338,6 +339,7 @@ def _step_bytes(
     turned = shape.tokens * (model.num_heads + model.kv_heads) * model.head_width / tp
     hidden = shape.tokens * inner_width / tp
     norms = 2 * shape.stream_tokens * model.hidden_size
+    # Fused systems: the steps of raymega's own gates and rotations alone.
     if software.fuses_kernels:
         steps = shape.element * (software.makes_steps and not shape.is_fused)
         return (
@@ -357,6 +359,7 @@ def _remade(
     up = [(tokens, model.hidden_size, inner_width / tp)] * (2 if shape.family.has_gate else 1)
     into = [(tokens, model.hidden_size, features) for features in (heads, kv, kv)]
     out, down = (tokens, heads, model.hidden_size), (tokens, inner_width / tp, model.hidden_size)
+    # Forward order matters: every second product counts from it.
     each: list[tuple[float, float, float]] = [*into, out, *up, down]
     return {"nothing": [], "every_second": each[1::2], "products": each}[software.remakes]
 

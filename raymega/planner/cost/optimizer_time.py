@@ -100,6 +100,7 @@ def _transfers(job: Job, held: Elements, grid: Grid) -> Iterator[_Transfer]:
             continue
         ranks = dp_shard_ranks(job.parallel, replicas) if is_shared_out else replicas
         part = elements / ranks * _wide(job)
+        # To the owners and back: two exchanges.
         yield _Transfer(exchange_s, cut, 1, part, 2)
         if is_shared_out:
             yield _Transfer(exchange_s, ranks, stride, part, 2)

@@ -50,8 +50,10 @@ class Passes(NamedTuple):
         return Passes(*(mine + other for mine, other in zip(self, more, strict=True)))
 
     def along(self, path: Path) -> float:
-        """Return the seconds of the passes on ``path`` without messages, times the number of
-        chunks."""
+        """Return the seconds of the passes on ``path``, times the number of chunks.
+
+        Messages are not included.
+        """
         return (
             path.forwards * self.forward_s
             + path.inputs * self.input_s
@@ -207,9 +209,12 @@ def _zb_h2(after: int, _chunks: int, num: int) -> _Paths:
 
 
 def _zb_v(after: int, _chunks: int, num: int) -> _Paths:
-    """Return the paths of ZB-V: down and up the vee, less what later micro-batches fill (Qi et al.
-    2024)."""
+    """Return the paths of ZB-V: down and up the vee, less what later micro-batches fill.
+
+    The source is Qi et al. 2024.
+    """
     ways = 4 * after
+    # So few micro-batches never fill the vee.
     if num <= after + 1:
         down = 2 * after - (num - 1)
         return (2 * (after + 1 - num), 2 * after, 0, ways), (down, down, 0, ways)
@@ -224,6 +229,7 @@ def _zb_v(after: int, _chunks: int, num: int) -> _Paths:
 def _dualpipe_v(after: int, _chunks: int, num: int) -> _Paths:
     """Return the paths of DualPipe-V, which defers weight gradients at the end alone."""
     ways, steady = 4 * after, 2 * max(0, min(num, after + 2) - 2)
+    # So few micro-batches never fill the vee.
     if num <= after + 1:
         down = 2 * after - (num - 1)
         more = ways + steady
@@ -325,8 +331,10 @@ def _own_dualpipe_v(after: int, rank: int, num: int) -> _OwnPaths:
 
 
 def _own_vee(after: int, rank: int, num: int) -> tuple[int, int]:
-    """Return the forwards and backwards that a rank waits for with at most pp micro-batches in the
-    vee."""
+    """Return the forwards and backwards that a rank waits for in a vee with few micro-batches.
+
+    At most ``pp`` micro-batches are in it.
+    """
     missing = after + 1 - num
     backwards = max(2 * missing, min(2 * rank, after + missing))
     if rank == after:

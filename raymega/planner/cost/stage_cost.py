@@ -68,22 +68,20 @@ class StageCosts:
         device: Accelerator | None = None,
         blocks: BlockTimes | None = None,
     ) -> None:
-        """Prepare the costs; without ``device`` and the times of its ``blocks`` only bytes are
-        available."""
+        """Prepare the costs; without ``device`` and ``blocks`` only bytes are available."""
         self.shape = shape
         self._device, self._blocks = device, blocks
         self._kept: dict[StageKind, StageActivations] = {}
         self._times: dict[StageKind, StageTime] = {}
 
     def kept(self, kind: StageKind, stage: Stage) -> StageActivations:
-        """Return the activations that a rank keeps of a micro-batch in ``stage``, which is of
-        ``kind``."""
+        """Return the activations that a rank keeps of a micro-batch in ``stage``, of ``kind``."""
         if kind not in self._kept:
             self._kept[kind] = stage_activations(self.shape, stage)
         return self._kept[kind]
 
     def time(self, kind: StageKind, stage: Stage) -> StageTime:
-        """Return the seconds of a micro-batch through ``stage``, which is of ``kind``."""
+        """Return the seconds of a micro-batch through ``stage``, of ``kind``."""
         if kind not in self._times:
             assert self._blocks is not None and self._device is not None, (
                 "bytes alone were asked for"
@@ -109,6 +107,7 @@ def _stage_time(
     stage: Stage, shape: ActivationShape, blocks: BlockTimes, device: Accelerator
 ) -> StageTime:
     """Return the seconds of a stage: its blocks and, at the ends, embedding and head."""
+    # Full recompute runs the forward's traffic again.
     passes = 3 if shape.memory.recompute == "full" else 2
     further = len(shape.further(stage))
     forward = backward = weight = traffic = experts = 0.0

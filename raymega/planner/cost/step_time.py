@@ -152,6 +152,7 @@ def work_s(
     known = known or _precomputed(plan, device, software)
     pace, held = _pace(plan, known, device, software), known.ranks[0].elements
     state = state_of(plan.job, held, plan.grid)
+    # Moving bytes occupies the core, so no traffic overlaps.
     hiding_nothing = replace(software, hides_gradients=False)
     sums_s = data_parallel_s(plan, held, device, hiding_nothing, backward_s=0.0)
     passes_s = plan.batch.num_micro_batches * (pace.mean.total_s + pace.messages_s)
@@ -274,6 +275,7 @@ def _waits(plan: RunPlan, pace: _Pace, software: Software) -> tuple[float, float
         _order(plan), chunks=chunks, num_micro_batches=num, ranks=ranks, mean=mean, pp=pp,
         message_s=sent_s,
     )  # fmt: skip
+    # Steps follow without a gap: the late start of later ranks is not paid again.
     if not software.waits_for_update and _order(plan) in BEGINS_LATE:
         bubble_s = max(0.0, bubble_s - (pp - 1) * mean.forward_s / chunks)
     return bubble_s, messages_s + still_s
@@ -315,6 +317,7 @@ def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software:
     # With chunks other work overlaps the bytes: latency alone counts.
     if software.hides_messages and chunks > 1 and not device.shared_cores:
         return 2 * chunks * message_s(device, 0.0, is_inside=inside)
+    # Each tp rank sends its part of the activation.
     seconds = message_s(device, whole / parallel.tp, is_inside=inside)
     if not parallel.sequence_parallel:  # the parts of tp ranks are gathered again
         seconds += gather_s(device, make_span(device, size=parallel.tp, stride=1), whole)

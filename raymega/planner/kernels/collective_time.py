@@ -31,8 +31,7 @@ class GroupSpan:
 
 
 def make_span(device: Accelerator, *, size: int, stride: int) -> GroupSpan:
-    """Return the span of ``size`` ranks that are ``stride`` apart, as an axis of a grid places
-    them."""
+    """Return the span of ``size`` ranks that are ``stride`` apart, as those of a grid axis are."""
     per_node = max(1, min(size, device.devices_per_node // stride))
     return GroupSpan(size=size, per_node=per_node)
 

@@ -41,6 +41,7 @@ def matmul_s(
     peak, share = device.peak_flops(element), fitted.matmul_share
     if is_8_bit and device.peak_8_bit_flops:
         peak, share, element = device.peak_8_bit_flops, fitted.matmul_8_bit_share, 1
+    # Loss to a short inner size, and to the last wave that is not full.
     waves = rows * columns / (TILE * device.num_cores)
     loss = (1 + fitted.matmul_depth / inner) * (1 + fitted.matmul_waves / waves)
     work_s = 2 * rows * inner * columns / (peak * share) * loss

@@ -98,6 +98,7 @@ def _free(space: Space, section: str) -> dict[str, Any]:
 def _degrees(space: Space) -> Iterator[dict[str, Any]]:
     """Yield dense degrees whose product is the number of devices."""
     job, num_devices = space.job, space.num_devices
+    # Tensor-parallel groups stay inside a node and share whole heads.
     whole = [d for d in divisors(space.device.devices_per_node) if job.model.num_heads % d == 0]
     for tp in space.options("parallel.tp", whole):
         deep = [p for p in divisors(num_devices // tp) if p <= job.model.num_layers]
@@ -146,6 +147,7 @@ def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[
         cut = {**degrees, "sequence_parallel": is_cut}
         job = settled(base.with_values(parallel=cut, memory={"recompute": recompute}))
         for sharding in _shardings(space, degrees):
+            # Layers are split by cost where there is a pipeline.
             parts = {
                 is_piped: job.parallel.model_copy(
                     update={**sharding, "stages": _stages(space, is_piped=is_piped)}

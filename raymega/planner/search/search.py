@@ -142,8 +142,7 @@ class _Shared:
 
 
 class _Judge:
-    """Evaluator of candidates that checks the cheapest refusal first and computes shared parts
-    once."""
+    """Evaluator of candidates: it checks the cheapest refusal first and computes shared parts once."""
 
     def __init__(self, device: Accelerator) -> None:
         self.missed: list[RankedLayout] = []

@@ -110,6 +110,7 @@ def _nowhere(job: Job, num_workers: int, tried: int) -> Fault:
 
 def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) -> Iterator[str]:
     best, grid = result.best[0], result.best[0].plan.grid
+    # The chosen layout, and the next one.
     tried = 1 + sum(result.refused.values())
     yield (
         f"{describe(best)} on {grid.world_size} x {device.name}: the fastest of {tried:,} layouts, "
@@ -119,6 +120,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
         second = result.best[1]
         slower = second.time.total_s / best.time.total_s - 1
         yield f"next: {describe(second)}, {slower:+.1%}"
+    # Whether memory binds.
     if result.missed is None:
         yield "memory does not bind: nothing that does not fit would be faster"
     else:
@@ -128,6 +130,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
             f"memory binds: {describe(result.missed)} would be {gain:.1%} faster and needs "
             f"{needs:.1f} GiB of {device.memory_bytes / 2**30:.1f}"
         )
+    # What was ruled out, and what was held.
     for reason, count in result.refused.most_common():
         yield f"{count:,} others: {reason}"
     stated = sorted(held.intersection(CHOSEN))
