@@ -77,7 +77,10 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tens
     if group.size > 1:
         rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     return rows, _start(
-        "reduce_scatter", tensor, group, lambda handle: handle._reduce_scatter_base(rows, tensor)
+        "reduce_scatter",
+        tensor,
+        group,
+        lambda handle: handle._reduce_scatter_base(rows, tensor, c10d.ReduceScatterOptions()),
     )
 
 
@@ -101,7 +104,9 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
         "reduce_scatter",
         tensor,
         group,
-        lambda handle: handle._reduce_scatter_base(_own_part(tensor, group), tensor),
+        lambda handle: handle._reduce_scatter_base(
+            _own_part(tensor, group), tensor, c10d.ReduceScatterOptions()
+        ),
     )
 
 
