@@ -5,10 +5,11 @@ What it does not know it refuses: a setting that changes the network must not be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import (
@@ -92,9 +93,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
         "architectures": [ARCHITECTURES[kind].name],
         "model_type": kind,
         "dtype": dtype,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tie_word_embeddings,
-        "initializer_range": model.initializer_range,
+        **_written(model, _EVERY),
         **write(model),
     }
 
@@ -146,53 +145,70 @@ def _is_of_scaling(field: str) -> bool:
     return field.startswith("rope_") and field not in ("rope_theta", "rope_scaling")
 
 
+_EVERY = {
+    "vocab_size": "vocab_size", "tie_word_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}  # fmt: skip
+_GPT2 = {
+    "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_heads", "n_positions": "max_positions",
+    "layer_norm_epsilon": "norm_eps",
+}  # fmt: skip
+_LLAMA = {
+    "hidden_size": "hidden_size", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
+    "intermediate_size": "ffn_hidden_size", "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+}  # fmt: skip
+_LATENT = {
+    name: name for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
+_ROPE = {
+    "llama3": {
+        "factor": "rope_factor", "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_positions",
+    },
+    "yarn": {
+        "factor": "rope_factor", "beta_slow": "rope_beta_slow", "beta_fast": "rope_beta_fast",
+        "original_max_position_embeddings": "rope_original_positions", "mscale": "rope_mscale",
+        "mscale_all_dim": "rope_mscale_all_dim",
+    },
+}  # fmt: skip
+"""Their settings that say what ours say."""
+
+
+def _read(config: Config, names: Mapping[str, str]) -> dict[str, Any]:
+    return {ours: config[theirs] for theirs, ours in names.items()}
+
+
+def _written(section: BaseModel, names: Mapping[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(section, ours) for theirs, ours in names.items()}
+
+
 def _gpt2_values(config: Config) -> dict[str, Any]:
-    width = config["n_embd"]
-    return {
-        "num_layers": config["n_layer"],
-        "hidden_size": width,
-        "num_heads": config["n_head"],
-        "ffn_hidden_size": config.get("n_inner", 4 * width),
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["n_positions"],
-        "tie_word_embeddings": config["tie_word_embeddings"],
-        "initializer_range": float(config["initializer_range"]),
-        "norm_eps": float(config["layer_norm_epsilon"]),
-    }
+    values = _read(config, _GPT2 | _EVERY)
+    return {**values, "ffn_hidden_size": config.get("n_inner", 4 * values["hidden_size"])}
 
 
 def _gpt2_config(model: ModelSection) -> dict[str, Any]:
+    width = model.ffn_hidden_size
     return {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_heads,
-        "n_inner": None
-        if model.ffn_hidden_size == 4 * model.hidden_size
-        else model.ffn_hidden_size,
-        "n_positions": model.max_positions,
-        "layer_norm_epsilon": model.norm_eps,
+        **_written(model, _GPT2),
+        "n_inner": None if width == 4 * model.hidden_size else width,
         "activation_function": "gelu_new",
     }
 
 
 def _llama_values(config: Config) -> dict[str, Any]:
-    width, heads = config["hidden_size"], config["num_attention_heads"]
+    values = _read(config, _LLAMA | _EVERY)
+    width, heads = values["hidden_size"], values["num_heads"]
     has_latents = "kv_lora_rank" in config
     kv_heads = heads if has_latents else config.get("num_key_value_heads", heads)
     head_width = width // heads if has_latents else config.get("head_dim", width // heads)
     is_plain = head_width * heads == width or has_latents
     return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": width,
-        "num_heads": heads,
+        **values,
         "num_kv_heads": "num_heads" if kv_heads == heads else kv_heads,
         "head_dim": "hidden_size / num_heads" if is_plain else head_width,
-        "ffn_hidden_size": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["max_position_embeddings"],
-        "tie_word_embeddings": config["tie_word_embeddings"],
-        "initializer_range": float(config["initializer_range"]),
-        "norm_eps": float(config["rms_norm_eps"]),
         **_rope_values(_rope_of(config)),
         **expert_values(config),
         **(_latent_values(config) if has_latents else {}),
@@ -200,40 +216,23 @@ def _llama_values(config: Config) -> dict[str, Any]:
 
 
 def _latent_values(config: Config) -> dict[str, Any]:
-    return {
-        "mla": {
-            "kv_lora_rank": config["kv_lora_rank"],
-            "q_lora_rank": config.get("q_lora_rank", 0),
-            "qk_nope_head_dim": config["qk_nope_head_dim"],
-            "qk_rope_head_dim": config["qk_rope_head_dim"],
-            "v_head_dim": config["v_head_dim"],
-        }
-    }
+    return {"mla": {**_read(config, _LATENT), "q_lora_rank": config.get("q_lora_rank", 0)}}
 
 
 def _latent_config(model: ModelSection) -> dict[str, Any]:
-    mla = model.mla
     return {
-        "kv_lora_rank": mla.kv_lora_rank,
-        "q_lora_rank": mla.q_lora_rank or None,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "head_dim": mla.qk_rope_head_dim,
+        **_written(model.mla, _LATENT),
+        "q_lora_rank": model.mla.q_lora_rank or None,
+        "head_dim": model.mla.qk_rope_head_dim,
         "num_nextn_predict_layers": model.num_nextn_predict_layers,
     }
 
 
 def _llama_config(model: ModelSection) -> dict[str, Any]:
     return {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
+        **_written(model, _LLAMA),
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_width,
-        "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": model.max_positions,
-        "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
         **_rope_config(model),
         **expert_config(model),
@@ -252,56 +251,28 @@ def _rope_of(config: Config) -> dict[str, Any]:
 
 
 def _rope_values(rope: Config) -> dict[str, Any]:
-    values: dict[str, Any] = {"rope_theta": float(rope["rope_theta"])}
-    if rope["rope_type"] == "llama3":
-        values |= {
-            "rope_scaling": "llama3",
-            "rope_factor": float(rope["factor"]),
-            "rope_low_freq_factor": float(rope["low_freq_factor"]),
-            "rope_high_freq_factor": float(rope["high_freq_factor"]),
-            "rope_original_positions": int(rope["original_max_position_embeddings"]),
-        }
-    if rope["rope_type"] == "yarn":
+    kind = rope["rope_type"]
+    if kind == "yarn":
         has_both = rope.get("mscale") and rope.get("mscale_all_dim")
-        values |= {
-            "rope_scaling": "yarn",
-            "rope_factor": float(rope["factor"]),
-            "rope_beta_slow": float(rope.get("beta_slow") or 1),
-            "rope_beta_fast": float(rope.get("beta_fast") or 32),
-            "rope_original_positions": int(rope["original_max_position_embeddings"]),
-            "rope_mscale": float(rope["mscale"]) if has_both else 1.0,
-            "rope_mscale_all_dim": float(rope.get("mscale_all_dim") or 0),
+        rope = {
+            **rope,
+            "beta_slow": rope.get("beta_slow") or 1,
+            "beta_fast": rope.get("beta_fast") or 32,
+            "mscale": rope["mscale"] if has_both else 1.0,
+            "mscale_all_dim": rope.get("mscale_all_dim") or 0,
         }
-    return values
+    scaling = {"rope_scaling": kind, **_read(rope, _ROPE[kind])} if kind in _ROPE else {}
+    return {"rope_theta": rope["rope_theta"], **scaling}
 
 
 def _rope_config(model: ModelSection) -> dict[str, Any]:
     """Both spellings, so that versions before and after 5 read the same network."""
-    if model.rope_scaling == "none":
-        rope: dict[str, Any] = {"rope_type": "default"}
-        scaling = None
-    elif model.rope_scaling == "yarn":
-        rope = scaling = {
-            "rope_type": "yarn",
-            "factor": model.rope_factor,
-            "beta_slow": model.rope_beta_slow,
-            "beta_fast": model.rope_beta_fast,
-            "original_max_position_embeddings": model.rope_original_positions,
-            "mscale": model.rope_mscale,
-            "mscale_all_dim": model.rope_mscale_all_dim,
-        }
-    else:
-        rope = {
-            "rope_type": "llama3",
-            "factor": model.rope_factor,
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_positions,
-        }
-        scaling = rope
+    kind, rope = model.rope_scaling, {"rope_type": "default"}
+    if kind != "none":
+        rope = {"rope_type": kind, **_written(model, _ROPE[kind])}
     return {
         "rope_theta": model.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": None if kind == "none" else rope,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},
     }
 
