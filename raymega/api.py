@@ -54,7 +54,7 @@ from raymega.storage.registry import (
     open_store,
     store_faults,
 )
-from raymega.storage.retrying_store import RetryingStore
+from raymega.storage.retry import RetryingStore
 from raymega.storage.store import Store
 from raymega.tracking.composite import CompositeSink
 from raymega.tracking.incidents import IncidentsSink
