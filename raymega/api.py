@@ -55,7 +55,7 @@ from raymega.storage.registry import (
     open_store,
     store_faults,
 )
-from raymega.storage.retrying_store import RetryingStore
+from raymega.storage.retry import RetryingStore
 from raymega.storage.store import Store
 from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.jsonl import open_jsonl

@@ -125,3 +125,9 @@ def raise_faults(kind: type[RaymegaError], faults: Sequence[Fault]) -> None:
     """Raise one error of ``kind`` that carries every fault, or return when there are none."""
     if faults:
         raise kind(*faults)
+
+
+def first_few(items: Sequence[str], most: int = 5) -> str:
+    """``items`` for a message: all, or the first ``most`` and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{', '.join(items[:most])}{more}"

@@ -19,8 +19,7 @@ from raymega.model.attention.rope import Rope
 from raymega.model.attention.self_attention import Attention
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp
 from raymega.model.layers.norms import LayerNorm, RmsNorm
-from raymega.model.layers.residual_dropout import ResidualDropout
-from raymega.model.layers.transformer_block import BlockPart, TransformerBlock
+from raymega.model.layers.transformer_block import BlockPart, ResidualDropout, TransformerBlock
 from raymega.model.moe.layer import MoeLayer
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory

@@ -19,8 +19,7 @@ from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.layers.activation_offload import ActivationOffloader, tensors_in
 from raymega.model.layers.embedding import Embedding
 from raymega.model.layers.lm_head import Head
-from raymega.model.layers.residual_dropout import ResidualDropout
-from raymega.model.layers.transformer_block import TransformerBlock
+from raymega.model.layers.transformer_block import ResidualDropout, TransformerBlock
 from raymega.model.mtp import FutureLabels, MultiTokenPrediction
 from raymega.parallel.context_parallel.context import (
     Context,

@@ -5,7 +5,7 @@ It moves nothing; the update is optimizer's, the format of what is kept state_fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from raymega.optim.state_formats import (
 from raymega.optim.updates import ParamState
 from raymega.parallel.core.buckets import Range
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
-from raymega.plan.memory.optimizer_state import MOST_KINDS, PORTION_ELEMENTS, format_of, kinds_of
+from raymega.plan.memory.optimizer_state import MOST_KINDS, format_of, kinds_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,15 +110,3 @@ def make_bucket_state(
     return BucketState(
         part=part, weights=weights, gradient=gradient, master=master, members=tuple(members)
     )
-
-
-def update_chunks(bucket_state: Sequence[BucketState]) -> Iterator[list[BucketState]]:
-    """In order, a portion as soon as it has PORTION_ELEMENTS or more; on all ranks the same buckets."""
-    update_chunk: list[BucketState] = []
-    for each in bucket_state:
-        update_chunk.append(each)
-        if sum(other.master.numel() for other in update_chunk) >= PORTION_ELEMENTS:
-            yield update_chunk
-            update_chunk = []
-    if update_chunk:
-        yield update_chunk

@@ -13,15 +13,16 @@ from dataclasses import replace
 import torch
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.optim.bucket_state import BucketState, make_bucket_state, update_chunks
+from raymega.optim.bucket_state import BucketState, make_bucket_state
 from raymega.optim.cpu_offload import HostState
 from raymega.optim.update_chunk import UpdateChunk
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
-from raymega.parallel.core.buckets import BucketTable
+from raymega.parallel.core.buckets import BucketTable, portions
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer, counted
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.data_parallel.state_tensors import StateTensor, TensorBlock
+from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS
 from raymega.plan.tensor_table import GlobalTensor
 
 
@@ -67,7 +68,10 @@ class Optimizer:
             )
             for bucket in table.buckets
         ]
-        self._update_chunks = list(update_chunks(self._bucket_state))
+        # On all ranks the same buckets are updated together.
+        self._update_chunks = list(
+            portions(self._bucket_state, lambda each: each.master.numel(), PORTION_ELEMENTS)
+        )
         log = log or CommLog()
         self._updates = [
             UpdateChunk(bucket_state, table, section, model, groups, log)

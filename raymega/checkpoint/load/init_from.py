@@ -7,14 +7,14 @@ they leave open is refused. Reading is the reader's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
-from raymega.errors import Fault, RaymegaError
+from raymega.errors import Fault, RaymegaError, first_few
 from raymega.messages import SavedBox
 from raymega.plan.init_from_rules import (
     CHANGED,
@@ -33,7 +33,6 @@ from raymega.storage.store import Store
 WEIGHTS = "model"
 """Kind of the weights among what a checkpoint holds."""
 FIELD = "checkpoint.init_from"
-NUM_NAMED = 5
 UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
@@ -86,7 +85,7 @@ def resume_faults(
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
     return [
         Fault(
-            fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {_first(unlike)}",
+            fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
             rule="a run goes on with the model that it began with",
             remedy="set the model section back, or give another run.name; there "
             "checkpoint.init_from takes what is common",
@@ -190,11 +189,6 @@ def _unlike(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str
     ] + [f"{name}, which this model lacks" for name in sorted(saved.keys() - wanted.keys())]
 
 
-def _first(items: Sequence[str]) -> str:
-    more = f" and {len(items) - NUM_NAMED} more" if len(items) > NUM_NAMED else ""
-    return f"{', '.join(items[:NUM_NAMED])}{more}"
-
-
 def _idle_faults(
     section: CheckpointSection, saved: Mapping[str, Shape], wanted: Mapping[str, Shape]
 ) -> list[Fault]:
@@ -251,7 +245,7 @@ def _tensor_faults(
     taken = {name: shape for name, shape in wanted.items() if name not in apart}
     unlike = _unlike(given, taken)
     if unlike:
-        faults.append(_other_model(section.init_from, f"holds {_first(unlike)}"))
+        faults.append(_other_model(section.init_from, f"holds {first_few(unlike)}"))
     return faults
 
 

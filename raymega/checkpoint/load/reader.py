@@ -16,7 +16,6 @@ from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.load.ranged_reads import NUM_FETCHES, fetch
-from raymega.checkpoint.save.tensor_blocks import dtype_name, values_at
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.messages import Box, SavedBox
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
@@ -92,8 +91,8 @@ def _place_of(saved: SavedBox, targets: Sequence[TensorBlock]) -> memoryview | N
     meeting = [target for target in targets if saved.box.intersect(target.box)]
     if len(meeting) > 1 or saved.box.intersect(meeting[0].box) != saved.box:
         return None
-    place = values_at(meeting[0], saved.box)
-    is_as_saved = dtype_name(place.dtype) == saved.dtype and place.is_contiguous()
+    place = meeting[0].at(saved.box)
+    is_as_saved = meeting[0].dtype == saved.dtype and place.is_contiguous()
     if place.device.type != "cpu" or not is_as_saved:
         return None
     return place.view(-1).view(torch.uint8).numpy().data
@@ -106,7 +105,7 @@ def _copy(data: memoryview, dtype: str, box: Box, target: TensorBlock) -> None:
         return
     place = target.values.detach()[common.within(target.box)]
     part = common.within(box)
-    if place.device.type == "cpu" and dtype_name(place.dtype) == dtype:
+    if place.device.type == "cpu" and target.dtype == dtype:
         as_integers = place.view(_SAME_SIZE[place.itemsize]).numpy()
         as_integers[...] = np.frombuffer(data, as_integers.dtype).reshape(box.shape)[part]
     else:
@@ -146,7 +145,7 @@ def _unexpected(
 
 
 def _narrowing(target: TensorBlock, saved: Mapping[str, Sequence[SavedBox]]) -> Iterator[Fault]:
-    wanted = dtype_name(target.values.dtype)
+    wanted = target.dtype
     for dtype in {box.dtype for box in saved.get(target.name, ())}:
         if element_type(dtype).digits > element_type(wanted).digits:
             yield Fault(

@@ -22,7 +22,6 @@ from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.local_cache import LocalCache
 from raymega.checkpoint.save.rate_limit import RateLimiter
-from raymega.checkpoint.save.tensor_blocks import local_block_of, values_at
 from raymega.messages import RankSaveProgress, SavedBox, ShardSaved
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.retry import RetryPolicy
@@ -207,7 +206,7 @@ class CheckpointWriter:
 
     def _divide(self, blocks: Sequence[TensorBlock]) -> _Division:
         """The rank's share, which is that of the save before unless other blocks came."""
-        local_blocks = tuple(map(local_block_of, blocks))
+        local_blocks = tuple(map(_local_block, blocks))
         if local_blocks != self._division.local_blocks:
             portions = tuple(self._portions(local_blocks))
             self._division = _Division(local_blocks=local_blocks, portions=portions)
@@ -239,7 +238,7 @@ class CheckpointWriter:
     ) -> None:
         if blocks:
             save.host.copy(
-                (file.base + start, values_at(blocks[assignment.local_block], assignment.box))
+                (file.base + start, blocks[assignment.local_block].at(assignment.box))
                 for file in files
                 for assignment, start in zip(
                     file.layout.assignments, file.layout.starts, strict=True
@@ -317,6 +316,14 @@ class CheckpointWriter:
                         written_bytes=min(sum(save.written.values()), save.num_bytes),
                     )
                 )  # fmt: skip
+
+
+def _local_block(block: TensorBlock) -> LocalBlock:
+    """The block without its values."""
+    return LocalBlock(
+        tensor=block.name, dtype=block.dtype, global_shape=block.tensor.shape, box=block.box,
+        is_primary=block.is_primary, holders=block.holders, replica=block.replica,
+    )  # fmt: skip
 
 
 def _aligned(num_bytes: int) -> int:

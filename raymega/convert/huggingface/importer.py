@@ -30,12 +30,11 @@ from raymega.convert.huggingface.names import (
 from raymega.convert.native import occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
 from raymega.convert.safetensors_files import WeightEntry, open_weights
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, first_few, raise_faults
 from raymega.plan.tensor_table import GlobalTensor, model_tensors
 from raymega.storage.registry import open_store, store_faults
 
 MODEL_FILE = "model.yaml"
-NUM_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,10 +205,9 @@ def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> l
 def _count_faults(names: list[str], verb: str, remedy: str) -> list[Fault]:
     if not names:
         return []
-    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return [
         Fault(
-            fact=f"the weights {verb} {', '.join(names[:NUM_NAMED])}{more}",
+            fact=f"the weights {verb} {first_few(names)}",
             rule="a model's tensors must be exactly those of its config.json",
             remedy=remedy,
         )

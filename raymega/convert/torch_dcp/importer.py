@@ -33,7 +33,7 @@ from raymega.convert.torch_dcp.names import (
     turn_pairs,
 )
 from raymega.convert.torch_dcp.reader import DcpBlock, DcpFolder, DcpTensor, open_dcp
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, first_few, raise_faults
 from raymega.messages import Box
 from raymega.plan.init_from_rules import matches
 from raymega.plan.rename_rules import make_renames, rename_faults
@@ -259,9 +259,8 @@ def _set_faults(
             if found.get(name) != wanted.get(name)
         ]
         if unlike or not found:
-            more = f" and {len(unlike) - NUM_NAMED} more" if len(unlike) > NUM_NAMED else ""
             yield _fault(
-                f"the folder has, as {kind}, {', '.join(unlike[:NUM_NAMED]) or 'nothing'}{more}",
+                f"the folder has, as {kind}, {first_few(unlike) or 'nothing'}",
                 f"its tensors must be {whose}, all of them and no other",
                 "give --names and --rename OLD=NEW, or --ignore what is not to be taken",
             )

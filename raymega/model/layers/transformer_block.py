@@ -11,9 +11,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from raymega.model.layers.residual_dropout import ResidualDropout
 from raymega.parallel.context_parallel.context import TokenLayout
 from raymega.parallel.core.checkpointing import checkpoint_output
+from raymega.parallel.core.dropout import TokenKeys, dropout, place_key
 
 
 class BlockPart(Protocol):
@@ -21,6 +21,21 @@ class BlockPart(Protocol):
 
     is_remade: bool
     __call__: Callable[..., Tensor]
+
+
+class ResidualDropout(nn.Module):
+    """Drops features of what ``place`` adds to the stream."""
+
+    def __init__(self, seed: int, place: str, rate: float) -> None:
+        super().__init__()
+        self.place_key = place_key(seed, place)
+        self.rate = rate
+
+    def forward(self, x: Tensor, keys: TokenKeys | None) -> Tensor:
+        """x: [S/sp, B, D] -> the same; x itself without keys, as in evaluation."""
+        if keys is None or not self.rate:
+            return x
+        return dropout(x, keys.own + self.place_key, rate=self.rate)
 
 
 class TransformerBlock(nn.Module):

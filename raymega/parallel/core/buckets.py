@@ -6,11 +6,11 @@ same place in all three. It holds no values and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.flat_boxes import boxes_of_range, linear_index
 from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel, full_bucket_bytes
+
+Item = TypeVar("Item")
 
 
 class Span(NamedTuple):
@@ -203,10 +205,11 @@ def make_buckets(
             last_first = reversed(list(enumerate(chunks[chunk])))
             params = [(i, p) for i, p in last_first if _kind(p, level) == kind]
             if by_unit:
-                portions = _by_unit(params, unit_of)
+                parts = _by_unit(params, unit_of)
             else:
-                portions = _portions(params, max(1, bucket_bytes // dtype.itemsize))
-            for members in portions:
+                least = max(1, bucket_bytes // dtype.itemsize)
+                parts = portions(params, lambda numbered: numbered[1].numel(), least)
+            for members in parts:
                 place = {"index": len(buckets), "chunk": chunk}
                 buckets.append(_make_bucket(members, kind, sharing, level, **place))
     return BucketTable(buckets=tuple(buckets), dtype=dtype)
@@ -276,18 +279,19 @@ def _by_unit(
         yield list(members)
 
 
-def _portions(
-    params: Sequence[tuple[int, ShardedParameter]], num_elements: int
-) -> Iterator[list[tuple[int, ShardedParameter]]]:
-    """Parameters in order, a portion as soon as it has ``num_elements`` or more."""
-    members: list[tuple[int, ShardedParameter]] = []
-    for numbered in params:
-        members.append(numbered)
-        if sum(param.numel() for _, param in members) >= num_elements:
-            yield members
-            members = []
-    if members:
-        yield members
+def portions(
+    items: Iterable[Item], size_of: Callable[[Item], int], least: int
+) -> Iterator[list[Item]]:
+    """``items`` in order, a portion as soon as its sizes add up to ``least`` or more."""
+    portion, size = list[Item](), 0
+    for item in items:
+        portion.append(item)
+        size += size_of(item)
+        if size >= least:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
 
 
 def _spans(params: Iterable[ShardedParameter]) -> tuple[Span, ...]:

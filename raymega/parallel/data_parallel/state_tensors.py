@@ -45,6 +45,18 @@ class TensorBlock:
         """The saved name, ``kind/tensor``."""
         return f"{self.kind}/{self.tensor.name}"
 
+    @property
+    def dtype(self) -> str:
+        """Element type by numpy's name, such as ``float32``."""
+        return str(self.values.dtype).removeprefix("torch.")
+
+    def at(self, box: Box) -> torch.Tensor:
+        """A view of the values at ``box``, which lies inside the block."""
+        if box == self.box:
+            return self.values.detach()
+        assert box.intersect(self.box) == box, f"{box} is outside {self.name} at {self.box}"
+        return self.values.detach()[box.within(self.box)]
+
 
 def extent_blocks(
     kind: str, part: Range, extent: Extent, values: torch.Tensor, *, is_replicated: bool

@@ -6,7 +6,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from raymega.messages import Requests
-from raymega.optim import bucket_state
+from raymega.optim import optimizer
 from raymega.parallel.core.host_copies import HostMemory
 from raymega.plan.memory import state_bytes
 from raymega.plan.memory.activation_bytes import activation_shape, stage_activations
@@ -34,7 +34,7 @@ ACTIVATIONS = (
 
 def _peak(env, plan_json):
     """The most bytes of build and step; on a CPU host and device are one memory."""
-    bucket_state.PORTION_ELEMENTS = PORTION
+    optimizer.PORTION_ELEMENTS = PORTION
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         parts = build_parts(read_plan(plan_json), rank=0, groups=env.groups, device=env.device)
         train_step(parts, TrainState(), Requests(), is_recording=False)

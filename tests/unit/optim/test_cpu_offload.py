@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raymega.config.schema import OptimizerSection
-from raymega.optim import bucket_state
+from raymega.optim import optimizer
 from raymega.optim.cpu_offload import HostState
 from tests.support.params import make_optimizer, make_param, make_tensor
 
@@ -50,7 +50,7 @@ def _assert_equal(found, wanted):
 
 @pytest.fixture(autouse=True)
 def _a_bucket_a_portion(monkeypatch):
-    monkeypatch.setattr(bucket_state, "PORTION_ELEMENTS", 1)
+    monkeypatch.setattr(optimizer, "PORTION_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -1,8 +1,7 @@
 import pytest
 
 from raymega.errors import Fault, StorageError
-from raymega.storage.retry import RetryPolicy
-from raymega.storage.retrying_store import RetryingStore
+from raymega.storage.retry import RetryingStore, RetryPolicy
 from tests.support.memory_store import MemoryStore
 
 AWAY = StorageError(Fault(fact="no answer", rule="a store answers", remedy="wait"))
