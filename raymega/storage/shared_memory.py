@@ -73,15 +73,15 @@ class SharedMemories:
         where those are."""
         begin = end = 0
         count = len(pieces)
-        while count and (
-            not end or _address(pieces[count - 1]) + pieces[count - 1].nbytes == begin
-        ):
-            begin = _address(pieces[count - 1])
-            end = end or begin + pieces[count - 1].nbytes
-            count -= 1
-        found = (memory.stretch(begin, end - begin) for memory in tuple(self._memories))
-        stretch = next(filter(None, found), None) if end else None
-        return (count if stretch else len(pieces)), stretch
+        for piece in reversed(pieces):
+            at = _address(piece)
+            if end and at + piece.nbytes != begin:
+                break
+            begin, end, count = at, end or at + piece.nbytes, count - 1
+        for memory in tuple(self._memories):
+            if stretch := memory.stretch(begin, end - begin):
+                return count, stretch
+        return len(pieces), None
 
 
 def attach(place: Mapping[str, int | str]) -> memoryview:

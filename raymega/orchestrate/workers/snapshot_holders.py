@@ -84,7 +84,8 @@ class SnapshotServers:
         """Calls that keepers have not answered yet, which an attempt should wait for."""
         if self._clock.monotonic() - self._since_s > START_PATIENCE_S:
             return []
-        return [kept.answer for node, kept in self._by_node.items() if self._is_awaited(node, kept)]
+        wanted = (kept for node, kept in self._by_node.items() if node in self._wanted)
+        return [kept.answer for kept in wanted if not kept.address]
 
     def collect(self) -> None:
         """Take in what has been answered. Never blocks."""
@@ -154,9 +155,6 @@ class SnapshotServers:
         actor = ray.remote(SnapshotServerActor).options(**options).remote(self._token)
         handle = cast(ActorHandle[Any], actor)
         return _Kept(actor=handle, end=handle.hold.remote(), answer=handle.address.remote())
-
-    def _is_awaited(self, node: str, kept: _Kept) -> bool:
-        return node in self._wanted and not kept.address
 
     def _addresses(self, nodes: Iterable[str]) -> tuple[str, ...]:
         kept = (self._by_node.get(node) for node in nodes)
