@@ -38,7 +38,7 @@ from raymega.events import (
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.hang_detector import NUM_STEPS
-from raymega.orchestrate.driver.recovery_timer import PHASES
+from raymega.orchestrate.driver.recovery_log import PHASES
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup

@@ -52,7 +52,6 @@ class AttemptMonitor:
         steps_s: Iterable[float] = (),
     ) -> None:
         """``steps_s`` are the run's earlier steps on the same grid, the newest last."""
-        self.first_step = first_step
         self.step = first_step
         self.last_sign_s = now_s
         self._begun_s = now_s

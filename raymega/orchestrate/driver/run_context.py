@@ -43,9 +43,8 @@ from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup, WorkerStatus
 from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Superseded
-from raymega.orchestrate.driver.failure_history import FailureHistory
-from raymega.orchestrate.driver.goodput import GoodputMeter
 from raymega.orchestrate.driver.rank_reports import RankReports
+from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
 from raymega.orchestrate.driver.restore_point import RestorePoint
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from raymega.orchestrate.run_store.journal import Journal, RunRecord
@@ -72,7 +71,7 @@ class RunContext:
         grids: The grid that it has, and the one that it should have.
         attempt: How far the present attempt is.
         committer: Its saves.
-        losses: What failed so far, and the outage that is not made good.
+        recovery_log: What failed so far, what that cost, and the steps that count.
         error: Why the driver gave up, if it did.
     """
 
@@ -95,14 +94,15 @@ class RunContext:
         self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
         past = self._journal.past
         self.grids = ScalingPolicy(plan, num_before=past.num_workers)
-        self.losses = FailureHistory(policy_of(plan.job.elastic), clock, earlier=past.failures)
         self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
         self.error: RaymegaError | None = None
         self.state = self._journal.first_state()
         self._find_state()
         if self._restore.start.key and not self._journal.record.num_attempts:
             self.state = replace(self.state, reason="taken up from a checkpoint that was there")
-        self._meter = GoodputMeter(first_step=self.state.step, now_s=clock.monotonic())
+        self.recovery_log = RecoveryLog(
+            policy_of(plan.job.elastic), clock, first_step=self.state.step, earlier=past.failures
+        )
         self._forget_attempt()
 
     @property
@@ -224,7 +224,7 @@ class RunContext:
             self._note(failure, decided := "the checkpoint cannot be read, the one before is next")
             self.move(State.RESTARTING, decided)
             return
-        decision = self.losses.decide(failure)
+        decision = self.recovery_log.decide(failure)
         self._journal.record_failure(failure)
         self._note(failure, decision.reason)
         if failure.traceback:
@@ -243,14 +243,14 @@ class RunContext:
         """End the lost attempt on all ranks, and go back to the newest state that there is."""
         self._journal.record_state(self.state)
         self._group.release(keep_warm=True)
-        self.losses.mark("abort")
+        self.recovery_log.passed("abort")
         self.committer.wait(DRAIN_S)
         self._take_outcomes()
         self._find_state()
-        self.losses.mark("find")
+        self.recovery_log.passed("find")
         if self.grids.can_be_full(self._group.ready()):
             self.change_grid(self.grids.full)
-        self._meter.rewind(self.state.step)
+        self.recovery_log.go_back(self.state.step, source=self._restore.start.source)
 
     def fail(self, error: RaymegaError) -> None:
         """The driver gives up."""
@@ -266,14 +266,14 @@ class RunContext:
         except LeaseError as error:
             self.error = error
         self._journal.end(self.state, DRAIN_S)
-        state, now_s = self.state, self._clock.monotonic()
+        state, wall_s = self.state, self.recovery_log.wall_s
         is_lost = isinstance(self.error, LeaseError)
         ended = RunFinished(
             status="superseded" if is_lost else STATUS.get(state.state, "failed"),
             step=state.saved_step,
             checkpoint_uri=self._restore.uri,
-            goodput=self._meter.goodput(now_s),
-            wall_s=self._meter.wall_s(now_s),
+            goodput=self.recovery_log.goodput(wall_s),
+            wall_s=wall_s,
             reason=state.reason if state.state.is_end else f"interrupted while {state.state}",
         )
         self._sink.emit(ended)
@@ -305,8 +305,8 @@ class RunContext:
         if (progress := self.committer.handle_report(report)) is not None:
             self._tell(progress)
         match report:
-            case Entered():
-                self.losses.mark_start(report.phase, self.attempt)
+            case Entered() if self.attempt.has_passed(report.phase):
+                self.recovery_log.passed(PHASE_OF[report.phase])
             case StepFinished():
                 self._take_step(report)
             case RankTimeline() | RankMemory() | ExpertLoads():
@@ -318,14 +318,12 @@ class RunContext:
     def _take_step(self, report: StepFinished) -> None:
         self.state = replace(self.state, step=report.step)
         step_s = report.metrics.get("train/step_time_s", 0.0)
-        self._meter.add(step_s)
         self.grids.add_step(step_s)
         if report.metrics.get("checkpoint/snapshot_step"):
             self._group.snapshot_manager.settle()
         own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self._lease.age_s}
         self._tell(replace(report, metrics={**report.metrics, **own}))
-        source = self._restore.start.source
-        recovered = self.losses.end(self.attempt, step=report.step, source=source)
+        recovered = self.recovery_log.add_step(report.step, seconds=step_s)
         if recovered is not None:
             self.grids.change_s = recovered.recovery_s
             self._tell(recovered)
@@ -356,7 +354,8 @@ class RunContext:
                 whereabouts=self.attempt.whereabouts(),
             )
         )
-        self.losses.begin(failure, self.attempt)
+        attempt = self.attempt
+        self.recovery_log.begin(failure, step=attempt.step, last_sign_s=attempt.last_sign_s)
 
     def _tell(self, event: AttemptEvent) -> None:
         """Tell the sink of the present attempt.
