@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,54 +14,48 @@ from raymega.chaos.command import DrillOptions, drill
 from raymega.chaos.experiment import Verdict, verdict_object
 from raymega.chaos.faults import KINDS, PHASES
 from raymega.chaos.time_accounting import Incident
-from raymega.cli.tables import table
-from raymega.cli.train import Overrides
+from raymega.cli.options import AsJson, JobFile, Overrides
+from raymega.cli.output import print_json, table
 
 HEADERS = (
     "fault", "phase", "rank", "step", "noticed", "recovered", "steps lost", "state from", "grid",
 )  # fmt: skip
+_FAULTS = (
+    "Faults in their order, each at a step (kill-worker@5) or in a phase (hang@restore, "
+    f"kill-node@upload:6). Kinds: {', '.join(KINDS)}. Phases: {', '.join(PHASES)}."
+)
 
 
 def chaos(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job_file: JobFile,
     overrides: Overrides = None,
-    faults: Annotated[
-        str,
-        typer.Option(
-            "--fault",
-            metavar="KIND@WHEN,..",
-            help=f"Faults in their order, each at a step (kill-worker@5) or in a phase "
-            f"(hang@restore, kill-node@upload:6). Kinds: {', '.join(KINDS)}. "
-            f"Phases: {', '.join(PHASES)}.",
-        ),
-    ] = "",
-    mtbf_s: Annotated[
-        float, typer.Option("--mtbf", min=0, help="Faults by chance: mean seconds between them.")
-    ] = 0.0,
-    kinds: Annotated[
-        str, typer.Option(metavar="KIND,..", help="With --mtbf, which faults may come.")
-    ] = "",
-    seconds: Annotated[
-        float, typer.Option(min=0, help="With --mtbf, stop the run after so long; 0 is its end.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Draws times, kinds and victims.")] = 0,
-    nodes: Annotated[int, typer.Option(min=2, help="Nodes of the cluster; the grid has two.")] = 3,
-    hold_s: Annotated[
-        float, typer.Option(min=0, help="How long a service is in trouble, or a node drains.")
-    ] = 3.0,
-    return_s: Annotated[
-        float, typer.Option(min=0, help="How long until a lost node is replaced.")
-    ] = 10.0,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Longest time of each run.")] = 3600.0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of both runs and the report; default: a new one.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    faults: Annotated[str, typer.Option("--fault", metavar="KIND@WHEN,..", help=_FAULTS)] = "",
+    mtbf_s: Annotated[float, typer.Option("--mtbf", min=0)] = 0.0,
+    kinds: Annotated[str, typer.Option(metavar="KIND,..")] = "",
+    seconds: Annotated[float, typer.Option(min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    nodes: Annotated[int, typer.Option(min=2)] = 3,
+    hold_s: Annotated[float, typer.Option(min=0)] = 3.0,
+    return_s: Annotated[float, typer.Option(min=0)] = 10.0,
+    timeout_s: Annotated[float, typer.Option(min=1)] = 3600.0,
+    out: Path | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train a job twice, undisturbed and under real faults, and compare.
 
     A Ray cluster of several nodes is started on this machine for it. Exit codes: 0 every fault was
     recovered from and the losses are the undisturbed run's, 1 they are not, 2 a mistake in the job.
+
+    Options:
+        mtbf_s: Faults by chance: mean seconds between them.
+        kinds: With --mtbf, which faults may come.
+        seconds: With --mtbf, stop the run after so long; 0 is its end.
+        seed: Draws times, kinds and victims.
+        nodes: Nodes of the cluster; the grid has two.
+        hold_s: How long a service is in trouble, or a node drains.
+        return_s: How long until a lost node is replaced.
+        timeout_s: Longest time of each run.
+        out: Folder of both runs and the report; default: a new one.
 
     Example: raymega chaos jobs/verify.yaml --fault kill-worker@5,kill-node@12 --set elastic.snapshot_every=1
     Example: raymega chaos jobs/verify.yaml --mtbf 20 --seed 7 --set run.steps=2000
@@ -75,7 +68,7 @@ def chaos(
     sys.stderr.write(f"seed {seed}\n")
     verdict, folder = drill(job_file, overrides or (), job, options)
     if as_json:
-        print(json.dumps(verdict_object(verdict, seed=seed) | {"folder": str(folder)}))
+        print_json(verdict_object(verdict, seed=seed) | {"folder": folder})
     else:
         _show(verdict, folder)
     if verdict.faults:

@@ -3,11 +3,8 @@ checkpoint_changes'."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict
 from math import inf, isfinite
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,8 +18,9 @@ from raymega.checkpoint.tools.inspection import (
     runs_below,
     verify_checkpoints,
 )
-from raymega.cli.checkpoint_changes import AsJson, Uri, copy_, now, prune
-from raymega.cli.tables import table
+from raymega.cli.checkpoint_changes import copy_, now, prune
+from raymega.cli.options import AsJson, Uri, add_command
+from raymega.cli.output import json_object, print_json, table
 from raymega.messages import SavedBox
 
 checkpoint_app = typer.Typer(
@@ -31,7 +29,6 @@ checkpoint_app = typer.Typer(
 )
 
 
-@checkpoint_app.command("list")
 def list_(uri: Uri, as_json: AsJson = False) -> None:
     """List checkpoints, newest first, and whether their files are all there.
 
@@ -40,20 +37,19 @@ def list_(uri: Uri, as_json: AsJson = False) -> None:
     _show_summaries(uri, list_checkpoints(uri), as_json=as_json)
 
 
-@checkpoint_app.command()
 def show(uri: Uri, as_json: AsJson = False) -> None:
     """Show state, grid and tensors of a checkpoint; of a run, the newest one.
 
     Example: raymega checkpoint show ~/.raymega/runs/verify/checkpoints/step-00000100
     """
     _, manifest = open_checkpoint(uri)
+    tensors = [_tensor_object(name, boxes) for name, boxes in manifest.tensors().items()]
     if as_json:
-        print(json.dumps(_manifest_object(manifest)))
+        print_json(_manifest_object(manifest, tensors))
     else:
-        _show_manifest(manifest)
+        _show_manifest(manifest, tensors)
 
 
-@checkpoint_app.command()
 def verify(uri: Uri, as_json: AsJson = False) -> None:
     """Read every byte and compare checksums; exit 1 when anything is not as it was written.
 
@@ -65,18 +61,10 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@checkpoint_app.command()
 def diff(
     uri: Uri,
-    other: Annotated[str, typer.Argument(metavar="URI2", help="The same, of the second one.")],
-    limit: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Exit 1 when a tensor's relative difference is larger, or when one "
-            "has no counterpart; inf only shows.",
-        ),
-    ] = inf,
+    other: Annotated[str, typer.Argument(metavar="URI2")],
+    limit: Annotated[float, typer.Option(min=0)] = inf,
     as_json: AsJson = False,
 ) -> None:
     """Show how far two checkpoints differ, tensor by tensor, whatever layouts wrote them.
@@ -84,29 +72,36 @@ def diff(
     relative is the largest |a - b| over the tensor's largest magnitude, elementwise the largest
     |a - b| / max(|a|, |b|). Of a run, its newest checkpoint is taken.
 
+    Options:
+        other: The same, of the second one.
+        limit: Exit 1 when a tensor's relative difference is larger, or when one has no counterpart;
+            inf only shows.
+
     Example: raymega checkpoint diff runs/a runs/b/checkpoints/step-00000100
     """
     sides = [open_checkpoint(uri), open_checkpoint(other)]
     found = list(compare(*sides))
     if as_json:
         steps = [side.manifest.step for side in sides]
-        print(json.dumps({"uris": [uri, other], "steps": steps, "tensors": _plain(found)}))
+        print_json({"uris": [uri, other], "steps": steps, "tensors": _plain(found)})
     else:
         _show_differences(sides, found)
     if limit < inf and any(each.note or each.relative > limit for each in found):
         raise typer.Exit(1)
 
 
-checkpoint_app.command()(prune)
-checkpoint_app.command("copy")(copy_)
-checkpoint_app.command()(now)
+add_command(checkpoint_app, list_, "list")
+for _command in (show, verify, diff, prune):
+    add_command(checkpoint_app, _command)
+add_command(checkpoint_app, copy_, "copy")
+add_command(checkpoint_app, now)
 
 
 def _plain(found: list[TensorDifference]) -> list[dict[str, object]]:
     """JSON knows no inf and no nan: null is the difference that has no number."""
     return [
         {name: value if not isinstance(value, float) or isfinite(value) else None
-         for name, value in asdict(each).items()}
+         for name, value in json_object(each).items()}
         for each in found
     ]  # fmt: skip
 
@@ -129,8 +124,8 @@ def _show_differences(sides: list[Checkpoint], found: list[TensorDifference]) ->
 
 def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bool) -> None:
     if as_json:
-        rows = [{**asdict(row), "is_whole": not row.faults} for row in summaries]
-        print(json.dumps({"uri": uri, "checkpoints": rows}))
+        rows = [{**json_object(row), "is_whole": not row.faults} for row in summaries]
+        print_json({"uri": uri, "checkpoints": rows})
         return
     if not summaries:
         print(f"no checkpoints at {uri}")
@@ -139,24 +134,16 @@ def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bo
         return
     headers = ("checkpoint", "step", "attempt", "created", "files", "bytes", "whole")
     lines = [
-        (
-            s.key,
-            s.step,
-            s.attempt,
-            s.created,
-            s.num_files,
-            s.total_bytes,
-            "no" if s.faults else "yes",
-        )
+        (s.key, s.step, s.attempt, s.created, s.num_files, s.total_bytes, "no" if s.faults else "yes")
         for s in summaries
-    ]
+    ]  # fmt: skip
     print(table(headers, lines))
     for summary in summaries:
         for fault in summary.faults:
             print(fault)
 
 
-def _tensor_object(name: str, boxes: list[SavedBox]) -> dict[str, object]:
+def _tensor_object(name: str, boxes: list[SavedBox]) -> dict[str, Any]:
     return {
         "name": name,
         "dtype": boxes[0].dtype,
@@ -166,42 +153,20 @@ def _tensor_object(name: str, boxes: list[SavedBox]) -> dict[str, object]:
     }
 
 
-def _manifest_object(manifest: Manifest) -> dict[str, object]:
-    return {
-        "key": manifest.key,
-        "step": manifest.step,
-        "attempt": manifest.attempt,
-        "created": manifest.created,
-        "state": manifest.state,
-        "grid": manifest.grid,
-        "metrics": manifest.metrics,
-        "job": manifest.job,
-        "total_bytes": manifest.total_bytes,
-        "files": manifest.file_sizes(),
-        "tensors": [_tensor_object(name, boxes) for name, boxes in manifest.tensors().items()],
-    }
+def _manifest_object(manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[str, object]:
+    shown = ("key", "step", "attempt", "created", "state", "grid", "metrics", "job", "total_bytes")
+    head = {name: getattr(manifest, name) for name in shown}
+    return {**head, "files": manifest.file_sizes(), "tensors": tensors}
 
 
-def _show_manifest(manifest: Manifest) -> None:
+def _show_manifest(manifest: Manifest, tensors: list[dict[str, Any]]) -> None:
     print(f"{manifest.key}, written {manifest.created}")
-    parts: dict[str, Mapping[str, object]] = {
-        "state": manifest.state,
-        "grid": manifest.grid,
-        "metrics": manifest.metrics,
-    }
-    for title, values in parts.items():
-        if not values:
-            continue
-        print(f"{title}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
+    for title in ("state", "grid", "metrics"):
+        if values := getattr(manifest, title):
+            print(f"{title}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
     print(f"{manifest.total_bytes:,} bytes of tensors in {len(manifest.file_sizes())} files")
     rows = [
-        (
-            name,
-            boxes[0].dtype,
-            " x ".join(map(str, boxes[0].global_shape)),
-            len(boxes),
-            sum(box.num_bytes for box in boxes),
-        )
-        for name, boxes in sorted(manifest.tensors().items())
-    ]
+        (at["name"], at["dtype"], " x ".join(map(str, at["shape"])), at["num_boxes"], at["num_bytes"])
+        for at in sorted(tensors, key=lambda at: at["name"])
+    ]  # fmt: skip
     print(table(("tensor", "dtype", "shape", "boxes", "bytes"), rows))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -12,6 +10,8 @@ import typer
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.checkpoint.tools.inspection import absence_faults, open_checkpoint
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
+from raymega.cli.options import AsJson, Uri
+from raymega.cli.output import print_json, relay
 from raymega.cli.submit import server_url
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.orchestrate.driver.save_requests import ask_for_save
@@ -19,38 +19,29 @@ from raymega.orchestrate.jobs import client as jobs_client
 from raymega.orchestrate.jobs.find_run import find_run
 from raymega.storage.registry import drop_unfinished, open_store, reading_faults, store_faults
 
-Uri = Annotated[
-    str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-
 
 def prune(
-    uri: Annotated[str, typer.Argument(help="A run's folder, or any folder above runs.")],
-    older_than_h: Annotated[
-        float,
-        typer.Option("--older-than", min=0, help="Hours; more than a write under way can take."),
-    ] = 24.0,
-    keep_last: Annotated[
-        int,
-        typer.Option(min=0, help="Also remove a run's checkpoints beyond so many of the newest, and "
-                     "what dead attempts left; 0 touches none."),
-    ] = 0,
-    keep_every: Annotated[
-        int, typer.Option(min=0, help="With --keep-last: keep steps that this divides, too.")
-    ] = 0,
-    keep_best: Annotated[
-        int, typer.Option(min=0, help="With --keep-last: keep so many of least eval/loss, too.")
-    ] = 0,
-    is_dry: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would go, and change nothing.")
-    ] = False,
+    uri: Annotated[str, typer.Argument()],
+    older_than_h: Annotated[float, typer.Option("--older-than", min=0)] = 24.0,
+    keep_last: Annotated[int, typer.Option(min=0)] = 0,
+    keep_every: Annotated[int, typer.Option(min=0)] = 0,
+    keep_best: Annotated[int, typer.Option(min=0)] = 0,
+    is_dry: Annotated[bool, typer.Option("--dry-run")] = False,
     as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Remove what killed writers left, and with --keep-last a run's older checkpoints.
 
     Unfinished uploads are invisible but cost space; folders have none. The newest whole checkpoint
     and everything newer always stay, so that a run at work is not disturbed.
+
+    Options:
+        uri: A run's folder, or any folder above runs.
+        older_than_h: Hours; more than a write under way can take.
+        keep_last: Also remove a run's checkpoints beyond so many of the newest, and what dead
+            attempts left; 0 touches none.
+        keep_every: With --keep-last: keep steps that this divides, too.
+        keep_best: With --keep-last: keep so many of least eval/loss, too.
+        is_dry: Show what would go, and change nothing.
 
     Example: raymega checkpoint prune s3://team/runs/my-run --keep-last 2 --dry-run
     """
@@ -68,7 +59,7 @@ def prune(
         )
         deleted = pruner.expired() if is_dry else pruner.prune()
     if as_json:
-        print(json.dumps({"uri": uri, "dry_run": is_dry, "aborted": aborted, "deleted": deleted}))
+        print_json({"uri": uri, "dry_run": is_dry, "aborted": aborted, "deleted": deleted})
         return
     would = "would have " if is_dry else ""
     for key in aborted:
@@ -82,13 +73,16 @@ def prune(
 
 def copy_(
     uri: Uri,
-    target: Annotated[str, typer.Argument(metavar="URI2", help="Folder of a run, in any store.")],
+    target: Annotated[str, typer.Argument(metavar="URI2")],
     as_json: AsJson = False,
 ) -> None:
     """Copy a checkpoint to another store, verified; of a run, the newest one.
 
     The manifest comes last, so the copy exists when it is whole. A copy that broke off goes on with
     the same command. A run can be continued from it: it lies where the run's own would.
+
+    Options:
+        target: Folder of a run, in any store.
 
     Example: raymega checkpoint copy runs/my-run s3://team/runs/my-run
     """
@@ -97,11 +91,9 @@ def copy_(
     store = open_store(target)
     done = copy_checkpoint(source, manifest, store)
     if as_json:
-        print(
-            json.dumps(
-                {"uri": f"{store.uri}/{done.key}", "step": manifest.step, "bytes": done.num_bytes,
-                 "files_written": done.num_written, "files_found": done.num_found}
-            )
+        print_json(
+            {"uri": f"{store.uri}/{done.key}", "step": manifest.step, "bytes": done.num_bytes,
+             "files_written": done.num_written, "files_found": done.num_found}
         )  # fmt: skip
         return
     print(
@@ -111,24 +103,20 @@ def copy_(
 
 
 def now(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The run's name, or its folder if it has a '/'.")
-    ],
-    address: Annotated[
-        str,
-        typer.Option(
-            help="Of the run's cluster: auto, HOST:PORT, or its job server http://HOST:8265. A folder "
-            "needs none."
-        ),
-    ] = "auto",
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1, help="Longest wait for the commit, in seconds.")
-    ] = 600.0,
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    address: str = "auto",
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """Let a run at work save its next step, and wait until that checkpoint is committed.
 
     Exit codes: 0 committed, 1 failed, late or the run ended first, 2 no such run is at work.
+
+    Options:
+        run: The run's name, or its folder if it has a '/'.
+        address: Of the run's cluster: auto, HOST:PORT, or its job server http://HOST:8265. A folder
+            needs none.
+        timeout_s: Longest wait for the commit, in seconds.
 
     Example: raymega checkpoint now my-run --address http://127.0.0.1:8265
     """
@@ -140,21 +128,16 @@ def now(
     if answer.error:
         raise CheckpointError(f"the save of step {answer.step} failed: {answer.error}")
     if as_json:
-        print(json.dumps({"step": answer.step, "uri": answer.uri}))
+        print_json({"step": answer.step, "uri": answer.uri})
     else:
         print(f"step {answer.step} is saved: {answer.uri}")
 
 
 def _now_over_there(run: str, address: str, timeout_s: float, *, as_json: bool) -> int:
     """The cluster's nodes see the run's store; this machine need not."""
-
-    def write(text: str) -> None:
-        for line in text.splitlines(keepends=True):
-            is_answer = line.startswith("{") if as_json else line.startswith("step ")
-            print(line, end="", file=sys.stdout if is_answer else sys.stderr, flush=True)
-
     words = ["checkpoint", "now", run, "--address", "auto", "--timeout", str(timeout_s)]
     words += ["--json"] if as_json else []
+    write = relay(lambda line: line.startswith("{" if as_json else "step "))
     client = jobs_client.JobsClient(server_url(address))
     return jobs_client.run_on_cluster(words, run=run, client=client, write=write)
 

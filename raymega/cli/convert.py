@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from raymega.cli.options import AsJson, Uri, add_command
+from raymega.cli.output import json_object, print_json
 from raymega.config.load import parse_job
 from raymega.convert.huggingface.exporter import DTYPES, MAX_FILE_BYTES, hf_export
 from raymega.convert.huggingface.importer import hf_import, model_yaml
@@ -21,24 +23,23 @@ convert_app = typer.Typer(
     help="Bring models in and out.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
     no_args_is_help=True,
 )
+_DIALECTS = ", ".join(DIALECTS)
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
-
-@convert_app.command("hf-import")
 def import_(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder with config.json and safetensors files.")
-    ],
-    out: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix for the checkpoint.")],
-    make_vocab_size_divisible_by: Annotated[
-        int | None, typer.Option(min=1, help="Pad the vocabulary to a multiple of this.")
-    ] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    out: str,
+    make_vocab_size_divisible_by: Annotated[int | None, typer.Option(min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Turn a Hugging Face model (gpt2, llama, qwen2, qwen3) into a checkpoint to start from.
 
     Prints the model section of a job file, and how a job starts from the weights.
+
+    Options:
+        folder: Folder with config.json and safetensors files.
+        out: Folder or s3://bucket/prefix for the checkpoint.
+        make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this.
 
     Example: raymega convert hf-import Llama-3.2-1B/ --out llama-1b
     """
@@ -46,13 +47,8 @@ def import_(
     done = hf_import(
         folder, out, created=created, make_vocab_size_divisible_by=make_vocab_size_divisible_by
     )
-    model = done.model.model_dump(mode="json", exclude_defaults=True)
     if as_json:
-        result = {
-            "output": done.uri, "manifest": done.key, "dtype": done.dtype, "model": model,
-            "num_parameters": done.num_parameters, "carried": done.carried,
-        }  # fmt: skip
-        print(json.dumps(result))
+        print_json(json_object(done, uri="output", key="manifest"))
         return
     print(f"# {done.num_parameters:,} parameters in {done.dtype}, with {', '.join(done.carried)}")
     print("# in a job file:")
@@ -60,61 +56,54 @@ def import_(
     print(f"checkpoint:\n  init_from: {json.dumps(done.uri)}")
 
 
-@convert_app.command("hf-export")
 def export(
-    uri: Annotated[
-        str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
-    ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to make.")],
+    uri: Uri,
+    out: Annotated[str, typer.Option(metavar="DIR")],
     dtype: Annotated[str, typer.Option(help=f"Format: {', '.join(DTYPES)}.")] = "saved",
-    max_file_bytes: Annotated[
-        int, typer.Option(min=1, help="Longest weight file, unless one tensor is longer.")
-    ] = MAX_FILE_BYTES,
+    max_file_bytes: Annotated[int, typer.Option(min=1)] = MAX_FILE_BYTES,
     as_json: AsJson = False,
 ) -> None:
     """Turn a checkpoint, of a run the newest one, into a folder that transformers loads.
+
+    Options:
+        out: Folder to make.
+        max_file_bytes: Longest weight file, unless one tensor is longer.
 
     Example: raymega convert hf-export ~/.raymega/runs/verify --out verify-hf --dtype bfloat16
     """
     done = hf_export(uri, folder_at(out), dtype=dtype, max_file_bytes=max_file_bytes)
     if as_json:
-        result = {
-            "output": str(done.folder), "manifest": done.key, "step": done.step,
-            "dtype": done.dtype, "num_parameters": done.num_parameters, "files": done.files,
-            "notes": done.notes,
-        }  # fmt: skip
-        print(json.dumps(result))
+        print_json(json_object(done, folder="output", key="manifest"))
         return
     print(f"{done.folder}: step {done.step}, {done.num_parameters:,} parameters in {done.dtype}")
     print("\n".join((*done.files, *done.notes)))
 
 
-@convert_app.command("dcp-import")
 def import_dcp(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder that torch.distributed.checkpoint wrote.")
-    ],
-    out: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix for the checkpoint.")],
-    job: Annotated[
-        Path | None, typer.Option(metavar="JOB.yaml", help="Job whose model it must be.")
-    ] = None,
-    names: Annotated[
-        str, typer.Option(help=f"Whose names it has: {', '.join(DIALECTS)}.")
-    ] = "raymega",
-    rename: Annotated[
-        list[str] | None, typer.Option(metavar="OLD=NEW", help="Weights' names; may be repeated.")
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Entries that are left behind.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Completed steps.")] = None,
-    samples: Annotated[int | None, typer.Option(min=0, help="Consumed samples.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=0, help="Consumed tokens.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    out: str,
+    job: Annotated[Path | None, typer.Option(metavar="JOB.yaml")] = None,
+    names: Annotated[str, typer.Option(help=f"Whose names it has: {_DIALECTS}.")] = "raymega",
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None,
+    step: Annotated[int | None, typer.Option(min=0)] = None,
+    samples: Annotated[int | None, typer.Option(min=0)] = None,
+    tokens: Annotated[int | None, typer.Option(min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Turn a torch.distributed.checkpoint folder into a checkpoint, optimizer state included.
 
     Nothing in the folder is run: only names of torch's own metadata are read, others are refused.
+
+    Options:
+        folder: Folder that torch.distributed.checkpoint wrote.
+        out: Folder or s3://bucket/prefix for the checkpoint.
+        job: Job whose model it must be.
+        rename: Weights' names; may be repeated.
+        ignore: Entries that are left behind.
+        step: Completed steps.
+        samples: Consumed samples.
+        tokens: Consumed tokens.
 
     Example: raymega convert dcp-import outputs/step-1000 --names torchtitan --job job.yaml --out runs/mine
     """
@@ -129,11 +118,7 @@ def import_dcp(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     done = dcp_import(folder, out, reading, created=created)
     if as_json:
-        result = {
-            "output": done.uri, "manifest": done.key, "state": done.state, "kinds": done.kinds,
-            "num_parameters": done.num_parameters, "left_out": done.left_out,
-        }  # fmt: skip
-        print(json.dumps(result))
+        print_json(json_object(done, uri="output", key="manifest"))
         return
     print(f"{done.uri}/{done.key}: {done.num_parameters:,} parameters, {', '.join(done.kinds)}")
     print("position: " + ", ".join(f"{name}={value}" for name, value in done.state.items()))
@@ -141,28 +126,28 @@ def import_dcp(
         print(f"left behind: {name}")
 
 
-@convert_app.command("dcp-export")
 def export_dcp(
-    uri: Annotated[
-        str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
-    ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to make.")],
-    names: Annotated[
-        str, typer.Option(help=f"Whose names to give: {', '.join(DIALECTS)}.")
-    ] = "raymega",
+    uri: Uri,
+    out: Annotated[str, typer.Option(metavar="DIR")],
+    names: Annotated[str, typer.Option(help=f"Whose names to give: {_DIALECTS}.")] = "raymega",
     as_json: AsJson = False,
 ) -> None:
     """Turn a checkpoint, of a run the newest one, into a folder for torch.distributed.checkpoint.
+
+    Options:
+        out: Folder to make.
 
     Example: raymega convert dcp-export ~/.raymega/runs/verify --out verify-dcp
     """
     done = dcp_export(uri, folder_at(out), names=names)
     if as_json:
-        result = {
-            "output": str(done.folder), "manifest": done.key, "step": done.step,
-            "num_parameters": done.num_parameters, "files": done.files,
-        }  # fmt: skip
-        print(json.dumps(result))
+        print_json(json_object(done, folder="output", key="manifest"))
         return
     print(f"{done.folder}: step {done.step}, {done.num_parameters:,} parameters")
     print("\n".join(done.files))
+
+
+add_command(convert_app, import_, "hf-import")
+add_command(convert_app, export, "hf-export")
+add_command(convert_app, import_dcp, "dcp-import")
+add_command(convert_app, export_dcp, "dcp-export")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from raymega.cli.options import Address, AsJson, add_command
+from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars
-from raymega.cli.tables import table
 from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
@@ -18,32 +18,29 @@ data_app = typer.Typer(
     no_args_is_help=True,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-
-@data_app.command()
 def prepare(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders, URIs.")],
-    out: Annotated[str, typer.Option(help="Folder that all nodes see, or s3://bucket/prefix.")],
-    tokenizer: Annotated[
-        str, typer.Option(help="bytes, bpe:N (trained on the corpus), or a tokenizers file.")
-    ],
-    valid_fraction: Annotated[
-        float, typer.Option(help="Share of documents held out by path hash; 0 is none.")
-    ] = 0.02,
-    include: Annotated[
-        list[str] | None, typer.Option(help="Read files that match, such as '*.py'; repeatable.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Leave out what matches, such as test/; repeatable.")
-    ] = None,
-    address: Annotated[str, typer.Option(help="Ray cluster: auto, local or HOST:PORT.")] = "auto",
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...")],
+    out: str,
+    tokenizer: str,
+    valid_fraction: float = 0.02,
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+    address: Address = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Turn text into token shards with a Ray Data pipeline.
 
     A text file is a document; a .jsonl file has one a line, a .parquet file one a row (key or
     column `text`). Running the same command again finds the finished dataset.
+
+    Options:
+        inputs: Files, folders, URIs.
+        out: Folder that all nodes see, or s3://bucket/prefix.
+        tokenizer: bytes, bpe:N (trained on the corpus), or a tokenizers file.
+        valid_fraction: Share of documents held out by path hash; 0 is none.
+        include: Read files that match, such as '*.py'; repeatable.
+        exclude: Leave out what matches, such as test/; repeatable.
 
     Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'
     """
@@ -65,21 +62,22 @@ def prepare(
     _show(done.meta, result, packing={}, as_json=as_json)
 
 
-@data_app.command()
 def inspect(
-    uri: Annotated[str, typer.Argument(help="The dataset.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare.")] = False,
-    seq_len: Annotated[
-        int, typer.Option(min=0, help="Pack documents into rows of so many tokens and report it.")
-    ] = 0,
-    packing_window: Annotated[
-        int, typer.Option(min=1, help="Documents that are packed together.")
-    ] = 4096,
+    uri: Annotated[str, typer.Argument()],
+    verify: bool = False,
+    seq_len: Annotated[int, typer.Option(min=0)] = 0,
+    packing_window: Annotated[int, typer.Option(min=1)] = 4096,
     as_json: AsJson = False,
 ) -> None:
     """Show what a dataset holds; with --verify, whether every byte of it is whole.
 
     With --seq-len also how many rows data.packing=best_fit makes of its documents.
+
+    Options:
+        uri: The dataset.
+        verify: Read every byte and compare.
+        seq_len: Pack documents into rows of so many tokens and report it.
+        packing_window: Documents that are packed together.
 
     Example: raymega data inspect corpus-tokens --verify --seq-len 8192
     """
@@ -94,6 +92,10 @@ def inspect(
     _show(meta, {"output": uri, "is_verified": verify}, packing=packing, as_json=as_json)
 
 
+add_command(data_app, prepare)
+add_command(data_app, inspect)
+
+
 def _show(
     meta: DatasetMeta,
     result: dict[str, object],
@@ -104,7 +106,7 @@ def _show(
     description = describe(meta)
     if as_json:
         result |= {"packing": packing} if packing else {}
-        print(json.dumps(result | description))
+        print_json(result | description)
         return
     splits = description.pop("splits")
     headers = ("split", "documents", "text bytes", "tokens", "shards", "bytes per token")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from raymega import api
-from raymega.cli.tables import table
-from raymega.cli.train import Overrides
+from raymega.cli.options import Address, AsJson, Overrides
+from raymega.cli.output import print_json, table
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.orchestrate.diagnostics.checks import CheckFinding, examine
 from raymega.plan.hardware.catalog import CATALOGUE
@@ -24,26 +22,20 @@ MARKS = {"ok": "ok     ", "problem": "PROBLEM", "skipped": "skipped"}
 
 
 def doctor(
-    job_file: Annotated[
-        Path | None, typer.Argument(metavar="[JOB.yaml]", help="Also check what this job needs.")
-    ] = None,
+    job_file: Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]")] = None,
     overrides: Overrides = None,
-    address: Annotated[
-        str, typer.Option(help="auto joins a running cluster, else a local one; local; HOST:PORT.")
-    ] = "auto",
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.yaml",
-            help="Measure kernels and transfers with the job's workers, and write an accelerator for "
-            "`raymega plan --gpu`.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    address: Address = "auto",
+    calibrate: Annotated[Path | None, typer.Option(metavar="FILE.yaml")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check resources, versions, GPUs, clocks; with a job, also its store and its bandwidth.
 
     Exit codes: 0 all is well, 1 there are problems, 2 a mistake in the job.
+
+    Options:
+        job_file: Also check what this job needs.
+        calibrate: Measure kernels and transfers with the job's workers, and write an accelerator for
+            `raymega plan --gpu`.
 
     Example: raymega doctor jobs/verify.yaml --address local
     Example: raymega doctor jobs/verify.yaml --calibrate my-cluster.yaml
@@ -63,8 +55,7 @@ def doctor(
             calibrate.write_text(device, encoding="utf-8")
     num_problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
-        checks = [asdict(finding) for finding in findings]
-        print(json.dumps({"problems": num_problems, "findings": checks}))
+        print_json({"problems": num_problems, "findings": findings})
     else:
         _show_bandwidth(findings)
         print(f"{num_problems} problems" if num_problems else "no problems")

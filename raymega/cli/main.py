@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,12 +16,13 @@ from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
 from raymega.cli.doctor import doctor
 from raymega.cli.node_agent import node_agent
+from raymega.cli.options import add_command
 from raymega.cli.plan.command import plan
 from raymega.cli.schedule import schedule
-from raymega.cli.schema import schema
 from raymega.cli.submit import submit
 from raymega.cli.train import train
 from raymega.cli.verify import verify
+from raymega.config.schema import Job
 from raymega.errors import EXIT_CODES, RaymegaError
 
 app = typer.Typer(
@@ -49,15 +52,17 @@ def main(
     """Megatron-style training on Ray. Every command has --help with an example."""
 
 
-app.command()(train)
-app.command()(submit)
-app.command()(doctor)
-app.command()(plan)
-app.command()(verify)
-app.command()(chaos)
-app.command()(schedule)
-app.command()(schema)
-app.command()(node_agent)
+def schema() -> None:
+    """Print the JSON schema of job files.
+
+    Example: raymega schema > job.schema.json
+    """
+    text = json.dumps(Job.model_json_schema(), indent=2)
+    print(text.replace(str(Path.home()), "~"))  # of whoever reads the job, not of whoever asks
+
+
+for _command in (train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
+    add_command(app, _command)
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from raymega.cli.options import AsJson
+from raymega.cli.output import json_object, print_json, write_drawing
 from raymega.errors import ConfigError, Fault
 from raymega.schedule.checker import CheckResult, check
 from raymega.schedule.order import Sizes
@@ -21,34 +22,28 @@ from raymega.schedule.timeline_svg import draw_svg
 
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(SCHEDULES)}.")],
-    pp: Annotated[int, typer.Option("--pp", help="Ranks of the pipeline.")],
-    micro_batches: Annotated[int, typer.Option("--micro-batches", help="Micro-batches of a step.")],
-    chunks: Annotated[
-        int, typer.Option("--chunks", help="Model chunks per rank; 0 is the schedule's fewest.")
-    ] = 0,
-    microbatch_group_size_per_vp_stage: Annotated[
-        int, typer.Option("--group-size", help="interleaved: micro-batches a group; 0 is pp.")
-    ] = 0,
-    max_in_flight_microbatches: Annotated[
-        int, typer.Option("--max-activations", help="zb_auto: most that a rank holds; 0 is pp.")
-    ] = 0,
-    wgrad_activation_fraction: Annotated[
-        float,
-        typer.Option(
-            "--owed-share",
-            help="zb_auto: how much of its activations a micro-batch keeps for its weight part.",
-        ),
-    ] = 1.0,
-    times: Annotated[
-        str,
-        typer.Option(help="Durations: --times forward=1,backward=2,weight=1,transfer=0,handling=0"),
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    draw: Annotated[
-        Path | None, typer.Option("--draw", metavar="FILE.svg", help="Write the time line here.")
-    ] = None,
+    pp: int,
+    micro_batches: int,
+    chunks: int = 0,
+    microbatch_group_size_per_vp_stage: Annotated[int, typer.Option("--group-size")] = 0,
+    max_in_flight_microbatches: Annotated[int, typer.Option("--max-activations")] = 0,
+    wgrad_activation_fraction: Annotated[float, typer.Option("--owed-share")] = 1.0,
+    times: str = "",
+    as_json: AsJson = False,
+    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg")] = None,
 ) -> None:
     """Show a schedule's bubble, peak activations and time line (forward 1, backward 2 units).
+
+    Options:
+        pp: Ranks of the pipeline.
+        micro_batches: Micro-batches of a step.
+        chunks: Model chunks per rank; 0 is the schedule's fewest.
+        microbatch_group_size_per_vp_stage: interleaved: micro-batches a group; 0 is pp.
+        max_in_flight_microbatches: zb_auto: most that a rank holds; 0 is pp.
+        wgrad_activation_fraction: zb_auto: how much of its activations a micro-batch keeps for its
+            weight part.
+        times: Durations: --times forward=1,backward=2,weight=1,transfer=0,handling=0
+        draw: Write the time line here.
 
     Example: raymega schedule zb_v --pp 4 --micro-batches 8 --draw timeline.svg
     """
@@ -73,9 +68,9 @@ def schedule(
     if draw is not None:
         _write_picture(draw, simulation, title)
     if as_json:
-        numbers = {"schedule": name, **asdict(sizes)}
+        numbers = {"schedule": name, **json_object(sizes)}
         numbers["durations"] = numbers.pop("times")
-        print(json.dumps(numbers | _results(checked, simulation)))
+        print_json(numbers | _results(checked, simulation))
         return
     _show(title, program, checked, simulation)
     if draw is not None:
@@ -147,13 +142,9 @@ def _show(title: str, program: Program, checked: CheckResult, simulation: Simula
 def _write_picture(path: Path, simulation: Simulation, title: str) -> None:
     rows = {f"rank {rank}": events for rank, events in enumerate(simulation.events)}
     picture = draw_svg(rows, title=title, time_unit="forward passes")
-    try:
-        path.write_text(picture, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            Fault(
-                fact=f"--draw {path}: {error.strerror}",
-                rule="it must name a file that can be written",
-                remedy="choose a file in an existing folder of yours",
-            )
-        ) from None
+    write_drawing(
+        path,
+        picture,
+        rule="it must name a file that can be written",
+        remedy="choose a file in an existing folder of yours",
+    )

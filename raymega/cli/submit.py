@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from raymega import api
-from raymega.cli.train import Overrides
+from raymega.cli.options import AsJsonLines, JobFile, Overrides
+from raymega.cli.output import print_json, relay
 from raymega.orchestrate.jobs import client as jobs_client
 from raymega.orchestrate.jobs.client import JobsClient
 from raymega.orchestrate.jobs.submission import Submission
 
 
 def submit(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job_file: JobFile,
     overrides: Overrides = None,
-    address: Annotated[
-        str,
-        typer.Option(help="The head's job server, http://HOST:8265; auto is this machine's."),
-    ] = "auto",
-    working_dir: Annotated[
-        Path, typer.Option(help="Folder that is shipped to the nodes; holds the job file.")
-    ] = Path(),
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Show the driver's output; end with its exit code.")
-    ] = False,
-    stop: Annotated[
-        bool, typer.Option("--stop", help="Ask the run's job to save and stop, and wait for it.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per event.")] = False,
+    address: str = "auto",
+    working_dir: Path = Path(),
+    follow: bool = False,
+    stop: bool = False,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Submit a job to a cluster; the same run name continues the same run, as its next attempt.
 
     Relative paths in the job are resolved here, on your machine. Ctrl-C while following leaves the
     job running. With --follow and --stop the exit code is the driver's, else 0 means submitted.
+
+    Options:
+        address: The head's job server, http://HOST:8265; auto is this machine's.
+        working_dir: Folder that is shipped to the nodes; holds the job file.
+        follow: Show the driver's output; end with its exit code.
+        stop: Ask the run's job to save and stop, and wait for it.
 
     Example: raymega submit jobs/llama-7b-16gpu.yaml --address http://127.0.0.1:8265 --follow
     """
@@ -72,7 +68,7 @@ def _announce(submission: Submission, server: str, *, as_json: bool) -> None:
     name = submission.submission_id
     if as_json:
         event = {"event": "submitted", "submission_id": name, "address": server}
-        print(json.dumps(event | {"entrypoint": submission.entrypoint}), flush=True)
+        print_json(event | {"entrypoint": submission.entrypoint})
         return
     print(f"submitted {name} to {server}: {submission.entrypoint}")
     print(f"  follow: ray job logs --address {server} --follow {name}")
@@ -80,12 +76,8 @@ def _announce(submission: Submission, server: str, *, as_json: bool) -> None:
 
 
 def _follow(client: JobsClient, submission_id: str, *, as_json: bool) -> int:
-    def write(text: str) -> None:
-        for line in text.splitlines(keepends=True):
-            is_event = not as_json or line.startswith("{")
-            print(line, end="", file=sys.stdout if is_event else sys.stderr, flush=True)
-
     try:
+        write = relay(lambda line: not as_json or line.startswith("{"))
         return client.follow(submission_id, write)
     except KeyboardInterrupt:
         print(f"\n{submission_id} goes on without you", file=sys.stderr)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from math import isfinite
-from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
 
 from raymega import api
+from raymega.cli.options import AsJsonLines, JobFile, Overrides
+from raymega.cli.output import print_json, table
 from raymega.cli.progress import OnProgress, phase_bars
-from raymega.cli.tables import table
 from raymega.verify.compare import Deviation
 from raymega.verify.layout import DEGREES, OPTIONS
 from raymega.verify.run import Options, Outcome, Report, Watcher
@@ -25,27 +25,29 @@ HEADERS = (
 
 
 def verify(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field: --set model.num_layers=2")
-    ] = None,
-    layouts: Annotated[int, typer.Option(min=1, max=10_000, help="Layouts to draw.")] = 8,
-    max_ranks: Annotated[int, typer.Option(min=2, help="Processes of the largest layout.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed draws other layouts.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps on each layout.")] = 3,
-    max_params: Annotated[
-        int, typer.Option(min=1, help="Shrink the model to so many parameters.")
-    ] = 2_000_000,
-    timeout_s: Annotated[
-        float, typer.Option(min=1, max=86400, help="Longest time of one layout.")
-    ] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    job_file: JobFile,
+    overrides: Overrides = None,
+    layouts: Annotated[int, typer.Option(min=1, max=10_000)] = 8,
+    max_ranks: Annotated[int, typer.Option(min=2)] = 8,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    steps: Annotated[int, typer.Option(min=1)] = 3,
+    max_params: Annotated[int, typer.Option(min=1)] = 2_000_000,
+    timeout_s: Annotated[float, typer.Option(min=1, max=86400)] = 120.0,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Prove that this job trains the same run on any layout as on one rank.
 
     Trains it in float64 over CPU processes on layouts drawn at random, and compares loss, gradient
     norm and every parameter after every step with the run on one rank. A deviation above 1e-9 is
     exit 1, with the smallest layout that shows it. A large job is shrunk, its features kept.
+
+    Options:
+        layouts: Layouts to draw.
+        max_ranks: Processes of the largest layout.
+        seed: Another seed draws other layouts.
+        steps: Optimizer steps on each layout.
+        max_params: Shrink the model to so many parameters.
+        timeout_s: Longest time of one layout.
 
     Example: raymega verify jobs/verify.yaml --layouts 16 --seed 7
     """
@@ -63,7 +65,7 @@ def verify(
         watcher = _Screen(on_progress, out, as_json=as_json)
         report = api.verify(job, options=options, watcher=watcher)
     if as_json:
-        print(json.dumps(_verdict_object(report)))
+        print_json(_verdict_object(report))
     else:
         _show_report(report)
     if not report.is_same:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,8 @@ from typing import Annotated
 import typer
 
 from raymega import api
+from raymega.cli.options import Overrides
+from raymega.cli.output import print_json
 from raymega.cli.plan import predictions
 from raymega.cli.plan.measured import show_calibration
 from raymega.cli.plan.text import show_plan
@@ -36,57 +37,34 @@ _TWO_SUBJECTS = Fault(
     rule="it plans a job, or compares runs with predictions",
     remedy="give one of them",
 )
+_GPU = f"Predict time and memory on {', '.join(CATALOGUE)}, or a YAML file's."
 
 
 def plan(
-    job_file: Annotated[
-        Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field: --set parallel.tp=2")
-    ] = None,
-    grid: Annotated[str, typer.Option(help="Degrees to plan with: --grid tp=2,pp=2")] = "",
-    gpu: Annotated[
-        str,
-        typer.Option(help=f"Predict time and memory on {', '.join(CATALOGUE)}, or a YAML file's."),
-    ] = "",
-    gpus: Annotated[
-        int,
-        typer.Option(
-            min=0, help="With --top: search layouts on so many GPUs; 0 is as the job has ranks."
-        ),
-    ] = 0,
-    top: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Show the K fastest layouts that fit; on h100 or cpu without --gpu."
-        ),
-    ] = 0,
-    straggler: Annotated[
-        float,
-        typer.Option(min=1.0, help="Predict with one device that takes so many times as long."),
-    ] = 1.0,
-    draw: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.html", help="Draw memory and time line; on h100 or cpu without --gpu."
-        ),
-    ] = None,
-    runs: Annotated[
-        Path | None, typer.Option(help="A table of published runs to compare with, no job.")
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="The folder of a run that took steps: how wrong was it, and what fits?",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object; with --runs one a line.")
-    ] = False,
+    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.yaml")] = None,
+    overrides: Overrides = None,
+    grid: str = "",
+    gpu: Annotated[str, typer.Option(help=_GPU)] = "",
+    gpus: Annotated[int, typer.Option(min=0)] = 0,
+    top: Annotated[int, typer.Option(min=0)] = 0,
+    straggler: Annotated[float, typer.Option(min=1.0)] = 1.0,
+    draw: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None,
+    runs: Path | None = None,
+    calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Show grid, stages, batch, schedule, parameters, bytes of state and activations of a job.
+
+    Options:
+        job_file: The job file.
+        grid: Degrees to plan with: --grid tp=2,pp=2
+        gpus: With --top: search layouts on so many GPUs; 0 is as the job has ranks.
+        top: Show the K fastest layouts that fit; on h100 or cpu without --gpu.
+        straggler: Predict with one device that takes so many times as long.
+        draw: Draw memory and time line; on h100 or cpu without --gpu.
+        runs: A table of published runs to compare with, no job.
+        calibrate: The folder of a run that took steps: how wrong was it, and what fits?
+        as_json: One JSON object; with --runs one a line.
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
     Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --top 5
@@ -149,6 +127,6 @@ def _show_best(
             for found in result.best
         ]
         missed = predictions.prediction_object(result.missed, device) if result.missed else None
-        print(json.dumps({"best": best, "missed": missed, "refused": dict(result.refused)}))
+        print_json({"best": best, "missed": missed, "refused": result.refused})
         return
     predictions.show_search(result, device, plan.job)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from raymega.cli.tables import table
+from raymega.cli.output import print_json, table
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.hardware.catalog_file import find_accelerator
 from raymega.planner.calibration.fit import OF_A_STEP, accelerator_yaml
@@ -30,7 +29,7 @@ def show_calibration(run: Path, gpu: str, *, as_json: bool) -> None:
     done = calibrate_on(layouts, find_accelerator(name))
     text = _yaml(done, job.run.name)
     if as_json:
-        print(json.dumps(_object(done, text)))
+        print_json(_object(done, text))
         return
     rows = [
         (
@@ -81,8 +80,8 @@ def _object(done: Calibration, text: str) -> dict[str, object]:
             }
             for layout, before, after in _predicted(done)
         ],
-        "before": asdict(done.before.fitted),
-        "after": asdict(done.after.fitted),
+        "before": done.before.fitted,
+        "after": done.after.fitted,
         "accelerator": text,
     }
 

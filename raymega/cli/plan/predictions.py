@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from raymega.cli.tables import table
+from raymega.cli.output import print_json, table, write_drawing
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import Accelerator, accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
@@ -23,6 +21,9 @@ from raymega.planner.search.search import RankedLayout, SearchResult
 from raymega.planner.search.selection import Choice, seconds
 
 GIB = 2**30
+RUN_HEADERS = (
+    "source", "model", "GPUs", "published s", "predicted s", "error", "GiB", "as predicted",
+)  # fmt: skip
 
 
 def prediction(plan: RunPlan, device: Accelerator) -> RankedLayout:
@@ -32,11 +33,10 @@ def prediction(plan: RunPlan, device: Accelerator) -> RankedLayout:
 
 def prediction_object(found: RankedLayout, device: Accelerator) -> dict[str, object]:
     """For ``--json``."""
-    job, grid = found.plan.job, found.plan.grid
-    tflops = _tflops(found)
+    job = found.plan.job
     return {
         "gpu": device.name,
-        "grid": {axis: grid.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")},
+        "grid": found.plan.grid.degrees(),
         "schedule": job.schedule.name,
         "chunks": found.plan.placement.chunks,
         "micro_batch_size": job.schedule.micro_batch_size,
@@ -46,7 +46,7 @@ def prediction_object(found: RankedLayout, device: Accelerator) -> dict[str, obj
         "step_time_s": found.time.total_s,
         **asdict(found.time),
         "tokens_per_s_per_gpu": found.tokens_per_s,
-        "model_tflops_per_gpu": tflops,
+        "model_tflops_per_gpu": _tflops(found),
         "mfu": _mfu(found, device),
         "memory": {**asdict(found.memory), "total_bytes": found.memory.total_bytes},
         "fits": found.memory.total_bytes <= device.memory_bytes,
@@ -86,16 +86,12 @@ def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
-    try:
-        path.write_text(draw_plan(prediction(plan, device), device), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            Fault(
-                fact=f"--draw {path}: {error.strerror}",
-                rule="it is a file that can be written, in a folder that is there",
-                remedy="use for example plan.html",
-            )
-        ) from error
+    write_drawing(
+        path,
+        draw_plan(prediction(plan, device), device),
+        rule="it is a file that can be written, in a folder that is there",
+        remedy="use for example plan.html",
+    )
 
 
 def show_choice(choice: Choice | None) -> None:
@@ -160,21 +156,11 @@ def show_runs(path: Path, *, as_json: bool) -> None:
     for run in read_runs(path):
         found = None if run.skipped else compare(run, accelerator(run.gpu))
         if as_json:
-            print(json.dumps(_run_object(run, found)))
+            print_json(_run_object(run, found))
         else:
             rows.append(_run_row(run, found))
     if rows:
-        headers = (
-            "source",
-            "model",
-            "GPUs",
-            "published s",
-            "predicted s",
-            "error",
-            "GiB",
-            "as predicted",
-        )
-        print(table(headers, rows))
+        print(table(RUN_HEADERS, rows))
 
 
 def _run_object(run: PublishedRun, found: PublishedComparison | None) -> dict[str, object]:

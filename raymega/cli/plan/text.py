@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
+from raymega import api
+from raymega.cli.output import print_json, table
 from raymega.cli.plan import predictions
-from raymega.cli.plan.fallback import fallback_objects, show_fallbacks
-from raymega.cli.plan.packed import packing_object, show_packing
-from raymega.cli.tables import table
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.lookup import ROUND_H100
 from raymega.plan.memory.activation_bytes import activation_shape, peak_bytes, stage_activations
 from raymega.plan.memory.state_bytes import StateSize, count_parameters, rank_state
+from raymega.plan.packing.step_estimate import MOST_RANKS, PackedStep
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import save_cost, shares_snapshot
 from raymega.plan.snapshot_replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.stages import Stage
 from raymega.planner.cost.context_cost import context_costs
+from raymega.planner.search.fallback import Fallback, fallbacks
 from raymega.schedule.simulate import Durations, simulate
 from raymega.schedule.stage_placement import Program
 from raymega.schedule.table import make_schedule
 from raymega.schedule.text import timetable
 
 MAX_ROWS = 32
+MOST_FALLBACKS = 4
 PARTS = {
     "weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment",
     "gathered": "passing",
@@ -35,20 +36,20 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     """Print a plan for people, or as one JSON object; with ``device`` what to expect on such."""
     found = predictions.prediction(plan, device) if device else None
     if as_json:
-        shown = {**_plan_object(plan), **packing_object(plan)}
-        shown["fallbacks"] = fallback_objects(plan, device)
+        shown = {**_plan_object(plan), **_packing_object(plan)}
+        shown["fallbacks"] = _fallback_objects(plan, device)
         if found and device:
             shown["prediction"] = predictions.prediction_object(found, device)
-        print(json.dumps(shown))
+        print_json(shown)
         return
     _show_summary(plan)
     _show_stages(plan)
     _show_ranks(plan)
     _show_context(plan)
-    show_packing(plan)
+    _show_packing(plan)
     _show_saves(plan)
     _show_snapshots(plan)
-    show_fallbacks(plan, device)
+    _show_fallbacks(plan, device)
     _show_schedule(plan)
     if found and device:
         predictions.show_prediction(found, device)
@@ -95,16 +96,16 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
     has_snapshots = job.elastic.snapshot_every > 0
     return {
         "run": job.run.name,
-        "grid": {axis: grid.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")},
+        "grid": grid.degrees(),
         "world_size": grid.world_size,
         "num_parameters": count_parameters(job.model),
-        "batch": asdict(plan.batch),
+        "batch": plan.batch,
         "batch_phases": [_phase_object(plan, phase) for phase in phases(plan.ramp, plan.batch)],
-        "stages": [asdict(stage) for stage in plan.stages],
+        "stages": plan.stages,
         "schedule": job.schedule.name,
         "bubble": _bubble(plan, plan.batch),
         "snapshot_every": job.elastic.snapshot_every,
-        "context_parallel": [asdict(cost) for cost in context_costs(job)],
+        "context_parallel": context_costs(job),
         "ranks": [
             {
                 "rank": rank,
@@ -112,8 +113,8 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
                 **asdict(size),
                 "total": size.total_bytes,
                 "activation_bytes": activations[grid.coords(rank).pp],
-                "save": asdict(save_cost(plan, rank)),
-                **({"snapshot": asdict(snapshot_cost(plan, rank))} if has_snapshots else {}),
+                "save": save_cost(plan, rank),
+                **({"snapshot": snapshot_cost(plan, rank)} if has_snapshots else {}),
             }
             for rank, size in enumerate(_sizes(plan, grid.world_size))
         ],
@@ -279,6 +280,97 @@ def _readable(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes / 1024:.1f} KiB"
+
+
+def _packing_object(plan: RunPlan) -> dict[str, object]:
+    """Nothing when nothing is packed."""
+    if plan.job.data.packing == "none":
+        return {}
+    step, why = api.look_at_packing(plan)
+    return {"packing": step or {"unknown": why}}
+
+
+def _show_packing(plan: RunPlan) -> None:
+    """What packed documents cost, static and dynamic; nothing when nothing is packed."""
+    if plan.job.data.packing == "none":
+        return
+    step, why = api.look_at_packing(plan)
+    seq_len, cp = plan.job.data.seq_len, plan.job.parallel.cp
+    print(
+        f"\npacked documents: a micro-batch has {seq_len // cp * plan.batch.micro_batch_size:,} tokens a "
+        "rank at most, so activations are those above"
+    )
+    if step is None:
+        print(f"documents are not known here ({why}): a row is one document at the worst, as above")
+        return
+    print(
+        f"the first step's {plan.batch.global_batch_size} rows hold {step.num_documents:,} documents, "
+        f"{step.efficiency:.1%} of their tokens; attention sees {step.attention_share:.1%} of the pairs "
+        "that rows without documents have"
+    )
+    print(
+        f"static cp {cp}: {_h100_ms(step.static_s)} on the fullest stage, the busiest rank has "
+        f"{step.static_imbalance:.2f} times the mean work"
+    )
+    if plan.job.parallel.dynamic_cp:
+        _show_dynamic(step)
+
+
+def _show_dynamic(step: PackedStep) -> None:
+    found = step.dynamic
+    if found is None:
+        print(f"dynamic cp: not tried here for more than {MOST_RANKS} ranks of dp * cp")
+        return
+    print(
+        f"dynamic cp: {_h100_ms(found.seconds)} ({step.static_s / found.seconds:.2f} times as fast), "
+        f"the busiest rank {found.imbalance:.2f} times the mean; {found.num_micro_batches} micro-batches, "
+        f"a token's pack on {found.mean_ranks:.2f} ranks on average and {found.most_ranks} at the most"
+    )
+
+
+def _h100_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms of an H100"
+
+
+def _fallback_objects(plan: RunPlan, device: Accelerator | None) -> list[dict[str, object]]:
+    """From the highest number of workers."""
+    return [
+        {
+            "most_workers": each.most,
+            "least_workers": each.least,
+            "grid": each.plan.grid.degrees(),
+            "num_micro_batches": each.plan.batch.num_micro_batches,
+        }
+        for each in _fallbacks(plan, device)
+    ]
+
+
+def _show_fallbacks(plan: RunPlan, device: Accelerator | None) -> None:
+    """A row for each grid; nothing for a single worker."""
+    section, world_size = plan.job.elastic, plan.grid.world_size
+    if world_size == 1:
+        return
+    if section.min_workers == "grid":
+        print("\nwhen workers are lost: wait for the whole grid (elastic.min_workers=grid)")
+        return
+    print(
+        f"\nwhen workers are lost and not replaced within {section.replan_after_s:g} s, the run goes on "
+        "with the same batch"
+    )
+    rows = [_fallback_row(each) for each in _fallbacks(plan, device)]
+    print(table(("workers left", "grid", "uses", "micro-batches"), rows) if rows else "on no grid")
+
+
+def _fallbacks(plan: RunPlan, device: Accelerator | None) -> list[Fallback]:
+    if plan.job.elastic.min_workers == "grid":
+        return []
+    return fallbacks(plan.job, device=device, limit=MOST_FALLBACKS)
+
+
+def _fallback_row(each: Fallback) -> tuple[object, ...]:
+    left = f"{each.most:,}" if each.most == each.least else f"{each.most:,} to {each.least:,}"
+    grid = each.plan.grid
+    return left, grid.describe(), grid.world_size, each.plan.batch.num_micro_batches
 
 
 def _show_schedule(plan: RunPlan) -> None:

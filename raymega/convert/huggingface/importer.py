@@ -44,16 +44,16 @@ class HfImport:
     Attributes:
         uri: The store.
         key: The manifest.
-        model: The job file's model section.
         dtype: Format of the weights.
+        model: The job file's model section.
         num_parameters: Elements, padded rows left out.
         carried: Names of the files that went along.
     """
 
     uri: str
     key: str
-    model: ModelSection
     dtype: str
+    model: ModelSection
     num_parameters: int
     carried: tuple[str, ...]
 

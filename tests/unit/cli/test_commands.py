@@ -1,6 +1,7 @@
 """Commands as a user types them: help with an example, JSON on one line, mistakes exit 2."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from raymega.cli.main import app
-from raymega.cli.tables import table
+from raymega.cli.output import table
 from raymega.errors import EXIT_CODES
 from raymega.planner.calibration.published_runs import COLUMNS
 from tests.support.command import raymega
@@ -35,6 +36,16 @@ def _run(*words: str) -> str:
 @pytest.mark.parametrize("command", list(_commands(get_command(app))), ids=" ".join)
 def test_every_command_has_help_with_an_example(command):
     assert "Example: raymega" in " ".join(_run(*command, "--help").split())
+
+
+@pytest.mark.parametrize("words", list(_commands(get_command(app))), ids=" ".join)
+def test_every_option_says_what_it_is_for(words):
+    command = get_command(app)
+    for word in words:
+        command = command.commands[word]
+    silent = [each.name for each in command.params if not each.help]
+    assert not silent, "the docstring's Options lack them"
+    assert not re.search(r"^Options:", command.help, re.MULTILINE)
 
 
 def test_help_lists_every_exit_code():

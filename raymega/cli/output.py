@@ -1,0 +1,85 @@
+"""What commands print: a JSON value for programs; for people tables, which are never cut, so that
+they can be copied and piped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from raymega.errors import ConfigError, Fault
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` as one line; what JSON does not know becomes what :func:`_plain` says."""
+    print(json.dumps(value, default=_plain), flush=True)
+
+
+def json_object(value: Any, **names: str) -> dict[str, Any]:
+    """A dataclass by its fields, in their order; ``names`` are those that JSON calls otherwise."""
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {names.get(name, name): content for name, content in found.items()}
+
+
+def _plain(value: object) -> object:
+    """A dataclass by its fields, a section of a job by what is not its default, a path as a text."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    if is_dataclass(value):
+        return json_object(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def relay(is_answer: Callable[[str], bool]) -> Callable[[str], None]:
+    """What writes the output of a process elsewhere: answers to stdout, other lines to stderr."""
+
+    def write(text: str) -> None:
+        for line in text.splitlines(keepends=True):
+            print(line, end="", file=sys.stdout if is_answer(line) else sys.stderr, flush=True)
+
+    return write
+
+
+def write_drawing(path: Path, drawing: str, *, rule: str, remedy: str) -> None:
+    """Write what ``--draw`` asks for.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        path.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        fact = f"--draw {path}: {error.strerror}"
+        raise ConfigError(Fault(fact=fact, rule=rule, remedy=remedy)) from error
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lines of columns two spaces apart; whole numbers get thousands and stand to the right."""
+    cells = [list(headers), *([_text(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    is_number = [
+        bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(headers))
+    ]
+    lines = []
+    for row in cells:
+        aligned = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        )
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _is_number(cell: object) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool)
+
+
+def _text(cell: object) -> str:
+    return f"{cell:,}" if _is_number(cell) else str(cell)
