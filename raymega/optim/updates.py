@@ -88,7 +88,7 @@ def apply_sgd(group: UpdateGroup, section: OptimizerSection) -> None:
     """
     (momenta,) = group.states
     sgd(
-        group.masters, group.gradients, momenta, fused=True, grad_scale=group.divisor,
+        group.masters, group.gradients, [*momenta], fused=True, grad_scale=group.divisor,
         weight_decay=group.weight_decay, momentum=section.momentum, lr=group.lr, dampening=0.0,
         nesterov=False, maximize=False,
     )  # fmt: skip

@@ -77,7 +77,10 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tens
     if group.size > 1:
         rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     return rows, _start(
-        "reduce_scatter", tensor, group, lambda handle: handle._reduce_scatter_base(rows, tensor)
+        "reduce_scatter",
+        tensor,
+        group,
+        lambda handle: handle._reduce_scatter_base(rows, tensor, c10d.ReduceScatterOptions()),
     )
 
 
@@ -97,11 +100,12 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
     _check("reduce_scatter", tensor, group, divisor=group.size)
     if tensor.device.type == "cpu":
         return start_all_reduce(tensor, group)
+    own = _own_part(tensor, group)
     return _start(
         "reduce_scatter",
         tensor,
         group,
-        lambda handle: handle._reduce_scatter_base(_own_part(tensor, group), tensor),
+        lambda handle: handle._reduce_scatter_base(own, tensor, c10d.ReduceScatterOptions()),
     )
 
 
