@@ -11,7 +11,7 @@ from raymega.config.schema import ModelSection, OptimizerSection
 from raymega.optim.bucket_state import BucketState, Member
 from raymega.optim.muon import begin_muon, end_muon, orthogonalise
 from raymega.optim.param_groups import Rates, rates_of
-from raymega.optim.updates import UPDATES, ParamState
+from raymega.optim.updates import UPDATES, ParamState, make_update_group
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.core.buckets import BucketTable
@@ -55,13 +55,11 @@ class UpdateChunk:
         opened = {key: [m.open() for m in members] for key, members in self._groups.items()}
         for (name, rates), param_states in opened.items():
             if name in UPDATES:
-                UPDATES[name](
-                    param_states,
-                    self._section,
-                    lr=lr * rates.lr_scale,
-                    weight_decay=rates.weight_decay,
+                group = make_update_group(
+                    param_states, lr=lr * rates.lr_scale, weight_decay=rates.weight_decay,
                     divisor=divisor,
-                )
+                )  # fmt: skip
+                UPDATES[name](group, self._section)
         directions = self._directions(opened, divisor)
         self._close(opened)
         if self._matrices is not None:

@@ -6,9 +6,8 @@ this is the half before a matrix is put together; muon has the other one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.optim.adamw import adamw
@@ -37,102 +36,77 @@ class ParamState:
     num_steps: torch.Tensor
 
 
-class Apply(Protocol):
-    """Moves the masters of ``param_states`` in place."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateGroup:
+    """All elements that have one rate and decay, as torch's functions take them: a tensor a slot.
 
-    def __call__(
-        self,
-        param_states: Sequence[ParamState],
-        section: OptimizerSection,
-        *,
-        lr: float,
-        weight_decay: float,
-        divisor: torch.Tensor | None = None,
-    ) -> None:
-        """Called once a step for all slots that have this rate and decay.
+    Attributes:
+        masters: Moved in place.
+        gradients: Divided by ``divisor`` in place, in the same pass.
+        states: By kind of the update's.
+        num_steps: Updates made before this one.
+        lr: Learning rate.
+        weight_decay: Of the masters.
+        divisor: A float32 scalar, or None.
+    """
 
-        Gradients are divided by ``divisor``, a float32 scalar, in place and in the same pass.
-        """
+    masters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    states: list[list[torch.Tensor]]
+    num_steps: list[torch.Tensor]
+    lr: float
+    weight_decay: float
+    divisor: torch.Tensor | None
 
 
-def apply_adamw(
-    param_states: Sequence[ParamState],
-    section: OptimizerSection,
-    *,
-    lr: float,
-    weight_decay: float,
-    divisor: torch.Tensor | None = None,
-) -> None:
+def make_update_group(
+    slots: Sequence[ParamState], *, lr: float, weight_decay: float, divisor: torch.Tensor | None
+) -> UpdateGroup:
+    """The group of ``slots``, which have as many kinds of state each."""
+    return UpdateGroup(
+        masters=[slot.master for slot in slots], gradients=[slot.gradient for slot in slots],
+        states=[list(kind) for kind in zip(*(slot.state for slot in slots), strict=True)],
+        num_steps=[slot.num_steps for slot in slots], lr=lr, weight_decay=weight_decay, divisor=divisor,
+    )  # fmt: skip
+
+
+def apply_adamw(group: UpdateGroup, section: OptimizerSection) -> None:
     """Loshchilov and Hutter's decoupled weight decay, by torch's fused function."""
+    moments, squares = group.states
     # The function, not torch.optim.AdamW: making one imports torch._dynamo, which takes 2 s.
     adamw(
-        [param_state.master for param_state in param_states],
-        [param_state.gradient for param_state in param_states],
-        [param_state.state[0] for param_state in param_states],
-        [param_state.state[1] for param_state in param_states],
-        [],
-        [param_state.num_steps for param_state in param_states],
-        fused=True,
-        grad_scale=divisor,
-        amsgrad=False,
-        beta1=section.beta1,
-        beta2=section.beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=section.eps,
-        maximize=False,
-    )
+        group.masters, group.gradients, moments, squares, [], group.num_steps,
+        fused=True, grad_scale=group.divisor, amsgrad=False, beta1=section.beta1, beta2=section.beta2,
+        lr=group.lr, weight_decay=group.weight_decay, eps=section.eps, maximize=False,
+    )  # fmt: skip
 
 
-def apply_sgd(
-    param_states: Sequence[ParamState],
-    section: OptimizerSection,
-    *,
-    lr: float,
-    weight_decay: float,
-    divisor: torch.Tensor | None = None,
-) -> None:
+def apply_sgd(group: UpdateGroup, section: OptimizerSection) -> None:
     """Momentum and, unlike AdamW, the decay as part of the gradient, by torch's fused function.
 
     A buffer of zeros before the first update makes it the first gradient, as in torch.optim.SGD.
     """
+    (momenta,) = group.states
     sgd(
-        [param_state.master for param_state in param_states],
-        [param_state.gradient for param_state in param_states],
-        [param_state.state[0] for param_state in param_states],
-        fused=True,
-        grad_scale=divisor,
-        weight_decay=weight_decay,
-        momentum=section.momentum,
-        lr=lr,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-    )
+        group.masters, group.gradients, [*momenta], fused=True, grad_scale=group.divisor,
+        weight_decay=group.weight_decay, momentum=section.momentum, lr=group.lr, dampening=0.0,
+        nesterov=False, maximize=False,
+    )  # fmt: skip
 
 
-def apply_lion(
-    param_states: Sequence[ParamState],
-    section: OptimizerSection,
-    *,
-    lr: float,
-    weight_decay: float,
-    divisor: torch.Tensor | None = None,
-) -> None:
+def apply_lion(group: UpdateGroup, section: OptimizerSection) -> None:
     """Chen et al. 2023, program 1: the sign of a moment that is older than the one that is kept."""
-    masters, gradients = (
-        [param_state.master for param_state in param_states],
-        [param_state.gradient for param_state in param_states],
-    )
-    moments = [param_state.state[0] for param_state in param_states]
-    if divisor is not None:
-        torch._foreach_div_(gradients, divisor)
+    masters, gradients, (moments,) = group.masters, group.gradients, group.states
+    if group.divisor is not None:
+        torch._foreach_div_(gradients, group.divisor)
     directions = torch._foreach_lerp(moments, gradients, 1 - section.beta1)
     torch._foreach_sign_(directions)
-    torch._foreach_mul_(masters, 1 - lr * weight_decay)
-    torch._foreach_add_(masters, directions, alpha=-lr)
+    torch._foreach_mul_(masters, 1 - group.lr * group.weight_decay)
+    torch._foreach_add_(masters, directions, alpha=-group.lr)
     torch._foreach_lerp_(moments, gradients, 1 - section.beta2)
 
 
-UPDATES: dict[str, Apply] = {"adamw": apply_adamw, "sgd": apply_sgd, "lion": apply_lion}
+UPDATES: dict[str, Callable[[UpdateGroup, OptimizerSection], None]] = {
+    "adamw": apply_adamw, "sgd": apply_sgd, "lion": apply_lion,
+}  # fmt: skip
 """Of all elements by themselves; Muon's, which goes by whole matrices, is optim.muon's."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta
 from itertools import chain, islice
 from threading import Lock
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -22,7 +23,6 @@ from botocore.session import Session
 
 from raymega.errors import Fault, RaymegaError, StorageError
 from raymega.storage.keys import check_key, is_key
-from raymega.storage.s3_encryption import SETTINGS, encrypt_writes, encryption_of
 from raymega.storage.s3_errors import (
     ABSENT_CODES,
     TAKEN_CODES,
@@ -47,6 +47,11 @@ PROBE_PREFIX = ".raymega-probe-"  # no legal key, so that no reader takes it for
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, MAX_RETRIES = 5.0, 60.0, 8
 PROBE_CONNECT_TIMEOUT_S, PROBE_READ_TIMEOUT_S, PROBE_MAX_RETRIES = 2.0, 4.0, 1
+KIND_VARIABLE, KEY_VARIABLE = "RAYMEGA_S3_ENCRYPTION", "RAYMEGA_S3_KMS_KEY_ID"
+KINDS = ("AES256", "aws:kms", "aws:kms:dsse")
+SETTINGS = {name.lower(): (name.lower(), name, "", None) for name in (KIND_VARIABLE, KEY_VARIABLE)}
+"""For the client's own search: name in a profile, name in the environment, default, conversion."""
+WRITES = ("PutObject", "CreateMultipartUpload")
 
 
 def open_s3(uri: str) -> S3Store:
@@ -258,12 +263,45 @@ def _connect(bucket: str, config: Config) -> Client:
     try:
         session = Session(session_vars=SETTINGS)
         client = boto3.session.Session(botocore_session=session).client("s3", config=config)
-        encrypt_writes(client, encryption_of(session))
+        _encrypt_writes(client, _encryption_of(session))
     except (BotoCoreError, ValueError) as error:
         raise StorageError(fault_of(error, "open", "", nowhere)) from error
     if urlsplit(client.meta.endpoint_url).username is not None:
         raise StorageError(_named_endpoint(_place(client, bucket)))
     return client
+
+
+def _encryption_of(session: Session) -> dict[str, str]:
+    """Request arguments of every write, by environment or profile; none when nothing is set.
+
+    Raises:
+        StorageError: The settings do not fit together.
+    """
+    kind, key = (session.get_config_variable(name) for name in SETTINGS)
+    if not kind and not key:
+        return {}
+    if kind not in KINDS or (key and kind == "AES256"):
+        raise StorageError(_odd(kind, has_key=bool(key)))
+    return {"ServerSideEncryption": kind} | ({"SSEKMSKeyId": key} if key else {})
+
+
+def _encrypt_writes(client: Client, arguments: dict[str, str]) -> None:
+    """From now on every write of ``client`` carries ``arguments``."""
+
+    def add(params: dict[str, Any], **_: object) -> dict[str, Any]:
+        return params | arguments
+
+    for operation in WRITES if arguments else ():
+        client.meta.events.register(f"provide-client-params.s3.{operation}", add)
+
+
+def _odd(kind: str, *, has_key: bool) -> Fault:
+    key = f" with {KEY_VARIABLE}" if has_key else ""
+    return Fault(
+        fact=f"{KIND_VARIABLE}={kind!r}{key}",
+        rule=f"it is one of {', '.join(KINDS)}, and only the kms ones take a key",
+        remedy=f"set {KIND_VARIABLE}=aws:kms for a key of your own, AES256 for the service's",
+    )
 
 
 def _place(client: Client, bucket: str) -> S3Location:

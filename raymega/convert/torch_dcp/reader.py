@@ -5,16 +5,15 @@ Reading holds one block in memory. Entries that are no tensors are named and nev
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 
 from raymega.convert.number_formats import Array, storage_type
+from raymega.convert.torch_dcp.file_part import FilePart
 from raymega.convert.torch_dcp.pickle_reader import (
     Bytes,
     Index,
@@ -60,7 +59,7 @@ class DcpBlock:
         source = f"{str(self.file)!r} at byte {self.start}"
         try:
             with self.file.open("rb") as stream:
-                window = _Window(stream, self.start, self.num_bytes)
+                window = FilePart(stream, self.start, self.num_bytes)
                 return self._values(ZipFile(window), source)
         except (BadZipFile, OSError, KeyError, EOFError, NotImplementedError) as error:
             raise malformed(source, f"cannot be read: {error}") from error
@@ -164,32 +163,3 @@ def _as_array(data: bytes, tensor: Strided, source: str) -> Array:
     return np.lib.stride_tricks.as_strided(
         values[tensor.first :], tensor.shape, strides, writeable=False
     )
-
-
-class _Window(io.RawIOBase):
-    """Some bytes of a file as a file."""
-
-    def __init__(self, stream: IO[bytes], start: int, num_bytes: int) -> None:
-        super().__init__()
-        self._stream, self._start, self._num_bytes, self._at = stream, start, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        room = memoryview(buffer)[: max(self._num_bytes - self._at, 0)]
-        self._stream.seek(self._start + self._at)
-        count = self._stream.readinto(room)  # type: ignore[attr-defined]  # buffered files have it
-        self._at += count
-        return int(count)

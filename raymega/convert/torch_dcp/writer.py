@@ -5,7 +5,6 @@ It holds the one block that it is handed.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 import numpy as np
 
 from raymega.convert.number_formats import Array
+from raymega.convert.torch_dcp.file_part import FilePart
 from raymega.convert.torch_dcp.pickle_reader import STORAGES
 from raymega.convert.torch_dcp.pickle_writer import Call, Instance, Name, Outside, Table, to_pickle
 from raymega.convert.torch_dcp.reader import METADATA
@@ -114,30 +114,6 @@ class _Files:
         return (self._folder / self.names[-1]).open("xb")
 
 
-class _Appended(io.RawIOBase):
-    """What follows in a file as a file of its own, so that positions count from its begin."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__()
-        self._stream, self._start = stream, stream.tell()
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._stream.tell() - self._start
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = self._start if whence == io.SEEK_SET else 0
-        return self._stream.seek(base + offset, whence) - self._start
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        return self._stream.write(data)
-
-
 def _write_block(stream: BinaryIO, dtype: str, shape: tuple[int, ...], values: Array) -> None:
     assert values.shape == shape, f"{values.shape} instead of {shape}"
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
@@ -147,7 +123,7 @@ def _write_block(stream: BinaryIO, dtype: str, shape: tuple[int, ...], values: A
         "data/0": data,
         "version": b"3\n",
     }
-    with ZipFile(_Appended(stream), "w", ZIP_STORED) as archive:
+    with ZipFile(FilePart(stream, stream.tell()), "w", ZIP_STORED) as archive:
         for name, content in records.items():
             archive.writestr(ZipInfo(f"archive/{name}", _DATE), content)
 

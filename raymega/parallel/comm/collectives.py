@@ -100,13 +100,12 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
     _check("reduce_scatter", tensor, group, divisor=group.size)
     if tensor.device.type == "cpu":
         return start_all_reduce(tensor, group)
+    own = _own_part(tensor, group)
     return _start(
         "reduce_scatter",
         tensor,
         group,
-        lambda handle: handle._reduce_scatter_base(
-            _own_part(tensor, group), tensor, c10d.ReduceScatterOptions()
-        ),
+        lambda handle: handle._reduce_scatter_base(own, tensor, c10d.ReduceScatterOptions()),
     )
 
 

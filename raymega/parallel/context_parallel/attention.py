@@ -34,17 +34,15 @@ def attend(
     v: Tensor,
     token_layout: TokenLayout,
     *,
-    is_causal: bool = True,
     on_whole_rows: Attend | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v, each document for itself.
+    """softmax(q k^T / sqrt(K)) v; a token sees those before it in its document, and itself.
 
     Args:
         q: [S/cp, B, H, K].
         k: [S/cp, B, G, K]; H / G neighbouring query heads read one key head.
         v: [S/cp, B, G, V], V at most K.
         token_layout: Where these tokens lie.
-        is_causal: A token sees those before it and itself; otherwise all of its document.
         on_whole_rows: Attends in place of torch's kernels, where no outer ranks are needed.
 
     Returns:
@@ -54,41 +52,37 @@ def attend(
     if width < q.shape[-1]:
         # Fused kernels and the ring want values as wide as keys. Zeros stay zeros, which are cut off.
         v = pad(v, (0, q.shape[-1] - width))
-        return attend(
-            q, k, v, token_layout, is_causal=is_causal, on_whole_rows=on_whole_rows
-        )[..., :width]  # fmt: skip
+        return attend(q, k, v, token_layout, on_whole_rows=on_whole_rows)[..., :width]
     context = token_layout.context
-    inside = on_whole_rows or partial(_across, token_layout=token_layout, is_causal=is_causal)
+    inside = on_whole_rows or partial(_across, token_layout=token_layout)
     if context.inner.size == 1:
         return inside(q, k, v)
     assert token_layout.order is not None, "inner ranks have an order"
     return ulysses(inside, q, k, v, ranks=context.inner, order=token_layout.order, log=context.log)
 
 
-def _across(
-    q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout, is_causal: bool
-) -> Tensor:
+def _across(q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout) -> Tensor:
     """Over the keys of the outer ranks, in documents or whole rows."""
     outer, segments = token_layout.context.outer, token_layout.segments
     if outer.size == 1 and len(segments) == 1:
-        return _whole_rows(q, k, v, is_causal=is_causal)
+        return _whole_rows(q, k, v)
     if token_layout.ends is not None and has_one_kernel(q):
         return attend_in_documents(
             q, k, v, ends=token_layout.ends, longest=max(segment.size for segment in segments),
-            are_alike=segments[0].rows == slice(None), is_causal=is_causal,
+            are_alike=segments[0].rows == slice(None),
         )  # fmt: skip
     function = _Gathered if token_layout.context.is_gathered and outer.size > 1 else _Ring
-    work = _Work(ranks=outer, segments=segments, is_causal=is_causal, log=token_layout.context.log)
+    work = _Work(ranks=outer, segments=segments, log=token_layout.context.log)
     return function.apply(q, k, v, work)
 
 
-def _whole_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+def _whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     if is_emulated(q):
-        return _WholeRows.apply(q_BHSK, k_BGSK, v_BGSK, is_causal).permute(2, 0, 1, 3)
+        return _WholeRows.apply(q_BHSK, k_BGSK, v_BGSK).permute(2, 0, 1, 3)
     is_shared = k.shape[2] < q.shape[2]
     y_BHSK = scaled_dot_product_attention(
-        q_BHSK, k_BGSK, v_BGSK, is_causal=is_causal, enable_gqa=is_shared
+        q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=is_shared
     )
     return y_BHSK.permute(2, 0, 1, 3)
 
@@ -97,12 +91,11 @@ class _WholeRows(torch.autograd.Function):
     """The same with gradients by attention_blocks' kernel, where torch's own makes them one by one."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:  # noqa: FBT001
-        out, log_sum_exp = kernel_for(q).forward(q, k, v, is_causal=is_causal)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, log_sum_exp = kernel_for(q).forward(q, k, v, is_causal=True)
         # As torch's lays it out, so that the next layer keeps the same memory and no copy.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
-        ctx.is_causal = is_causal
         return out
 
     @staticmethod
@@ -110,8 +103,7 @@ class _WholeRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum_exp = ctx.saved_tensors
         whole = AttentionTile(out, log_sum_exp)
-        kernel = kernel_for(q)
-        return *kernel.backward(grad, q, k, v, whole, is_causal=ctx.is_causal), None
+        return kernel_for(q).backward(grad, q, k, v, whole, is_causal=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,24 +112,19 @@ class _Work:
 
     ranks: Group
     segments: tuple[Segment, ...]
-    is_causal: bool
     log: CommLog
 
     def of_rank(self, source: int) -> Iterator[tuple[slice, AttentionPart]]:
         """Rows and blocks of the keys that the rank at place ``source`` holds."""
         for segment in self.segments:
-            for part in ring_parts(
-                segment, here=self.ranks.index, source=source, is_causal=self.is_causal
-            ):
+            for part in ring_parts(segment, here=self.ranks.index, source=source, is_causal=True):
                 yield segment.rows, part
 
     def of_others(self) -> Iterator[tuple[slice, AttentionPart]]:
         """Rows and blocks of all keys but the rank's own, in whole rows."""
         here, num_places = self.ranks.index, self.ranks.size
         for segment in self.segments:
-            for part in gathered_parts(
-                segment, here=here, num_places=num_places, is_causal=self.is_causal
-            ):
+            for part in gathered_parts(segment, here=here, num_places=num_places, is_causal=True):
                 yield segment.rows, part
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raymega.parallel.context_parallel.attention_blocks import Flash, kernel_for
 
-CAUSAL, FULL = (-1, 0), (-1, -1)
+CAUSAL = (-1, 0)
 """How many tokens before and behind itself a token sees; -1 is all of its document."""
 
 
@@ -37,8 +37,8 @@ def has_one_kernel(q: Tensor) -> bool:
     return kernel_for(q) is Flash and torch_kernel() is not None
 
 
-def attend_in_documents(  # noqa: PLR0913  # one a property of the rows
-    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int, are_alike: bool, is_causal: bool
+def attend_in_documents(  # one a property of the rows
+    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int, are_alike: bool
 ) -> Tensor:
     """softmax(q k^T / sqrt(K)) v inside each document.
 
@@ -49,7 +49,6 @@ def attend_in_documents(  # noqa: PLR0913  # one a property of the rows
         ends: [N + 1] int32: 0, and where each document ends when rows lie end to end.
         longest: Tokens of the longest document.
         are_alike: ``ends`` are of one row, and all have the same documents.
-        is_causal: A token sees those before it and itself; otherwise all of its document.
 
     Returns:
         [S, B, H, K].
@@ -68,7 +67,7 @@ def attend_in_documents(  # noqa: PLR0913  # one a property of the rows
         ends,
         longest,
         longest,
-        window_size=CAUSAL if is_causal else FULL,
+        window_size=CAUSAL,
         enable_gqa=k.shape[2] < q.shape[2],
     )
     assert isinstance(out_THK, Tensor), "nothing but the output was asked for"

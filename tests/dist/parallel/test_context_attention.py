@@ -28,7 +28,7 @@ def _draw(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def _dense(q, k, v, rows, is_causal):
+def _dense(q, k, v, rows):
     """Softmax written out, a document at a time. q: [S, B, H, K]."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("sbhk,tbhk->bhst", q, k) / q.shape[-1] ** 0.5
@@ -38,8 +38,7 @@ def _dense(q, k, v, rows, is_causal):
         [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
     )
     sees = document[:, :, None] == document[:, None]
-    if is_causal:
-        sees = sees & torch.ones(num_tokens, num_tokens).tril().bool()
+    sees = sees & torch.ones(num_tokens, num_tokens).tril().bool()
     weights = scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1)
     return torch.einsum("bhst,tbhk->sbhk", weights, v)
 
@@ -57,27 +56,25 @@ def _context(groups, method):
     return Context(inner=groups.hierarchical_cp_size, outer=groups.cp_outer)
 
 
-def _run(env, method, rows, shape, is_causal):
+def _run(env, method, rows, shape):
     context = _context(env.groups, method)
     held = held_positions(rows, context)
     token_layout = make_token_layout(Rows(held, rows), context)
     at = held.t().expand(-1, shape[0])
     *inputs, grad = (t[at, torch.arange(shape[0])] for t in _tensors(rows, *shape))
     leaves = [t.clone().requires_grad_() for t in inputs]
-    y = attend(*leaves, token_layout, is_causal=is_causal)
+    y = attend(*leaves, token_layout)
     y.backward(grad)
     return at, y.detach(), *(leaf.grad for leaf in leaves)
 
 
-def _check(cp, method, rows, shape, *, is_causal=True, inner=2):
+def _check(cp, method, rows, shape, *, inner=2):
     """``shape``: rows of the micro-batch, query heads, key heads."""
     inner = {"all_to_all": cp, "hybrid": inner}.get(method, 1)
-    results = run_grid(
-        _run, Grid(cp=cp), method, rows, shape, is_causal, hierarchical_cp_size=inner
-    )
+    results = run_grid(_run, Grid(cp=cp), method, rows, shape, hierarchical_cp_size=inner)
     *inputs, grad = _tensors(rows, *shape)
     leaves = [t.requires_grad_() for t in inputs]
-    wanted = _dense(*leaves, rows, is_causal)
+    wanted = _dense(*leaves, rows)
     wanted.backward(grad)
     for i, whole in enumerate((wanted, *(leaf.grad for leaf in leaves)), start=1):
         found = torch.full_like(whole, torch.nan)
@@ -87,14 +84,13 @@ def _check(cp, method, rows, shape, *, is_causal=True, inner=2):
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
     ("method", "cp"),
     [(m, cp) for m in METHODS for cp in (1, 2, 4, 8) if m != "hybrid" or cp >= 4],
     ids=lambda value: str(value),
 )
-def test_attention_equals_dense(method, cp, is_causal):
-    _check(cp, method, ((32,),), (2, 8, 8), is_causal=is_causal)
+def test_attention_equals_dense(method, cp):
+    _check(cp, method, ((32,),), (2, 8, 8))
 
 
 @pytest.mark.sample(4)
@@ -123,13 +119,12 @@ def test_query_heads_may_share_keys(cp, method, inner, kv_heads):
     ),
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=2),
     st.sampled_from([4, 2]),
-    st.booleans(),
 )
-def test_documents_of_any_length_see_only_themselves(place, counts, kv_heads, is_causal):
+def test_documents_of_any_length_see_only_themselves(place, counts, kv_heads):
     cp, method = place
     longest = max(sum(row) for row in counts)
     rows = tuple(
         tuple(2 * cp * n for n in (*row, *([longest - sum(row)] if sum(row) < longest else ())))
         for row in counts
     )
-    _check(cp, method, rows, (len(rows), 4, kv_heads), is_causal=is_causal)
+    _check(cp, method, rows, (len(rows), 4, kv_heads))

@@ -30,20 +30,19 @@ class MockVarlen:
         lengths = ends.diff().tolist()
         assert ends[0] == 0 and ends[-1] == q.shape[0] and max(lengths) == longest
         assert q.shape[0] == k.shape[0] == v.shape[0] and q.ndim == 3
-        assert enable_gqa == (q.shape[1] > k.shape[1]) and window_size in ((-1, 0), (-1, -1))
+        assert enable_gqa == (q.shape[1] > k.shape[1]) and window_size == (-1, 0)
         parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
-        return torch.cat([_dense(*part, is_causal=window_size == (-1, 0)) for part in parts])
+        return torch.cat([_dense(*part) for part in parts])
 
 
-def _dense(q, k, v, *, is_causal):
+def _dense(q, k, v):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = torch.einsum("shk,thk->hst", q, k) / q.shape[-1] ** 0.5
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+    scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
     return torch.einsum("hst,thk->shk", scores.softmax(-1), v)
 
 
-def _attended(documents, groups, *, is_causal):
+def _attended(documents, groups):
     tokens = sum(documents[0])
     generator = torch.Generator().manual_seed(1)
     shapes = [(tokens, B, heads, K) for heads in (H, groups, groups, H)]
@@ -52,22 +51,19 @@ def _attended(documents, groups, *, is_causal):
         leaf.requires_grad_()
     positions = torch.arange(tokens)[None]
     places = make_token_layout(Rows(positions, documents), no_context())
-    out = attend(*leaves, places, is_causal=is_causal)
+    out = attend(*leaves, places)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("groups", [H, 2])
 @pytest.mark.parametrize("documents", CASES.values(), ids=CASES)
-def test_mocked_kernel_is_called_once_and_equals_the_fallback(
-    documents, groups, is_causal, monkeypatch
-):
-    wanted = _attended(documents, groups, is_causal=is_causal)
+def test_mocked_kernel_is_called_once_and_equals_the_fallback(documents, groups, monkeypatch):
+    wanted = _attended(documents, groups)
     mock = MockVarlen()
     monkeypatch.setattr(varlen_attention, "torch_kernel", lambda: mock)
     monkeypatch.setattr(attention, "has_one_kernel", lambda _q: True)
-    found = _attended(documents, groups, is_causal=is_causal)
+    found = _attended(documents, groups)
     assert mock.calls == 1
     for mine, theirs in zip(found, wanted, strict=True):
         assert plain_models.difference(mine, theirs) < FLOAT64_LAYER
