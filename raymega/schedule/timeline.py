@@ -39,8 +39,8 @@ parts of the same experts gather one another's tokens and reduce their outputs (
 IN_UPDATE = frozenset({"matrix_exchange", "scale_reduce"})
 """Collectives in the optimizer's update.
 
-Matrices that Muon needs whole are collected and sent back. Largest magnitudes of the blocks of 8-bit
-state are reduced over the ranks that share a block."""
+Matrices that Muon needs whole are collected and sent back. Largest magnitudes of the blocks of
+8-bit state are reduced over the ranks that share a block."""
 TRANSFERS = BETWEEN_CP | BETWEEN_EXPERTS | IN_UPDATE
 COLLECTIVES = SUMS_AND_WEIGHTS | TRANSFERS
 WAITS = frozenset(f"wait_{name}" for name in COLLECTIVES)
