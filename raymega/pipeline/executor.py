@@ -1,7 +1,7 @@
-"""Carries out one rank's schedule for one step: the only code that runs a pipeline.
+"""Executes one rank's schedule for one step; no other code runs a pipeline.
 
-It obeys any legal list, for training or for evaluation, with one stage or many. It decides no
-order (schedule does), divides no loss and reduces no gradient (train.step does).
+It executes any legal list, for training or for evaluation, with one stage or many. The order is
+decided in `raymega.schedule`. Losses are divided and gradients reduced in `raymega.train.step`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ MicroBatch = TypeVar("MicroBatch")
 
 StageFunction = Callable[[MicroBatch, Tensor | None], Tensor]
 Key = tuple[int, int]
-"""Micro-batch and chunk."""
+"""Number of a micro-batch, and the chunk."""
 BACKWARDS = FREES_ACTIVATIONS | TAKES_GRADIENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """What a step left behind, apart from gradients.
+    """Output of a step, apart from gradients.
 
     Attributes:
-        loss_sum: Scalar in max(fp32, dtype), the sum over micro-batches; 0 but with the last stage.
-        events: One an instruction, in seconds since ``began_s``; empty when not recorded.
-        began_s: The clock's reading at the start.
+        loss_sum: Sum of losses over micro-batches, a scalar in max(fp32, dtype); 0 on ranks without
+            the last stage.
+        events: Recorded events, one per instruction, in seconds since ``began_s``; empty when not
+            recorded.
+        began_s: Reading of the clock at the start of the step, in seconds.
     """
 
     loss_sum: Tensor
@@ -57,25 +59,25 @@ class StepOutput:
 
 
 class Executor(Generic[MicroBatch]):
-    """Runs ``schedule`` on one rank.
+    """Executor of ``schedule`` on one rank.
 
     Args:
-        schedule: The list of this rank.
-        stage_fns: By chunk, the stage's forward: a micro-batch and the activation [S/sp, B, D] from
-            the stage before, None on the first, to the activation for the next stage, or on the
-            last stage to the sum of losses, a scalar.
-        p2p: The rank's transfers.
-        deferrals: By chunk, where the stage's layers leave weight gradients that are put off; for
-            schedules that cut backwards in two.
-        interleaver: By which a forward and the backward after it run together where the schedule lets
-            them, see schedule.transfers; None runs one after the other.
-        progress: Called after each instruction, for whoever watches whether work goes on.
-        clock: Seconds, monotonic. It reads the host's time, so on a GPU, whose work is only queued
-            here, recorded events show when instructions were issued; CUDA events are needed there
-            for when they ran.
+        schedule: Instruction list of this rank.
+        stage_fns: Forward function of each chunk's stage. It takes a micro-batch and the activation
+            [S/sp, B, D] of the previous stage, None on the first stage. It returns the activation
+            for the next stage, or on the last stage the sum of losses, a scalar.
+        p2p: Point-to-point transfers of this rank.
+        deferrals: Queue of each chunk for the weight gradients that its layers defer; needed by
+            schedules that split backwards.
+        interleaver: Runs a forward together with the following backward where the schedule allows
+            it, see `raymega.schedule.transfers`; None runs one after the other.
+        progress: Callback after each instruction, for the detection of hangs.
+        clock: Monotonic clock of the host, in seconds. GPU work is only queued here, so on a GPU
+            recorded events show when instructions were issued; CUDA events would be needed to show
+            when they ran.
     """
 
-    def __init__(  # noqa: PLR0913  # build is the one place that calls it
+    def __init__(  # noqa: PLR0913  # raymega.train.build is the only caller
         self,
         schedule: Schedule,
         stage_fns: Sequence[StageFunction[MicroBatch]],
@@ -100,7 +102,7 @@ class Executor(Generic[MicroBatch]):
 
     @property
     def passes(self) -> Iterator[tuple[int, bool]]:
-        """Chunk, and whether it is backward, of each pass through a stage's layers, in order."""
+        """Passes through the stages' layers, in order: the chunk, and True for a backward."""
         for task in self._schedule:
             if task.op is Op.FORWARD or task.op in TAKES_GRADIENT:
                 yield task.chunk, task.op is not Op.FORWARD
@@ -115,20 +117,21 @@ class Executor(Generic[MicroBatch]):
         before_last_backward: Callable[[int], None] = lambda _chunk: None,
         after_backward: Callable[[int], None] = lambda _chunk: None,
     ) -> StepOutput:
-        """Carry out the schedule; in training, gradients add up in the parameters' ``grad``.
+        """Execute the schedule; in training, gradients accumulate in the parameters' ``grad``.
 
         Args:
-            micro_batches: One for each that the schedule knows.
-            is_recording: Return what was done when.
-            lengths: S/sp of each micro-batch's activations where they have lengths of their own;
-                every rank knows them from the micro-batches. None given: that of the p2p's shape.
-            loss_gradient: What backward starts from: a factor on every gradient.
-            before_last_backward: Called with the number of a model chunk before the backward, or
-                weight part of one, after which its gradients are complete.
-            after_backward: Called with it after every backward, or part of one.
+            micro_batches: Micro-batches of the step, as many as the schedule was made for.
+            is_recording: True to return the events of the step.
+            lengths: Length S/sp of each micro-batch's activations if they differ; every rank knows
+                them from the micro-batches. Empty: the length in the shape of ``p2p``.
+            loss_gradient: Gradient of the loss from which backward starts: a factor on every
+                gradient.
+            before_last_backward: Callback with the number of a model chunk, before the backward or
+                weight part that completes the chunk's gradients.
+            after_backward: Callback with the chunk's number after every backward or part of one.
 
         Raises:
-            CommunicationError: A transfer failed; names stage, micro-batch and peer.
+            CommunicationError: A transfer failed; the message has stage, micro-batch and peer.
         """
         self._check(micro_batches)
         of_each: Sequence[int | None] = lengths or [None] * len(micro_batches)
@@ -143,12 +146,14 @@ class Executor(Generic[MicroBatch]):
         events = []
         began = self._clock()
         with torch.set_grad_enabled(self._is_training):
+            # Post the first receives, then execute one task, or a pair of passes, at a time.
             self._p2p.expect(self._receives, of_each)
             for together in self._rounds:
                 start = self._clock()
                 for planned in together:
                     if planned.is_last_backward:
                         before_last_backward(planned.task.chunk)
+                # Two passes take turns; `change` divides their time between their two events.
                 change = start + self._carry_out_all(together, step)
                 for planned in together:
                     if planned.is_backward:
@@ -160,11 +165,12 @@ class Executor(Generic[MicroBatch]):
                         for planned, (a, b) in zip(together, pairwise(times), strict=True)
                     ]
                 self._progress()
+            # Sends are waited for only here, see PointToPoint.
             self._p2p.wait_all()
         return StepOutput(loss_sum=step.loss_sum, events=tuple(events), began_s=began)
 
     def _carry_out_all(self, together: tuple[_Planned, ...], step: _Step[MicroBatch]) -> float:
-        """One task, or two that take turns; seconds that the first of two worked."""
+        """Execute one task, or two that take turns; return the seconds of the first of two."""
         if self._interleaver is None or len(together) == 1:
             self._carry_out(together[0], step)
             return 0.0
@@ -199,7 +205,7 @@ def _event(instruction: Instruction, start_s: float, end_s: float) -> Event:
 
 
 class _Step(Generic[MicroBatch]):
-    """The tensors of the micro-batches in flight, and what each operation does to them."""
+    """Tensors of the micro-batches in flight, and the operations on them."""
 
     def __init__(
         self,
@@ -222,7 +228,7 @@ class _Step(Generic[MicroBatch]):
         self.loss_sum = torch.zeros((), dtype=wide, device=p2p.device)
 
     def forget(self, task: Instruction) -> None:
-        """Let go of what is left of a micro-batch on a chunk."""
+        """Release the remaining tensors of a micro-batch on a chunk."""
         key = _key(task)
         for held in (self._inputs, self._outputs, self._edges, self._gradients):
             held.pop(key, None)
@@ -240,6 +246,7 @@ class _Step(Generic[MicroBatch]):
 
     def send_forward(self, task: Instruction) -> None:
         output = self._outputs.pop(_key(task))
+        # The autograd edge suffices for backward, so the output is freed once it is sent.
         if output.requires_grad:
             self._edges[_key(task)] = get_gradient_edge(output)
         self._p2p.post_send(output.detach(), task, length=self._lengths[task.micro_batch])
@@ -248,7 +255,7 @@ class _Step(Generic[MicroBatch]):
         self._gradients[_key(task)] = self._p2p.recv(task, length=self._lengths[task.micro_batch])
 
     def backward(self, task: Instruction) -> None:
-        """Go back from the loss, or from where an output that was sent and let go of came from."""
+        """Run backward from the loss, or from the graph edge of an output already freed."""
         if self._p2p.is_last(task.chunk):
             loss = self._outputs.pop(_key(task))
             add_gradients(loss, torch.full_like(loss, self._loss_gradient))
@@ -274,15 +281,15 @@ def _key(task: Instruction) -> Key:
 
 
 class _Planned(NamedTuple):
-    """An instruction, and what is around it in its list.
+    """An instruction with facts from its position in the list.
 
     Attributes:
-        task: The instruction.
-        act: What it does.
-        is_backward: A backward, or a part of one.
-        is_last_backward: With it the gradients of its chunk are complete.
-        is_last: Nothing comes after it of its micro-batch on its chunk.
-        is_cut: The micro-batch's backward on its chunk comes in two parts.
+        task: Instruction to execute.
+        act: Method of `_Step` that executes it.
+        is_backward: True for a backward or a part of one.
+        is_last_backward: True if it completes the gradients of its chunk.
+        is_last: True for the last instruction of its micro-batch on its chunk.
+        is_cut: True if the micro-batch's backward on its chunk is split in two parts.
     """
 
     task: Instruction
@@ -306,7 +313,7 @@ ACTIONS: dict[Op, Callable[[_Step[Any], Instruction], None]] = {
 
 
 def _plan(schedule: Schedule) -> tuple[_Planned, ...]:
-    """What does not change from step to step, worked out once."""
+    """Compute once the facts about each instruction that are the same in every step."""
     last = {_key(task): task for task in schedule}
     last_backwards = {task.chunk: task for task in schedule if task.op in FREES_ACTIVATIONS}
     cut = {_key(task) for task in schedule if task.op is Op.BACKWARD_INPUT}

@@ -1,7 +1,7 @@
-"""Transfers between the stages of a pipeline: activations to the next, gradients to the one before.
+"""Transfers between pipeline stages: activations to the next, gradients to the previous one.
 
-It owns the buffers and the sends under way; in which order transfers happen is the schedule's, who
-holds which stage is the placement's.
+It owns the buffers and the pending sends. The order of transfers is decided in `raymega.schedule`,
+the ranks of stages in `raymega.schedule.stage_placement`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.stage_placement import Message, Placement
 
 Coming = tuple[Message, int | None]
-"""A message that will be received, and its length S/sp if it has one of its own."""
+"""Message that will be received, and its length S/sp; None for the default length."""
 CARGO = {Op.RECV_FORWARD: "activation", Op.RECV_BACKWARD: "gradient"}
 AHEAD_BYTES = 2**18
-"""Larger messages over gloo travel only when they are needed: of one that is half there when its sender
-dies, gloo tells the receiver nothing until the timeout, and sockets do not hold it whole."""
+"""Largest message, in bytes, whose receive is posted ahead over gloo.
+
+Larger ones are received only when needed: sockets do not buffer them whole, and if the sender dies
+with one half sent, gloo reports nothing to the receiver until the timeout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Transfer:
-    """A send or receive under way, and the tensor that must live until it is done."""
+    """A pending send or receive, and the tensor that must live until it is done."""
 
     pending: Work
     tensor: Tensor
@@ -40,23 +42,24 @@ class _Transfer:
 
 
 class PointToPoint:
-    """What one rank sends and receives: tensors of one dtype and one shape, [S/sp, B, D].
+    """Sends and receives of one rank: tensors of one dtype and one shape, [S/sp, B, D].
 
-    A micro-batch may have another length S/sp, which both ends know from the micro-batch itself: no
-    message says so.
+    A micro-batch may have another length S/sp. Both ends know it from the micro-batch itself; it is
+    not sent.
 
-    A send is posted and never waited for where it happens: over gloo it lasts until the receiver
-    asks for it, so two neighbours that both waited for a send would wait for ever, as in 1F1B's
-    steady phase. Sends are waited for once, by :meth:`wait_all` at the end of the step.
+    A send is posted without waiting for it. Over gloo it lasts until the receiver posts its
+    receive, so two neighbours that both waited for a send would deadlock, as in 1F1B's steady
+    state. Sends are waited for once, by :meth:`wait_all` at the end of the step.
 
-    Messages to higher and to lower ranks have a communicator each, because NCCL carries out the
-    transfers of one in the order in which they were posted: on a shared one, neighbours that both
-    post a send before a receive would block each other on the GPU. For the same reason receives are
-    posted in the order in which the peer sends: the next one of each peer as soon as the one before
-    is there, so that a message travels when it is sent and not when it is needed; over gloo a large
-    one when it is needed, see ``AHEAD_BYTES``. On a GPU
-    waiting for a receive orders the stream and leaves the host free. A message to another chunk of
-    this rank is handed over without a copy.
+    Messages to higher and to lower ranks have separate communicators, because NCCL executes the
+    transfers of one communicator in the order in which they were posted. On a shared one,
+    neighbours that both post a send before a receive would block each other on the GPU. For the
+    same reason receives are posted in the order in which the peer sends. The next receive of each
+    peer is posted as soon as the previous one is complete, so that a message is transferred when it
+    is sent, not when it is needed. Large messages over gloo are the exception, see ``AHEAD_BYTES``.
+
+    On a GPU, waiting for a receive orders the stream and does not block the host. A message to
+    another chunk of this rank is passed without a copy.
     """
 
     def __init__(
@@ -77,23 +80,23 @@ class PointToPoint:
         self._own: dict[Message, Tensor] = {}
         self._coming: dict[int, deque[Coming]] = {}
         self._posted: dict[Message, _Transfer] = {}
-        # Every step has the same instructions.
+        # A cache: every step has the same instructions.
         self._messages: dict[Instruction, Message] = {}
 
     def stage(self, chunk: int) -> int:
-        """The stage that this rank holds as ``chunk``."""
+        """Return the stage that this rank holds as ``chunk``."""
         return self._placement.stage(self._rank, chunk)
 
     def is_last(self, chunk: int) -> bool:
-        """Whether no stage comes after that of ``chunk``."""
+        """Return True if ``chunk`` is the last stage of the pipeline."""
         return self.stage(chunk) == self._placement.num_stages - 1
 
     def expect(self, receives: Sequence[Instruction], lengths: Sequence[int | None]) -> None:
-        """A step begins: post the first receive of each peer, and later always the next one.
+        """Begin a step: post the first receive of each peer, and later always the next one.
 
         Args:
-            receives: All receives of the step, in their order.
-            lengths: S/sp by micro-batch; see :meth:`post_send`.
+            receives: Receive instructions of the whole step, in list order.
+            lengths: Length S/sp of each micro-batch; see :meth:`post_send`.
         """
         self._coming, self._posted = {}, {}
         for receive in receives:
@@ -105,12 +108,16 @@ class PointToPoint:
             self._post_next(peer)
 
     def post_send(self, tensor: Tensor, send: Instruction, *, length: int | None = None) -> None:
-        """Begin to send a tensor [S/sp, B, D] as ``send`` says; it must not change any more.
+        """Begin to send a tensor, which must not change until the send is done.
 
         Args:
-            tensor: What is sent.
-            send: Which message it is.
-            length: S/sp of its micro-batch; None for that of the shape given at the start.
+            tensor: Activation or gradient [S/sp, B, D] to send.
+            send: Send instruction, which names micro-batch and chunk.
+            length: Length S/sp of the micro-batch; None for the length in the constructor's shape.
+
+        Raises:
+            InternalError: The tensor has another shape or dtype than the receiver expects.
+            CommunicationError: The send cannot be posted.
         """
         message = self._message(send)
         self._check(message, tensor, self._shape_of(length))
@@ -128,7 +135,7 @@ class PointToPoint:
         self._sends.append(_Transfer(pending=pending, tensor=tensor, message=message))
 
     def recv(self, receive: Instruction, *, length: int | None = None) -> Tensor:
-        """The activation or gradient [S/sp, B, D] that ``receive`` asks for; see post_send."""
+        """Return the activation or gradient [S/sp, B, D] of ``receive``; see :meth:`post_send`."""
         message = self._message(receive)
         if message.sender.rank == self._rank:
             return self._own.pop(message)
@@ -141,18 +148,18 @@ class PointToPoint:
         return transfer.tensor
 
     def wait_all(self) -> None:
-        """Return when every send is done.
+        """Wait until every send is done.
 
         Raises:
-            CommunicationError: A neighbour did not take one in time.
+            CommunicationError: A neighbour did not receive one in time.
         """
         while self._sends:
             self._finish_send()
 
     def _post_next(self, peer: int) -> None:
-        """Begin the next receive from a peer, if there is one that may travel ahead.
+        """Post the next receive from a peer, if there is one that may be posted ahead.
 
-        Where that fails, whoever needs the message tries again and is told.
+        A failure is suppressed here: :meth:`recv` posts the receive again and reports the error.
         """
         coming = self._coming.get(peer)
         if coming:
@@ -189,12 +196,12 @@ class PointToPoint:
         return self._up_the_ranks if is_up else self._down_the_ranks
 
     def _tag(self, message: Message) -> int:
-        """A number of its own for every message of a step between two ranks."""
+        """Return a number that is unique among the messages of a step between two ranks."""
         kind = 2 * message.receiver.chunk + (message.op == Op.RECV_BACKWARD)
         return message.micro_batch * 2 * self._placement.chunks + kind
 
     def _drop_finished_sends(self) -> None:
-        """Free the tensors of the oldest sends, so that memory does not grow with the step."""
+        """Free the tensors of the oldest finished sends, to bound the memory of a step."""
         while self._sends and self._sends[0].pending.is_done():
             self._finish_send()
 
@@ -206,7 +213,7 @@ class PointToPoint:
             raise self._named(error, "sending", send.message) from error
 
     def _named(self, error: CommunicationError, verb: str, message: Message) -> CommunicationError:
-        """The failure with which transfer of which stage it was."""
+        """Return the error with the stage, micro-batch and peer of its transfer in the message."""
         sender = self._placement.stage(*message.sender)
         receiver = self._placement.stage(*message.receiver)
         here, other, way = sender, receiver, "to"
@@ -219,7 +226,11 @@ class PointToPoint:
         return CommunicationError(*(_located(fault, where) for fault in error.faults))
 
     def _check(self, message: Message, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        """Refuse another shape or dtype here, because gloo ends the receiving process for it."""
+        """Reject another shape or dtype here, because gloo would end the receiving process for it.
+
+        Raises:
+            InternalError: The tensor has another shape or dtype.
+        """
         if tensor.shape == shape and tensor.dtype == self.dtype:
             return
         stage = self._placement.stage(*message.sender)

@@ -1,8 +1,8 @@
 """Proves that the lists of all ranks make one training step or one evaluation.
 
-It knows what a pipeline must do and no schedule: each micro-batch goes down once and comes back
-once through every stage, messages between two ranks are taken in the order in which they were sent,
-and nobody waits for ever. Time is simulate's.
+It knows no particular schedule, only what every pipeline must do: each micro-batch passes forward
+and backward once through every stage, messages between two ranks are received in the order in which
+they were sent, and no rank deadlocks. Deadlocks are found by `raymega.schedule.simulate`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ BACKWARDS = TAKES_GRADIENT | FREES_ACTIVATIONS | {Op.RECV_BACKWARD, Op.SEND_BACK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """What lists that passed will need.
+    """Memory needs of a program that passed the check.
 
     Attributes:
-        peak_activations: By rank, the most activations held at once, each of one micro-batch on one
-            chunk, from its forward to the last part of its backward; 0 when there is no backward.
+        peak_activations: Largest number of activations that each rank holds at once. One activation
+            is that of one micro-batch on one chunk, held from its forward to the last part of its
+            backward. 0 when there is no backward.
     """
 
     peak_activations: tuple[int, ...]
@@ -45,23 +46,26 @@ class CheckResult:
 def check(
     program: Program, *, num_micro_batches: int, is_forward_only: bool = False
 ) -> CheckResult:
-    """Check one list a rank.
+    """Check the instruction lists of all ranks, one list per rank.
 
     Raises:
-        InternalError: With a fault for everything that is wrong with single lists; when those are
-            right, with everything wrong between ranks; and then with a deadlock.
+        InternalError: With one fault for each mistake in a single list; when there is none, for
+            each mismatch between ranks; when there is none, for each rank that deadlocks.
     """
+    # Each rank's list alone.
     faults = []
     for rank in range(program.placement.pp):
         faults += _life_faults(program, rank, num_micro_batches, is_forward_only=is_forward_only)
     raise_faults(InternalError, faults)
+    # Message order between ranks, then deadlocks: the simulation raises when a rank is stuck.
     raise_faults(InternalError, _order_faults(program))
     simulate(program, Durations())
     return CheckResult(peak_activations=tuple(map(_peak_activations, program.lists)))
 
 
 def _lives(placement: Placement, stage: int, *, is_forward_only: bool) -> Iterator[tuple[Op, ...]]:
-    """What a micro-batch may undergo on ``stage``, in this order: its backward whole or in parts."""
+    """Yield the legal op sequences of a micro-batch on ``stage``: backward split, then whole."""
+    # The first and the last stage have no neighbour on one side.
     absent: set[Op] = set()
     if stage == 0:
         absent |= {Op.RECV_FORWARD, Op.SEND_BACKWARD}
@@ -77,13 +81,15 @@ def _lives(placement: Placement, stage: int, *, is_forward_only: bool) -> Iterat
 def _life_faults(
     program: Program, rank: int, num_micro_batches: int, *, is_forward_only: bool
 ) -> list[Fault]:
-    """Micro-batches that undergo something else, and those that should not be there."""
+    """Return a fault for each micro-batch that is missing, unexpected or has wrong ops."""
     placement = program.placement
+    # Ops of each micro-batch on each chunk, in the list's order.
     found: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
     for instruction in program.lists[rank]:
         found[instruction.micro_batch, instruction.chunk].append(instruction.op)
     chunks = range(placement.chunks)
     wanted = {(i, chunk) for i in range(num_micro_batches) for chunk in chunks}
+    # Unexpected micro-batches are compared too: their only legal sequence is the empty one.
     faults = []
     for micro_batch, chunk in sorted(wanted | found.keys()):
         lives: list[tuple[Op, ...]] = [()]
@@ -108,7 +114,10 @@ def _life_fault(
 
 
 def _order_faults(program: Program) -> list[Fault]:
-    """Ranks that send in one order and receive in another; NCCL matches by order, not by tag."""
+    """Return a fault for each pair of ranks whose send order differs from the receive order.
+
+    NCCL matches messages by order, not by tag.
+    """
     sent, received = _messages(program, is_sending=True), _messages(program, is_sending=False)
     return [
         Fault(
@@ -123,7 +132,7 @@ def _order_faults(program: Program) -> list[Fault]:
 
 
 def _messages(program: Program, *, is_sending: bool) -> defaultdict[tuple[int, int], list[Message]]:
-    """By sending and receiving rank, what the one sends or the other receives, in its order."""
+    """Return the sent or the received messages in list order, by sending and receiving rank."""
     found: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, schedule in enumerate(program.lists):
         for instruction in schedule:

@@ -1,6 +1,6 @@
-"""The words a schedule is written in: eight operations, and the instruction that applies one.
+"""The vocabulary of schedules: eight operations, and the instruction that applies one.
 
-It owns the vocabulary, not any order.
+It owns the vocabulary; the orders are in `raymega.schedule.schedules`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from enum import StrEnum
 
 
 class Op(StrEnum):
-    """What a rank can do to a micro-batch, in the order in which a micro-batch undergoes it.
+    """Operations of a rank on a micro-batch, in the order in which one micro-batch undergoes them.
 
-    A backward is either whole, ``BACKWARD``, or in two parts: ``BACKWARD_INPUT`` makes the gradient
-    that the stage before waits for, ``BACKWARD_WEIGHT`` those of the weights, at any later time.
+    A backward is either whole, ``BACKWARD``, or split: ``BACKWARD_INPUT`` computes the gradient of
+    the stage's input, which the previous stage waits for. ``BACKWARD_WEIGHT`` computes the
+    gradients of the weights at any later time.
     """
 
     RECV_FORWARD = "recv_forward"
@@ -25,7 +26,7 @@ class Op(StrEnum):
     SEND_BACKWARD = "send_backward"
     BACKWARD_WEIGHT = "backward_weight"
 
-    # Enum's own is Python, and every step looks up instructions by the hundred.
+    # Enum's own hash is Python code, and every step looks up hundreds of instructions.
     __hash__ = str.__hash__
 
 
@@ -38,7 +39,7 @@ FREES_ACTIVATIONS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instruction:
-    """Apply ``op`` to one micro-batch on one of the rank's model chunks."""
+    """Application of ``op`` to one micro-batch on one of the rank's model chunks."""
 
     op: Op
     micro_batch: int

@@ -1,8 +1,8 @@
-"""Builds one zero-bubble order by playing it: a rank that is free takes the most urgent work there is.
+"""Builds one zero-bubble order by list scheduling: a free rank takes the most urgent work.
 
-It owns the play and the policies that it follows; which policy is best is zero_bubble_auto's to
-find. All ranks have one stage, and all micro-batches are alike, so an order is a word of three
-letters a rank.
+It owns the simulated play and the policies that steer it. The best policy is searched for by
+`raymega.schedule.schedules.zero_bubble_auto`. Every rank has one stage and all micro-batches are
+alike, so the order of a rank is a word of the letters F, B (input part) and W (weight part).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What no rule settles; tuples are by rank.
+    """Choices that list scheduling leaves open; tuples hold one value per rank.
 
     Attributes:
-        in_flight: Most micro-batches between their forward and the first part of their backward.
-        patience: A weight part waits when other work will be there after this share of it.
-        delay: How late a forward may make the first backward, in forwards.
-        is_alternating: After a first part of a backward a forward goes first.
-        is_balancing: A weight part waits also when the rank has idled less than another one.
+        in_flight: Limit of micro-batches between their forward and their backward's input part.
+        patience: Share of a weight part's time, 0 to 1; the weight part waits when other work
+            arrives within it.
+        delay: Largest delay of the first backward by a forward, in forward times.
+        is_alternating: True if a forward goes first after the input part of a backward.
+        is_balancing: True if a weight part waits only where the rank's idle time stays within the
+            largest of all ranks.
     """
 
     in_flight: tuple[int, ...]
@@ -37,12 +39,12 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """An order and what it costs.
+    """An order and its cost.
 
     Attributes:
-        words: By rank, its work as letters.
-        longest: The longest time that a rank needs from its first forward to its last work.
-        idle: By rank, time within that in which it waits.
+        words: Work of each rank as letters F, B and W.
+        longest: Longest time of any rank from its first forward to its last work.
+        idle: Idle time of each rank between its first forward and its last work.
     """
 
     words: tuple[str, ...]
@@ -51,10 +53,11 @@ class Played:
 
 
 def play(sizes: Sizes, policy: Policy) -> Played:
-    """One order; no rank ever holds more than ``sizes`` allow."""
+    """Build one order under ``policy`` within the activation limit of ``sizes``."""
     game = _Game(sizes, policy)
     while game.calls:
         now, rank = heappop(game.calls)
+        # A rank's earlier calls stay in the heap; only its latest one counts.
         if now == game.next_call[rank]:
             game.act(now, rank)
     spans = [last - first for first, last in zip(game.first_start, game.last_end, strict=True)]
@@ -66,7 +69,7 @@ def play(sizes: Sizes, policy: Policy) -> Played:
 
 
 class _Game:
-    """The state of all ranks, in lists by rank; arrivals are times, oldest first."""
+    """State of all ranks, in lists by rank; arrivals of work are times, oldest first."""
 
     def __init__(self, sizes: Sizes, policy: Policy) -> None:
         pp, count = sizes.pp, sizes.num_micro_batches
@@ -77,22 +80,24 @@ class _Game:
         self.forward, self.weight = times.forward, times.weight
         self.input = times.backward - times.weight
         self.transfer = times.transfer
+        # Arrival times of activations (forwards) and of gradients (inputs).
         self.forwards: list[list[float]] = [[] for _ in range(pp)]
         self.forwards[0] = [0.0] * count
         self.inputs: list[list[float]] = [[] for _ in range(pp)]
         self.num_forwards, self.num_inputs, self.num_weights = [0] * pp, [0] * pp, [0] * pp
         self.work: list[list[str]] = [[] for _ in range(pp)]
         self.idle, self.last_end, self.first_start = [0.0] * pp, [0.0] * pp, [0.0] * pp
-        # When each rank looks for work next; an entry of the heap that says otherwise is out of date.
+        # Time at which each rank next looks for work; heap entries with another time are stale.
         self.next_call, self.is_waiting = [0.0] * pp, [False] * pp
         self.calls = [(0.0, rank) for rank in range(pp)]
 
     def act(self, now: float, rank: int) -> None:
-        """Let ``rank``, which is free, begin something, wait or sleep."""
+        """Let the free rank begin a task, or wait for the next arrival."""
         done, there = self.num_inputs[rank], self.inputs[rank]
         backward = there[done] if done < len(there) else NEVER
         forward = self.forward_at(now, rank)
         is_turn = self.policy.is_alternating and self.work[rank][-1:] == [INPUT]
+        # By urgency: a forward in its turn, input part, forward, weight part that may not wait.
         if forward <= now and (is_turn or backward > now):
             self.begin_forward(now, rank)
         elif backward <= now:
@@ -105,7 +110,7 @@ class _Game:
             self.call(min(backward, forward), rank)
 
     def forward_at(self, now: float, rank: int) -> float:
-        """When the next forward is there, NEVER when it is unknown or must not be begun."""
+        """Return the arrival time of the next forward; NEVER if unknown or not allowed to begin."""
         begun, ended = self.num_forwards[rank], self.num_inputs[rank]
         there, policy = self.forwards[rank], self.policy
         if begun == len(there) or begun - ended >= policy.in_flight[rank]:
@@ -113,7 +118,8 @@ class _Game:
         if self.held(rank) + 1 > self.limit:
             return NEVER
         if begun and not ended and policy.delay < NEVER:
-            # The first backward cannot be here before the first micro-batch went down and came up.
+            # The first backward cannot arrive before the first micro-batch reached the last
+            # rank and its gradient came back.
             below = self.last - rank
             hop = self.forward + self.input + 2 * self.transfer
             first = self.first_start[rank] + self.forward + below * hop
@@ -122,12 +128,12 @@ class _Game:
         return there[begun]
 
     def held(self, rank: int) -> float:
-        """Activations, in micro-batches; one whose weight part is owed counts in part."""
+        """Return the activations held, in micro-batches; one that owes its weight part counts less."""
         begun, ended = self.num_forwards[rank], self.num_inputs[rank]
         return begun - ended + self.wgrad_activation_fraction * (ended - self.num_weights[rank])
 
     def waits(self, now: float, rank: int, arrival: float) -> bool:
-        """Whether to wait for what arrives rather than do a weight part that delays it."""
+        """Return True to wait for the next arrival rather than delay it by a weight part."""
         if arrival >= now + self.policy.patience[rank] * self.weight:
             return False
         if not self.policy.is_balancing:

@@ -1,6 +1,7 @@
-"""Writes one rank's order of work the way papers draw it: counts instead of micro-batch numbers.
+"""Writes one rank's order of work as papers draw it: counts instead of micro-batch numbers.
 
-It owns the counting; what comes when is each schedule's, and transfers are put in by transfers.
+It owns the counting. The orders are in `raymega.schedule.schedules`; sends and receives are
+inserted by `raymega.schedule.transfers`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from raymega.schedule.simulate import Durations
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What a schedule is made for.
+    """Sizes of the pipeline and of the step that a schedule is made for.
 
     Attributes:
-        pp: Ranks of the pipeline.
-        num_micro_batches: Of one step.
-        chunks: Stages a rank.
-        microbatch_group_size_per_vp_stage: Interleaved: micro-batches that pass a chunk before the next; 0 is ``pp``.
-        max_in_flight_microbatches: zb_auto: most micro-batches that a rank may hold; 0 is ``pp``.
-        wgrad_activation_fraction: zb_auto: how much of a micro-batch's activations its owed weight part keeps.
-        times: zb_auto: what the search is for.
-        is_paired: A forward and the backward beside it run together where they can, see transfers.
+        pp: Number of pipeline ranks.
+        num_micro_batches: Number of micro-batches per rank and step (m).
+        chunks: Number of model chunks per rank (v), each one stage.
+        microbatch_group_size_per_vp_stage: Interleaved 1F1B: number of micro-batches that pass a
+            chunk before the next chunk begins; 0 means ``pp``.
+        max_in_flight_microbatches: zb_auto: largest number of micro-batches that a rank may hold;
+            0 means ``pp``.
+        wgrad_activation_fraction: zb_auto: share of a micro-batch's activations that is held until
+            its weight part has run; above 0 and at most 1.
+        times: zb_auto: durations of the passes that the search optimises for.
+        is_paired: True if a forward and the backward next to it run together where they can; see
+            `raymega.schedule.transfers`.
     """
 
     pp: int
@@ -46,7 +51,7 @@ def make_sizes(
     max_in_flight_microbatches: int | str = "pp",
     is_paired: bool = False,
 ) -> Sizes:
-    """Sizes from a job file's values, where ``pp`` stands for that number."""
+    """Make the sizes from a job file's values, where the word ``pp`` stands for that number."""
     return Sizes(
         pp=pp,
         chunks=chunks,
@@ -62,10 +67,10 @@ def make_sizes(
 
 
 class Order:
-    """The work of one rank under construction; each chunk takes micro-batches from 0 upwards.
+    """Work of one rank under construction; each chunk takes micro-batches from 0 upwards.
 
-    Asking for more than there are micro-batches adds nothing, so warm-up, steady phase and
-    cool-down can be one loop.
+    Work beyond the last micro-batch is ignored, so warm-up, steady state and cool-down can be one
+    loop.
     """
 
     def __init__(self, num_micro_batches: int) -> None:
@@ -76,21 +81,21 @@ class Order:
 
     @property
     def work(self) -> Schedule:
-        """What was added so far."""
+        """Work added so far."""
         return tuple(self._work)
 
     def forward(self, chunk: int = 0, *, times: int = 1) -> None:
-        """The next micro-batches' forwards."""
+        """Add the forwards of the next ``times`` micro-batches."""
         for _ in range(times):
             self._add(Op.FORWARD, chunk, counted_as=Op.FORWARD)
 
     def backward(self, chunk: int = 0, *, times: int = 1) -> None:
-        """The next micro-batches' whole backwards."""
+        """Add the whole backwards of the next ``times`` micro-batches."""
         for _ in range(times):
             self._add(Op.BACKWARD, chunk, counted_as=Op.BACKWARD)
 
     def backward_input(self, chunk: int = 0) -> None:
-        """The first part of the next micro-batch's backward; its weight part is owed."""
+        """Add the input part of the next micro-batch's backward; its weight part is then owed."""
         if self._add(Op.BACKWARD_INPUT, chunk, counted_as=Op.BACKWARD):
             last = self._work[-1]
             self._owed.append(
@@ -98,19 +103,19 @@ class Order:
             )
 
     def backward_weight(self, *, times: int = 1) -> None:
-        """The weight parts that are owed for longest."""
+        """Add the ``times`` weight parts that have been owed for longest."""
         for _ in range(min(times, len(self._owed))):
             self._work.append(self._owed.popleft())
 
     def backward_weight_of(self, chunk: int) -> None:
-        """The weight part that ``chunk`` owes for longest."""
+        """Add the weight part that ``chunk`` has owed for longest."""
         owed = next((task for task in self._owed if task.chunk == chunk), None)
         if owed is not None:
             self._owed.remove(owed)
             self._work.append(owed)
 
     def settle(self) -> None:
-        """All weight parts that are owed."""
+        """Add all weight parts that are owed."""
         self.backward_weight(times=len(self._owed))
 
     def _add(self, op: Op, chunk: int, *, counted_as: Op) -> bool:
@@ -123,5 +128,5 @@ class Order:
 
 
 def first_micro_batches(schedule: Schedule, num_micro_batches: int) -> Schedule:
-    """The list without all later micro-batches; what was legal stays legal."""
+    """Return the list's instructions for the first micro-batches; a legal list stays legal."""
     return tuple(task for task in schedule if task.micro_batch < num_micro_batches)

@@ -1,7 +1,8 @@
-"""A recorded step of all ranks: its messages, one clock for all, what its schedule alone would cost.
+"""Analyses a recorded step of all ranks: its messages, a common clock, its schedule's own cost.
 
-Ranks start their clocks when they leave a barrier, one a little later than the other. What must have
-come before what on two ranks says by how much at least; that is taken off here. It records nothing.
+Each rank starts its clock when it leaves a barrier, some a little later than others. Pairs of
+events on two ranks whose order is known give a lower bound of that offset, which is removed here.
+Events are recorded by `raymega.pipeline.executor`, not here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ OPS = frozenset(op.value for op in Op)
 
 
 class Transfer(NamedTuple):
-    """A message as it was sent and received; the ranks are global."""
+    """A message with its send and receive events; ``sender`` and ``receiver`` are global ranks."""
 
     message: Message
     sender: int
@@ -31,7 +32,7 @@ class Transfer(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """``earlier`` on one rank's clock came before ``later`` on another's."""
+    """Known order: time ``earlier`` on rank ``here``'s clock is before ``later`` on ``there``'s."""
 
     here: int
     earlier: float
@@ -41,13 +42,13 @@ class _Before(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """What every rank did in one step.
+    """Recorded events of all ranks in one step.
 
     Attributes:
         rows: Events by global rank, in seconds since the rank's own start.
-        pipelines: Global ranks of each pipeline, by place in it.
+        pipelines: Global ranks of each pipeline, in order of their pipeline rank.
         replicas: Global ranks of each data-parallel group; they reduce and gather together.
-        placement: Which rank of a pipeline holds which stage.
+        placement: Assignment of stages to the ranks of a pipeline.
     """
 
     rows: Mapping[int, Row]
@@ -56,8 +57,9 @@ class Recording:
     placement: Placement
 
     def transfers(self) -> Iterator[Transfer]:
-        """Every message between two ranks of which both ends were recorded."""
+        """Yield every message between two ranks whose send and receive were both recorded."""
         for ranks in self.pipelines:
+            # Collect all sends first, then match receives with them.
             sent: dict[Message, tuple[int, Event]] = {}
             for place, rank in enumerate(ranks):
                 for event, message in self._messages(place, rank, SEND):
@@ -68,17 +70,19 @@ class Recording:
                         yield Transfer(message, *sent[message], rank, event)
 
     def aligned(self) -> Recording:
-        """The same on one clock: no message arrives before it is sent, no sum is there before the
-        last rank has given its part.
+        """Return the recording with all ranks on one clock.
 
-        Ranks whose clocks allow that are left as they are; others are put later by as little as it
-        takes.
+        No message then arrives before it is sent, and no gradient reduction completes before the
+        last rank has launched it. Ranks whose clocks already satisfy that keep their times;
+        the others are moved later by the least shift that does.
         """
+        # Lower bound of the shift between each pair of ranks.
         shifts = dict.fromkeys(self.rows, 0.0)
         bounds: defaultdict[tuple[int, int], float] = defaultdict(lambda: float("-inf"))
         for here, earlier, there, later in self._order():
             bounds[here, there] = max(bounds[here, there], earlier - later)
-        for _ in shifts:  # the longest way leads through every rank once
+        # Longest paths by relaxation, as Bellman-Ford: each visits every rank at most once.
+        for _ in shifts:
             before = dict(shifts)
             for (here, there), bound in bounds.items():
                 shifts[there] = max(shifts[there], shifts[here] + bound)
@@ -89,9 +93,9 @@ class Recording:
         )
 
     def simulated(self) -> Simulation:
-        """The step again, with the durations that its work had and messages that take no time.
+        """Simulate the step with the recorded durations of its work and messages that take no time.
 
-        What the recorded step idled beyond this, its transfers and its machine made it wait.
+        Idle time of the recorded step beyond this was caused by its transfers and its machine.
         """
         events: list[tuple[Event, ...]] = []
         for ranks in self.pipelines:
@@ -135,7 +139,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """Durations of a recorded step, by place and task; its messages take no time."""
+    """Durations of a recorded step, by pipeline rank and task; its messages take no time."""
 
     seconds: Mapping[tuple[int, Instruction], float]
     transfer: float = 0.0
@@ -154,9 +158,9 @@ def _tasks(row: Row) -> list[tuple[Instruction, float, float]]:
 
 
 def _collectives(row: Row) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """Launch and completion of each sum of gradients.
+    """Return launch and completion times of each gradient reduction.
 
-    Weights are gathered from before the step began, so of those only the completion is on record.
+    The gather of weights is launched before the step begins, so only its completion is recorded.
     """
     return {event[:3]: event[3:] for event in row if event[0] == "reduce"}
 

@@ -1,7 +1,7 @@
-"""Plays the lists of all ranks on an abstract machine with given durations.
+"""Simulates the lists of all ranks on an abstract machine with given durations.
 
-The machine is the executor's contract: a rank works through its list in order, a send never waits,
-a receive waits for the matching send. It measures no real machine.
+The machine keeps the contract of `raymega.pipeline.executor`: a rank works through its list in
+order, a send never waits, a receive waits for the matching send. No real machine is measured.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from raymega.schedule.timeline import Event, bubble, span
 
 
 class Times(Protocol):
-    """What the machine's work takes: the same for every rank, or as it was recorded."""
+    """Durations of the machine's work: the same for every rank, or as recorded."""
 
     @property
     def transfer(self) -> float:
-        """From a send to its arrival on another rank; both ranks may work meanwhile."""
+        """Time from a send to its arrival on another rank; both ranks may work meanwhile."""
 
     @property
     def handling(self) -> float:
-        """How long a send or a receive occupies its rank."""
+        """Time for which a send or a receive occupies its rank."""
 
     def of_task(self, rank: int, task: Instruction) -> float:
-        """How long ``rank`` is occupied by a forward, a backward or a part of one."""
+        """Return the time for which a forward, a backward or a part of one occupies ``rank``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durations:
-    """Times of one stage's passes and of one message, in one unit.
+    """Times of one stage's passes and of one message, all in one arbitrary unit.
 
     Attributes:
-        forward: A forward.
-        backward: A whole backward.
-        weight: The part of it that makes weights' gradients; the rest is the input part.
-        transfer: From a send to its arrival on another rank; both ranks may work meanwhile.
-        handling: How long a send or a receive occupies its rank.
+        forward: Time of a forward.
+        backward: Time of a whole backward.
+        weight: Time of the weight part of a backward; the rest of ``backward`` is the input part.
+        transfer: Time from a send to its arrival on another rank; both ranks may work meanwhile.
+        handling: Time for which a send or a receive occupies its rank.
     """
 
     forward: float = 1.0
@@ -50,7 +50,7 @@ class Durations:
     handling: float = 0.0
 
     def of(self, op: Op) -> float:
-        """How long the rank itself is occupied by ``op``."""
+        """Return the time for which the compute operation ``op`` occupies its rank."""
         return {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
@@ -59,19 +59,19 @@ class Durations:
         }[op]
 
     def of_task(self, rank: int, task: Instruction) -> float:  # noqa: ARG002
-        """The same for every rank and micro-batch."""
+        """Return the time of the task's op, the same for every rank and micro-batch."""
         return self.of(task.op)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What happened: the events of each rank, in the order of its list."""
+    """Result of a simulation: the events of each rank, in the order of its list."""
 
     events: tuple[tuple[Event, ...], ...]
 
     @property
     def time(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         first, last = span(self.events)
         return last - first
 
@@ -87,13 +87,14 @@ class Simulation:
 
 
 def simulate(program: Program, durations: Times) -> Simulation:
-    """Play one list a rank to the end.
+    """Simulate all ranks, one list each, to the end.
 
     Raises:
-        InternalError: Some ranks wait for ever; one fault for each.
+        InternalError: Some ranks are deadlocked; one fault for each.
     """
     ranks = [_Rank(index=i, schedule=list_) for i, list_ in enumerate(program.lists)]
     arrivals: dict[Message, float] = {}
+    # Run each rank until it blocks; a send makes its receiver runnable again.
     runnable = deque(ranks)
     while runnable:
         for receiver in _run(runnable.popleft(), program.placement, arrivals, durations):
@@ -118,7 +119,7 @@ class _Rank:
         return self.schedule[len(self.events)]
 
     def carry_out(self, end: float) -> None:
-        """The next instruction is done at ``end``."""
+        """Record that the next instruction ends at ``end``."""
         todo = self.next
         self.events.append(Event(todo.op.value, todo.micro_batch, todo.chunk, self.now, end))
         self.now = end
@@ -127,7 +128,7 @@ class _Rank:
 def _run(
     rank: _Rank, placement: Placement, arrivals: dict[Message, float], durations: Times
 ) -> set[int]:
-    """Work until the end or an unanswered receive; the other ranks that were sent something."""
+    """Run until the end or a receive without its send; return the ranks that were sent messages."""
     receivers = set()
     while not rank.is_finished:
         todo = rank.next

@@ -1,7 +1,7 @@
-"""Which rank holds which stage, and the whole step's lists together with that.
+"""Assignment of stages to ranks, and the program of a step that combines it with all lists.
 
-Stages are counted in layer order, chunks on each rank from 0. It owns this arithmetic and no order
-of work; which layers a stage has is plan.stages'.
+Stages are numbered in layer order, chunks on each rank from 0. It owns this arithmetic and no order
+of work. Layers are assigned to stages by `raymega.plan.stages`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from raymega.schedule.instructions import Instruction, Op, Schedule
 
 
 class StageSeat(NamedTuple):
-    """Where a stage lives."""
+    """Location of a stage: its pipeline rank and its chunk there."""
 
     rank: int
     chunk: int
 
 
 class Message(NamedTuple):
-    """What one stage hands to its neighbour: the op that takes it, for which micro-batch, where."""
+    """Message from one stage to its neighbour; ``op`` is the operation that receives it."""
 
     op: Op
     micro_batch: int
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """``pp`` ranks with ``chunks`` stages each.
+    """Assignment of stages to ``pp`` ranks with ``chunks`` stages each.
 
     In a loop every chunk runs from rank 0 to the last: stage = chunk * pp + rank. In a vee odd
     chunks run back, so rank 0 holds the first and the last stage.
@@ -42,25 +42,25 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.pp * self.chunks
 
     @property
     def are_ends_together(self) -> bool:
-        """The first and the last stage lie on one rank."""
+        """True if the first and the last stage are on the same rank."""
         return self.seat(0).rank == self.seat(self.num_stages - 1).rank
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage that ``rank`` holds as ``chunk``."""
+        """Return the stage that ``rank`` holds as ``chunk``."""
         return chunk * self.pp + self._turned(rank, chunk)
 
     def seat(self, stage: int) -> StageSeat:
-        """Inverse of :meth:`stage`."""
+        """Return the rank and chunk of a stage: the inverse of :meth:`stage`."""
         chunk, rank = divmod(stage, self.pp)
         return StageSeat(self._turned(rank, chunk), chunk)
 
     def message(self, rank: int, instruction: Instruction) -> Message | None:
-        """What a send or receive of ``rank`` moves; None when the stage has no such neighbour."""
+        """Return the message of a send or receive of ``rank``; None without such a neighbour."""
         here = StageSeat(rank, instruction.chunk)
         stage = self.stage(*here)
         is_forward = instruction.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
@@ -79,7 +79,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What every rank does in one step: ``lists`` by rank, on the stages of ``placement``."""
+    """Instructions for one step: ``lists`` by rank, on the stages of ``placement``."""
 
     placement: Placement
     lists: tuple[Schedule, ...]

@@ -1,7 +1,7 @@
-"""The table of schedules by name, and the lists of all ranks at once.
+"""The table of schedules by name, from which the lists of all ranks are made.
 
-A new schedule is one file and one line here. It says what is a legal request; whether a schedule
-keeps its promises is checker's to prove.
+A new schedule is one file in `raymega.schedule.schedules` and one line here. It owns the rules for
+a legal request; `raymega.schedule.checker` proves that a schedule's lists are correct.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ MANY = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleKind:
-    """A schedule: a pure function from sizes to the work of every rank, and where stages lie.
+    """A schedule: a pure function from sizes to the work of every rank, and its stage placement.
 
     Attributes:
-        make: One list a rank, without transfers.
-        least_chunks: Fewest chunks a rank that it can have.
-        most_chunks: Most.
-        is_vee: Odd chunks run from the last rank to the first.
-        reads: Fields of the job's schedule section that only some schedules go by, and from how many
-            chunks on this one does.
+        make: Function that returns one list per rank, without transfers.
+        least_chunks: Smallest legal number of chunks per rank.
+        most_chunks: Largest legal number of chunks per rank.
+        is_vee: True if odd chunks run from the last rank to the first.
+        reads: Optional fields of the job's schedule section that this schedule reads, each with the
+            smallest number of chunks from which it does.
     """
 
     make: Callable[[Sizes], tuple[Schedule, ...]]
@@ -64,37 +64,37 @@ SCHEDULES: dict[str, ScheduleKind] = {
 
 
 def make_schedule(name: str, sizes: Sizes) -> Program:
-    """The instructions of every rank for one optimizer step.
+    """Return the instructions of every rank for one optimizer step.
 
     Raises:
-        PlanError: There is no such schedule, or it cannot have these numbers.
+        PlanError: There is no such schedule, or these sizes are illegal for it.
     """
     raise_faults(PlanError, schedule_faults(name, sizes))
     return make_program(
         SCHEDULES[name].make(sizes),
         make_placement(name, pp=sizes.pp, chunks=sizes.chunks),
-        # With fewer micro-batches than ranks, passes lie side by side that DualPipe-V has others between.
+        # With fewer micro-batches than ranks, passes become adjacent that DualPipe-V separates.
         is_paired=sizes.is_paired and sizes.num_micro_batches >= sizes.pp,
     )
 
 
 def make_forward_only(placement: Placement, num_micro_batches: int) -> Program:
-    """The instructions of every rank for an evaluation."""
+    """Return the instructions of every rank for an evaluation."""
     return make_program(forward_only(placement, num_micro_batches), placement)
 
 
 def make_placement(name: str, *, pp: int, chunks: int) -> Placement:
-    """Which rank holds which stage under schedule ``name``."""
+    """Return the assignment of stages to ranks under schedule ``name``."""
     return Placement(pp=pp, chunks=chunks, is_vee=SCHEDULES[name].is_vee)
 
 
 def can_pair(name: str, *, pp: int, chunks: int) -> bool:
-    """Whether a forward and a backward may run as one; elsewhere ranks would wait for pairs of others."""
+    """Return True if a forward and a backward may run together without stalling other ranks."""
     return name == "dualpipe_v" or (name == "1f1b" and pp == chunks == 1)
 
 
 def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
-    """What keeps the schedule from being made."""
+    """Return a fault for each reason that the schedule cannot be made."""
     faults = _size_faults(sizes)
     if name not in SCHEDULES:
         rule = f"it must be one of {', '.join(sorted(SCHEDULES))}"
@@ -102,6 +102,7 @@ def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
             *faults,
             Fault(fact=f"schedule.name={name!r}", rule=rule, remedy="use one of these"),
         ]
+    # Limits of this schedule.
     kind = SCHEDULES[name]
     if not kind.least_chunks <= sizes.chunks <= kind.most_chunks and sizes.chunks >= 1:
         nearest = min(max(sizes.chunks, kind.least_chunks), kind.most_chunks)
@@ -134,7 +135,7 @@ def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
 def unused_size_faults(
     name: str, *, chunks: int, given: Mapping[str, int | float | str]
 ) -> list[Fault]:
-    """Numbers that the job sets, ``given`` by field, and that schedule ``name`` does not go by."""
+    """Return a fault for each field of ``given`` that schedule ``name`` does not read."""
     reads = SCHEDULES[name].reads
     return [
         Fault(
@@ -148,7 +149,7 @@ def unused_size_faults(
 
 
 def _readers(setting: str) -> str:
-    """Such as ``1f1b from 2 chunks on or zb_auto``."""
+    """Return the schedules that read a field, such as ``1f1b from 2 chunks on or zb_auto``."""
     least = {name: kind.reads[setting] for name, kind in SCHEDULES.items() if setting in kind.reads}
     return " or ".join(
         f"{name} from {chunks} chunks on" if chunks > SCHEDULES[name].least_chunks else name

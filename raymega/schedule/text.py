@@ -1,6 +1,6 @@
-"""A schedule as lines of text: who does what in which unit of time.
+"""Prints a schedule as lines of text: the work of each rank in each unit of time.
 
-It owns the layout for terminals and docstrings; the picture is draw's.
+It owns the layout for terminals and docstrings. `raymega.schedule.timeline_svg` draws pictures.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ IDLE = "."
 
 
 def timetable(program: Program, *, max_units: int = 30) -> str:
-    """One line a rank and one column a unit of time: a forward takes one, a backward two.
+    """Return one line per rank and one column per time unit; a forward takes one, a backward two.
 
-    ``F2`` is the forward of micro-batch 2, ``F2.1`` on chunk 1, ``.`` is idle time. Of a backward
-    in two parts ``B`` is the first and ``W`` the second, one unit each. After ``max_units`` columns
-    the lines end in ``...``.
+    ``F2`` is the forward of micro-batch 2, ``F2.1`` on chunk 1, ``.`` is idle time. Of a split
+    backward ``B`` is the input part and ``W`` the weight part, one unit each. After ``max_units``
+    columns the lines end in ``...``.
     """
     simulation = simulate(program, Durations())
     num_units = round(simulation.time)
@@ -29,6 +29,7 @@ def timetable(program: Program, *, max_units: int = 30) -> str:
     rows = [_cells(events, num_units, with_chunk=with_chunk) for events in simulation.events]
     width = max((len(cell) for row in rows for cell in row), default=0)
     label_width = len(str(len(rows) - 1))
+    # Pad the cells to one width, so that columns align.
     lines = []
     for rank, row in enumerate(rows):
         shown = [cell.ljust(width) for cell in row[:max_units]]

@@ -1,8 +1,8 @@
-"""Paints a time line, simulated or recorded, as a picture in SVG.
+"""Draws a time line, simulated or recorded, as an SVG picture.
 
-One row a rank; forwards, backwards and their parts are blocks with the micro-batch's number, paler
-on later chunks. Receives that wait are hatched, and what is left is idle. It reads events only and
-writes no file.
+There is one row per rank. Forwards, backwards and their parts are blocks with the micro-batch's
+number, paler on later chunks. Receives that wait are hatched, and the rest is idle time. It reads
+events only and writes no file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ MOST_WHITE = 0.6
 """Share of white in the colour of the last chunk; chunk 0 has none."""
 COLLECTIVE_FILL = "#0072b2"
 
-# All in pixels. A block of median length is wide enough for its number, within these widths.
+# All in pixels. A block of median length is wide enough for its number, within these widths of
+# the picture.
 TITLE_PX, LEGEND_PX, AXIS_PX, MARGIN_PX = 34, 30, 44, 16
 ROW_PX, ROW_GAP_PX, STRIP_PX = 30, 6, 5
 BLOCK_PX, MIN_WIDTH_PX, MAX_WIDTH_PX = 26, 720, 3200
@@ -71,17 +72,18 @@ PATTERN = (
 
 
 def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float = 1.0) -> str:
-    """The picture of a step as one SVG document.
+    """Return the picture of a step as one SVG document.
 
     Args:
         rows: Events by row label, such as ``rank 0``; rows are drawn in this order.
-        title: Said above the picture.
-        time_unit: What one unit on the time axis is called.
+        title: Heading above the picture.
+        time_unit: Name of one unit on the time axis.
         scale: Units on the time axis per unit of the events; 1000 shows seconds as ``ms``.
     """
     last_chunk = max((event[2] for events in rows.values() for event in events), default=0)
     legend, legend_px = _legend(rows, last_chunk)
     frame = _make_frame(rows, scale, legend_px=legend_px)
+    # Heading and axis first, so that the rows are painted over the grid lines.
     parts = [
         PATTERN,
         _text(MARGIN_PX, 24, title, "title"),
@@ -101,7 +103,7 @@ def draw_svg(rows: Rows, *, title: str, time_unit: str = "units", scale: float =
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Frame:
-    """Where times and rows lie on the paper; ``first`` and ``length`` are in scaled time."""
+    """Positions of times and rows in the picture; ``first`` and ``length`` are in scaled time."""
 
     first: float
     length: float
@@ -110,16 +112,16 @@ class _Frame:
     width_px: float
 
     def x(self, time: float) -> float:
-        """Pixel of an event's time."""
+        """Return the horizontal pixel position of an event's time."""
         return self.left_px + (time * self.scale - self.first) / self.length * self.width_px
 
     def row_y(self, index: int) -> float:
-        """Upper edge of a row."""
+        """Return the vertical pixel position of a row's upper edge."""
         return TITLE_PX + LEGEND_PX + index * (ROW_PX + ROW_GAP_PX)
 
 
 def _make_frame(rows: Rows, scale: float, *, legend_px: float) -> _Frame:
-    """As wide as the blocks' numbers need, and no narrower than what is said above them."""
+    """Make a frame wide enough for the numbers in the blocks and for the legend."""
     first, last = span(rows.values())
     blocks = [e[4] - e[3] for row in rows.values() for e in row if e[0] == Op.FORWARD]
     typical = median(blocks) if blocks else 0.0
@@ -160,7 +162,7 @@ def _strip_hint(name: str, number: int) -> str:
 
 
 def _legend(rows: Rows, last_chunk: int) -> tuple[list[str], float]:
-    """What colours mean and what was measured, and where that ends on the right."""
+    """Return the elements of colour key and measures, and the pixel position of their right end."""
     x: float = MARGIN_PX
     parts = []
     present = {event[0] for events in rows.values() for event in events}
@@ -201,13 +203,13 @@ def _axis(frame: _Frame, num_rows: int, time_unit: str) -> Iterator[str]:
 
 
 def _tick_step(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
     power = 10.0 ** floor(log10(least))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
 
 
 def _paler(fill: str, chunk: int, last_chunk: int) -> str:
-    """The colour of a chunk: mixed with white, the more the later it is."""
+    """Return the colour of a chunk: mixed with white, the more the later the chunk."""
     share = MOST_WHITE * chunk / (last_chunk or 1)
     parts = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

@@ -1,6 +1,6 @@
-"""Merges what the executors of all ranks recorded into one trace for Chrome or Perfetto.
+"""Merges the recorded events of all ranks into one trace for Chrome or Perfetto.
 
-It makes plain values that json can write; it opens no file and draws nothing. The format is
+It returns plain values that json can write; it opens no file and draws nothing. The format is
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
@@ -22,7 +22,7 @@ from raymega.schedule.timeline import (
 
 US_PER_S = 1e6
 STEP, COLLECTIVE, CONTEXT, EXPERTS, UPDATE = 0, 1, 2, 3, 4
-"""Processes of the trace: what ranks do one after the other, and what goes on beside it."""
+"""Process ids of the trace: the ranks' own sequence of work, and the concurrent collectives."""
 BESIDE = {
     COLLECTIVE: (SUMS_AND_WEIGHTS, "gradients and weights"),
     CONTEXT: (BETWEEN_CP, "between context-parallel ranks"),
@@ -34,11 +34,11 @@ BESIDE = {
 def merge_trace(
     rows: Mapping[int, Sequence[EventTuple]], transfers: Iterable[Transfer] = ()
 ) -> dict[str, object]:
-    """The trace of one step: a row a rank, a span an instruction, times in microseconds.
+    """Return the trace of one step: rows are ranks, spans are instructions, times in microseconds.
 
     Args:
         rows: Events by rank, in seconds since a start that all ranks share.
-        transfers: Messages among them; each becomes an arrow from its send to its receive.
+        transfers: Messages between these ranks; each becomes an arrow from its send to its receive.
     """
     names = [_row_name(STEP, rank, f"rank {rank}") for rank in sorted(rows)]
     names += [
@@ -77,7 +77,7 @@ def _span(rank: int, event: EventTuple) -> dict[str, object]:
 
 
 def _arrow(index: int, transfer: Transfer) -> Iterator[dict[str, object]]:
-    """Both ends of an arrow; an end belongs to the span in which its time lies, not on its edge."""
+    """Yield both ends of an arrow, each inside its span: on an edge it would not attach."""
     sent, received = transfer.sent, transfer.received
     left_s = (sent.start_s + sent.end_s) / 2
     earliest_s = min(max(left_s, received.start_s), received.end_s)

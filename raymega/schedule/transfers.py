@@ -1,12 +1,13 @@
-"""Puts sends and receives into lists of work, for any schedule and any placement of stages.
+"""Inserts sends and receives into lists of work, for any schedule and any placement of stages.
 
-A result is sent right after it is made. A message is taken right before it is needed; messages that
-the same sender sent earlier are taken before it, though needed later. So between two ranks messages
-are taken in the order in which they are sent, which NCCL needs, and nobody waits for one longer:
-what was sent earlier is there earlier.
+A result is sent right after it is computed. A message is received right before it is needed;
+messages that the same sender sent earlier are received before it, even if needed later. So messages
+between two ranks are received in the order in which they are sent, which NCCL needs. No rank waits
+longer for that: an earlier message arrives earlier.
 
-A rank may run a forward and the whole backward of another micro-batch that follows it together, as
-DualPipe does. Then the messages that either needs are taken before both, and their results leave after.
+A rank may run a forward together with the whole backward that follows it, of another micro-batch,
+as DualPipe does. Then the messages that either needs are received before both, and both results are
+sent after both.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from raymega.schedule.instructions import TAKES_GRADIENT, Instruction, Op, Sched
 from raymega.schedule.stage_placement import Message, Placement, Program
 
 Channel = tuple[int, int]
-"""Sending and receiving rank; equal where a rank hands a message to its own next chunk."""
+"""Sending and receiving rank; equal where a rank passes a message to another chunk of its own."""
 
 
 def make_program(
     work: Sequence[Schedule], placement: Placement, *, is_paired: bool = False
 ) -> Program:
-    """The whole program of lists of work by rank; ``is_paired``: as :func:`rounds` says."""
+    """Make the program from lists of work by rank; :func:`rounds` explains ``is_paired``."""
+    # First all messages in the order in which their senders send them.
     under_way: defaultdict[Channel, deque[Message]] = defaultdict(deque)
     for rank, schedule in enumerate(work):
         for send in filter(None, (_send_after(task) for task in schedule)):
             message = placement.message(rank, send)
             if message is not None:
                 under_way[_channel(message)].append(message)
+    # Then each rank's list, which receives them in that order.
     lists = []
     for rank, schedule in enumerate(work):
         parts = rounds(schedule, is_paired=is_paired)
@@ -39,7 +42,7 @@ def make_program(
 
 
 def rounds(schedule: Schedule, *, is_paired: bool = True) -> list[tuple[Instruction, ...]]:
-    """What a rank does one after the other: an instruction, or two passes that may run together."""
+    """Group a list into rounds: one instruction, or with ``is_paired`` two passes run together."""
     found: list[tuple[Instruction, ...]] = []
     for task in schedule:
         if is_paired and found and len(found[-1]) == 1 and _are_together(found[-1][0], task):
@@ -62,6 +65,7 @@ def _with_transfers(
 ) -> Iterator[Instruction]:
     taken: set[Message] = set()
     for tasks in parts:
+        # Receives before all tasks of the round, sends after all of them.
         for task in tasks:
             receive = _receive_before(task)
             wanted = placement.message(rank, receive) if receive else None
@@ -75,7 +79,7 @@ def _with_transfers(
 
 
 def _receives(wanted: Message, queue: deque[Message], taken: set[Message]) -> Iterator[Instruction]:
-    """What the sender sent up to ``wanted``, as far as it was not taken before."""
+    """Yield receives of the sender's messages up to ``wanted`` that were not yet received."""
     while wanted not in taken and queue:
         message = queue.popleft()
         taken.add(message)

@@ -1,8 +1,8 @@
 """GPipe: every forward, then every backward; and a forward-only order, for evaluation.
 
 It owns the order of work. The schedule is that of Huang et al., NeurIPS 2019
-(https://arxiv.org/abs/1811.06965): the simplest that is right, and the reference for others. Every
-rank keeps the activations of all micro-batches, so it suits few of them.
+(https://arxiv.org/abs/1811.06965): the simplest correct one, and the reference for others. Every
+rank keeps the activations of all micro-batches, so it suits only small numbers of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raymega.schedule.stage_placement import Placement
 
 
 def gpipe(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank; all ranks do the same, chunk after chunk and back."""
+    """Return the work of every rank, the same for all: chunk after chunk forward, then back."""
     order = Order(sizes.num_micro_batches)
     for chunk in range(sizes.chunks):
         order.forward(chunk, times=sizes.num_micro_batches)
@@ -23,7 +23,7 @@ def gpipe(sizes: Sizes) -> tuple[Schedule, ...]:
 
 
 def forward_only(placement: Placement, num_micro_batches: int) -> tuple[Schedule, ...]:
-    """The work of every rank when no gradient is wanted: what can be there first comes first."""
+    """Return the work of every rank without gradients, in order of earliest possible arrival."""
 
     def arrival(rank: int, chunk: int, micro_batch: int) -> tuple[int, int]:
         return micro_batch + placement.stage(rank, chunk), micro_batch

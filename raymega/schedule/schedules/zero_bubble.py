@@ -1,10 +1,10 @@
-"""ZB-H1 and ZB-H2: 1F1B whose backward is cut in two, so that weight parts fill the bubble.
+"""ZB-H1 and ZB-H2: 1F1B whose backward is split in two, so that weight parts fill the bubble.
 
 It owns their order of work. The schedules are those of Qi et al., ICLR 2024
-(https://arxiv.org/abs/2401.10241, figures 2 and 3). Nobody waits for the weight part of a backward,
-so it may come where a rank would idle. ZB-H1 holds as many activations as 1F1B does on its first
-rank and leaves (pp - 1) * (F + B - W) of idle time, with F, B, W the times of the parts. ZB-H2 also
-fills the warm-up with more forwards: up to 2 * pp - 1 micro-batches are held, and
+(https://arxiv.org/abs/2401.10241, figures 2 and 3). No rank waits for the weight part of a
+backward, so it may run where a rank would idle. ZB-H1 holds as many activations as
+1F1B does on its first rank and leaves (pp - 1) * (F + B - W) of idle time, with F, B, W the times
+of the parts. ZB-H2 also fills the warm-up with more forwards: up to 2 * pp - 1 micro-batches are held, and
 (pp - 1) * (F + B - 2 * W) is left, which is nothing when the parts take equal time. Three ranks
 and six micro-batches under ZB-H1:
 
@@ -20,25 +20,28 @@ from raymega.schedule.order import Order, Sizes
 
 
 def zb_h1(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank under ZB-H1."""
+    """Return the work of every rank under ZB-H1."""
     return tuple(_rank(sizes, warmup=sizes.pp - rank - 1, debt=rank) for rank in range(sizes.pp))
 
 
 def zb_h2(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank under ZB-H2."""
+    """Return the work of every rank under ZB-H2."""
     return tuple(
         _rank(sizes, warmup=2 * (sizes.pp - rank - 1), debt=2 * rank) for rank in range(sizes.pp)
     )
 
 
 def _rank(sizes: Sizes, *, warmup: int, debt: int) -> Schedule:
-    """1F1B after ``warmup`` forwards, with weight parts ``debt`` backwards late."""
+    """Return 1F1B after ``warmup`` forwards, with each weight part ``debt`` backwards late."""
     order = Order(sizes.num_micro_batches)
+    # Warm-up: forwards only.
     order.forward(times=warmup)
+    # Steady state, then the cool-down once forwards run out.
     for step in range(sizes.num_micro_batches):
         order.forward()
         order.backward_input()
         if step >= debt:
             order.backward_weight()
+    # The weight parts still owed fill the end.
     order.settle()
     return order.work

@@ -1,10 +1,10 @@
-"""zb_auto: the best of many zero-bubble orders that keep a limit on activations.
+"""zb_auto: the best of many zero-bubble orders that stay within a limit on activations.
 
 It owns the search, after Qi et al., ICLR 2024 (https://arxiv.org/abs/2401.10241, section 3.1).
-Orders are built by list_scheduling. First the choices that no rule settles are tried alike on all
-ranks, beside ZB-H1 and ZB-H2; then the best order's choices are changed rank by rank for as long as
-that helps. How long it searches is counted in tasks placed, not in seconds: every rank must find
-the same order.
+Orders are built by `raymega.schedule.list_scheduling`. The search first tries ZB-H1, ZB-H2 and
+every policy with the same choices on all ranks. Then it changes the best policy's choices on single
+ranks at random, until its budget is spent or the order has no bubble. The budget counts tasks
+placed, not seconds, because every rank must find the same order.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from raymega.schedule.stage_placement import Placement
 from raymega.schedule.transfers import make_program
 
 MOST_TASKS, MOST_ORDERS = 1_000_000, 500
-"""Tasks placed by the whole search, at one or two microseconds each, and orders built by it."""
+"""Limits of the whole search: tasks placed, at one or two microseconds each, and orders built."""
 MOST_KEPT = 64
-"""Sizes whose orders are kept."""
+"""Number of sizes whose orders are cached."""
 LETTERS = {Op.FORWARD: FORWARD, Op.BACKWARD_INPUT: INPUT, Op.BACKWARD_WEIGHT: WEIGHT}
 CLOSE = 1e-9
-"""Times that differ by less, relatively, are equal."""
+"""Relative difference below which two times count as equal."""
 
 
 @lru_cache(maxsize=MOST_KEPT)
 def zb_auto(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank: at most ``max_in_flight_microbatches`` held, ``pp`` when that is 0.
+    """Return the work of every rank, holding at most ``max_in_flight_microbatches`` (0: ``pp``).
 
-    What was found is kept: a step may have as many micro-batches as one before, in this attempt of a
-    run or in an earlier one of the same process.
+    Results are cached: later steps of the same process, in this attempt of a run or the next, may
+    have the same sizes.
     """
     search = _Search(sizes)
     search.try_known(zb_h1(sizes))
@@ -48,7 +48,7 @@ def zb_auto(sizes: Sizes) -> tuple[Schedule, ...]:
 
 
 def peak(word: str, wgrad_activation_fraction: float) -> float:
-    """The most that a rank holds while it works as ``word`` says, in micro-batches."""
+    """Return the most activations that a rank with the work ``word`` holds, in micro-batches."""
     change = {
         FORWARD: 1.0,
         INPUT: wgrad_activation_fraction - 1.0,
@@ -58,7 +58,7 @@ def peak(word: str, wgrad_activation_fraction: float) -> float:
 
 
 class _Search:
-    """The best order so far, and what may still be tried."""
+    """State of the search: the best order so far, and the budget that is left."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes, times = sizes, sizes.times
@@ -75,7 +75,7 @@ class _Search:
         return self._left <= 0 or self._longest <= self._ideal * (1 + CLOSE)
 
     def try_known(self, work: tuple[Schedule, ...]) -> None:
-        """Take a schedule of the papers if it keeps the limit and is the best so far."""
+        """Adopt a published schedule if it stays within the limit and is the best so far."""
         words = tuple("".join(LETTERS[task.op] for task in list_) for list_ in work)
         limit = self._sizes.max_in_flight_microbatches or self._sizes.pp
         if max(peak(word, self._sizes.wgrad_activation_fraction) for word in words) > limit + CLOSE:
@@ -86,13 +86,13 @@ class _Search:
             self._longest, self.words = longest, words
 
     def try_all_ranks_alike(self) -> None:
-        """Every choice, the same on each rank."""
+        """Try every policy whose choices are the same on all ranks."""
         for policy in _alike(self._sizes):
             if not self._is_over:
                 self._try(policy)
 
     def change_single_ranks(self) -> None:
-        """Change one choice of the best policy at a time, and keep what is no worse."""
+        """Change the best policy on few ranks at a time; keep a change that is no worse."""
         random = Random(0)
         while not self._is_over and self._policy is not None:
             self._try(_changed(self._policy, self._sizes, random))
@@ -107,12 +107,12 @@ class _Search:
 
     @staticmethod
     def _cost(played: Played) -> tuple[float, float]:
-        """Longest first; then all idle time, so that a change of one rank shows."""
+        """Return the longest time, and the idle time, which shows a change of a single rank."""
         return played.longest, sum(played.idle)
 
 
 def _alike(sizes: Sizes) -> Iterator[Policy]:
-    """All choices, those first that are best for most sizes."""
+    """Yield all policies with equal choices on all ranks, those usually best first."""
     below = [sizes.pp - rank - 1 for rank in range(sizes.pp)]
     leads = [(sizes.num_micro_batches,) * sizes.pp]
     leads += [tuple(1 + hops * ahead for hops in below) for ahead in (1, 2)]
@@ -120,7 +120,7 @@ def _alike(sizes: Sizes) -> Iterator[Policy]:
         leads, (0.0, 1.0, 0.5), (0.0, 0.5, NEVER), (False, True), (False, True)
     ):
         if patience == 0.0 and is_balancing:
-            continue  # a rank that never waits weighs nothing
+            continue  # is_balancing has no effect on a rank that never waits
         yield Policy(
             in_flight=in_flight,
             patience=(patience,) * sizes.pp,
@@ -131,7 +131,7 @@ def _alike(sizes: Sizes) -> Iterator[Policy]:
 
 
 def _changed(policy: Policy, sizes: Sizes, random: Random) -> Policy:
-    """The policy with one to three ranks' choices drawn anew."""
+    """Return the policy with one to three random changes, each of one rank's choice."""
     in_flight, patience = list(policy.in_flight), list(policy.patience)
     for _ in range(random.choice((1, 1, 2, 3))):
         rank = random.randrange(sizes.pp)

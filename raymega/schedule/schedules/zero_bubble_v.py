@@ -1,9 +1,9 @@
-"""ZB-V: no bubble in the memory of 1F1B, on two chunks a rank that run down and back up.
+"""ZB-V: no bubble at the memory of 1F1B, with two chunks per rank that run down and back up.
 
 It owns the order of work. The schedule is that of Qi et al., NeurIPS 2024
 (https://arxiv.org/abs/2405.15362, appendix): rank 0 holds the first and the last stage, so a
-micro-batch's backward begins where its forward began, and every rank holds equally much: at most
-2 * pp chunks, as many activations as 1F1B's first rank. With equal times of F, B and W there is no
+micro-batch's backward begins where its forward began. Every rank holds the activations of at most
+2 * pp chunks, as many as 1F1B's first rank. With equal times of F, B and W there is no
 bubble.
 """
 
@@ -13,11 +13,11 @@ from raymega.schedule.instructions import Schedule
 from raymega.schedule.order import Order, Sizes, first_micro_batches
 
 DOWN, UP = 0, 1
-"""The two chunks of a rank: on the way to the last rank, and on the way back."""
+"""Numbers of a rank's two chunks: on the way to the last rank, and on the way back."""
 
 
 def zb_v(sizes: Sizes) -> tuple[Schedule, ...]:
-    """The work of every rank; few micro-batches are planned as if there were 2 * pp - 1."""
+    """Return the work of every rank; at least 2 * pp - 1 micro-batches are planned."""
     planned = max(sizes.num_micro_batches, 2 * sizes.pp - 1)
     lists = [_rank(sizes.pp, rank, planned) for rank in range(sizes.pp)]
     return tuple(first_micro_batches(schedule, sizes.num_micro_batches) for schedule in lists)
@@ -35,14 +35,14 @@ def _rank(pp: int, rank: int, num_micro_batches: int) -> Schedule:
         order.forward(UP)
         _backward_in_parts(order, UP)
 
-    # Steady: one forward and one backward on each chunk.
+    # Steady state: one forward and one backward on each chunk.
     for _ in range(num_micro_batches - pp):
         order.forward(DOWN)
         _backward_in_parts(order, DOWN)
         order.forward(UP)
         _backward_in_parts(order, UP)
 
-    # Cool-down: what others wait for comes first, and weight parts fill the gaps.
+    # Cool-down: input parts first, since other ranks wait for them; weight parts fill the gaps.
     for _ in range(rank):
         order.backward_input(DOWN)
         order.backward_input(UP)
