@@ -51,7 +51,7 @@ def _curve(env, plan_json, at, factor):
         state = outcome.state
         curve.append((outcome.loss, outcome.grad_norm))
         if outcome.bad_step:
-            actions[number] = outcome.bad_step.action
+            actions[outcome.bad_step.step] = outcome.bad_step.action
     assert at < 0 or env.rank != at or not calls["left"], "the fault did not happen"
     return curve, actions, [block.values.numpy().copy() for block in parts.optimizer.blocks()]
 

@@ -1,7 +1,10 @@
 import io
 import json
 import math
+import re
+from pathlib import Path
 
+from raymega import events
 from raymega.events import StepFinished
 from raymega.tracking.jsonl import JsonLinesSink, open_jsonl
 from tests.unit.tracking.events import GRID, attempt_started, step_finished, whole_run
@@ -88,3 +91,11 @@ def test_closing_leaves_a_given_stream_open():
     stream = io.StringIO()
     JsonLinesSink(stream).close(0.0)
     assert not stream.closed
+
+
+def test_docs_list_every_event_under_its_name_in_json():
+    page = (Path(__file__).parents[3] / "docs" / "watching.md").read_text()
+    table = page.split("## Events")[1].split("\n## ")[0]
+    rows = {kind: name for name, kind in re.findall(r"^\| `(\w+)` \| `(\w+)` \|", table, re.M)}
+    kinds = {name: kind for name, kind in vars(events).items() if hasattr(kind, "json_name")}
+    assert rows == {name: kind.json_name for name, kind in kinds.items()}
