@@ -154,6 +154,7 @@ class RunContext:
 
     def begin_attempt(self) -> None:
         """The attempt's number is on record before anything can be written under it."""
+        self.recovery_log.passed("reserve")
         self.state = replace(self.state, attempt=self._lease.begin_attempt())
         self.move(State.STARTING, self.state.reason)
         start, spares = self._restore.start, self._num_spares()

@@ -242,6 +242,15 @@ def test_recovery_is_told_when_the_lost_steps_are_made_up_for(world):
     assert recovered.recovery_s == 7.0
 
 
+def test_wait_for_processes_is_a_phase_of_the_recovery(world):
+    controller = world.drive(lost_run(lambda w: w.die(3)), whole_run(attempt=2, step=2))
+    world.tick_until(State.RESTARTING)
+    world.group.lacking = [LACKING] * 3
+    controller.run()
+    (recovered,) = world.sink.of(Recovered)
+    assert 0 < recovered.phases["reserve"] == recovered.recovery_s
+
+
 def test_detection_is_counted_from_the_last_sign_of_progress(world):
     world.drive(lost_run(lambda w: [[], *w.die(3)]), whole_run(attempt=2, step=2))
     world.tick_until(State.RUNNING)
