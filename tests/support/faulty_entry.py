@@ -2,8 +2,8 @@
 
 ``x.flip-1-5-2``: rank 1, in step 5 of attempt 2. nan: one pass makes a NaN. bad: every pass of the step
 does, in every attempt, as a bad batch would; 0 for the attempt. flip: the lowest bit of a weight changes
-after the step. hang: the training thread waits for nothing. slow: all steps up to this one take 0.3 s
-of work more.
+after the step. hang: the training thread waits for nothing. slow: by the clock that measures
+its work, all steps up to this one take 1,000 s more, whatever else the machine does.
 """
 
 import math
@@ -12,10 +12,22 @@ from threading import Event
 
 import torch
 
-from raymega.train import entry, loop
+from raymega.train import entry, loop, throughput
 
 warm_up, host_rendezvous, abort = entry.warm_up, entry.host_rendezvous, entry.abort
 TRAIN_STEP = loop.train_step
+
+
+class WorkClock:
+    """Stands in for the module ``time`` where a rank's own work is measured."""
+
+    ahead_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead_s
+
+
+WORK_CLOCK = throughput.time = WorkClock()
 
 
 def run_worker(start, channel, rendezvous):
@@ -46,7 +58,7 @@ def begin(parts, state, faults):
         if kind == "hang" and at == step:
             Event().wait()
         if kind == "slow" and step <= at:
-            work_until(time.monotonic() + 0.3)
+            WORK_CLOCK.ahead_s += 1000.0
         is_bad_batch = kind == "bad" and state.samples == (at - 1) * size
         if is_bad_batch or (kind == "nan" and at == step):
             spoil(parts, is_once=kind == "nan")
@@ -67,8 +79,3 @@ def end(parts, state, faults):
             parts.weights.wait_for_all()
             param = next(iter(parts.modules[0].layers.values())).mlp.down.weight
             param.data.view(-1)[:1].view(torch.int64).bitwise_xor_(1)
-
-
-def work_until(end_s):
-    while time.monotonic() < end_s:
-        pass
