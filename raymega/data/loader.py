@@ -88,7 +88,7 @@ class Loader:
         )
 
     def _row(self, sample: int) -> Row:
-        """Return the row of a global sample; an empty row for a masked slot, which counts nowhere."""
+        """Return the row of a global sample; a masked slot gets an empty row, without labels."""
         if sample < 0:
             return empty_row(self.source.seq_len)
         return self.source.row(self._window(sample))

@@ -132,8 +132,8 @@ class PackedSource:
 
     If a document continues in another piece, the label of a piece's last token is the document's
     next token; if it ends there, that label is masked. So every token but each document's first is
-    predicted once in an epoch. Padding is masked everywhere. The padding of a piece to a multiple of
-    ``multiple`` follows its tokens, so that none of them attends to it. The rest of a row is one
+    predicted once in an epoch. Padding is masked everywhere. The padding of a piece to a multiple
+    of ``multiple`` follows its tokens, so that none of them attends to it. The rest of a row is one
     more document.
 
     Attributes:

@@ -17,7 +17,7 @@ class Row:
 
     Attributes:
         tokens: Input tokens, [S] int64.
-        labels: Token after each token, [S] int64; ignored where the mask is False.
+        labels: Token after each token, [S] int64; 0 where the mask is False.
         mask: True where the label counts in the loss, [S] bool.
         documents: Lengths of the row's documents, end to end; they add up to S. Tokens of different
             documents do not attend to each other. A row that is not packed is one document.
@@ -70,7 +70,7 @@ def positions_of(documents: tuple[int, ...]) -> npt.NDArray[np.int64]:
 def later_of(row: Row, depth: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Return labels and masks further ahead, [depth, S] each: at index k - 1, of k tokens further.
 
-    The mask is True where every label from the token's own on counts and is in the token's document.
+    The mask is True where all labels up to this one count and are in the token's document.
     """
     is_end = np.zeros(len(row.tokens), dtype=np.bool_)
     is_end[np.cumsum(row.documents) - 1] = True
