@@ -1,7 +1,7 @@
 """Token shards on disk: Arrow IPC files of one unsigned column, read through memory maps.
 
-It owns a shard's bytes and the view of many shards as one stream; which shards there are is
-data.format's, and what is drawn from the stream is data.order's.
+It owns a shard's bytes and the view of many shards as one stream. The shards of a dataset are
+listed by `raymega.data.format`; windows are drawn from the stream by `raymega.data.order`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Tokens = npt.NDArray[np.int64]
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The narrowest column type that holds every token."""
+    """Return the narrowest column type that holds every token of the vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class TokenStream:
-    """All tokens of a split, in shard order, as if they were one array.
+    """Tokens of a split in shard order, readable as one array.
 
-    Shards are mapped when first touched; only pages that are read take memory.
+    A shard is memory-mapped at its first read; only pages that are read take memory.
     """
 
     def __init__(self, folder: Path, split: SplitMeta) -> None:
-        """``split`` must have passed :func:`raymega.data.format.size_faults`."""
+        """Require a ``split`` that has passed :func:`raymega.data.format.size_faults`."""
         self.num_tokens = split.num_tokens
         self._folder = folder
         self._shards = split.shards
@@ -46,16 +46,18 @@ class TokenStream:
         self._columns: dict[int, pa.ChunkedArray] = {}
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) as int64, across shard borders."""
+        """Return tokens [start, stop) as int64, across shard borders."""
         if not 0 <= start < stop <= self.num_tokens:
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
         return np.concatenate(list(self._pieces(start, stop)))
 
     def document_lengths(self) -> Tokens:
-        """Tokens of each document in stream order, [N], from the batches' headers.
+        """Return the number of tokens of each document in stream order, [N].
+
+        The numbers are read from the metadata of the record batches.
 
         Raises:
-            DataError: They do not add up to the stream.
+            DataError: A shard cannot be read, or the numbers do not add up to the stream's length.
         """
         parts = chain.from_iterable(_batch_lengths(self._folder, shard) for shard in self._shards)
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
@@ -80,14 +82,14 @@ class TokenStream:
 
 
 class ShardWriter:
-    """Writes one shard in batches; the file gets its name only when it is whole.
+    """Writer of one shard in record batches; the file gets its final name only when complete.
 
-    A batch holds BATCH_TOKENS or a little more, whole documents, so that memory stays bounded
-    however long the shard is; the batch's metadata are the documents' lengths.
+    A batch holds whole documents with BATCH_TOKENS tokens or a little more, so that memory stays
+    bounded for shards of any length. Its metadata hold the lengths of its documents.
     """
 
     def __init__(self, folder: Path, file: str, *, dtype: str) -> None:
-        """Open ``folder/file`` for writing under a passing name."""
+        """Open ``folder/file`` for writing under a temporary name."""
         self._folder, self._file = folder, file
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,7 @@ class ShardWriter:
         self._num_pending = self._num_tokens = self._num_documents = 0
 
     def append(self, document: npt.NDArray[np.unsignedinteger]) -> None:
-        """Add one document's tokens, its end-of-document token included."""
+        """Add one document's tokens, including its end-of-document token."""
         self._pending.append(document)
         self._num_pending += len(document)
         self._num_documents += 1
@@ -106,7 +108,7 @@ class ShardWriter:
             self._flush()
 
     def close(self) -> ShardMeta:
-        """Finish the file and give it its name."""
+        """Finish the file, rename it to its final name and return its description."""
         self._flush()
         self._writer.close()
         meta = ShardMeta(
@@ -139,7 +141,7 @@ class ShardWriter:
 
 
 def file_crc32(path: Path) -> int:
-    """``zlib.crc32`` of a whole file, read in pieces of 1 MiB."""
+    """Return the ``zlib.crc32`` of a whole file, read in pieces of 1 MiB."""
     crc = 0
     with path.open("rb") as stream:
         while piece := stream.read(1 << 20):
@@ -148,7 +150,7 @@ def file_crc32(path: Path) -> int:
 
 
 def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
-    """Document lengths of each batch of a shard; none where they were not written."""
+    """Yield the document lengths of each batch of a shard; empty where none were written."""
     path = folder / shard.file
     try:
         with pa.memory_map(str(path)) as mapped:

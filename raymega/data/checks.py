@@ -1,6 +1,6 @@
-"""What the driver can say about a job's data before any worker starts; loads no torch.
+"""Checks a job's data in the driver before any worker starts; loads no torch.
 
-It owns the questions; the answers about one dataset come from data.format.
+It owns the checks. The facts about one dataset come from `raymega.data.format`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raymega.errors import Fault, RaymegaError
 from raymega.storage.registry import reading_faults
 
 MIN_BPE_VOCAB_SIZE = 257
-"""Every byte and the end of a document."""
+"""Smallest BPE vocabulary: the 256 bytes and the end-of-document token."""
 
 
 def data_faults(
@@ -28,14 +28,14 @@ def data_faults(
     needs_valid: bool = False,
     is_packed: bool = False,
 ) -> list[Fault]:
-    """Everything that is wrong with ``data.path``; a number of 0 is not known and not checked.
+    """Return all faults of ``data.path``.
 
     Args:
-        path: ``data.path``.
-        seq_len: ``data.seq_len``.
-        vocab_size: ``model.vocab_size``.
-        needs_valid: The job evaluates, so there must be a validation split.
-        is_packed: The job packs documents, so the dataset must know where they begin.
+        path: Value of ``data.path``.
+        seq_len: Value of ``data.seq_len``; 0 if unknown, then not checked.
+        vocab_size: Value of ``model.vocab_size``; 0 if unknown, then not checked.
+        needs_valid: True if the job evaluates, which needs a validation split.
+        is_packed: True if the job packs documents, which needs a dataset with document lengths.
     """
     wants = _Wants(
         seq_len=seq_len, vocab_size=vocab_size, needs_valid=needs_valid, is_packed=is_packed
@@ -55,10 +55,12 @@ def data_faults(
 
 
 def dataset_identity(path: str) -> str:
-    """What the dataset at ``path`` holds, in 16 characters; the same wherever a copy of it lies.
+    """Return a digest of the dataset's content, 16 characters; the same for every copy of it.
+
+    The built-in synthetic tokens have their path as identity.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no dataset at ``path``.
     """
     if path == SYNTHETIC_PATH:
         return SYNTHETIC_PATH
@@ -72,7 +74,7 @@ def dataset_identity(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wants:
-    """What the job wants of its data; see :func:`data_faults`."""
+    """Requirements of the job on its data; see :func:`data_faults`."""
 
     seq_len: int
     vocab_size: int
@@ -81,7 +83,7 @@ class _Wants:
 
 
 def _remote_faults(path: str, wants: _Wants) -> list[Fault]:
-    """The same for a dataset in an object store, which is asked only when it answers at all."""
+    """Return the faults of a dataset in an object store, or those of a store that is unreadable."""
     refusals = reading_faults(path, field="data.path")
     if refusals:
         return refusals

@@ -1,8 +1,8 @@
-"""The micro-batches of one rank under dynamic context parallelism.
+"""Loads the micro-batches of one rank under dynamic context parallelism.
 
-The samples of a step are the rows that any layout reads. Here their documents are shared out anew
-over dp * cp ranks, as plan.dynamic_cp says; every rank computes the same schedule and reads only the
-documents of its own packs.
+The samples of a step are the same rows that any layout reads. Here their documents are distributed
+anew over the dp * cp ranks by `raymega.plan.packing.dynamic_cp`. Every rank computes the same
+schedule and reads only the documents of its own packs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raymega.plan.packing.dynamic_cp import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Document:
-    """A piece of a sample's row."""
+    """A piece of a document in a sample's row."""
 
     sample: int
     held: PlacedPiece
@@ -40,20 +40,20 @@ class _Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """The documents of a step's samples, and where they go."""
+    """Documents of a step's samples, and the rounds of packs that distribute them."""
 
     documents: Sequence[_Document]
     rounds: Sequence[Round]
 
 
 class DynamicLoader:
-    """The micro-batches of one rank, a pure function of the position in the data.
+    """Loader of one rank's micro-batches, a pure function of the position in the data.
 
-    In each it shares one pack with the ranks of the pack's context. The next step's schedule is made
-    in a thread while a step runs.
+    In each micro-batch the rank shares one pack with the other ranks of the pack's context. The
+    next step's schedule is computed in a thread while a step runs.
     """
 
-    def __init__(  # noqa: PLR0913  # build is the one place that calls it
+    def __init__(  # noqa: PLR0913  # raymega.train.build is the only caller
         self,
         source: PackedSource,
         *,
@@ -67,10 +67,19 @@ class DynamicLoader:
         timeout_s: float = 600.0,
         depth: int = 0,
     ) -> None:
-        """``rank`` counts over dp * cp; ``contexts`` are by the number of their ranks.
+        """Make the loader of one rank.
 
-        ``is_guessing`` makes schedules ahead; one is waited for at most ``timeout_s``. ``depth``: see
-        MicroBatch.later.
+        Args:
+            source: Packed rows of the split.
+            rank: Rank of the dp * cp ranks that share a step's documents.
+            contexts: Context-parallel contexts by the number of their ranks.
+            limits: Limits of packs and ranks.
+            cost: Cost model by which packs are balanced.
+            seed: Seed of the data order, the same on all ranks.
+            device: Device of the micro-batches' tensors.
+            is_guessing: True to compute the next step's schedule ahead.
+            timeout_s: Longest wait for a schedule, in seconds.
+            depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
         """
         self.source, self._rank, self._contexts = source, rank, contexts
         self._limits, self._cost, self._seed, self._device = limits, cost, seed, device
@@ -79,16 +88,16 @@ class DynamicLoader:
         self._balance: dict[str, float] = {}
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
-        """Those of a step with ``batch`` whose first global sample is ``first_sample``.
+        """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``.
 
-        All ranks have equally many, but not as many in every step.
+        All ranks have the same number of them, which differs from step to step.
         """
         step = self._steps.of(first_sample, batch.global_batch_size)
         self._balance = _balance(step.rounds, self._limits.num_ranks)
         return [self._micro_batch(self._own(packs), step.documents) for packs in step.rounds]
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest step, by the names of tracking.names."""
+        """Return the metrics of the newest step by their names in `raymega.tracking.names`."""
         return self._balance | {"data/schedule_wait_s": self._steps.waited_s}
 
     def _schedule(self, first_sample: int, num_samples: int) -> _Step:
@@ -109,11 +118,13 @@ class DynamicLoader:
         pieces = [
             replace(one.held, padded=padded_length(one.held.length, pack.size)) for one in mine
         ]
+        # The whole pack as one row; samples and starts are per token of it.
         row = self.source.join(pieces, pack.tokens * pack.size)
         positions = positions_of(row.documents)
         padding = len(row.documents) - len(pieces)
         samples = np.repeat([*(one.sample for one in mine), *[-1] * padding], row.documents)
         starts = np.repeat([*(held.start for held in pieces), *[0] * padding], row.documents)
+        # Keep only the tokens that this rank of the context holds.
         at = held_positions((row.documents,), context)
         labels, masks = later_of(row, self._depth)
 

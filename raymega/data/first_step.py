@@ -1,6 +1,6 @@
-"""The documents of a run's first step, for whoever plans it: their lengths, and no token.
+"""Reads the document lengths of a run's first step, for plans; it reads no tokens.
 
-It reads what lies on this machine and brings nothing here.
+It reads only datasets in local folders and copies none from an object store.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from raymega.storage.registry import local_path
 
 
 def first_rows(job: Job) -> list[list[int]]:
-    """Lengths of the documents in each row of a whole batch, in the order of the samples.
+    """Return the document lengths in each row of the first global batch, in sample order.
 
-    Empty when the job packs nothing, or its data are in an object store.
+    The list is empty when the job does not pack, or its data are in an object store.
 
     Raises:
         ConfigError: There is no dataset at the path.
-        DataError: It is torn, or does not know where documents begin.
+        DataError: The dataset is damaged or has no document lengths.
     """
     path, seed = job.data.path, job.run.seed
     is_here = path == SYNTHETIC_PATH or local_path(path) is not None

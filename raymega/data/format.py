@@ -1,11 +1,11 @@
-"""The layout of a prepared dataset: a folder of token shards that one JSON file describes.
+"""Layout of a prepared dataset: a folder of token shards that one JSON file describes.
 
-It owns dataset.json and the names beside it; the bytes of a shard are data.arrow's.
+It owns dataset.json and the names of the other files; `raymega.data.arrow` owns a shard's bytes.
 
     dataset.json        written last: a folder without it is not a dataset
     tokenizer.json      a `tokenizers` file
-    train/000000.arrow  token shards, Arrow IPC (data.arrow)
-    train/unigram.npy   how often each token occurs, int64 [vocab_size]
+    train/000000.arrow  token shards, Arrow IPC
+    train/unigram.npy   number of occurrences of each token, int64 [vocab_size]
     valid/...           the same for the held-out documents
 """
 
@@ -28,14 +28,14 @@ SPLITS = ("train", "valid")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardMeta:
-    """One file of tokens.
+    """Description of one file of tokens.
 
     Attributes:
-        file: Path relative to the dataset.
-        num_documents: Documents in it, each closed by an end-of-document token.
-        num_tokens: Tokens in it, end-of-document tokens included.
-        num_bytes: Size of the file.
-        crc32: ``zlib.crc32`` of the file.
+        file: Path relative to the dataset's folder.
+        num_documents: Number of documents, each closed by an end-of-document token.
+        num_tokens: Number of tokens, including end-of-document tokens.
+        num_bytes: Size of the file in bytes.
+        crc32: Checksum ``zlib.crc32`` of the file.
     """
 
     file: str
@@ -47,7 +47,7 @@ class ShardMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitMeta:
-    """The shards of one split in stream order, and the UTF-8 bytes of the text they came from."""
+    """Shards of one split in stream order, and the size of their text in UTF-8 bytes."""
 
     shards: tuple[ShardMeta, ...]
     num_text_bytes: int
@@ -59,21 +59,21 @@ class SplitMeta:
 
     @property
     def num_documents(self) -> int:
-        """Documents of the split."""
+        """Number of documents of the split."""
         return sum(shard.num_documents for shard in self.shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceMeta:
-    """Where the text came from.
+    """Sources of a dataset's text.
 
     Attributes:
-        inputs: What the user named.
-        num_files: Files that were read.
-        num_bytes: Their size.
-        num_replaced: Replacement characters put where bytes were not UTF-8.
-        num_tokenizer_bytes: Size of the sample that the tokenizer was trained on; 0 when it was
-            given ready.
+        inputs: Files, folders or URIs that the user gave.
+        num_files: Number of files that were read.
+        num_bytes: Total size of these files in bytes.
+        num_replaced: Number of replacement characters inserted where bytes were not UTF-8.
+        num_tokenizer_bytes: Size in bytes of the sample that the tokenizer was trained on; 0 when
+            it was not trained.
     """
 
     inputs: tuple[str, ...]
@@ -85,19 +85,19 @@ class SourceMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetMeta:
-    """Everything that dataset.json says.
+    """Content of dataset.json.
 
     Attributes:
-        recipe: What the tokens are a function of; equal recipes give equal shards.
-        vocab_size: Tokens of the tokenizer, the end of document included.
-        eod_id: The token that closes every document.
+        recipe: Inputs and options that determine the tokens; equal recipes give equal shards.
+        vocab_size: Number of tokens of the tokenizer, including the end-of-document token.
+        eod_id: Id of the end-of-document token, which closes every document.
         dtype: Element type of the shards.
-        splits: By name, ``train`` and, unless nothing was held out, ``valid``.
+        splits: Splits by name: ``train`` and, unless nothing was held out, ``valid``.
         valid_entropy: Cross entropy of the valid split under the train split's unigram
             distribution, nats per token; the loss of a model that knows only token frequencies.
             -1 without a valid split.
-        source: Where the text came from.
-        version: Of this layout. Shards of version 2 know where documents begin.
+        source: Sources of the text.
+        version: Version of this layout. Shards of version 2 hold the lengths of their documents.
     """
 
     recipe: dict[str, str]
@@ -111,15 +111,17 @@ class DatasetMeta:
 
     @property
     def has_documents(self) -> bool:
-        """Whether the shards know where documents begin."""
+        """True if the shards hold the lengths of their documents."""
         return self.version >= 2
 
 
 def local_folder(uri: str) -> Path:
-    """The folder that ``uri`` names; datasets in object stores are data.remote's.
+    """Return the folder that ``uri`` names.
+
+    Datasets in object stores are handled by `raymega.data.remote_dataset`.
 
     Raises:
-        ConfigError: The scheme is not a local folder's.
+        ConfigError: The URI's scheme is not that of a local folder.
     """
     scheme, separator, path = uri.partition("://")
     if not separator:
@@ -135,11 +137,11 @@ def local_folder(uri: str) -> Path:
 
 
 def read_meta(folder: Path) -> DatasetMeta:
-    """Read dataset.json.
+    """Read dataset.json of ``folder``.
 
     Raises:
-        ConfigError: There is none, so the folder is no dataset.
-        DataError: It is not of this layout.
+        ConfigError: The file does not exist, so the folder is no dataset.
+        DataError: The file is not a valid description of version 1 or 2.
     """
     path = folder / META_FILE
     if not path.is_file():
@@ -148,10 +150,10 @@ def read_meta(folder: Path) -> DatasetMeta:
 
 
 def parse_meta(content: bytes, name: str) -> DatasetMeta:
-    """The description in ``content``, which messages call ``name``.
+    """Parse the description in ``content``; error messages call it ``name``.
 
     Raises:
-        DataError: It is not of this layout.
+        DataError: The content is not a valid description of version 1 or 2.
     """
     try:
         return _ADAPTER.validate_json(content)
@@ -162,12 +164,12 @@ def parse_meta(content: bytes, name: str) -> DatasetMeta:
 
 
 def encode_meta(meta: DatasetMeta) -> bytes:
-    """The bytes of dataset.json."""
+    """Return the bytes of dataset.json for ``meta``."""
     return _ADAPTER.dump_json(meta, indent=1) + b"\n"
 
 
 def size_faults(folder: Path, meta: DatasetMeta) -> list[Fault]:
-    """Shards that are missing or not of the size that was written; reads no data."""
+    """Return a fault for each shard that is missing or has a wrong size; reads no data."""
     faults = []
     for shard in (shard for split in meta.splits.values() for shard in split.shards):
         path = folder / shard.file
@@ -180,7 +182,7 @@ def size_faults(folder: Path, meta: DatasetMeta) -> list[Fault]:
 
 
 def shard_fault(fact: str, rule: str) -> Fault:
-    """The fault of a shard that is not what dataset.json says."""
+    """Return the fault of a shard that does not match dataset.json."""
     return Fault(
         fact=fact,
         rule=rule,
@@ -189,7 +191,7 @@ def shard_fault(fact: str, rule: str) -> Fault:
 
 
 def no_dataset(fact: str) -> Fault:
-    """The fault of a place that holds no dataset, or none that this version reads."""
+    """Return the fault of a location without a dataset that this version can read."""
     return Fault(
         fact=fact,
         rule=f"a dataset is a folder with a {META_FILE} written by `raymega data prepare`",

@@ -1,6 +1,6 @@
-"""Says what a prepared dataset holds, and on request whether every byte of it is whole.
+"""Describes a prepared dataset and, on request, verifies the checksums of all its shards.
 
-It owns the check of checksums; sizes are data.format's.
+It owns the check of checksums. Sizes are checked by `raymega.data.format`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from raymega.storage.registry import open_store, reading_faults
 def inspect_dataset(
     uri: str, *, is_verified: bool, on_shard: Callable[[int, int], None]
 ) -> DatasetMeta:
-    """The description of the dataset at ``uri``.
+    """Return the description of the dataset at ``uri`` after checking its shards.
 
     Args:
-        uri: The dataset.
-        is_verified: Read every shard and compare its checksum, too.
-        on_shard: Told (done, total) after each shard that was read.
+        uri: Folder of the dataset, or its URI in an object store.
+        is_verified: True to read every shard and compare its checksum, too.
+        on_shard: Callback with (done, total) after each shard that was read.
 
     Raises:
-        ConfigError: There is no dataset.
-        DataError: Some of its shards are not what was written; all are named.
-        ConfigError: Its store cannot be reached.
+        ConfigError: There is no dataset, or its store cannot be reached.
+        DataError: Some shards are missing or damaged; the message names all of them.
     """
     if is_remote(uri):
         raise_faults(ConfigError, reading_faults(uri, field="URI"))
@@ -50,10 +49,10 @@ def inspect_dataset(
 
 
 def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dict[str, float]]:
-    """By split, how many rows its documents fill and how much of them is no padding.
+    """Return by split the packed rows, their efficiency, longest document and mean context.
 
     Raises:
-        DataError: The shards do not know where documents begin.
+        DataError: The shards do not hold the lengths of their documents.
     """
     folder, found = local_copy(uri), {}
     raise_faults(DataError, [] if meta.has_documents else [no_documents(uri)])
@@ -70,7 +69,7 @@ def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dic
 
 
 def describe(meta: DatasetMeta) -> dict[str, Any]:
-    """What dataset.json says, as plain values for people and for JSON."""
+    """Return the content of dataset.json as plain values, for people and for JSON."""
     return {
         "splits": {name: _describe_split(split) for name, split in meta.splits.items()},
         "tokenizer": meta.recipe["tokenizer"],

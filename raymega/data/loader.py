@@ -1,6 +1,7 @@
-"""Turns a position in the data into one rank's micro-batches.
+"""Loads one rank's micro-batches for a position in the data.
 
-It owns nothing that changes: which samples they are is plan.batch's, which rows data.order's.
+It keeps no state. `raymega.plan.batch` assigns samples to micro-batches, `raymega.data.order`
+assigns windows to samples.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from raymega.plan.batch import BatchPlan
 
 
 class Loader:
-    """The micro-batches of one rank, a pure function of the position in the data.
+    """Loader of one rank's micro-batches, a pure function of the position in the data.
 
-    Of each row it keeps the tokens that this rank of ``context`` holds.
+    From each row it keeps only the tokens that this rank of ``context`` holds.
     """
 
     def __init__(
@@ -37,12 +38,21 @@ class Loader:
         context: Context | None = None,
         depth: int = 0,
     ) -> None:
-        """``seed`` orders the data; all ranks of a run share it. ``depth``: see MicroBatch.later."""
+        """Make the loader of one rank.
+
+        Args:
+            source: Rows of the split.
+            dp_rank: Data-parallel rank of the loader.
+            seed: Seed of the data order, the same on all ranks of a run.
+            device: Device of the micro-batches' tensors.
+            context: Context-parallel context of this rank; None for whole rows.
+            depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
+        """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._seed, self._device, self._context = seed, device, context or no_context()
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
-        """Those of a step with ``batch`` whose first global sample is ``first_sample``."""
+        """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``."""
         return [
             self._micro_batch(batch.samples(index, self._dp_rank, first_sample))
             for index in range(batch.num_micro_batches)
@@ -50,6 +60,7 @@ class Loader:
 
     def _micro_batch(self, samples: tuple[int, ...]) -> MicroBatch:
         rows = [self._row(sample) for sample in samples]
+        # Rows with equal documents share one entry of positions.
         documents = tuple(row.documents for row in rows)
         if len(set(documents)) == 1:
             documents = documents[:1]
@@ -67,7 +78,7 @@ class Loader:
 
         return MicroBatch(
             tokens=take([row.tokens for row in rows]),
-            # Moved on by one in the whole row: the last token of a chunk has one too.
+            # Shifted by one in the whole row: the last token of a rank's part has a label too.
             labels=take([row.labels for row in rows]),
             mask=take([row.mask for row in rows]).float(),
             samples=torch.tensor(samples, device=self._device),
@@ -77,7 +88,7 @@ class Loader:
         )
 
     def _row(self, sample: int) -> Row:
-        """The row of a global sample; for a masked slot one that counts nowhere."""
+        """Return the row of a global sample; a masked slot gets an empty row, without labels."""
         if sample < 0:
             return empty_row(self.source.seq_len)
         return self.source.row(self._window(sample))

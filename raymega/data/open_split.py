@@ -1,7 +1,7 @@
-"""Opens a split by its path and cuts it into windows, or has its documents packed into rows.
+"""Opens a split by its path and cuts it into windows, or packs its documents into rows.
 
-It owns the arithmetic of windows; rows of documents are data.packing's, which window or row comes
-when is data.order's.
+It owns the arithmetic of windows. `raymega.data.packing` packs documents into rows;
+`raymega.data.order` decides the order of windows and rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from raymega.errors import DataError, Fault, raise_faults
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How a split is cut into samples.
+    """Rules by which a split is cut into samples.
 
     Attributes:
-        seq_len: S.
-        packing: Whether rows hold whole documents.
-        window: Documents that are packed together.
-        multiple: Of each document's tokens in a row.
+        seq_len: Number of tokens of a sample (S).
+        packing: ``best_fit`` packs whole documents into rows, ``none`` cuts the token stream.
+        window: Number of consecutive pieces of documents that are packed together.
+        multiple: Multiple to which each piece's tokens are padded in a row.
     """
 
     seq_len: int
@@ -40,7 +40,7 @@ class Shape:
 
 
 def shape_of(section: DataSection) -> Shape:
-    """What a job says about it."""
+    """Return the shape that a job's data section sets."""
     return Shape(
         seq_len=section.seq_len,
         packing=section.packing,
@@ -53,37 +53,37 @@ class StreamSource:
     """Windows of a token stream: window i holds tokens [i * S, i * S + S], both ends included."""
 
     def __init__(self, stream: TokenStream, *, seq_len: int, vocab_size: int) -> None:
-        """The stream must be longer than one window; its tokens are below ``vocab_size``."""
+        """Require a stream of more than S tokens, all below ``vocab_size``."""
         self.num_windows = (stream.num_tokens - 1) // seq_len
         self.context, self.efficiency = float(seq_len), 1.0
         self._stream, self.seq_len, self._vocab_size = stream, seq_len, vocab_size
 
     def window(self, index: int) -> npt.NDArray[np.int64]:
-        """Tokens of window ``index``: [S + 1].
+        """Return the tokens of window ``index``: [S + 1].
 
         Raises:
-            DataError: A token is outside the vocabulary: the shard is not what was written. Cut
-                embeddings would take it for a token of another rank and train on.
+            DataError: A token is outside the vocabulary, so the shard is damaged. Without this
+                check, vocabulary-parallel embeddings would take it for a token of another rank.
         """
         start = index * self.seq_len
         return _read_known(self._stream, start, start + self.seq_len + 1, self._vocab_size)
 
     def row(self, index: int) -> Row:
-        """The window as a sample."""
+        """Return window ``index`` as a sample."""
         return whole_row(self.window(index))
 
 
 class StreamDocuments:
-    """The documents of a token stream."""
+    """Documents of a token stream, by number."""
 
     def __init__(self, stream: TokenStream, *, vocab_size: int) -> None:
-        """The shards must know where documents begin; tokens are below ``vocab_size``."""
+        """Require shards that hold document lengths, and tokens below ``vocab_size``."""
         self.lengths = stream.document_lengths()
         self._starts = np.cumsum(self.lengths) - self.lengths
         self._stream, self._vocab_size = stream, vocab_size
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of one of them.
+        """Return tokens [start, stop) of one document.
 
         Raises:
             DataError: A token is outside the vocabulary.
@@ -93,21 +93,22 @@ class StreamDocuments:
 
 
 def open_split(path: str, split: str, shape: Shape, *, seed: int) -> Source:
-    """Open one split; sizes of its files are checked, their content is not read yet.
+    """Open one split; file sizes are checked, token data is not read yet.
 
-    A dataset in an object store is first brought to this node, whole; see data.remote.
+    A dataset in an object store is first copied to this node as a whole; see
+    `raymega.data.remote_dataset`.
 
     Args:
-        path: A prepared dataset, or ``synthetic``.
-        split: ``train`` or ``valid``.
-        shape: How it is cut.
-        seed: Of the run; only synthetic tokens depend on it.
+        path: Folder or URI of a prepared dataset, or ``synthetic``.
+        split: Name of the split, ``train`` or ``valid``.
+        shape: Rules by which the split is cut into samples.
+        seed: Seed of the run's random numbers; only synthetic tokens depend on it.
 
     Raises:
         ConfigError: There is no dataset at the path.
-        DataError: It is torn, has no such split, less than one window, or no boundaries of
-            documents to pack.
-        StorageError: Its store cannot be reached.
+        DataError: The dataset is damaged, lacks the split, is shorter than one window, or has no
+            document lengths for packing.
+        StorageError: The dataset's store cannot be reached, or the copy cannot be written.
     """
     is_packed, seq_len = shape.packing != "none", shape.seq_len
     if path == SYNTHETIC_PATH:
@@ -115,6 +116,7 @@ def open_split(path: str, split: str, shape: Shape, *, seed: int) -> Source:
             made = SyntheticDocuments(split=split, seq_len=seq_len, seed=seed)
             return packed(made, shape)
         return SyntheticSource(split=split, seq_len=seq_len, seed=seed)
+    # A prepared dataset: check it as far as possible without reading tokens.
     folder = local_copy(path)
     meta = read_meta(folder)
     raise_faults(DataError, size_faults(folder, meta))
@@ -132,7 +134,7 @@ def open_split(path: str, split: str, shape: Shape, *, seed: int) -> Source:
 
 
 def packed(documents: Documents, shape: Shape) -> PackedSource:
-    """The rows of documents."""
+    """Pack ``documents`` into rows of ``shape``."""
     return PackedSource(
         documents, seq_len=shape.seq_len, window=shape.window, multiple=shape.multiple
     )
@@ -156,7 +158,7 @@ def _strange_token(position: int, token: int, vocab_size: int) -> Fault:
 
 
 def no_documents(path: str) -> Fault:
-    """The fault of a dataset whose shards do not know where documents begin."""
+    """Return the fault of a dataset whose shards do not hold the lengths of their documents."""
     return Fault(
         fact=f"data.path={path!r} was prepared without the boundaries of documents",
         rule=f"data.packing=best_fit needs them: {META_FILE} of version 2",
@@ -165,7 +167,7 @@ def no_documents(path: str) -> Fault:
 
 
 def missing_split(path: str, split: str) -> Fault:
-    """The fault of a dataset that was prepared without the split."""
+    """Return the fault of a dataset that was prepared without the split."""
     return Fault(
         fact=f"{path} has no {split} split",
         rule="it was prepared with --valid-fraction 0",
@@ -174,7 +176,7 @@ def missing_split(path: str, split: str) -> Fault:
 
 
 def short_split(path: str, split: str, num_tokens: int, seq_len: int) -> Fault:
-    """The fault of a split that holds no whole window."""
+    """Return the fault of a split that is shorter than one window."""
     return Fault(
         fact=f"the {split} split of {path} has {num_tokens} tokens",
         rule=f"a window of data.seq_len={seq_len} takes {seq_len + 1}",

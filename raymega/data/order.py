@@ -1,7 +1,7 @@
-"""The order of the data: which window a global sample is, by arithmetic alone.
+"""Computes the order of the data: the window of each global sample, by arithmetic alone.
 
-It owns a keyed permutation per epoch; it reads nothing and knows no grid, so that any layout that
-asks for the same samples gets the same windows.
+It owns a keyed permutation per epoch. It reads no data and does not depend on the grid, so that
+every layout gets the same windows for the same samples.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ ROUNDS = 3
 
 
 def sample_window(seed: int, num_windows: int, sample: int) -> int:
-    """The window that global sample ``sample`` holds.
+    """Return the window of global sample ``sample``.
 
-    Every epoch of ``num_windows`` samples visits each window once, in an order of its own.
+    Every epoch of ``num_windows`` samples visits each window once, in its own order.
 
     Args:
-        seed: Of the run.
-        num_windows: Windows of the split.
-        sample: Counted from the start of the run, over all ranks.
+        seed: Seed of the run's random numbers.
+        num_windows: Number of windows of the split.
+        sample: Index of the sample, counted from the start of the run over all ranks.
     """
     epoch, index = divmod(sample, num_windows)
     return permute(index, num_windows, key=f"{seed}/{epoch}".encode())
 
 
 def permute(index: int, size: int, *, key: bytes) -> int:
-    """Where a keyed permutation of range(size) sends ``index``; O(1), nothing is stored.
+    """Apply a keyed permutation of range(size) to ``index``, in O(1) expected time and memory.
 
-    A generalised Feistel network (Black and Rogaway 2002, section 5) on the smallest near-square
-    that holds range(size): each round moves a row by a hash of the column, then a column by a hash
-    of the row, so each round is a bijection. Results outside range(size) walk on along their
-    cycle, which at fewer than isqrt(size) + 1 places too many is rare.
+    The permutation is a generalised Feistel network (Black and Rogaway 2002, section 5) on the
+    smallest near-square that contains range(size). Each round moves a row by a hash of the column,
+    then a column by a hash of the row, so each round is a bijection. Results outside range(size)
+    are permuted again until they are inside (cycle walking). That is rare, as the near-square has
+    fewer than isqrt(size) + 1 extra places.
     """
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)

@@ -1,7 +1,7 @@
 """Packs whole documents into rows of S tokens: best fit, longest first, in windows of the stream.
 
-Which documents share a row follows from their lengths alone, so it is the same on every grid and in
-every epoch; which row comes when is data.order's. Nothing is read until a row is asked for.
+The rows depend on the documents' lengths alone, so they are the same on every grid and in every
+epoch. `raymega.data.order` decides the order of rows. No tokens are read until a row is requested.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class Documents(Protocol):
 
     @property
     def lengths(self) -> Ints:
-        """Tokens of each, [N], at least 1."""
+        """Number of tokens of each document, [N], at least 1."""
 
     def read(self, document: int, start: int, stop: int) -> Ints:
-        """Tokens [start, stop) of one of them."""
+        """Return tokens [start, stop) of one document."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """Documents, those longer than S cut after every S tokens.
+    """Pieces of documents: those longer than S are cut after every S tokens.
 
     Attributes:
-        document: Which document each piece is of, [P].
-        start: Where it begins in the document, [P].
-        length: Its tokens, at most S, [P].
+        document: Document number of each piece, [P].
+        start: Offset in tokens of each piece in its document, [P].
+        length: Number of tokens of each piece, at most S, [P].
     """
 
     document: Ints
@@ -46,7 +46,7 @@ class Pieces:
 
 
 def cut_documents(lengths: Ints, seq_len: int) -> Pieces:
-    """Pieces in the order of the stream."""
+    """Cut documents into pieces of at most S tokens, in stream order."""
     counts = -(-lengths // seq_len)
     document = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -58,11 +58,11 @@ def cut_documents(lengths: Ints, seq_len: int) -> Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Which pieces each row holds.
+    """Assignment of pieces to rows.
 
     Attributes:
-        order: Pieces, row after row, [P].
-        ends: Where each row ends in ``order``, [R].
+        order: Numbers of the pieces, row after row, [P].
+        ends: End index of each row in ``order``, [R].
     """
 
     order: Ints
@@ -70,21 +70,21 @@ class Packing:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """Number of rows (R)."""
         return len(self.ends)
 
     def pieces(self, row: int) -> Ints:
-        """The pieces of a row, in the order of the stream."""
+        """Return the numbers of a row's pieces, in stream order."""
         return self.order[self.ends[row - 1] if row else 0 : self.ends[row]]
 
 
 def pack(lengths: Ints, seq_len: int, *, window: int) -> Packing:
-    """Best fit decreasing, each ``window`` pieces for themselves.
+    """Pack pieces into rows by best fit decreasing, separately in each ``window`` pieces.
 
     Args:
-        lengths: Tokens of each piece, at most ``seq_len``.
-        seq_len: S.
-        window: Pieces that are packed together. More of them leave less padding.
+        lengths: Number of tokens of each piece, at most ``seq_len``.
+        seq_len: Number of tokens of a row (S).
+        window: Number of consecutive pieces that are packed together; more leave less padding.
     """
     rows: list[list[int]] = []
     for first in range(0, len(lengths), window):
@@ -95,11 +95,12 @@ def pack(lengths: Ints, seq_len: int, *, window: int) -> Packing:
 
 
 def _best_fit(lengths: list[int], seq_len: int, first: int) -> Iterator[list[int]]:
-    """Rows of one window; a piece goes where it leaves least room, ties to the oldest row."""
+    """Pack one window: each piece goes to the row with least room left, ties to the oldest row."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(room, (lengths[index], 0))
+        # The fullest row that still has room, or else a new row.
         free, row = room.pop(at) if at < len(room) else (seq_len, len(rows))
         if row == len(rows):
             rows.append([])
@@ -111,13 +112,13 @@ def _best_fit(lengths: list[int], seq_len: int, first: int) -> Iterator[list[int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedPiece:
-    """A piece as a row holds it.
+    """A piece at its place in a row.
 
     Attributes:
-        piece: Its number.
-        start: Where it begins in the row.
-        length: Its tokens.
-        padded: The same with its padding.
+        piece: Number of the piece.
+        start: Offset in tokens of the piece in the row.
+        length: Number of tokens of the piece.
+        padded: Number of tokens including the padding after it.
     """
 
     piece: int
@@ -129,17 +130,23 @@ class PlacedPiece:
 class PackedSource:
     """Rows of S tokens: whole documents end to end, then padding.
 
-    The label of a piece's last token is the document's next token where the document goes on in
-    another piece, and does not count where it ends there. So every token but each document's first
-    is predicted once in an epoch. Padding counts nowhere: what makes a piece a multiple of
-    ``multiple`` long lies behind it, where none of its tokens sees it, and what is left of a row is
-    one more document.
+    If a document continues in another piece, the label of a piece's last token is the document's
+    next token; if it ends there, that label is masked. So every token but each document's first is
+    predicted once in an epoch. Padding is masked everywhere. The padding of a piece to a multiple
+    of ``multiple`` follows its tokens, so that none of them attends to it. The rest of a row is one
+    more document.
+
+    Attributes:
+        seq_len: Number of tokens of a row (S).
+        num_windows: Number of rows.
+        efficiency: Share of all rows' tokens that are not padding.
+        context: Mean over tokens of the length of their piece.
     """
 
     def __init__(
         self, documents: Documents, *, seq_len: int, window: int, multiple: int = 1
     ) -> None:
-        """``multiple`` must divide ``seq_len``."""
+        """Pack the documents into rows; ``multiple`` must divide ``seq_len``."""
         self._documents, self.seq_len = documents, seq_len
         self._pieces = cut_documents(documents.lengths, seq_len)
         self._padded = -(-self._pieces.length // multiple) * multiple
@@ -150,11 +157,11 @@ class PackedSource:
         self.context = float((length**2).sum() / length.sum())
 
     def row(self, index: int) -> Row:
-        """Read a row."""
+        """Read row ``index``."""
         return self.join(self.held(index), self.seq_len)
 
     def held(self, index: int) -> list[PlacedPiece]:
-        """The pieces of a row; reads nothing."""
+        """Return the pieces of row ``index``; reads no tokens."""
         pieces = self._packing.pieces(index)
         ends = np.cumsum(self._padded[pieces])
         return [
@@ -168,10 +175,11 @@ class PackedSource:
         ]
 
     def join(self, pieces: Sequence[PlacedPiece], num_tokens: int) -> Row:
-        """Read pieces into a row of ``num_tokens``, end to end, each padded."""
+        """Read pieces into a row of ``num_tokens`` tokens, end to end, each padded."""
         tokens, labels = (np.zeros(num_tokens, dtype=np.int64) for _ in range(2))
         mask, at = np.zeros(num_tokens, dtype=np.bool_), 0
         for held in pieces:
+            # One token more than the piece if its document continues: the last label.
             words = self._read(held.piece)
             tokens[at : at + held.length] = words[: held.length]
             labels[at : at + len(words) - 1] = words[1:]
@@ -182,7 +190,7 @@ class PackedSource:
         return Row(tokens=tokens, labels=labels, mask=mask, documents=documents)
 
     def _read(self, piece: int) -> Ints:
-        """A piece and, unless its document ends with it, the token after it."""
+        """Read a piece and, unless its document ends with it, the token after it."""
         pieces = self._pieces
         document, start = int(pieces.document[piece]), int(pieces.start[piece])
         whole = int(self._documents.lengths[document])

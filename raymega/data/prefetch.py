@@ -1,6 +1,6 @@
-"""Ahead: what a step needs and its place in the data decides, made while the step before it runs.
+"""Computes a step's input in a thread while the previous step runs.
 
-It knows nothing of what is made.
+It owns the thread and the guess of the next step; the function that computes is an argument.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ _Key = tuple[int, int]
 class Ahead(Generic[Made]):
     """Results of a pure function of a step's first sample and number of samples, one step early.
 
-    A guess that the next step has as many samples as this one: where it has not, or where the run
-    was put somewhere else, the result is made when it is asked for. The newest result is kept.
+    It guesses that the next step follows this one with the same number of samples. If the guess is
+    wrong, the result is computed when it is requested. The newest result is kept.
 
     Attributes:
-        waited_s: How long the newest result was waited for.
+        waited_s: Seconds for which the newest result was waited for.
     """
 
     def __init__(
         self, make: Callable[[int, int], Made], *, is_guessing: bool, timeout_s: float
     ) -> None:
-        """``is_guessing`` false makes nothing that was not asked for."""
+        """Start the thread; without ``is_guessing`` only requested results are computed."""
         self._make, self._is_guessing, self._timeout_s = make, is_guessing, timeout_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raymega-ahead")
         self._under_way: dict[_Key, Future[Made]] = {}
         self.waited_s = 0.0
 
     def of(self, first_sample: int, size: int) -> Made:
-        """The result of a step; that of the next one is begun.
+        """Return the result of a step and begin to compute that of the next one.
 
         Raises:
-            DataError: It was not made within the timeout.
-            RaymegaError: What making it raised.
+            DataError: The result was not computed within the timeout.
+            RaymegaError: The function raised this error.
         """
         began, key = time.monotonic(), (first_sample, size)
         future = self._begun(key)
@@ -48,6 +48,7 @@ class Ahead(Generic[Made]):
         if self._is_guessing:
             following = first_sample + size, size
             wanted[following] = self._begun(following)
+        # Wrong guesses are cancelled if they have not begun.
         for other in self._under_way.keys() - wanted.keys():
             self._under_way[other].cancel()
         self._under_way = wanted

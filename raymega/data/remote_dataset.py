@@ -1,7 +1,7 @@
-"""Datasets in an object store: what the driver asks of one, and its copy on a node.
+"""Checks datasets in an object store, and copies them to a node.
 
-Shards are mapped into memory, so a node brings a dataset once to a folder named by the content of
-its dataset.json; all workers of the node share it. Local folders are data.format's.
+Shards are memory-mapped, so a node downloads a dataset once, to a folder named by a hash of its
+dataset.json; all workers of the node share it. Local folders are read by `raymega.data.format`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _LOCK_FILE = ".lock"
 
 
 def is_remote(uri: str) -> bool:
-    """Whether ``uri`` names a dataset in an object store."""
+    """Return True if ``uri`` names a dataset in an object store."""
     return "://" in uri and not uri.startswith("file://")
 
 
 def meta_at(uri: str) -> DatasetMeta:
-    """The description of the dataset at ``uri``, wherever that is.
+    """Return the description of the dataset at ``uri``, in a local folder or an object store.
 
     Raises:
-        ConfigError: There is none.
-        DataError: It is not of this layout.
+        ConfigError: There is no dataset at ``uri``.
+        DataError: The description is not a valid one of version 1 or 2.
         StorageError: The store cannot be reached.
     """
     if not is_remote(uri):
@@ -57,7 +57,10 @@ def meta_at(uri: str) -> DatasetMeta:
 
 
 def missing_shards(uri: str, meta: DatasetMeta) -> list[Fault]:
-    """Shards that the store does not have; sizes and content are checked when they are brought."""
+    """Return a fault for each shard that the store lacks.
+
+    Sizes and content are checked when the shards are copied.
+    """
     present = set(open_store(uri).list(""))
     return [
         shard_fault(f"{uri}/{shard.file} does not exist", f"{META_FILE} names it")
@@ -67,28 +70,30 @@ def missing_shards(uri: str, meta: DatasetMeta) -> list[Fault]:
 
 
 def local_copy(uri: str, *, cache: Path | None = None) -> Path:
-    """The folder of the dataset at ``uri`` on this node, brought there when it is not yet whole.
+    """Return the dataset's folder on this node; copies what is missing from an object store.
 
-    One process of a node does it while the others wait. It takes the dataset's size on disk, and
-    SHARDS_IN_FLIGHT * PIECE_BYTES of memory, twice.
+    One process of a node copies while the others wait. The copy takes the dataset's size on disk,
+    and 2 * SHARDS_IN_FLIGHT * PIECE_BYTES of memory.
 
     Args:
-        uri: A dataset's folder or its URI in an object store.
-        cache: Where copies lie; ``~/.raymega/cache`` unless given.
+        uri: Folder of a dataset or its URI in an object store.
+        cache: Parent folder of all copies; None for ``~/.raymega/cache``.
 
     Raises:
-        ConfigError: There is no dataset.
-        DataError: A shard is not what was written.
+        ConfigError: There is no dataset at ``uri``.
+        DataError: A shard is missing in the store or has a wrong checksum.
         StorageError: The store cannot be reached, or the copy cannot be written.
     """
     if not is_remote(uri):
         return local_folder(uri)
+    # A finished copy is used as it is.
     store = open_store(uri)
     description = _read_description(store)
     meta = parse_meta(description, f"{uri}/{META_FILE}")
     folder = (cache or Path.home() / ".raymega" / "cache") / sha256(description).hexdigest()[:16]
     if (folder / META_FILE).is_file() and not size_faults(folder, meta):
         return folder
+    # dataset.json is written last: a copy without it is unfinished.
     try:
         with _locked(folder):
             _bring_shards(store, meta, folder)
@@ -99,7 +104,7 @@ def local_copy(uri: str, *, cache: Path | None = None) -> Path:
 
 
 def shard_crc32(store: Store, shard: ShardMeta) -> int:
-    """``zlib.crc32`` of a shard in a store."""
+    """Return the ``zlib.crc32`` of a shard in a store."""
     crc = 0
     for piece in _pieces(store, shard):
         crc = isal_zlib.crc32(piece, crc)
@@ -128,7 +133,7 @@ def _bring_shards(store: Store, meta: DatasetMeta, folder: Path) -> None:
 
 
 def _bring(store: Store, shard: ShardMeta, folder: Path) -> list[Fault]:
-    """Bring one shard; it gets its name when its checksum is right."""
+    """Copy one shard; it gets its final name only if its checksum is right."""
     crc = 0
 
     def checked() -> Iterator[bytes]:
@@ -157,7 +162,7 @@ def _pieces(store: Store, shard: ShardMeta) -> Iterator[bytes]:
 
 
 def _write_whole(path: Path, pieces: Iterator[bytes] | list[bytes]) -> None:
-    """Write a file that has its name only when it is whole; the lock keeps other writers away."""
+    """Write a file under its final name only when complete; the lock excludes other writers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -168,7 +173,7 @@ def _write_whole(path: Path, pieces: Iterator[bytes] | list[bytes]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes; a killed holder lets go of it."""
+    """Lock the folder against other processes; the lock of a killed process is released."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK_FILE).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

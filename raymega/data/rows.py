@@ -1,4 +1,4 @@
-"""Row: S tokens as one sample of a run holds them, and what tells its documents apart."""
+"""Rows: the samples of a run, each S tokens with labels and the lengths of their documents."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One sample.
+    """One sample of S tokens.
 
     Attributes:
-        tokens: [S] int64.
-        labels: [S] int64, the token after each token; 0 where the mask is 0.
-        mask: [S] bool, whether the label counts.
-        documents: Lengths of what the row holds, end to end; they add up to S. Tokens of different
-            ones do not see each other. A row that is not packed is one document.
+        tokens: Input tokens, [S] int64.
+        labels: Token after each token, [S] int64; 0 where the mask is False.
+        mask: True where the label counts in the loss, [S] bool.
+        documents: Lengths of the row's documents, end to end; they add up to S. Tokens of different
+            documents do not attend to each other. A row that is not packed is one document.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -30,30 +30,30 @@ class Row:
 
 
 class Source(Protocol):
-    """The rows of a split."""
+    """Rows of a split."""
 
     @property
     def num_windows(self) -> int:
-        """How many there are; an epoch visits each once."""
+        """Number of rows; an epoch visits each once."""
 
     @property
     def seq_len(self) -> int:
-        """S."""
+        """Number of tokens of a row (S)."""
 
     @property
     def context(self) -> float:
-        """Mean over tokens of the length of what they stand in: S where nothing is packed."""
+        """Mean over tokens of the length of their document piece; S without packing."""
 
     @property
     def efficiency(self) -> float:
-        """Share of all rows' tokens that are no padding."""
+        """Share of all rows' tokens that are not padding."""
 
     def row(self, index: int) -> Row:
-        """One of them; called a few times a step, may read from disk."""
+        """Return row ``index``; called a few times per step, may read from disk."""
 
 
 def whole_row(window: npt.NDArray[np.int64]) -> Row:
-    """The row of a window [S + 1]: S tokens to read, and the same moved on by one to predict."""
+    """Return the row of a window [S + 1]: S input tokens, and as labels the same shifted by one."""
     return Row(
         tokens=window[:-1],
         labels=window[1:],
@@ -63,17 +63,18 @@ def whole_row(window: npt.NDArray[np.int64]) -> Row:
 
 
 def positions_of(documents: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """[S]: the place of each token of a row in its document."""
+    """Return the position of each token of a row in its document, [S]."""
     return np.concatenate([np.arange(length, dtype=np.int64) for length in documents])
 
 
 def later_of(row: Row, depth: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Labels and masks further ahead, [depth, S] each: at place k - 1 those of k tokens more.
+    """Return labels and masks further ahead, [depth, S] each: at index k - 1, of k tokens further.
 
-    One counts where every label from the token's own on counts and stands in the token's document.
+    The mask is True where all labels up to this one count and are in the token's document.
     """
     is_end = np.zeros(len(row.tokens), dtype=np.bool_)
     is_end[np.cumsum(row.documents) - 1] = True
+    # Each depth is the one before, shifted by one token, and masked at document ends.
     labels, masks = [row.labels], [row.mask]
     for _ in range(depth):
         labels.append(np.roll(labels[-1], -1))
@@ -83,7 +84,7 @@ def later_of(row: Row, depth: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
 
 
 def empty_row(seq_len: int) -> Row:
-    """The row of a slot without a sample: nothing in it counts."""
+    """Return the row of a slot without a sample: all its labels are masked."""
     zeros = np.zeros(seq_len, dtype=np.int64)
     return Row(
         tokens=zeros, labels=zeros, mask=np.zeros(seq_len, dtype=np.bool_), documents=(seq_len,)

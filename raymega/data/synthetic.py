@@ -1,6 +1,6 @@
-"""Built-in tokens that need no file: a noisy cycle that a small model learns in a few steps.
+"""Makes built-in tokens that need no file: a noisy cycle that a small model learns in few steps.
 
-It owns the sequence's rule; each window is a pure function of (seed, split, window).
+It owns the rule of the sequence. Each window is a pure function of (seed, split, window).
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ SYNTHETIC_PATH = "synthetic"
 SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
 NUM_DOCUMENTS = {"train": 1 << 13, "valid": 1 << 9}
-HALVINGS = 5  # of the longest document, to the shortest
-NOISE_BYTES = 32  # of 256: one token in eight is drawn afresh
+HALVINGS = 5  # number of halvings from the longest document to the shortest
+NOISE_BYTES = 32  # number of byte values out of 256 that mean noise: one token in eight
 
 
 class SyntheticSource:
-    """Windows whose next token is ``5 * token + 17 mod 64``, but for one in eight at random.
+    """Windows whose next token is ``5 * token + 17 mod 64``, except for one in eight at random.
 
     The rule visits all 64 tokens, so the unigram entropy is ln 64 = 4.16 nats; a model that knows
     the rule reaches 0.9.
     """
 
     def __init__(self, *, split: str, seq_len: int, seed: int) -> None:
-        """``split`` is ``train`` or ``valid``; the two share no window."""
+        """Make the source of split ``train`` or ``valid``; the two share no window."""
         self.num_windows = NUM_WINDOWS[split]
         self._split, self.seq_len, self._seed = split, seq_len, seed
         self.context, self.efficiency = float(seq_len), 1.0
 
     def window(self, index: int) -> npt.NDArray[np.int64]:
-        """Tokens of window ``index``: [S + 1]."""
+        """Return the tokens of window ``index``: [S + 1]."""
         return _noisy_cycle(f"{self._seed}/{self._split}/{index}", self.seq_len + 1)
 
     def row(self, index: int) -> Row:
-        """The window as a sample."""
+        """Return window ``index`` as a sample."""
         return whole_row(self.window(index))
 
 
 class SyntheticDocuments:
-    """Documents of such tokens, some longer than S and most much shorter."""
+    """Documents of synthetic tokens, some longer than S and most much shorter."""
 
     def __init__(self, *, split: str, seq_len: int, seed: int) -> None:
-        """Lengths are spread evenly over their logarithm, up to a quarter above S."""
+        """Draw the lengths, uniform in their logarithm, up to 1.25 * S."""
         self._name = f"{seed}/{split}/document"
         digits = shake_128(self._name.encode()).digest(2 * NUM_DOCUMENTS[split])
         shares = np.frombuffer(digits, dtype="<u2") / (1 << 16)
@@ -54,7 +54,7 @@ class SyntheticDocuments:
         self.lengths = np.maximum(lengths.astype(np.int64), 1)
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of one of them."""
+        """Return tokens [start, stop) of one document."""
         return _noisy_cycle(f"{self._name}/{document}", int(self.lengths[document]))[start:stop]
 
 

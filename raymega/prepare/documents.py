@@ -1,6 +1,6 @@
-"""Reads documents out of a piece of a file: whole text files, JSON lines, Parquet rows.
+"""Reads documents from pieces of files: whole text files, JSON lines, Parquet rows.
 
-It owns the three formats and the repair of bytes that are not UTF-8; it makes no tokens.
+It owns the three formats and the replacement of bytes that are not UTF-8; it makes no tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PARQUET_ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One text.
+    """One document of the corpus.
 
     Attributes:
         name: Path of its file, with ``@`` and a byte or row number when the file has several.
-        text: Never empty.
-        num_bytes: Size of the bytes it was decoded from.
-        num_replaced: Replacement characters put where those were not UTF-8.
+        text: Text of the document; never empty in results of :func:`read_documents`.
+        num_bytes: Size in bytes of the encoded text.
+        num_replaced: Number of replacement characters inserted where bytes were not UTF-8.
     """
 
     name: str
@@ -41,10 +41,13 @@ class Document:
 
 
 def read_documents(group: ShardGroup) -> Iterator[Document]:
-    """The documents of a group in order; one is in memory at a time. Empty ones are left out.
+    """Yield the non-empty documents of a group in order.
+
+    Text files and JSON lines are read one document at a time, Parquet files PARQUET_ROWS rows at a
+    time.
 
     Raises:
-        ConfigError: A line or table has no text where it should.
+        ConfigError: A JSON line or a Parquet file has no text field.
     """
     systems: dict[str, fs.FileSystem] = {}
     for piece in group.pieces:
@@ -59,8 +62,9 @@ def _read_text(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
 
 
 def _read_json_lines(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
-    """Lines that begin in the piece, though the last may end beyond it."""
+    """Yield the lines that begin in the piece, though the last may end beyond it."""
     reader = BufferedReader(stream)
+    # A line that began before the piece belongs to the previous piece.
     if piece.start:
         reader.seek(piece.start - 1)
         reader.readline()

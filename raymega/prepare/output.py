@@ -1,6 +1,6 @@
-"""Claims the output folder and commits the dataset, so that no half-written one is ever read.
+"""Claims the output folder and commits the dataset, so that no unfinished one is ever read.
 
-It owns the order of writes: the claim first, shards between, dataset.json last.
+It owns the order of writes: the claim first, then the shards, dataset.json last.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ CLAIM_FILE = "preparing.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderOutput:
-    """A dataset in the making in ``folder``, which all nodes see; travels to the tasks."""
+    """An unfinished dataset in ``folder``, which all nodes share; it is sent to the tasks."""
 
     folder: Path
 
     @property
     def uri(self) -> str:
-        """The folder."""
+        """Path of the folder."""
         return str(self.folder)
 
     def find_finished(self, recipe: dict[str, str]) -> DatasetMeta | None:
-        """See the function of that name."""
+        """Return the finished dataset of this recipe; see :func:`find_finished`."""
         return find_finished(self.folder, recipe)
 
     def claim(self, recipe: dict[str, str]) -> None:
-        """See the function of that name."""
+        """Reserve the folder for this recipe; see :func:`claim`."""
         claim(self.folder, recipe)
 
     def put(self, name: str, content: bytes) -> None:
@@ -50,20 +50,20 @@ class FolderOutput:
 
     @contextmanager
     def task_folder(self) -> Iterator[Path]:
-        """Where a task writes its shards and finds the tokenizer."""
+        """Return as context the folder where a task finds the tokenizer and writes its shards."""
         yield self.folder
 
     def commit(self, meta: DatasetMeta) -> None:
-        """See the function of that name."""
+        """Make the dataset readable; see :func:`commit`."""
         commit(self.folder, meta)
 
 
 def find_finished(folder: Path, recipe: dict[str, str]) -> DatasetMeta | None:
-    """The dataset that ``folder`` holds when it is whole and of this recipe, None when none is.
+    """Return the finished dataset in ``folder`` if it has this recipe; None if there is none.
 
     Raises:
-        ConfigError: It holds a dataset of another recipe.
-        DataError: Its shards are not all there.
+        ConfigError: The folder holds a dataset of another recipe.
+        DataError: A shard is missing or has a wrong size.
     """
     if not (folder / META_FILE).is_file():
         return None
@@ -75,13 +75,12 @@ def find_finished(folder: Path, recipe: dict[str, str]) -> DatasetMeta | None:
 
 
 def claim(folder: Path, recipe: dict[str, str]) -> None:
-    """Make ``folder`` ours: empty but for the claim.
+    """Reserve ``folder`` for this preparation by a claim file.
 
-    Only a new or empty folder is taken, or one that a preparation left unfinished; of that, what
-    the preparation wrote is removed.
+    The folder must be new, empty, or that of an unfinished preparation, whose shards are removed.
 
     Raises:
-        ConfigError: The folder holds something else.
+        ConfigError: The folder has other content.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()) and not (folder / CLAIM_FILE).is_file():
@@ -92,20 +91,20 @@ def claim(folder: Path, recipe: dict[str, str]) -> None:
 
 
 def commit(folder: Path, meta: DatasetMeta) -> None:
-    """Make the dataset readable and drop the claim."""
+    """Make the dataset readable by writing dataset.json, then remove the claim."""
     write_whole(folder / META_FILE, encode_meta(meta))
     (folder / CLAIM_FILE).unlink()
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that has its name only when it is whole."""
+    """Write a file that gets its final name only when complete."""
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     partial.replace(path)
 
 
 def other_recipe(out: str, there: dict[str, str], here: dict[str, str]) -> Fault:
-    """The fault of an output that is a dataset of something else."""
+    """Return the fault of an output that holds a dataset of another recipe."""
     keys = [key for key in here | there if here.get(key) != there.get(key)]
     changes = ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
     return Fault(
@@ -116,7 +115,7 @@ def other_recipe(out: str, there: dict[str, str], here: dict[str, str]) -> Fault
 
 
 def occupied(out: str) -> Fault:
-    """The fault of an output where something else lies."""
+    """Return the fault of an output with other content than a dataset."""
     return Fault(
         fact=f"--out {out} is not empty and is no dataset",
         rule="shards are written to a folder of their own",

@@ -1,6 +1,6 @@
-"""`raymega data prepare`: from text to a committed dataset, over Ray Data.
+"""Runs `raymega data prepare`: from text to a committed dataset, on Ray Data.
 
-It owns the order of the phases; each phase is a neighbour module's.
+It owns the order of the phases; the phases are in the other modules of `raymega.prepare`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ Output = FolderOutput | StoreOutput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """What to prepare.
+    """Options of a preparation.
 
     Attributes:
-        inputs: Files, folders or URIs.
-        out: Folder of the dataset, on several nodes one that all of them see; or a URI in an object
-            store.
-        tokenizer: ``bytes``, ``bpe:N`` or a `tokenizers` file.
-        valid_fraction: Share of documents held out, chosen by a hash of their names; 0 is none.
-        include: Patterns of which a file must match one.
-        exclude: Patterns of which it must match none.
-        address: Of the Ray cluster; see session.open_session.
+        inputs: Files, folders or URIs with text.
+        out: Folder of the dataset, which all nodes must share; or a URI in an object store.
+        tokenizer: Tokenizer: ``bytes``, ``bpe:N`` or the path of a `tokenizers` file.
+        valid_fraction: Share of documents held out, from 0 to below 1, chosen by a hash of their
+            names.
+        include: Patterns of files to read; a file must match at least one.
+        exclude: Patterns of files to leave out; a file must match none.
+        address: Address of the Ray cluster; see `raymega.session.session_at`.
     """
 
     inputs: tuple[str, ...]
@@ -74,7 +74,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The dataset that is now at ``uri``; ``is_cached`` when it was there before."""
+    """Result of a preparation: the dataset at ``uri``; ``is_cached`` if it existed before."""
 
     uri: str
     meta: DatasetMeta
@@ -83,18 +83,19 @@ class Prepared:
 
 
 def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
-    """Prepare a dataset, or find that the same one is there already.
+    """Prepare a dataset, or return the finished one with the same recipe.
 
-    The same inputs and options give the same shards, byte for byte, however many CPUs work on
-    them. Memory is bounded by the largest document times the CPUs, and the sample of the tokenizer.
+    The same inputs and options give the same shards, byte for byte, for any number of CPUs. Memory
+    is bounded by the largest document times the CPUs, and the sample of the tokenizer.
 
     Args:
-        options: What to prepare.
-        on_progress: Told (phase, done, total) as the work goes on.
+        options: Options of the preparation.
+        on_progress: Callback with (phase, done, total) during the work.
 
     Raises:
-        ConfigError: An option, an input or the output folder is wrong; nothing was committed.
-        StorageError: The output's object store cannot be used.
+        ConfigError: An option, an input or the output is invalid; nothing was committed.
+        DataError: The output holds a finished dataset whose shards are missing or damaged.
+        StorageError: The output's object store fails.
     """
     started = monotonic()
     output = _output_at(options.out)
@@ -115,7 +116,11 @@ def _output_at(out: str) -> Output:
 
 
 def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str], list[SourceFile]]:
-    """What the dataset is a function of, and the files to read."""
+    """Return the recipe, which determines the dataset, and the files to read.
+
+    Raises:
+        ConfigError: With one fault for each invalid option, input or output.
+    """
     faults: list[Fault | str] = [*_option_faults(options)]
     tokenizer = _or_faults(faults, partial(check_tokenizer, options.tokenizer))
     include, exclude = options.include, options.exclude
@@ -141,7 +146,7 @@ Made = TypeVar("Made")
 
 
 def _or_faults(faults: list[Fault | str], make: Callable[[], Made]) -> Made | None:
-    """What ``make`` gives; or nothing, and what it raised is among ``faults``."""
+    """Return the result of ``make``; on a ConfigError add its faults to ``faults``, return None."""
     try:
         return make()
     except ConfigError as error:
@@ -163,11 +168,13 @@ def _write_dataset(
     on_progress: OnProgress,
 ) -> DatasetMeta:
     """Write everything but dataset.json, whose content is returned."""
+    # Tokenizer: trained on a sample, or given.
     groups = make_groups(files)
     sample = _draw_sample(groups, options, on_progress)
     tokenizer = make_tokenizer(options.tokenizer, sample)
     output.put(TOKENIZER_FILE, tokenizer.encode())
     encoder = Encoder(tokenizer)
+    # Tokenise on the cluster, one task per group.
     totals = Totals(encoder.vocab_size)
     on_progress("tokenising", 0, len(groups))
     with session_at(options.address):
@@ -175,6 +182,7 @@ def _write_dataset(
             totals.add(done)
             on_progress("tokenising", totals.num_groups, len(groups))
     raise_faults(ConfigError, totals.faults or totals.split_faults(options.valid_fraction))
+    # Token counts, then the description.
     for name, counts in totals.counts.items():
         output.put(f"{name}/{COUNTS_FILE}", _npy(counts))
     return DatasetMeta(
@@ -197,7 +205,7 @@ def _write_dataset(
 def _draw_sample(
     groups: Sequence[ShardGroup], options: PrepareOptions, on_progress: OnProgress
 ) -> list[str]:
-    """Texts of the training split to train a tokenizer on; none when it is given.
+    """Return texts of the training split to train a tokenizer on; none if it needs no training.
 
     Groups are random samples of the corpus, so the first SAMPLE_BYTES represent it.
     """
@@ -218,7 +226,7 @@ def _draw_sample(
 def _run_groups(
     groups: Sequence[ShardGroup], output: Output, valid_fraction: float
 ) -> Iterator[GroupDone]:
-    """Run one task a group; results come as they finish."""
+    """Run one task per group and yield the results of the tasks as Ray Data returns them."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -230,7 +238,7 @@ def _run_groups(
 
 
 def _run_task(row: dict[str, Any], *, output: Output, valid_fraction: float) -> dict[str, Any]:
-    """Rows of Ray Data are dicts; ours hold one value."""
+    """Run a group's task on a row of Ray Data, a dict whose only value is the group."""
     group: ShardGroup = row["item"]
     try:
         with output.task_folder() as folder:

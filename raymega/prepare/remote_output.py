@@ -1,7 +1,7 @@
-"""The output of a preparation that goes to an object store: the same steps as in a folder.
+"""Writes the output of a preparation to an object store, in the same steps as to a folder.
 
-Tasks write their shards to a passing folder of their own node and send them; dataset.json is put
-last. What a folder needs is prepare.output's.
+Tasks write their shards to a temporary folder of their own node and upload them; dataset.json is
+uploaded last. Output to a folder is in `raymega.prepare.output`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from raymega.storage.registry import open_store, store_faults
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreOutput:
-    """A dataset in the making below ``uri``; travels to the tasks."""
+    """An unfinished dataset below ``uri``; this object is sent to the tasks."""
 
     uri: str
 
     def find_finished(self, recipe: dict[str, str]) -> DatasetMeta | None:
-        """The dataset that is there when it is whole and of this recipe, None when none is.
+        """Return the finished dataset if it has this recipe; None if there is none.
 
         Raises:
-            ConfigError: There is a dataset of another recipe.
-            DataError: Its shards are not all there.
-            ConfigError: The store cannot be used.
+            ConfigError: There is a dataset of another recipe, or the store cannot be used.
+            DataError: A shard is missing in the store.
         """
         raise_faults(ConfigError, store_faults(self.uri, field="--out"))
         if META_FILE not in open_store(self.uri).list(META_FILE):
@@ -45,10 +44,10 @@ class StoreOutput:
         return meta
 
     def claim(self, recipe: dict[str, str]) -> None:
-        """Make the place ours; of an unfinished preparation, remove what it wrote.
+        """Reserve the location by a claim file; shards of an unfinished preparation are removed.
 
         Raises:
-            ConfigError: It holds something else.
+            ConfigError: The location has other content.
         """
         store = open_store(self.uri)
         keys = list(store.list(""))
@@ -65,7 +64,7 @@ class StoreOutput:
 
     @contextmanager
     def task_folder(self) -> Iterator[Path]:
-        """A passing folder with the tokenizer; the shards that are in it at the end are sent."""
+        """Return as context a temporary folder with the tokenizer; its shards are then uploaded."""
         store = open_store(self.uri)
         with tempfile.TemporaryDirectory(prefix="raymega-prepare-") as name:
             folder = Path(name)
@@ -78,6 +77,6 @@ class StoreOutput:
                     store.put(key, [memoryview(content)], overwrite=True)
 
     def commit(self, meta: DatasetMeta) -> None:
-        """Make the dataset readable and drop the claim."""
+        """Make the dataset readable by uploading dataset.json, then remove the claim."""
         self.put(META_FILE, encode_meta(meta))
         open_store(self.uri).delete(CLAIM_FILE)

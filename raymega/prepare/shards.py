@@ -1,6 +1,6 @@
-"""One task of the pipeline: reads a group of documents, writes its shards, counts its tokens.
+"""Runs one task of the preparation: reads a group of documents, writes shards, counts tokens.
 
-It owns what happens inside a task; how tasks are spread is prepare.pipeline's.
+It owns the work inside a task. Tasks are distributed by `raymega.prepare.pipeline`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitPart:
-    """What one group adds to one split; ``counts`` is how often each token occurs."""
+    """Contribution of one group to one split; ``counts`` has each token's occurrences, [V]."""
 
     shard: ShardMeta
     num_text_bytes: int
@@ -34,7 +34,7 @@ class SplitPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupDone:
-    """What a task reports: its parts by split, or why it could not."""
+    """Report of a task: its parts by split, or the faults for which it failed."""
 
     index: int
     num_replaced: int = 0
@@ -43,9 +43,10 @@ class GroupDone:
 
 
 def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> GroupDone:
-    """Write the group's shards below ``folder``, where the tokenizer lies.
+    """Write the group's shards below ``folder``, which holds the tokenizer.
 
-    The result depends on the arguments alone, so a task that is run twice does no harm.
+    The result depends on the arguments and input files alone, so a task may safely run twice.
+    Errors are returned as faults in the report, not raised.
     """
     try:
         return _write_group(group, folder, valid_fraction)
@@ -59,6 +60,7 @@ def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> Gr
 def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> GroupDone:
     encoder = Encoder((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     splits: dict[str, _Split] = {}
+    # A split's shard is opened at its first document.
     num_replaced = 0
     with ExitStack() as stack:
         for document in read_documents(group):
@@ -74,7 +76,7 @@ def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> Grou
 
 
 class _Split:
-    """A shard in the making, with its counts."""
+    """An unfinished shard of one split, with its token counts."""
 
     def __init__(self, writer: ShardWriter, encoder: Encoder) -> None:
         self._writer, self._encoder = writer, encoder

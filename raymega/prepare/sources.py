@@ -1,7 +1,7 @@
-"""Which files are read, in which portions, and which documents are held out.
+"""Selects the files to read, divides them into groups, and chooses the held-out documents.
 
-It owns selection, order and portions; all three depend on relative paths and sizes alone, so that
-the same corpus gives the same shards on every machine. What is in a file is prepare.documents'.
+It owns selection, order and groups. All three depend on relative paths and sizes alone, so that the
+same corpus gives the same shards on every machine. Files are read by `raymega.prepare.documents`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class SourceFile:
     """One selected file.
 
     Attributes:
-        root: URI of the input that it belongs to; says how to open ``path``.
+        root: URI of the input that it belongs to; determines the file system of ``path``.
         path: Path in the root's file system.
-        name: Path relative to the root; decides order and split.
-        num_bytes: Its size.
-        modified_ns: When it last changed.
+        name: Path relative to the root; determines order and split.
+        num_bytes: Size of the file in bytes.
+        modified_ns: Time of the last modification, in nanoseconds since the epoch.
     """
 
     root: str
@@ -43,7 +43,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePiece:
-    """Bytes [start, end) of a file: all of it, or the lines that begin there."""
+    """Bytes [start, end) of a file: the whole file, or the lines that begin in that range."""
 
     file: SourceFile
     start: int
@@ -52,7 +52,7 @@ class FilePiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardGroup:
-    """The pieces that one task turns into one shard of each split."""
+    """Group of pieces that one task converts to one shard of each split."""
 
     index: int
     pieces: tuple[FilePiece, ...]
@@ -61,11 +61,12 @@ class ShardGroup:
 def list_files(
     inputs: Sequence[str], *, include: Sequence[str], exclude: Sequence[str]
 ) -> list[SourceFile]:
-    """The files of all inputs, each once, in order of input and name.
+    """Return the files of all inputs, each once, in order of input and name.
 
-    A pattern without '/' is matched against every part of a file's path relative to its input, one
-    with '/' against its leading folders: ``test`` leaves out every folder of that name,
-    ``idlelib/idle_test`` that one. A file that is itself an input is always read.
+    A pattern without '/' is matched against every part of a file's path relative to its input. A
+    pattern with '/' is matched against every leading part of that path. Excluding ``test``
+    leaves out every folder of that name, excluding ``idlelib/idle_test`` only that one. A file that
+    is itself an input is always read.
 
     Raises:
         ConfigError: An input is missing or of an unknown scheme, or no file is selected.
@@ -86,15 +87,17 @@ def list_files(
 
 
 def make_groups(files: Sequence[SourceFile]) -> list[ShardGroup]:
-    """Portions of about equal size, each a random sample of the corpus.
+    """Divide files into groups of about equal size, each a random sample of the corpus.
 
-    Pieces are ordered by a hash of their names. A group has 1/64 of the corpus, but at least 1 MiB
-    and at most 64 MiB; a single larger file that cannot be cut is a group of its own.
+    Pieces are ordered by a hash of their names. A group has about 1/64 of the corpus, but at least
+    1 MiB and at most 64 MiB. A larger file that cannot be cut makes its group larger.
     """
+    # Cut and shuffle.
     total = sum(file.num_bytes for file in files)
     target = min(max(total // ENOUGH_GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
     pieces = [piece for file in files for piece in _cut(file, target)]
     pieces.sort(key=lambda piece: _hash(f"{piece.file.name}@{piece.start}", "order"))
+    # A piece belongs to the group in whose byte range it ends.
     ends = accumulate(piece.end - piece.start for piece in pieces)
     members: dict[int, list[FilePiece]] = {}
     for piece, end in zip(pieces, ends, strict=True):
@@ -103,12 +106,12 @@ def make_groups(files: Sequence[SourceFile]) -> list[ShardGroup]:
 
 
 def split_of(document: str, valid_fraction: float) -> str:
-    """``train`` or ``valid``, by a hash of the document's name."""
+    """Return ``train`` or ``valid``, by a hash of the document's name."""
     return "valid" if _hash(document, "split") < valid_fraction * 2**64 else "train"
 
 
 def files_digest(files: Sequence[SourceFile]) -> str:
-    """Equal for equal names, sizes and modification times; reads no content."""
+    """Return a digest of the files' names, sizes and modification times; reads no content."""
     digest = blake2b(digest_size=16)
     for line in sorted(f"{f.name}\0{f.num_bytes}\0{f.modified_ns}\n" for f in files):
         digest.update(line.encode(errors="surrogateescape"))
@@ -116,12 +119,12 @@ def files_digest(files: Sequence[SourceFile]) -> str:
 
 
 def open_root(root: str) -> fs.FileSystem:
-    """The file system that holds an input."""
+    """Return the file system of an input's root URI."""
     return fs.FileSystem.from_uri(root)[0]
 
 
 def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> Iterator[SourceFile]:
-    """Selected files of one input, by name."""
+    """Yield the selected files of one input, ordered by path."""
     root = name if "://" in name else Path(name).expanduser().absolute().as_uri()
     try:
         system, top = fs.FileSystem.from_uri(root)

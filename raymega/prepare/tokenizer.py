@@ -1,7 +1,7 @@
 """Makes and loads tokenizers: plain bytes, byte-level BPE trained on the corpus, or a given file.
 
-It owns what ``--tokenizer`` means. Whatever it was made from, a tokenizer is a `tokenizers` JSON
-file with an end-of-document token.
+It owns the meaning of ``--tokenizer``. Every tokenizer is stored as a `tokenizers` JSON file with
+an end-of-document token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ BYTES, BPE_PREFIX = "bytes", "bpe:"
 
 
 def check_tokenizer(name: str) -> str:
-    """What ``--tokenizer name`` stands for, so that a changed file is noticed.
+    """Check ``--tokenizer name`` and return its identity in the recipe.
+
+    The identity of a file has its checksum, so that a changed file is noticed.
 
     Raises:
-        ConfigError: It stands for nothing.
+        ConfigError: The name is no legal tokenizer, or its file is invalid.
     """
     if name == BYTES or _bpe_size(name) > NUM_BYTES:
         return name
@@ -41,7 +43,7 @@ def check_tokenizer(name: str) -> str:
 
 
 def make_tokenizer(name: str, sample: Sequence[str]) -> str:
-    """The tokenizer as JSON; ``sample`` is read only for ``bpe:N``."""
+    """Return the tokenizer as JSON; ``sample`` is used only for ``bpe:N``."""
     if name == BYTES:
         return _byte_tokenizer().to_str()
     if name.startswith(BPE_PREFIX):
@@ -50,15 +52,15 @@ def make_tokenizer(name: str, sample: Sequence[str]) -> str:
 
 
 def needs_sample(name: str) -> bool:
-    """Whether the tokenizer is trained on the corpus."""
+    """Return True if the tokenizer is trained on the corpus."""
     return name.startswith(BPE_PREFIX)
 
 
 class Encoder:
-    """Text to tokens, each document closed by the end-of-document token."""
+    """Encoder from text to tokens; it closes each document by the end-of-document token."""
 
     def __init__(self, tokenizer_json: str) -> None:
-        """The JSON must hold an end-of-document token."""
+        """Load the tokenizer; the JSON must have an end-of-document token."""
         self._tokenizer = _load(tokenizer_json, "the tokenizer")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -66,7 +68,7 @@ class Encoder:
         self.dtype = token_dtype(self.vocab_size)
 
     def encode(self, text: str) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens of one document, the closing one included."""
+        """Return the tokens of one document, including the end-of-document token."""
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array([*encoding.ids, self.eod_id], dtype=self.dtype)
 
@@ -74,13 +76,13 @@ class Encoder:
 def _load(text: str, name: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # what tokenizers raises
+    except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(_fault(name, f"it must be a `tokenizers` JSON file ({error})")) from error
     if tokenizer.token_to_id(END_OF_DOCUMENT) is None:
         raise ConfigError(_fault(name, f"it must have a token {END_OF_DOCUMENT}"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # The text of a document must not be able to end it.
+    # Text that spells the end-of-document token must not become that token.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -100,7 +102,7 @@ def _train_bpe(sample: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def _byte_tokenizer() -> Tokenizer:
-    """Token b is byte b; the end of document is 256."""
+    """Make the tokenizer whose token b is byte b; the end of document is token 256."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,7 +112,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level tokenizers, as in GPT-2."""
+    """Return the printable character of each byte in byte-level tokenizers, as in GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(NUM_BYTES)]

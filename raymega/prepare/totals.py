@@ -1,6 +1,7 @@
-"""Sums up what the tasks report, and says how far token frequencies alone predict.
+"""Sums the reports of all tasks, and computes the unigram cross entropy of the valid split.
 
-It owns the splits' totals and the smoothing of frequencies; counting is done where tokens are made.
+It owns the splits' totals and the smoothing of frequencies. Tokens are counted by
+`raymega.prepare.shards`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from raymega.prepare.shards import Counts, GroupDone
 
 
 def cross_entropy(counts: Counts, *, under: Counts) -> float:
-    """Mean of -ln q(token) over the tokens that ``counts`` counts, in nats.
+    """Return the mean of -ln q(token) over the tokens in ``counts``, in nats per token.
 
-    q is the distribution of ``under`` with one added to every count, so that a token which never
-    occurs there has no infinite loss.
+    q is the distribution of ``under`` with one added to every count, so that a token that never
+    occurs there has a finite loss.
 
     Args:
-        counts: How often each token occurs: [V].
-        under: The counts that q comes from: [V].
+        counts: Number of occurrences of each token, [V].
+        under: Number of occurrences of each token that q is made from, [V].
     """
     log_q = np.log(under + 1) - np.log(under.sum() + len(under))
     return float(-(counts * log_q).sum() / counts.sum())
 
 
 class Totals:
-    """Sums over the groups that are done; the order they come in does not matter."""
+    """Sums over the finished groups, independent of the order in which they finish."""
 
     def __init__(self, vocab_size: int) -> None:
         self.num_groups = self.num_replaced = 0
@@ -38,7 +39,7 @@ class Totals:
         self._shards: dict[str, list[ShardMeta]] = {name: [] for name in SPLITS}
 
     def add(self, done: GroupDone) -> None:
-        """Take in one task's report."""
+        """Add one task's report."""
         self.num_groups += 1
         self.num_replaced += done.num_replaced
         self.faults += done.faults
@@ -49,7 +50,7 @@ class Totals:
             self._shards[name].append(part.shard)
 
     def splits(self) -> dict[str, SplitMeta]:
-        """Splits that got documents, shards in order of their groups."""
+        """Return the splits that have documents, with shards in order of their groups."""
         return {
             name: SplitMeta(
                 shards=tuple(sorted(self._shards[name], key=lambda shard: shard.file)),
@@ -60,13 +61,13 @@ class Totals:
         }
 
     def valid_entropy(self) -> float:
-        """What dataset.json says of it; -1 without a valid split."""
+        """Return `DatasetMeta.valid_entropy`, in nats per token; -1 without a valid split."""
         if "valid" not in self.counts:
             return -1.0
         return cross_entropy(self.counts["valid"], under=self.counts["train"])
 
     def split_faults(self, valid_fraction: float) -> list[Fault]:
-        """Splits that were asked for and got no document."""
+        """Return a fault for each requested split that has no document."""
         wanted = SPLITS if valid_fraction else SPLITS[:1]
         return [
             Fault(

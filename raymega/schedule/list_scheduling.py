@@ -128,7 +128,7 @@ class _Game:
         return there[begun]
 
     def held(self, rank: int) -> float:
-        """Return the activations held, in micro-batches; one that owes its weight part counts less."""
+        """Return the activations held, in micro-batches; owed weight parts count in part."""
         begun, ended = self.num_forwards[rank], self.num_inputs[rank]
         return begun - ended + self.wgrad_activation_fraction * (ended - self.num_weights[rank])
 

@@ -4,9 +4,9 @@ It owns their order of work. The schedules are those of Qi et al., ICLR 2024
 (https://arxiv.org/abs/2401.10241, figures 2 and 3). No rank waits for the weight part of a
 backward, so it may run where a rank would idle. ZB-H1 holds as many activations as
 1F1B does on its first rank and leaves (pp - 1) * (F + B - W) of idle time, with F, B, W the times
-of the parts. ZB-H2 also fills the warm-up with more forwards: up to 2 * pp - 1 micro-batches are held, and
-(pp - 1) * (F + B - 2 * W) is left, which is nothing when the parts take equal time. Three ranks
-and six micro-batches under ZB-H1:
+of the parts. ZB-H2 also fills the warm-up with more forwards: up to 2 * pp - 1 micro-batches are
+held, and (pp - 1) * (F + B - 2 * W) is left, which is nothing when the parts take equal time. Three
+ranks and six micro-batches under ZB-H1:
 
     rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 F5 B3 W3 B4 W4 B5 W5
     rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 F5 B4 W3 B5 W4 W5
