@@ -48,7 +48,7 @@ GUARD_MUTATIONS = (
     GuardMutation(
         name="a second pass is taken whatever it gave",
         file="train/bad_steps.py",
-        old='case "rerun" if bad_step.kind == "spike":',
+        old='case "rerun" if numbers.kind == "spike":',
         new='case "rerun":',
         caught="numbers that are not finite are kept",
     ),
