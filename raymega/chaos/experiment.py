@@ -25,7 +25,7 @@ from raymega.storage.local import PARTIAL_FOLDER
 CALM_NAME, TRIED_NAME = "undisturbed", "under-faults"
 PREEMPTED = PreemptedError.exit_code
 PATIENCE_S = 15.0
-"""For what a run leaves to go."""
+"""Seconds until everything that a run started must have ended."""
 Undisturbed = Callable[[int], Sequence[DriverOutput]]
 """What the undisturbed run said up to a step."""
 
@@ -249,7 +249,7 @@ def _chaos_run(
 def _find_leftovers(
     box: Sandbox, output: Sequence[DriverOutput], *, driver: int, run: Path | None
 ) -> list[str]:
-    """What a run should have cleared away, after some time for it to go; by a word each.
+    """Names of what a run left behind: files, processes and actors, once they had time to go.
 
     A process that is gone holds no port and no thread. What a killed process had half written stays for a
     day, so that no living writer loses its file: such files count only when none was killed.

@@ -92,7 +92,7 @@ KINDS: Mapping[str, FaultKind] = {
 
 ALIASES = {"freeze-worker": "hang"}
 DRAWN = ("kill-worker", "raise", "kill-node", "store-errors", "store-slow", "kill-driver")
-"""What comes by chance when nobody says what; hangs cost a timeout each and are asked for."""
+"""Faults that are drawn when no kind is named; hangs cost a timeout each and must be asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

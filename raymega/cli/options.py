@@ -1,4 +1,4 @@
-"""How commands are declared: options that several have, and docstrings that describe the others."""
+"""Declares commands: options that several share, and docstrings that describe the others."""
 
 from __future__ import annotations
 

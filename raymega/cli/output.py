@@ -1,5 +1,5 @@
-"""What commands print: a JSON value for programs; for people tables, which are never cut, so that
-they can be copied and piped."""
+"""Prints the answers of commands: one JSON value for programs; for people, tables that are never cut,
+so that they can be copied and piped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _plain(value: object) -> object:
 
 
 def relay(is_answer: Callable[[str], bool]) -> Callable[[str], None]:
-    """What writes the output of a process elsewhere: answers to stdout, other lines to stderr."""
+    """Make a writer of another process's output: answers go to stdout, other lines to stderr."""
 
     def write(text: str) -> None:
         for line in text.splitlines(keepends=True):

@@ -291,7 +291,7 @@ def _packing_object(plan: RunPlan) -> dict[str, object]:
 
 
 def _show_packing(plan: RunPlan) -> None:
-    """What packed documents cost, static and dynamic; nothing when nothing is packed."""
+    """Print the cost of packed documents, static and dynamic; nothing when none are packed."""
     if plan.job.data.packing == "none":
         return
     step, why = api.look_at_packing(plan)
@@ -333,7 +333,7 @@ def _h100_ms(seconds: float) -> str:
 
 
 def _fallback_objects(plan: RunPlan, device: Accelerator | None) -> list[dict[str, object]]:
-    """From the highest number of workers."""
+    """Fallback grids, from the highest number of workers downwards."""
     return [
         {
             "most_workers": each.most,

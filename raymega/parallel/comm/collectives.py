@@ -294,7 +294,7 @@ def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int =
         raise _mistake(
             f"{where}: the tensor is part of a gradient graph",
             "no gradient would flow through the operation",
-            "use parallel.collectives, or detach the tensor",
+            "use raymega.parallel.tensor_parallel.mappings, or detach the tensor",
         )
     if divisor and (tensor.ndim == 0 or tensor.shape[0] % divisor):
         raise _mistake(

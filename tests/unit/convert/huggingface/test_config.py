@@ -1,5 +1,7 @@
 """config.json: both spellings of RoPE, published configs, and what is refused."""
 
+from operator import attrgetter
+
 import pytest
 
 from raymega.config.schema import MoeSection
@@ -64,6 +66,50 @@ def test_config_gives_back_the_model(family, rope):
     assert model_from(config).model_copy(update={"make_vocab_size_divisible_by": 8}) == model
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     assert model_from(old) == model_from(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 3, "vocab_size": 90,
+             "n_positions": 64, "n_inner": 100, "layer_norm_epsilon": 3e-5},
+            {"hidden_size": 48, "num_heads": 4, "num_layers": 3, "vocab_size": 90, "max_positions": 64,
+             "ffn_hidden_size": 100, "norm_eps": 3e-5},
+        ),
+        (
+            LLAMA31_8B | {"rope_scaling": {
+                "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 2.0, "high_freq_factor": 6.0,
+                "original_max_position_embeddings": 4096,
+            }},
+            {"hidden_size": 4096, "ffn_hidden_size": 14336, "num_layers": 32, "num_kv_heads": 8,
+             "rope_factor": 16.0, "rope_low_freq_factor": 2.0, "rope_high_freq_factor": 6.0,
+             "rope_original_positions": 4096},
+        ),
+        (
+            DEEPSEEK_V3 | {"routed_scaling_factor": 3.0, "first_k_dense_replace": 1, "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "beta_slow": 2, "beta_fast": 24, "mscale": 0.7,
+                "mscale_all_dim": 0.9, "original_max_position_embeddings": 1024,
+            }},
+            {"rope_factor": 4.0, "rope_beta_slow": 2.0, "rope_beta_fast": 24.0, "rope_mscale": 0.7,
+             "rope_mscale_all_dim": 0.9, "rope_original_positions": 1024, "mla.kv_lora_rank": 8,
+             "mla.q_lora_rank": 6, "mla.qk_nope_head_dim": 4, "mla.qk_rope_head_dim": 2,
+             "mla.v_head_dim": 3, "moe.num_experts": 8, "moe.intermediate_size": 12,
+             "moe.first_k_dense_replace": 1, "moe.routed_scaling_factor": 3.0, "moe.n_group": 4,
+             "moe.topk_group": 2, "moe.top_k": 2},
+        ),
+        (
+            QWEN3_MOE | {"decoder_sparse_step": 2},
+            {"moe.num_experts": 4, "moe.intermediate_size": 12, "moe.layer_freq": 2,
+             "moe.norm_topk_prob": True, "moe.top_k": 2},
+        ),
+    ],
+    ids=["gpt2", "llama3", "deepseek", "qwen"],
+)  # fmt: skip
+def test_each_setting_is_the_field_that_means_it(config, wanted):
+    """Written out: reading back what was written cannot tell two names that are exchanged."""
+    model = model_from(config)
+    assert {name: attrgetter(name)(model) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
