@@ -17,9 +17,9 @@ _RELATIVE = (
     "it they those these this them its their he she one ones both each's others others' "
     "of by to with in on at from into for over under between among through per about against behind beyond "
     "but and or nor not also only too yet else besides beside never always still even just "
-    "is are was were be been has have had does did do will would can could may might must shall should"
-).split()
-NO_SUBJECT = frozenset(_RELATIVE)
+    "is are was were be been has have had does did will would can could may might must shall should"
+)
+NO_SUBJECT = frozenset(_RELATIVE.split())
 """Words that no docstring and no line of Args begins with: neither a verb that says what is done nor a noun."""
 ELLIPTICAL = NO_SUBJECT - {"whether"}
 """The same for a line of Args, where Google's style has "Whether to ..."."""
