@@ -137,7 +137,7 @@ def wait_for_checkpoint(step: int, record: Record) -> None:
 def measure_recovery(job: Command, fault: str, record: Record) -> None:
     """From now, when the driver notices, computes again, and is back where it was."""
     at = record.now()
-    noticed = job.wait_for(r"^Attempt \d+ was lost", after_s=at, limit_s=120)
+    noticed = job.wait_for(r"^Attempt \d+ failed", after_s=at, limit_s=120)
     stepped = job.wait_for(r"^step ", after_s=noticed, limit_s=240)
     recovered = job.wait_for(r"^Recovered", after_s=noticed, limit_s=240)
     record.note(f"{fault}_noticed_s", noticed - at)
