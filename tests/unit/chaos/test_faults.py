@@ -35,10 +35,10 @@ def test_faults_are_read_in_their_order_with_steps_and_phases():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("kil-worker@5", "nearest is kill-worker"),
+        ("kil-worker@5", "did you mean kill-worker?"),
         ("kill-worker", "does not say when"),
         ("kill-worker@lunch", "does not say when"),
-        ("raise@spawn", "cannot come in phase spawn"),
+        ("raise@spawn", "is not possible in phase spawn"),
         ("", "names nothing"),
     ],
 )
