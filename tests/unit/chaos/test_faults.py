@@ -70,7 +70,7 @@ def test_cable_that_this_machine_cannot_make_is_refused_before_anything_starts(
     given |= {"hold_s": 3.0, "return_s": 9.0, "timeout_s": 60.0, "out": tmp_path / "out"}
     options = command.DrillOptions(**(given | asked))
     job = api.load_job(VERIFY, ("tracking.mlflow_uri=off",))
-    with pytest.raises(ConfigError, match=r"takes root.*or take freeze-node"):
+    with pytest.raises(ConfigError, match=r"takes root.*or use freeze-node"):
         command.drill(VERIFY, (), job, options)
     assert not (tmp_path / "out").exists()
 
