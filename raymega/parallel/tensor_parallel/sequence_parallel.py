@@ -76,7 +76,7 @@ class SequenceParallel:
         """Start :meth:`sum` without autograd, for gradients.
 
         Args:
-            y: This rank's term, [S, B, D]; the caller must not use it any more.
+            y: Term of this rank, [S, B, D]; the caller must not use it any more.
 
         Returns:
             Sum [S/sp, B, D], to read only after the wait, and the pending operation.
@@ -89,7 +89,7 @@ class SequenceParallel:
         """Leave tensor-parallel work for the stream: return the sum of all ranks' terms.
 
         Args:
-            y: This rank's term, [S, B, D]; may be overwritten.
+            y: Term of this rank, [S, B, D]; may be overwritten.
 
         Returns:
             Sum [S/sp, B, D].
