@@ -170,6 +170,7 @@ class Grid:
 
     def _number(self, coords: Coords | ExpertCoords, axes: Sequence[str]) -> int:
         """Return the number of a place on ``axes``; the inverse of :meth:`_digits`."""
+        # mixed radix, fastest axis first
         number, stride = 0, 1
         for axis in axes:
             number += coords.on(axis) * stride
@@ -185,6 +186,7 @@ class Grid:
     def groups(self, axes: str | Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Yield every group of :meth:`group`, each once, by lowest first member."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        # the member with coordinate 0 on every axis represents its group
         for rank in range(self.world_size):
             here = self.coords(rank)
             if all(here.on(axis) == 0 for axis in axes):

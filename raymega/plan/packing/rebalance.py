@@ -102,6 +102,7 @@ class Rebalancer:
         return 0.0 if document is None else self._work[self._lengths[document]]
 
     def _fits(self, source: _Held, target: _Held, out: int, back: int | None) -> bool:
+        # Both ranks must have room after the exchange.
         more = self._lengths[out] - (0 if back is None else self._lengths[back])
         return target.tokens + more <= self._room and source.tokens - more <= self._room
 
