@@ -124,8 +124,7 @@ class Grid:
         return self._number(coords, self.dense_axes)
 
     def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``; the first axis varies
-        fastest."""
+        """Return the ranks that differ from ``rank`` only on ``axes``, the first axis fastest."""
         return tuple(map(self.rank, self._along(axes, self.coords(rank))))
 
     @property

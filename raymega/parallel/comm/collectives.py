@@ -97,7 +97,7 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
-    """Start to replace this rank's even part of ``tensor`` [N] by the sum; the other parts become undefined.
+    """Start to replace this rank's even part of ``tensor`` [N] by the sum; other parts get undefined.
 
     gloo has no reduce-scatter: torch emulates it by an all-reduce of a copy. On CPUs this function
     all-reduces in place instead, which needs no copy and lets a callback see the completion.

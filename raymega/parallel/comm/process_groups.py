@@ -227,7 +227,6 @@ def build_groups(
     Raises:
         CommunicationError: A member did not arrive within ``timeout_s``.
     """
-
     waited = WaitTimer()
 
     def make(name: str, ranks: tuple[int, ...]) -> Group:
@@ -237,23 +236,18 @@ def build_groups(
     tp, cp, dp = (make(axis, grid.group(axis, rank)) for axis in ("tp", "cp", "dp"))
 
     def make_again(name: str, ranks: tuple[int, ...], *likes: Group) -> Group:
-        """Reuse a group of ``likes`` that has the same ranks, or make a new one.
-
-        Members of a group decide alike, so either all of them create it or none does.
-        """
+        """Return a group of ``likes`` with the same ranks, else a new one; all members decide alike."""
         like = next((like for like in likes if set(like.ranks) == set(ranks)), None)
         return make(name, ranks) if like is None else replace(like, name=name)
 
-    # replicas, and their neighbourhoods of 2, 4, ... for dynamic context parallelism
     replicas = make_again("replicas", tuple(sorted(grid.group(("cp", "dp"), rank))), dp)
     place = replicas.index
     sizes = [1 << n for n in range(1, replicas.size.bit_length())] if is_nested else []
-    # hierarchical context parallelism: neighbours exchange heads, the others keys and values
+    # cp: neighbours exchange heads, the others exchange keys and values
     neighbours = cp.ranks[cp.index // hierarchical_cp_size * hierarchical_cp_size :][
         :hierarchical_cp_size
     ]
     alike = cp.ranks[cp.index % hierarchical_cp_size :: hierarchical_cp_size]
-    # Two communicators with equal ranks: activations and gradients must not queue behind each other.
     edp = make_again("edp", grid.expert_group("edp", rank), replicas)
     pp_forward, pp_backward = (
         make(name, grid.group("pp", rank)) for name in ("pp_forward", "pp_backward")
@@ -282,7 +276,6 @@ def build_groups(
         expert_copies=make_again("expert_copies", _copies(edp, sharers), edp),
         embedding=make_again("embedding", _embedding_ranks(grid, rank), pp_backward),
     )
-    # meet once more, then remember which sockets an abort must cut
     if groups.world.size > 1:
         _wait_for_all(rank, timeout_s)
         _connections.built()

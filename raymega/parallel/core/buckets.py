@@ -1,4 +1,4 @@
-"""Buckets: the portions in which gradients and weights travel, over which ranks, and who owns which part.
+"""Buckets: the portions in which gradients and weights travel, their ranks, and their owned parts.
 
 The gradient buffer, the weight buffer and the optimizer share one table, so that an element has the
 same place in all three. The table holds no values and sends nothing.

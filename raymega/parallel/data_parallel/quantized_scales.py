@@ -1,4 +1,4 @@
-"""ScaleReducer: the largest magnitude of each block of 8-bit state, over all ranks that hold a part of it.
+"""ScaleReducer: the largest magnitude of each block of 8-bit state, over all ranks with a part of it.
 
 The ranks that shard a bucket cut it anywhere, and tp may cut a row inside a block.
 `plan/memory/quantized_blocks.py` defines the blocks; `raymega/optim` uses the magnitudes.
@@ -102,7 +102,7 @@ class ScaleReducer:
 def _pieces(
     buckets: Sequence[Bucket], kinds_of: KindsOf, *, is_split: bool
 ) -> Iterator[tuple[Key, Box]]:
-    """Yield the pieces that end inside a block (``is_split``), or all others, with the box of their blocks."""
+    """Yield the pieces that end inside a block (``is_split``), or all others, with their blocks' box."""
     for param in (param for bucket in buckets for param, _ in bucket.spans):
         for kind in kinds_of(param):
             for piece in param.spec.pieces:

@@ -1,4 +1,4 @@
-"""PassInterleaver: two passes of one rank, one of which computes while the other waits for its experts.
+"""PassInterleaver: two passes of one rank, one of which computes while the other waits for experts.
 
 A forward and a backward of different micro-batches are independent. Each has a thread, but only one
 runs at a time; they switch where one would wait for a transfer. The order depends on the passes alone,

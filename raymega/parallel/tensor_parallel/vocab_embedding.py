@@ -1,4 +1,4 @@
-"""The token table cut over the tensor-parallel ranks: each looks up its own rows, and the sum is taken.
+"""The token table cut over tensor-parallel ranks: each looks up its own rows, and the sum is taken.
 
 Shapes: ids [S, B] int64, table [V/tp, D], result [S/sp, B, D].
 """

@@ -1,10 +1,9 @@
 """Direct calls of autograd's engine from a given gradient, without the checks for symbolic shapes.
 
-torch.autograd's functions make those checks and import sympy for them, which takes 0.4 s of the 1.8 s of CPU
-time that a new process needs to load; a replacement for a lost rank is such a process. Shapes here are plain
-numbers. The engine itself would sum a gradient that is larger than its output, so `_run` refuses that.
-Megatron-LM calls the engine too (schedules.custom_backward). Goes when torch.autograd.backward no longer
-imports sympy.
+torch.autograd's functions make those checks and import sympy for them: 0.4 s of the 1.8 s of CPU time in which
+a new process loads. A replacement for a lost rank is such a process. Shapes here are plain numbers. The engine
+itself would sum a gradient that is larger than its output, so `_run` refuses that. Megatron-LM calls the engine
+too (schedules.custom_backward). Goes when torch.autograd.backward no longer imports sympy.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ class Rebalancer:
         self._ends = [self._end(rank) for rank in range(len(starts))]
 
     def run(self) -> list[list[list[int]]]:
-        """Return the documents of each rank by micro-batch; the last rank ends no later than it
-        did."""
+        """Return the documents of each rank by micro-batch; the last rank ends no later than before."""
         # Each exchange relieves the rank that ends last.
         for _ in range(MOST_EXCHANGES * len(self._starts)):
             last = max(range(len(self._ends)), key=lambda rank: (self._ends[rank], -rank))
