@@ -90,7 +90,7 @@ def resume_faults(
     return [
         Fault(
             fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
-            rule="a run goes on with the model that it began with",
+            rule="a run resumes with the model that it began with",
             remedy="set the model section back, or give another run.name; there "
             "checkpoint.init_from takes what is common",
         )
@@ -113,17 +113,17 @@ def _micro_batch_faults(
     if model.moe.goes_by_micro_batch:
         what = (
             f"model.moe.load_balancing_type={model.moe.load_balancing_type} and model.moe.capacity_factor="
-            f"{model.moe.capacity_factor:g} routing goes by the tokens"
+            f"{model.moe.capacity_factor:g} routing depends on the tokens"
         )
     elif fp8 == fp8_before == "tensorwise":
-        what = "precision.fp8=tensorwise a scale is of each tensor"
+        what = "precision.fp8=tensorwise each scale is of a tensor"
     else:
         return []
     return [
         Fault(
             fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
             f"{manifest.step}",
-            rule=f"with {what} of a micro-batch, and with others it would be another run",
+            rule=f"with {what} of one micro-batch, so another size would change the results",
             remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
             "checkpoint.init_from takes the weights",
         )

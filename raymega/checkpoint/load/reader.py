@@ -143,7 +143,7 @@ def _unexpected(
     for name in sorted(saved.keys() - set(expected)):
         yield Fault(
             fact=f"{name} is in {manifest.key}, and nothing in this model",
-            rule="a run goes on with everything that was saved, or says what it leaves behind",
+            rule="a run resumes with every tensor that was saved",
             remedy="use the model and optimizer that the checkpoint was made with, or start "
             "another run from its weights by checkpoint.init_from",
         )

@@ -80,7 +80,7 @@ class CachedReader(DelegatingStore):
             try:
                 return self._local_cache.get(key, start=start, num_bytes=num_bytes)
             except (KeyError, StorageError) as error:  # lost since it was verified
-                log.warning("the near copy of %s is not used: %r", key, error)
+                log.warning("the local copy of %s is not used: %r", key, error)
                 self._is_whole[key] = False
         return super().get(key, start=start, num_bytes=num_bytes)
 
@@ -106,10 +106,10 @@ class CachedReader(DelegatingStore):
         except KeyError:
             return False
         except CheckpointError as error:
-            log.warning("the near copy is not used: %s", error)
+            log.warning("the local copy is not used: %s", error)
             return False
         except RaymegaError as error:
-            log.warning("the near tier cannot be read: %s", error)
+            log.warning("the local tier cannot be read: %s", error)
             return False
         return True
 
@@ -117,6 +117,6 @@ class CachedReader(DelegatingStore):
 def _holds_checkpoints(uri: str) -> Fault:
     return Fault(
         fact=f"{uri!r} holds checkpoints of its own",
-        rule="a near tier holds data files only, and removes old ones",
+        rule="a local tier holds data files only, and removes old ones",
         remedy="give checkpoint.local_uri a folder of its own",
     )

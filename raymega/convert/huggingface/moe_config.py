@@ -58,7 +58,12 @@ def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> list[F
     if not dense or (is_front and every == 1):
         return []
     fact = f"mlp_only_layers={list(dense)} with decoder_sparse_step={every}"
-    return [unlike(fact, "dense blocks are those at the front, or all but every so many-th")]
+    return [
+        unlike(
+            fact,
+            "blocks with experts are all those after the dense ones at the front, or every n-th block",
+        )
+    ]
 
 
 def _mixtral_values(config: Config) -> dict[str, Any]:
