@@ -1,4 +1,4 @@
-"""The job file's checkpoint section: what is saved where and when, what a save may take, what is kept."""
+"""The job file's checkpoint section: where and when state is saved, limits of a save, retention."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ FunctionField = Literal[
 
 
 class CheckpointSection(Section):
-    """Where and when state is saved."""
+    """Places and times of saves, limits of a save, and retention."""
 
+    # Places.
     uri: str = Field(
         default_factory=lambda: str(Path.home() / ".raymega" / "runs"),
         description="Root folder or s3://bucket/prefix; the run lives in <uri>/<run.name>/. Default: "
@@ -28,66 +29,70 @@ class CheckpointSection(Section):
     )
     local_uri: str = Field(
         default="none",
-        description="Folder on each node's own disk where its workers' files of the two newest "
-        "checkpoints are kept as well; a restart reads from there what is whole. `none` keeps no copy.",
+        description="Folder on each node's own disk for copies of its workers' files of the two newest "
+        "checkpoints; a restart reads the intact ones from there. `none` keeps no copies.",
     )
+    # Start from another checkpoint's weights.
     init_from: str = Field(
         default="none",
         description="Checkpoint whose weights, and nothing else, the run starts with: of another run "
-        "or by `raymega convert hf-import`. Read at the first step only; `none` draws weights.",
+        "or by `raymega convert hf-import`. Read at the first step only; `none` initialises at random.",
     )
     init_rename: tuple[str, ...] = Field(
         default=(),
-        description="OLD=NEW for init_from: its tensors whose names begin with OLD are this model's "
-        "that begin with NEW; * stands for one dotted part. The first rule that fits holds.",
+        description="Rules OLD=NEW for init_from: its tensors whose names begin with OLD become this "
+        "model's that begin with NEW; * stands for one dotted part. The first rule that matches applies.",
     )
     reinit: tuple[str, ...] = Field(
         default=(),
-        description="Patterns such as head.*: tensors of this model that init_from does not give "
-        "and that begin with first values of their own.",
+        description="Patterns such as head.*: tensors of this model that are initialised at random "
+        "instead of taken from init_from.",
     )
     init_ignore: tuple[str, ...] = Field(
         default=(),
-        description="Patterns such as layers.1?.*: tensors of init_from that are left behind.",
+        description="Patterns such as layers.1?.*: tensors of init_from that are not used.",
     )
     allow_changed: tuple[FunctionField, ...] = Field(
         default=(),
-        description="Fields of the model section in which this run differs on purpose from what "
-        "init_from was made with, such as [rope_theta] for longer sequences. Others are refused.",
+        description="Fields of the model section in which this run differs on purpose from that of "
+        "init_from, such as [rope_theta] for longer sequences. Other differences are refused.",
     )
     init_upcycle: bool = Field(
         default=False,
-        description="Where init_from has a dense feed-forward layer and this model experts, each expert "
-        "begins as a copy of it, or with a smaller model.moe.intermediate_size as a part; routers begin fresh.",
+        description="Where init_from has a dense feed-forward layer and this model has experts, each expert "
+        "starts as a copy of the layer, or as a part of it with a smaller model.moe.intermediate_size; "
+        "routers are initialised at random.",
     )
+    # When to save, and what a save may use.
     every: NonNegative = Field(
-        default=100, description="Steps between checkpoints; 0 is only at the end."
+        default=100, description="Steps between checkpoints; 0 saves at the end only."
     )
     when_busy: Literal["wait", "skip"] = Field(
         default="wait",
-        description="When a save is due and the one before is still being written: training waits, or "
-        "the save is left out. The last save and one on request always wait.",
+        description="When a save is due and the one before is still being written: wait for it, or skip "
+        "the save. The last save and a save on request always wait.",
     )
     file_bytes: Annotated[int, Field(ge=1, le=2**38)] = Field(
         default=2**30,
-        description="Largest data file, but for a box that is larger; a worker writes two at a time.",
+        description="Largest data file in bytes, unless one box is larger; a worker writes two at a time.",
     )
     buffer_bytes: NonNegative = Field(
         default=0,
-        description="Most host memory for a worker's copy of its share; 0 is as much as it needs. A "
-        "larger share is copied and written piece by piece while training waits.",
+        description="Largest host memory in bytes for a worker's copy of its share; 0 is no limit. A "
+        "larger share is copied and written in portions while training waits.",
     )
     bytes_per_s: NonNegative = Field(
         default=0,
-        description="Most bytes a second that each worker writes, so the job writes as many times that as "
-        "it has workers, and a node as many as it hosts; 0 is as many as the store takes.",
+        description="Largest rate in bytes per second at which each worker writes; the rate of a job or node "
+        "is this times its workers. 0 is no limit.",
     )
-    keep_last: Positive = Field(default=3, description="Newest checkpoints that are kept.")
+    # Retention: a checkpoint is kept when any of the three rules keeps it.
+    keep_last: Positive = Field(default=3, description="Number of newest checkpoints to keep.")
     keep_every: NonNegative = Field(
         default=0,
-        description="Checkpoints of steps that this divides are kept for ever; 0 is none.",
+        description="Checkpoints of steps that this divides are never deleted; 0 turns the rule off.",
     )
     keep_best: NonNegative = Field(
         default=0,
-        description="Checkpoints with the lowest validation loss (eval/loss) that are kept too.",
+        description="Number of checkpoints with the lowest validation loss (eval/loss) to keep as well.",
     )

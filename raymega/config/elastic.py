@@ -1,4 +1,4 @@
-"""The job file's section for failures: what the driver and the workers do when something goes wrong."""
+"""The job file's elastic section: what the driver and the workers do about failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ SpikeWindow = Annotated[int, Field(ge=4, le=1000)]
 
 
 class ElasticSection(Section):
-    """How the driver meets failures."""
+    """Handling of failures: restarts, spares, snapshots, bad steps, hangs and stragglers."""
 
+    # Restarts and timeouts.
     max_failures: NonNegative = Field(
         default=3, description="Restarts of the worker group before the run gives up (exit 4)."
     )
@@ -22,117 +23,129 @@ class ElasticSection(Section):
         default=300.0, description="Longest wait of a collective or a pipeline transfer."
     )
     start_timeout_s: PositiveFloat = Field(
-        default=180.0, description="Longest wait for workers to start and to meet."
+        default=180.0, description="Longest wait for workers to start and rendezvous."
     )
     stop_timeout_s: PositiveFloat = Field(
         default=120.0,
-        description="Longest wait for the last save when a run is asked to stop, and for the start before it "
-        "where only snapshots hold the last steps.",
+        description="Longest wait for the last save when a run is asked to stop. Where only snapshots hold "
+        "the last steps, also the longest wait for workers to start for that save.",
     )
     lease_s: PositiveFloat = Field(
         default=30.0,
-        description="How long a driver that shows no sign of life keeps the run to itself. A driver that "
-        "takes it up elsewhere waits so long; one that finds the other's process gone does not wait.",
+        description="Time for which a driver that does not renew its lease still owns the run. A driver "
+        "elsewhere waits that long before it takes the run, or not at all when it sees that the owner's "
+        "process has ended.",
     )
+    # Spare workers, smaller grids, and growing back.
     spares: NonNegative = Field(
         default=0,
-        description="Workers held ready beside the grid, loaded and idle; one takes a lost worker's rank "
-        "at once, and another is made behind it. A multiple of parallel.tp where tp groups stay on a "
-        "node: they move as a whole.",
+        description="Number of workers held ready beside the grid, loaded and idle; one takes a lost worker's "
+        "rank at once, and a new spare is started. A multiple of parallel.tp where tp groups stay on a "
+        "node, because they move as a whole.",
     )
     min_workers: Positive | Literal["grid"] = Field(
         default=1,
-        description="Fewest workers that a run which has lost some goes on with, on the best smaller "
-        "grid; `grid` waits for the job's own instead.",
+        description="Smallest number of workers with which a run that has lost some continues, on the best "
+        "smaller grid; `grid` waits until the job's own grid can be filled.",
     )
     replan_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="How long a run that has lost workers waits for others before it takes a smaller "
-        "grid; three times as long for processes that load on nodes that live.",
+        description="How long a run that has lost workers waits for replacements before it takes a smaller "
+        "grid; three times as long while processes are loading on live nodes.",
     )
     scale_up: bool = Field(
         default=True,
-        description="Go back to the job's own grid when there are workers for it again and that saves "
+        description="Return to the job's own grid when there are workers for it again and that saves "
         "more time than it costs.",
     )
     scale_up_horizon_s: PositiveFloat = Field(
         default=3600.0,
-        description="How long workers that came back are trusted to stay: time saved beyond it does "
-        "not count when the cost of growing is weighed.",
+        description="Time for which workers that came back are expected to stay: time saved beyond it is "
+        "not counted against the cost of a larger grid.",
     )
     drain_margin_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=30.0,
-        description="How long before a draining node is taken away the run leaves it, with a save, even "
-        "when no process is ready elsewhere; it leaves at once when one is.",
+        description="How long before the end of a draining node the run saves and leaves it, even when no "
+        "process is ready elsewhere. With a ready process it leaves at once.",
     )
+    # Snapshots in the memory of nodes.
     snapshot_every: NonNegative = Field(
         default=0,
-        description="Steps between snapshots of the state in host memory of the worker's own node "
-        "and of a partner node, from which a lost worker or node is made up for; 0 is never.",
+        description="Steps between snapshots of the state in host memory of the worker's own node and of a "
+        "partner node, from which the state of a lost worker or node is restored; 0 is never.",
     )
     snapshot_backpressure: Literal["wait", "skip"] = Field(
         default="wait",
-        description="When a snapshot is due and the one before is still on its way. wait: training "
-        "stands still, so that a loss costs no more than snapshot_every says. skip: it is taken "
-        "after a later step.",
+        description="When a snapshot is due and the one before is still being written. wait: training "
+        "waits, so that a loss costs at most snapshot_every steps. skip: the snapshot is taken after a "
+        "later step.",
     )
     snapshot_during_save: Literal["go_on", "pause"] = Field(
         default="go_on",
-        description="Snapshots while a checkpoint is being written. go_on: it has a buffer of its own. pause: "
-        "it is read from their memory, and none is taken until it is written, so a loss meanwhile costs "
-        "the steps since it began; not with checkpoint.buffer_bytes, which is for a buffer of its own.",
+        description="Snapshots while a checkpoint is being written. go_on: they continue; the checkpoint has a "
+        "buffer of its own. pause: the checkpoint is written from their memory and none is taken meanwhile, "
+        "so a loss costs the steps since the save began. pause excludes checkpoint.buffer_bytes, the limit "
+        "of the checkpoint's own buffer.",
     )
     snapshot_timeout_s: PositiveFloat = Field(
         default=60.0,
-        description="Longest wait for a file of a snapshot to reach another node's memory, or to "
-        "come back.",
+        description="Longest wait for a file of a snapshot to be written to another node's memory, or read "
+        "from it.",
     )
+    # Bad steps: NaN or Inf, spikes, replicas that differ.
     on_nan: OnTrouble = Field(
         default="rerun",
-        description="When a step's loss or gradient norm is not finite; no weight has changed yet. "
-        "stop: the run ends (exit 5). The others do the step once more, and go on with the second pass "
-        "when that is fine. Else rerun ends the run, skip leaves the batch out, and rollback goes back "
-        "to the newest checkpoint and passes over the data from there to the end of this batch.",
+        description="Reaction to a loss or gradient norm that is NaN or Inf, before any weight changes. stop: "
+        "the run ends (exit 5). The others repeat the step once, and continue when the second pass is finite. "
+        "Otherwise rerun ends the run, skip leaves the batch out, and rollback returns to the newest "
+        "checkpoint and skips the data from there to the end of this batch.",
     )
     on_spike: OnTrouble = Field(
         default="rerun",
-        description="The same for a spike, as spike_loss and spike_grad_norm say; but one that comes "
-        "again is what the data give, and rerun goes on with it.",
+        description="Reaction to a spike (spike_loss, spike_grad_norm), as for on_nan; but a spike that "
+        "repeats is put down to the data, and rerun continues with it.",
     )
     spike_window: SpikeWindow = Field(
-        default=64, description="Steps whose median a spike is held against; none is seen before."
+        default=64,
+        description="Number of past steps whose median a spike is compared with; no spike is detected "
+        "before that many.",
     )
     spike_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=2.0,
-        description="A loss above so many times its median is a spike; above 1, or 0 for never.",
+        description="Ratio of a loss to its median above which it is a spike; above 1, or 0 for never.",
     )
     spike_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=10.0, description="The same of the gradient norm before clipping."
+        default=10.0,
+        description="Ratio of a gradient norm before clipping to its median above which it is a spike; "
+        "above 1, or 0 for never.",
     )
     max_bad_steps: Positive = Field(
         default=5,
-        description="Batches in a row that skip leaves out, and rollbacks of one driver, before the run "
-        "ends (exit 5).",
+        description="Number of consecutive batches that skip leaves out, or of rollbacks of one driver, "
+        "before the run ends (exit 5).",
     )
     replica_check_every: NonNegative = Field(
         default=0,
-        description="Steps between looks whether ranks that hold the same weights have the same bits, "
-        "which the network or the memory may silently change; every checkpoint is looked at too. 0 is "
-        "never.",
+        description="Steps between checks that ranks with the same weights hold the same bits, which network "
+        "or memory errors may silently change. Unless it is 0 (never), the ranks also check before every "
+        "checkpoint.",
     )
     on_divergence: Literal["stop", "rollback"] = Field(
         default="rollback",
-        description="When they have not. stop: the run ends (exit 5). rollback: back to the newest "
-        "checkpoint, and the steps since are done again.",
+        description="Reaction when replica_check_every finds a difference. stop: the run ends (exit 5). "
+        "rollback: the run returns to the newest checkpoint and repeats the steps since.",
     )
+    # Hangs and stragglers.
     hang_timeout_min_s: PositiveFloat = Field(
         default=1.5,
-        description="Least silence after which it is looked whether a rank hangs. The deadline is three "
-        "times the median step and 1.5 s, as far as the two bounds let it.",
+        description="Shortest silence after which a rank is examined for a hang. The deadline is three times "
+        "the median step plus 1.5 s, kept between hang_timeout_min_s and hang_timeout_max_s.",
     )
-    hang_timeout_max_s: PositiveFloat = Field(default=300.0, description="Most such silence.")
+    hang_timeout_max_s: PositiveFloat = Field(
+        default=300.0, description="Longest silence after which a rank is examined for a hang."
+    )
     straggler_ratio: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.5,
-        description="A rank whose work in a step takes more than so many times the median of the ranks "
-        "of its pipeline stage is told of, with its node; above 1, or 0 for never.",
+        description="Ratio of a rank's work time in a step to the median of its pipeline stage's ranks above "
+        "which the rank is reported as a straggler, with its node; above 1, or 0 for never.",
     )

@@ -1,4 +1,4 @@
-"""What sections of the job file are made of: the base of all sections, and kinds of numbers."""
+"""Base class of the job file's sections, and the types of numbers in their fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST = 2**63 - 1
-"""Of whole numbers: what tensors and files count with."""
+"""Largest whole number: int64, as in tensors and files."""
 
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]

@@ -1,7 +1,7 @@
 """Reads a job file, applies overrides, and reports every fault in one pass.
 
-Each field is validated by itself, so that one bad value hides no other fault: the values that did
-parse are handed on to the rules between values. It looks at no cluster, store or data.
+Each field is validated by itself, so that one bad value hides no other fault. The rules between values
+then get the values that are valid. The module reads no cluster, store or data.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from raymega.errors import ConfigError, Fault
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number; on, off, yes, no and 2026-11-30 are words.
+    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number; on, off, yes, no and 2026-11-30 are strings.
 
-    Sequences become tuples, which the strict fields of a job are.
+    Sequences become tuples, as the strict fields of a job require.
     """
 
+    # YAML 1.1's patterns for these types are dropped; 1.2's are added below the class.
     yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's own form
         first: [
             (tag, pattern)
@@ -41,7 +42,7 @@ class _Yaml12Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Refuse a key that stands twice, of which PyYAML silently takes the last."""
+        """Refuse a duplicate key, of which PyYAML would silently take the last."""
         keys = [key.value for key, _ in node.value]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
@@ -51,17 +52,19 @@ class _Yaml12Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_tuple(self, node: yaml.SequenceNode) -> tuple[Any, ...]:
-        """A sequence, whole at once: PyYAML fills lists later."""
+        """Return a sequence as a tuple."""
+        # deep: otherwise PyYAML fills inner lists only after the tuple is made.
         return tuple(self.construct_sequence(node, deep=True))
 
     def refuse_tag(self, node: yaml.Node) -> object:
-        """Of YAML 1.1's timestamps, for which 1.2 has no tag."""
+        """Raise for an explicit ``!!timestamp``, a tag that YAML 1.2 does not have."""
         return self.construct_undefined(node)
 
 
 _Yaml12Loader.add_constructor("tag:yaml.org,2002:seq", _Yaml12Loader.construct_tuple)
 _Yaml12Loader.add_constructor("tag:yaml.org,2002:timestamp", _Yaml12Loader.refuse_tag)
 
+# Scalars of YAML 1.2's core schema; the list has the first characters that each pattern can have.
 _Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")
 )
@@ -83,18 +86,19 @@ YAML_WORDS = {
     "field required": "it is missing",
     "extra inputs are not permitted": "it is not a known key",
 }
-"""What pydantic calls things, and what who writes YAML calls them."""
+"""Words of pydantic's messages, with the words that an author of YAML would use."""
+# Fields whose relative paths are made absolute.
 _PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedJob:
-    """What could be read of a job file.
+    """Result of reading a job file, which may have faults.
 
     Attributes:
-        values: Dotted path to value, for every field that is right by itself.
-        faults: Every field that is not.
-        raw: The mapping as written, overrides applied.
+        values: Values of all fields that are valid by themselves, by dotted path.
+        faults: Faults of all other fields.
+        raw: Mapping as it was written, with overrides applied.
     """
 
     values: Mapping[str, Any]
@@ -102,10 +106,10 @@ class ParsedJob:
     raw: Mapping[str, Any]
 
     def job(self) -> Job:
-        """The whole job.
+        """Return the whole job.
 
         Raises:
-            ConfigError: With every fault there is.
+            ConfigError: The job file has faults; the error names all of them.
         """
         if self.faults:
             raise ConfigError(*self.faults)
@@ -118,7 +122,7 @@ class ParsedJob:
         return frozenset(f"{name}.{key}" for name, given in sections for key in given)
 
     def with_overrides(self, overrides: Iterable[str]) -> ParsedJob:
-        """The same job with other values."""
+        """Return the job with ``a.b=c`` overrides applied and every field validated again."""
         raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.raw.items()}
         faults = [fault for override in overrides for fault in _apply(raw, override)]
         _spell_fp8_out(raw)
@@ -132,8 +136,9 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     Relative paths in the job become absolute here, once, against the working folder.
 
     Raises:
-        ConfigError: When the file is missing or is not a YAML mapping; field faults are returned.
+        ConfigError: The file is missing or is not a YAML mapping; faults of fields are returned.
     """
+    # The mapping, with overrides and short forms written out, then each field.
     raw = _read(Path(path))
     if raw.get("parallel") == "auto":
         raw["parallel"] = {"layout": "auto"}
@@ -146,15 +151,15 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
 
 
 def read_yaml(text: str) -> Any:
-    """YAML 1.2's scalars, tuples for sequences, no key twice.
+    """Parse YAML with scalars of version 1.2, tuples for sequences, and without duplicate keys.
 
     Raises:
-        yaml.YAMLError: It is none.
+        yaml.YAMLError: The text is not YAML.
     """
     try:
         return yaml.load(text, Loader=_Yaml12Loader)
     except (ValueError, LookupError, RecursionError) as error:
-        # Of scalars that its own patterns let through, such as !!int x, and of lists without an end.
+        # PyYAML raises these for explicit tags with a bad value (!!int x) and for endless nesting.
         raise yaml.YAMLError(str(error)) from error
 
 
@@ -170,10 +175,10 @@ def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's mapping; a relative path that is not here may be that of a shipped file.
+    """Read the file's mapping; a relative path that does not exist may name a shipped file.
 
     Raises:
-        ConfigError: There is no such file, or it is no mapping.
+        ConfigError: The file does not exist, or is not a YAML mapping.
     """
     if not path.exists() and not path.is_absolute():
         path = shipped_file(path.as_posix()) or path
@@ -207,7 +212,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
-    """Put one override into ``raw``, or say why it cannot be read."""
+    """Write one override into ``raw``, or return the fault of an override that cannot be read."""
     path, equals, text = override.partition("=")
     *sections, field = path.strip().split(".")
     if not equals or not sections or not all((*sections, field)):
@@ -216,6 +221,7 @@ def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
         value = read_yaml(text)
     except yaml.YAMLError as error:
         return [_bad_override(override, f"its value must be YAML ({_one_line(error)})")]
+    # Sections on the way are created; unknown ones are faults of the validation.
     section = raw
     for name in sections:
         if not isinstance(section.get(name), dict):
@@ -226,7 +232,7 @@ def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
 
 
 def _spell_fp8_out(raw: dict[str, Any]) -> None:
-    """``precision.dtype: fp8`` is short for products in fp8 by rows, and bfloat16 for all else."""
+    """Expand ``precision.dtype: fp8`` to ``fp8: rowwise`` with ``dtype: bfloat16``."""
     precision = raw.get("precision")
     if isinstance(precision, dict) and precision.get("dtype") == "fp8":
         raw["precision"] = {"fp8": "rowwise", **precision, "dtype": "bfloat16"}
@@ -247,7 +253,7 @@ def _make_absolute(section: object, key: str) -> None:
         return
     path = section[key]
     if "://" not in path and path not in ("", "synthetic", "none"):
-        with suppress(RuntimeError):  # ~name of nobody: left for the checks to refuse
+        with suppress(RuntimeError):  # ~name of an unknown user: the store's checks refuse it
             path = Path(path).expanduser()
         section[key] = str(Path(path).absolute())
 
@@ -278,7 +284,7 @@ def _not_a_mapping(name: str, given: object, section: type[Section]) -> Fault:
 
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field is, or None of a plain one."""
+    """Return the section class of a field; None for a field that is not a section."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
@@ -286,13 +292,14 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
 def _read_section(
     given: object, section: type[Section], name: str, values: dict[str, Any]
 ) -> list[Fault]:
-    """Every field by itself; a section inside this one is a value too when it has no fault."""
+    """Validate every field of a section into ``values``, and return the faults."""
     if not isinstance(given, Mapping):
         return [_not_a_mapping(name, given, section)]
     faults = _unknown_keys(given, section, prefix=f"{name}.")
     for key, field in section.model_fields.items():
         path = f"{name}.{key}"
         value = given.get(key, _ABSENT)
+        # A section inside this one: its faults, or as a whole a value.
         inner = _section_of(field)
         if inner is not None and value is not _ABSENT:
             found = _read_section(value, inner, path, {})
@@ -300,6 +307,7 @@ def _read_section(
             if not found:
                 values[path] = inner.model_validate(value)
             continue
+        # A plain field: missing, absent with a default, or given.
         if value is _ABSENT and field.is_required():
             faults.append(_missing(path, field))
             continue
@@ -338,7 +346,7 @@ def _invalid(path: str, value: object, field: FieldInfo, error: ValidationError)
 
 
 def _rule(path: str, detail: ErrorDetails) -> str:
-    """What pydantic found, in YAML's words; of a value inside a list, with its place."""
+    """Return pydantic's message in the words of YAML; for a value inside a list, with its index."""
     rule = detail["msg"][:1].lower() + detail["msg"][1:]
     for theirs, ours in YAML_WORDS.items():
         rule = rule.replace(theirs, ours)

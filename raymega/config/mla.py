@@ -1,4 +1,4 @@
-"""The part of the model section that turns attention into multi-head latent attention."""
+"""The job file's model.mla section: multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from raymega.config.fields import NonNegative, Section
 
 
 class MlaSection(Section):
-    """Multi-head latent attention (DeepSeek-V2): keys and values are made of one small vector a token.
+    """Multi-head latent attention (DeepSeek-V2): keys and values are projected from one latent per token.
 
-    A query or key head has qk_nope_head_dim that know no position and qk_rope_head_dim that RoPE turns;
-    those of the keys are shared by all heads.
+    A query or key head has qk_nope_head_dim features without position and qk_rope_head_dim features
+    that RoPE rotates. The rotated features of the keys are shared by all heads.
     """
 
+    # Latents.
     kv_lora_rank: NonNegative = Field(
         default=0,
-        description="Features of the latent that keys and values of all heads are made of; 0 is "
+        description="Features of the latent from which keys and values of all heads are projected; 0 is "
         "ordinary attention.",
     )
     q_lora_rank: NonNegative = Field(
         default=0,
-        description="Features of the latent that queries are made of; 0 makes them of the stream.",
+        description="Features of the latent from which queries are projected; 0 projects them from the "
+        "residual stream.",
     )
+    # Widths of one head.
     qk_nope_head_dim: NonNegative = Field(
-        default=0, description="Of a query or key head, those without position."
+        default=0, description="Features of a query or key head without position."
     )
     qk_rope_head_dim: NonNegative = Field(
         default=0,
-        description="Of a query or key head, those that RoPE turns, neighbours by pairs.",
+        description="Features of a query or key head that RoPE rotates, in pairs of neighbours.",
     )
-    v_head_dim: NonNegative = Field(default=0, description="Of a value head.")
+    v_head_dim: NonNegative = Field(default=0, description="Features of a value head.")

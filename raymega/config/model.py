@@ -1,4 +1,4 @@
-"""The section of the job file that says what the network is: a family's layers and their widths."""
+"""The job file's model section: the family, the widths of its layers, and its training-only terms."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from raymega.config.moe import MoeSection
 
 
 class ModelSection(Section):
-    """The network: a family's layers and its widths."""
+    """The network: family, sizes, initialisation, positions, regularisation."""
 
+    # Family and sizes.
     family: Literal["gpt2", "llama", "qwen2", "qwen3"] = Field(
         description="gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, "
         "no biases. qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads."
@@ -32,11 +33,12 @@ class ModelSection(Section):
     vocab_size: Positive = Field(description="V, tokens of the model; at least the tokenizer's.")
     max_positions: Positive = Field(
         default=2048,
-        description="Longest sequence; rows of gpt2's position table. Not below data.seq_len.",
+        description="Longest sequence, and the rows of gpt2's position table; at least data.seq_len.",
     )
     tie_word_embeddings: bool = Field(
         default=True, description="The head uses the token embedding's weight."
     )
+    # Initialisation.
     initializer_range: PositiveFloat = Field(
         default=0.02,
         description="Standard deviation of initial weights; divided by sqrt(2 * num_layers) for "
@@ -44,37 +46,48 @@ class ModelSection(Section):
     )
     mup_base_width: NonNegative = Field(
         default=0,
-        description="muP: width of a narrower model whose learning rates and initializer_range this one takes over. "
+        description="muP: width of the narrower model from which learning rates and initializer_range are taken. "
         "Matrices' initializer_range and rates, and the logits, are scaled by hidden_size / mup_base_width; 0 scales "
         "nothing.",
     )
     norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
-    rope_theta: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wave lengths.")
+    # Rotary position embedding, and its scaling to longer sequences.
+    rope_theta: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wavelengths.")
     rope_scaling: Literal["none", "llama3", "yarn"] = Field(
         default="none",
-        description="llama3: waves longer than rope_original_positions / rope_low_freq_factor are "
-        "stretched by rope_factor, up to ... / rope_high_freq_factor kept, between them in part. "
-        "yarn: the same between two whole features, and scores grow with log(rope_factor).",
+        description="llama3: wavelengths above rope_original_positions / rope_low_freq_factor are "
+        "stretched by rope_factor, those below ... / rope_high_freq_factor are kept, with a blend between. "
+        "yarn: the same between two feature indices, and scores grow with log(rope_factor).",
     )
-    rope_factor: PositiveFloat = Field(default=8.0, description="llama3 and yarn scaling only.")
-    rope_low_freq_factor: PositiveFloat = Field(default=1.0, description="llama3 scaling only.")
-    rope_high_freq_factor: PositiveFloat = Field(default=4.0, description="llama3 scaling only.")
+    rope_factor: PositiveFloat = Field(
+        default=8.0,
+        description="llama3 and yarn scaling only: factor by which wavelengths are stretched.",
+    )
+    rope_low_freq_factor: PositiveFloat = Field(
+        default=1.0,
+        description="llama3 scaling only: bound of the wavelengths that are stretched in full.",
+    )
+    rope_high_freq_factor: PositiveFloat = Field(
+        default=4.0, description="llama3 scaling only: bound of the wavelengths that are kept."
+    )
     rope_beta_fast: PositiveFloat = Field(
         default=32.0,
-        description="yarn scaling only: pairs that turn more often within rope_original_positions keep "
-        "their waves.",
+        description="yarn scaling only: feature pairs that rotate more often than this within "
+        "rope_original_positions keep their wavelengths.",
     )
     rope_beta_slow: PositiveFloat = Field(
         default=1.0,
-        description="yarn scaling only: waves of pairs that turn less often are stretched by rope_factor.",
+        description="yarn scaling only: wavelengths of feature pairs that rotate less often than this are "
+        "stretched by rope_factor.",
     )
     rope_original_positions: Positive = Field(
-        default=8192, description="Longest sequence before llama3 or yarn scaling."
+        default=8192,
+        description="llama3 and yarn scaling only: longest sequence before the scaling.",
     )
     rope_mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.0,
-        description="yarn only, m: turned features are multiplied by 1 + m log(rope_factor) / 10, "
-        "over the same with rope_mscale_all_dim.",
+        description="yarn only, m: rotated features are multiplied by 1 + m log(rope_factor) / 10, "
+        "divided by the same with rope_mscale_all_dim for m.",
     )
     rope_mscale_all_dim: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.0,
@@ -83,17 +96,18 @@ class ModelSection(Section):
     )
     make_vocab_size_divisible_by: Positive = Field(
         default=128,
-        description="The table's rows are padded to a multiple of this, whatever the layout is. "
+        description="The token table's rows are padded to a multiple of this, whatever the layout is. "
         "Padded rows stay zero and get no probability; parallel.tp must divide the padded number.",
     )
+    # Regularisation and terms of the training loss.
     hidden_dropout: Decay = Field(
         default=0.0,
         description="Share of features dropped after the embedding and before each residual sum.",
     )
     attention_dropout: Decay = Field(
         default=0.0,
-        description="Share of attention weights dropped. Above 0 attention keeps its S x S weights "
-        "in memory, without the fused kernel.",
+        description="Share of attention weights dropped. Above 0, attention runs without the fused kernel "
+        "and keeps its S x S weights in memory.",
     )
     label_smoothing: Decay = Field(
         default=0.0,
@@ -104,26 +118,28 @@ class ModelSection(Section):
         default=0.0,
         description="Weight of log(sum of exp(logits))^2 in each token's loss; training loss only.",
     )
+    # Variants: experts, latent attention, multi-token prediction.
     moe: MoeSection = Field(
         default=MoeSection(), description="Mixture of experts; without it every block is dense."
     )
 
     mla: MlaSection = Field(
         default=MlaSection(),
-        description="Multi-head latent attention; without it heads are made of the stream.",
+        description="Multi-head latent attention; without it heads are projected from the residual stream.",
     )
     num_nextn_predict_layers: NonNegative = Field(
         default=0,
-        description="Multi-token prediction (DeepSeek-V3): blocks after the last one, each of which "
+        description="Number of multi-token-prediction blocks (DeepSeek-V3) after the last block; each "
         "predicts one token further ahead, with the model's own embedding and head. Training only.",
     )
     mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.3, description="Weight in the training loss of the mean of their losses."
+        default=0.3,
+        description="Weight in the training loss of the mean loss of the multi-token-prediction blocks.",
     )
 
     @property
     def width_ratio(self) -> float:
-        """How many times as wide as muP's base model it is; 1 without muP."""
+        """Width of the model over that of muP's base model; 1 without muP."""
         return self.hidden_size / self.mup_base_width if self.mup_base_width else 1.0
 
     @property
@@ -150,7 +166,8 @@ class ModelSection(Section):
 
     @property
     def head_width(self) -> int:
-        """K, features of one head."""
+        """K as a number: features of one query or key head."""
+        # Latent attention: features without position, then those that RoPE rotates.
         if self.mla.kv_lora_rank:
             return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         if self.head_dim == "hidden_size / num_heads":
@@ -164,10 +181,10 @@ class ModelSection(Section):
 
     @property
     def turned_width(self) -> int:
-        """Features of a query or key head that RoPE turns."""
+        """Features of a query or key head that RoPE rotates."""
         return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_width
 
     @property
     def needs_token_table_last(self) -> bool:
-        """The last stage reads the token embedding's weight too."""
+        """Return whether the last stage reads the token embedding's weight too."""
         return self.tie_word_embeddings or self.num_nextn_predict_layers > 0

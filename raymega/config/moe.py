@@ -1,4 +1,4 @@
-"""The part of the model section that says which blocks hold experts, and how tokens reach them."""
+"""The job file's model.moe section: blocks with experts, the router, and load balancing."""
 
 from __future__ import annotations
 
@@ -14,118 +14,123 @@ AUX_LEVELS = ("micro_batch", "sequence", "global")
 
 
 class MoeSection(Section):
-    """Mixture of experts: the feed-forward layers of some blocks are chosen token by token."""
+    """Mixture of experts: in some blocks a router chooses feed-forward layers for each token."""
 
+    # Sizes, and the blocks that have experts.
     num_experts: NonNegative = Field(
         default=0, description="E, experts of a block; 0 is a dense model."
     )
-    top_k: Positive = Field(default=2, description="Experts that work on one token.")
+    top_k: Positive = Field(default=2, description="Number of experts that each token is sent to.")
     intermediate_size: Positive | Literal["ffn_hidden_size"] = Field(
         default="ffn_hidden_size", description="F, features inside one expert."
     )
     layer_freq: Positive = Field(
         default=1,
-        description="After the dense blocks at the front, every so many-th block holds experts: 2 is "
-        "the second, fourth, ... of them.",
+        description="Interval of blocks with experts after the dense blocks at the front: with 2 the "
+        "second, fourth, ... of them has experts.",
     )
     first_k_dense_replace: NonNegative = Field(
-        default=0, description="So many blocks at the front hold no experts."
+        default=0, description="Number of dense blocks at the front, which have no experts."
     )
     shared_expert_intermediate_size: NonNegative = Field(
         default=0, description="F of the shared expert that sees every token; 0 is none."
     )
     shared_expert_gate: bool = Field(
         default=False,
-        description="The shared expert's output is weighed by sigmoid of a learned linear of the "
+        description="Multiply the shared expert's output by the sigmoid of a learned linear function of the "
         "token.",
     )
+    # Router: scores and the choice of experts.
     router_score_function: Literal["softmax", "sigmoid"] = Field(
         default="softmax",
-        description="From the router's logits to the scores of a token's experts.",
+        description="Function that turns a token's router logits into scores of the experts.",
     )
     norm_topk_prob: bool = Field(
         default=True,
-        description="The chosen scores are divided by their sum. With softmax that is a softmax over "
-        "the chosen logits alone; false is a softmax over all of them, before the choice.",
+        description="Divide the chosen scores by their sum. With softmax that equals a softmax over the "
+        "chosen logits alone; false keeps the scores of the softmax over all logits.",
     )
     routed_scaling_factor: PositiveFloat = Field(
-        default=1.0, description="Times the chosen scores, after they are normalised."
+        default=1.0, description="Factor on the chosen scores, after they are normalised."
     )
     n_group: Positive = Field(
         default=1,
-        description="Groups of neighbouring experts, of which each token first chooses topk_group; "
-        "bounds the ranks that a token is sent to. 1 is no limit.",
+        description="Number of groups of neighbouring experts, of which each token first chooses "
+        "topk_group; this bounds the ranks that a token is sent to. 1 is no limit.",
     )
     topk_group: Positive = Field(
-        default=1, description="Groups that a token's experts may come from."
+        default=1, description="Number of groups that a token's experts may come from."
     )
     group_score: Literal["max", "top2"] = Field(
         default="max",
-        description="A group's score: that of its best expert, or the sum of its two best.",
+        description="Score of a group: that of its best expert, or the sum of its two best.",
     )
     router_jitter_noise: Decay = Field(
         default=0.0,
-        description="Training: each feature that the router reads is times a random number in "
+        description="Training only: each feature that the router reads is multiplied by a random number in "
         "[1 - jitter, 1 + jitter].",
     )
     router_dtype: Literal["float32", "float64"] = Field(
         default="float32",
-        description="Least number format of logits and scores; that of compute where it is wider.",
+        description="Narrowest number format of logits and scores; a wider compute format replaces it.",
     )
+    # Load balancing.
     load_balancing_type: Literal["none", "micro_batch", "sequence", "global", "sinkhorn"] = Field(
         default="none",
-        description="What keeps the load even. A loss by the load of the micro-batch, of each of its "
-        "rows, or of the whole last step; or sinkhorn: training chooses by scores that are evened out "
-        "over the micro-batch.",
+        description="Method that evens out the load of experts: an auxiliary loss on the load of the "
+        "micro-batch, of each sequence in it, or of the whole last step (global); or sinkhorn: in training, "
+        "experts are chosen by scores that are balanced over the micro-batch.",
     )
     router_aux_loss_coef: Coefficient = Field(
         default=0.0, description="Weight of the balancing loss in each token's loss."
     )
     sinkhorn_rounds: Positive = Field(
         default=8,
-        description="load_balancing_type=sinkhorn: times that rows and columns are evened out.",
+        description="load_balancing_type=sinkhorn: number of normalisations of rows and columns.",
     )
     expert_bias: bool = Field(
         default=False,
-        description="Each expert has a bias that is added to its score for the choice only, as "
-        "DeepSeek-V3 balances without a loss.",
+        description="Add a bias to each expert's score for the choice only: DeepSeek-V3's balancing without "
+        "a loss.",
     )
     expert_bias_update_rate: Coefficient = Field(
         default=0.0,
-        description="expert_bias: what a step adds to the bias of an expert with less than the mean "
-        "load, and takes from one with more; 0 leaves it as it is.",
+        description="expert_bias: amount that a step adds to the bias of an expert below the mean load, and "
+        "subtracts from that of one above it; 0 keeps the biases.",
     )
     router_z_loss_coef: Coefficient = Field(
         default=0.0,
         description="Weight of log(sum of exp(router logits))^2 in each token's loss.",
     )
+    # Capacity of an expert.
     capacity_factor: Coefficient = Field(
         default=0.0,
-        description="An expert takes at most this times its even share of a micro-batch's tokens, and "
-        "drops the rest; 0 drops none.",
+        description="Largest number of tokens that an expert takes of a micro-batch, over its even share; it "
+        "drops the rest. 0 drops none.",
     )
     token_drop_policy: Literal["probability", "position"] = Field(
         default="probability",
-        description="capacity_factor: which tokens an expert keeps, those that weigh it most or the "
+        description="capacity_factor: tokens that a full expert keeps: those with the highest weight, or the "
         "first of the micro-batch.",
     )
     pad_expert_input_to_capacity: bool = Field(
         default=False,
-        description="Each expert computes as many rows as its capacity, filled up with zeros: shapes "
-        "that are always the same, without a wait for the host.",
+        description="Pad each expert's input with zero rows to its capacity: shapes are then constant, and "
+        "the GPU does not wait for the host.",
     )
 
     @property
     def goes_by_micro_batch(self) -> bool:
-        """A run with micro-batches of another size is another run."""
+        """Return whether the micro-batch size changes what the run computes."""
         return self.capacity_factor > 0 or self.load_balancing_type in ("micro_batch", "sinkhorn")
 
     @property
     def has_aux_loss(self) -> bool:
-        """A balancing loss is added."""
+        """Return whether an auxiliary balancing loss is added."""
         return self.load_balancing_type in AUX_LEVELS and self.router_aux_loss_coef > 0
 
     def holds_experts(self, layer: int) -> bool:
-        """Whether block ``layer`` has experts where a dense one has a feed-forward layer."""
+        """Return whether block ``layer`` has experts instead of a dense feed-forward layer."""
+        # Counted from the first block behind the dense ones at the front.
         place = layer - self.first_k_dense_replace
         return self.num_experts > 0 and place >= 0 and (place + 1) % self.layer_freq == 0

@@ -1,4 +1,4 @@
-"""The section of the job file that says how weights are updated, and at which learning rates."""
+"""The job file's optimizer section: the update of the weights, and its learning rates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ OwnRate = PositiveFloat | Literal["lr"]
 
 
 class OptimizerSection(Section):
-    """The update and its schedule."""
+    """The optimizer, its learning rates and their schedule."""
 
+    # The update rule.
     name: Literal["adamw", "sgd", "lion", "muon"] = Field(
         default="adamw",
-        description="adamw: decoupled weight decay. sgd: with momentum, and the decay in the "
-        "gradient. lion: the sign of a moment. muon: matrices inside blocks by their momentum made "
-        "orthogonal, everything else by adamw.",
+        description="adamw: Adam with decoupled weight decay. sgd: with momentum, and weight decay in the "
+        "gradient. lion: the sign of a moment. muon: orthogonalised momentum for matrices inside blocks, "
+        "adamw for everything else.",
     )
 
+    # Learning rate and its schedule.
     lr: PositiveFloat = Field(description="Peak learning rate.")
     min_lr_ratio: Fraction = Field(
         default=0.1, description="Learning rate at the end of the decay, as a share of lr."
@@ -30,7 +32,7 @@ class OptimizerSection(Section):
     )
     lr_schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = Field(
         default="cosine",
-        description="What follows the warm-up. wsd: stable at lr, then a linear decay over the last "
+        description="Schedule after the warm-up. wsd: stable at lr, then a linear decay over the last "
         "lr_cooldown_steps. inverse_sqrt: lr * sqrt(lr_warmup_steps / step), without an end.",
     )
     lr_decay_steps: Positive | Literal["steps"] = Field(
@@ -40,12 +42,13 @@ class OptimizerSection(Section):
     lr_cooldown_steps: NonNegative = Field(
         default=0, description="Steps of wsd's decay, the last ones before lr_decay_steps."
     )
+    # Constants of the update rules, and the format of their state.
     beta1: Decay = Field(
         default=0.9,
-        description="Decay of the first moment; of lion the moment's share in the sign.",
+        description="Decay of the first moment; for lion the moment's share in the signed sum.",
     )
     beta2: Decay = Field(
-        default=0.95, description="Decay of the second moment; of lion of its only one."
+        default=0.95, description="Decay of the second moment; for lion that of its only moment."
     )
     eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
     momentum: Decay = Field(
@@ -56,32 +59,36 @@ class OptimizerSection(Section):
     )
     state_dtype: Literal["master", "bfloat16", "8bit"] = Field(
         default="master",
-        description="How the state of matrices and tables is kept between steps: in the format of "
-        "masters, in bfloat16, or in 8 bits and a scale for each 256 neighbours of a row. Norms and "
-        "biases keep the masters' format.",
+        description="Number format of the optimizer state of matrices and tables between steps: that of the "
+        "masters, bfloat16, or 8 bits with a scale for each 256 neighbours of a row. The state of norms and "
+        "biases keeps the masters' format.",
     )
+    # Learning rates of groups of tensors.
     embedding_lr: OwnRate = Field(
         default="lr",
-        description="Peak learning rate of token and position tables, which does not follow lr; `lr` "
-        "is the same as lr.",
+        description="Peak learning rate of token and position tables, independent of lr; `lr` is the same "
+        "as lr.",
     )
     head_lr: OwnRate = Field(
         default="lr",
-        description="The same for the head's own weight; a tied one is an embedding.",
+        description="Peak learning rate of the head's own weight, as for embedding_lr; a tied head counts as "
+        "an embedding.",
     )
     norm_lr: OwnRate = Field(
-        default="lr", description="The same for norms' weights and all biases."
+        default="lr",
+        description="Peak learning rate of norms' weights and all biases, as for embedding_lr.",
     )
     layer_lr_decay: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
-        description="Each block's learning rate as a share of the one's above it; the last block has "
-        "it of the head's, tables that of the first block.",
+        description="Ratio of each block's learning rate to that of the block above it. The last block's is "
+        "this ratio of the head's, and tables have that of the first block.",
     )
+    # Weight decay and clipping.
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.1, description="Weight decay of matrices; norms and biases have none."
     )
     is_embedding_decayed: bool = Field(
-        default=True, description="Weight decay applies to token and position tables too."
+        default=True, description="Apply weight decay to token and position tables too."
     )
     max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=1.0, description="Largest global gradient norm; 0 turns clipping off."

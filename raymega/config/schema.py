@@ -1,7 +1,7 @@
-"""The job file as frozen pydantic models: one class a top-level key, a description a field.
+"""The job file as frozen pydantic models: one class per top-level key, one description per field.
 
-It owns what a user may write and the rules that one value alone can break. Rules between values
-are in plan.validation; nothing derived is stored here.
+It defines what a user may write, and the rules that a single value can break. Rules between values are
+in ``raymega/plan/validation``; nothing derived is stored here.
 """
 
 from __future__ import annotations
@@ -26,40 +26,44 @@ from raymega.config.parallel import ScheduleSection as ScheduleSection
 
 
 class RunSection(Section):
-    """Which run this is and how long it lasts."""
+    """Name, length and evaluation of the run."""
 
+    # Identity and length.
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
         description="Name of the run. The same name continues the same run; also a folder name."
     )
     steps: Positive = Field(description="Optimizer steps in the whole run; may be raised later.")
     seed: NonNegative = Field(
         default=1234,
-        description="Seed of initialisation and data order. Fixed for the run's life.",
+        description="Seed of initialisation and data order. It cannot change during the run.",
     )
+    # Evaluation.
     eval_every: NonNegative = Field(
         default=0,
-        description="Steps between evaluations on the validation split; 0 is only at the end.",
+        description="Steps between evaluations on the validation split; 0 evaluates at the end only.",
     )
     eval_samples: NonNegative = Field(
         default=64,
-        description="Sequences of the validation split that one evaluation reads, at most all of "
-        "them; 0 is none.",
+        description="Number of sequences of the validation split that one evaluation reads, at most all of "
+        "them; 0 turns evaluation off.",
     )
+    # Kernels.
     deterministic: bool = Field(
         default=False,
         description="Refuse kernels whose result varies between equal runs. Matters on GPUs.",
     )
     kernels: Literal["eager", "compile"] = Field(
         default="eager",
-        description="How a layer computes what lies between its matrix products. compile: in fused "
+        description="How a layer computes the operations between its matrix products. compile: with fused "
         "kernels that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ "
         "compiler; without one a log line says so and nothing is fused.",
     )
 
 
 class PrecisionSection(Section):
-    """Number formats."""
+    """Number formats, and the loss scale of float16."""
 
+    # Formats.
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="Format of weights in compute and of activations. Masters, gradient sums, "
@@ -68,27 +72,29 @@ class PrecisionSection(Section):
     )
     fp8: Literal["none", "rowwise", "tensorwise"] = Field(
         default="none",
-        description="Products of blocks' linear layers in 8 bits; embedding, head, router and experts "
+        description="8-bit matrix products of the blocks' linear layers; embedding, head, router and experts "
         "stay in dtype. rowwise: a scale for each token and each row of a weight; weight gradients stay in "
-        "dtype. tensorwise: a scale for each tensor of a micro-batch, weight gradients too, and a run with "
-        "another micro_batch_size is another run. A CPU computes the same numbers in float32, slower.",
+        "dtype. tensorwise: a scale for each tensor of a micro-batch, and weight gradients in 8 bits too; "
+        "micro_batch_size then changes the results. A CPU computes the same numbers in float32, slower.",
     )
     fp8_end_blocks: NonNegative = Field(
         default=1,
-        description="So many first and so many last blocks keep all products in dtype.",
+        description="Number of blocks at the front, and at the end, that keep all products in dtype.",
     )
+    # Dynamic loss scale.
     loss_scale: PositiveFloat = Field(
         default=65536.0,
-        description="float16 only: first factor on the mean loss of a micro-batch. Doubles after "
-        "loss_scale_window good steps; halves with an overflow.",
+        description="float16 only: initial factor on the mean loss of a micro-batch. It doubles after "
+        "loss_scale_window good steps and halves with an overflow.",
     )
     loss_scale_window: Positive = Field(
-        default=1000, description="float16 only: good steps in a row before the factor doubles."
+        default=1000,
+        description="float16 only: number of consecutive good steps before the factor doubles.",
     )
     loss_scale_hysteresis: Positive = Field(
         default=2,
-        description="float16 only: the overflow since the last doubling from which on each one "
-        "halves the factor. Those before only skip their step.",
+        description="float16 only: number of the overflow since the last doubling from which on each overflow "
+        "halves the factor. Earlier ones only skip their step.",
     )
     min_loss_scale: PositiveFloat = Field(
         default=1.0,
@@ -97,12 +103,12 @@ class PrecisionSection(Section):
 
 
 class MemorySection(Section):
-    """What is computed again in backward rather than kept, and what is kept on the host."""
+    """Recomputation of activations in backward, and offloading to host memory."""
 
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="selective: the parts in recompute_parts. full: whole blocks, of which only "
-        "the input is kept.",
+        description="Activations recomputed in backward. selective: those of recompute_parts. full: those of "
+        "whole blocks, of which only the input is kept.",
     )
     recompute_parts: tuple[Literal["attention", "activation", "norm"], ...] = Field(
         default=("attention",),
@@ -111,33 +117,37 @@ class MemorySection(Section):
     )
     recompute_every: Positive = Field(
         default=1,
-        description="full only: so many blocks in a row are kept as one input and computed again "
+        description="full only: number of consecutive blocks that keep one input and are recomputed "
         "together.",
     )
+    # Offload to the host.
     offload: tuple[Literal["activations", "optimizer"], ...] = Field(
         default=(),
-        description="What waits in host memory while nothing uses it, copied behind the work. activations: "
-        "what blocks keep for backward. optimizer: masters and state, but for while they are updated. The same "
-        "bits; on a CPU a plain copy that gains nothing.",
+        description="Tensors kept in host memory while nothing uses them, copied during the computation. "
+        "activations: those that blocks keep for backward. optimizer: masters and state, except during their "
+        "update. Results have the same bits. On a CPU it is a plain copy without gain.",
     )
 
 
 class TrackingSection(Section):
-    """Where metrics go."""
+    """Destinations and intervals of metrics."""
 
+    # Destinations.
     mlflow_uri: str = Field(
         default="run",
         description="MLflow tracking URI; `run` is a sqlite file in the run's folder (or, for a "
         "run in an object store, in ~/.raymega/remote/<uri>/<run.name>), `off` is none.",
     )
-    experiment: str = Field(default="raymega", description="MLflow experiment.")
+    experiment: str = Field(default="raymega", description="Name of the MLflow experiment.")
+    # Intervals.
     console_every: Positive = Field(default=10, description="Steps between console lines.")
     timeline_every: NonNegative = Field(
-        default=0, description="Steps between recorded pipeline time lines; 0 is never."
+        default=0, description="Steps between recorded pipeline timelines; 0 is never."
     )
     norms_every: NonNegative = Field(
         default=0,
-        description="Steps between norms of weights and gradients by group of tensors; 0 is never.",
+        description="Steps between measurements of the norms of weights and gradients by group of tensors; "
+        "0 is never.",
     )
     activations_every: NonNegative = Field(
         default=0,
@@ -146,29 +156,31 @@ class TrackingSection(Section):
 
 
 class ClusterSection(Section):
-    """What a worker needs and how long to wait for it."""
+    """Workers and the resources that they need."""
 
+    # Launch and devices.
     host: Literal["ray", "ray_train"] = Field(
         default="ray",
-        description="What starts the workers. ray: actors in placement groups, which survive the loss of "
-        "others. ray_train: a ray.train.TorchTrainer, in whose tab of the dashboard the run then is; a loss "
-        "costs all processes, and the grid stays.",
+        description="Launcher of the workers. ray: actors in placement groups, which survive the loss of "
+        "other workers. ray_train: a ray.train.TorchTrainer, whose tab of the dashboard shows the run; the "
+        "loss of a worker ends all processes, and the grid stays as it is.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="auto is cuda when a node has GPUs or Ray knows of a node type that has, else "
-        "cpu. Set cuda where GPU nodes start on demand: not every autoscaler tells Ray its types.",
+        description="auto is cuda when a node has GPUs or Ray knows of a node type with GPUs, else cpu. Set "
+        "cuda where GPU nodes start on demand: not every autoscaler reports its node types to Ray.",
     )
     num_workers: Positive | Literal["grid"] = Field(
         default="grid",
-        description="Workers that the job expects; the grid's product must equal it. `grid` takes "
-        "the product as it is.",
+        description="Number of workers that the job expects, which the product of the grid's degrees must "
+        "equal; `grid` is that product.",
     )
+    # Planning and resources.
     accelerator: str = Field(
         default="device",
-        description="What parallel.layout=auto plans for: a name that `raymega plan --gpu` takes, or the "
-        "YAML file that `raymega doctor --calibrate` writes. `device` is cpu for cluster.device=cpu; for "
-        "GPUs it must be named.",
+        description="Accelerator for which parallel.layout=auto plans: a name that `raymega plan --gpu` takes, "
+        "or the YAML file that `raymega doctor --calibrate` writes. `device` is cpu for cluster.device=cpu; "
+        "a GPU must be named.",
     )
     cpus_per_worker: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = Field(
         default=1.0, description="CPUs that Ray reserves for a worker. 0.1 suits laptop runs."
@@ -200,6 +212,6 @@ class Job(Section):
         return f"{self.checkpoint.uri.rstrip('/')}/{self.run.name}"
 
     def with_values(self, **sections: Mapping[str, Any]) -> Job:
-        """The job with other values in some sections; each must be legal by itself, and none is checked."""
+        """Return the job with other values in some sections; the values are not validated."""
         changed = {name: getattr(self, name).model_copy(update=v) for name, v in sections.items()}
         return self.model_copy(update=changed)

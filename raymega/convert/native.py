@@ -1,6 +1,6 @@
-"""Native checkpoints from the outside: written without a run.
+"""Writes native checkpoints without a run, from tensors of any source.
 
-The pieces of the format are the checkpoint package's. It holds one block in memory at a time.
+``raymega/checkpoint/format`` defines the format. Memory: one block at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from raymega.plan.tensor_table import GlobalTensor
 from raymega.storage.store import Store
 
 ATTEMPT = 0
-"""No worker group writes it."""
+"""Number of the attempt in a converted checkpoint; attempts of runs count from 1."""
 FILE_BYTES = 2 * 2**30
+"""Size in bytes from which on the next block goes to a new data file."""
 
 State = dict[str, int | float | str]
 
@@ -40,10 +41,10 @@ class TensorSource:
 
     Attributes:
         tensor: Saved name, ``kind/name``.
-        dtype: Element type.
+        dtype: Element type, numpy's name.
         global_shape: Shape of the whole tensor.
-        box: Which block of it.
-        read: Gives the values, [*box.shape]; called once.
+        box: Block of the tensor.
+        read: Function that returns the values, [*box.shape]; called once.
     """
 
     tensor: str
@@ -54,19 +55,19 @@ class TensorSource:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the block in bytes."""
         return self.box.num_elements * element_type(self.dtype).num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a checkpoint says of itself beside its tensors.
+    """Fields of a manifest beside its tensors.
 
     Attributes:
-        state: The trainer's scalars.
-        job: What is known of a job.
-        created: When: ISO 8601, UTC.
-        grid: Degrees of the axes that it was made on; nothing when there were none.
+        state: Scalars of the trainer.
+        job: Values of the job, as far as they are known.
+        created: Time of the conversion: ISO 8601, UTC.
+        grid: Degrees of the axes of the grid that trained the weights; empty when unknown.
     """
 
     state: State
@@ -76,7 +77,7 @@ class Header:
 
     @property
     def at(self) -> CheckpointId:
-        """Which checkpoint of a run it is."""
+        """Identity of the checkpoint: its attempt and step."""
         return CheckpointId(attempt=ATTEMPT, step=int(self.state["step"]))
 
 
@@ -92,12 +93,12 @@ def write_weights(
     """Write a checkpoint of weights alone, before any step, and return its manifest's key.
 
     Args:
-        store: Where a run would lie.
-        tensors: Every tensor of the model.
-        values: Gives the values of one of them; called once each, in that order.
-        dtype: Their format.
-        job: What is known of a job, for the manifest.
-        created: When: ISO 8601, UTC.
+        store: Store to write to, laid out as a run's.
+        tensors: Tensors of the model, all of them.
+        values: Function that returns the values of a tensor; called once each, in that order.
+        dtype: Element type of all tensors.
+        job: Values of the job, as far as they are known, for the manifest.
+        created: Time of the conversion: ISO 8601, UTC.
     """
     sources = [
         TensorSource(
@@ -118,6 +119,7 @@ def write_checkpoint(store: Store, sources: Sequence[TensorSource], header: Head
     boxes: list[SavedBox] = []
     written: list[str] = []
     try:
+        # Data files, then the manifest. Each file has the name that a rank's would have.
         for number, batch in enumerate(_files(sources)):
             file = data_file(attempt=ATTEMPT, rank=number)
             written.append(folder_of(header.at.step) + file)
@@ -128,13 +130,14 @@ def write_checkpoint(store: Store, sources: Sequence[TensorSource], header: Head
         )  # fmt: skip
         return commit(store, manifest)
     except BaseException:
+        # The manifest first: no reader may find one without its files.
         for key in (manifest_key(header.at), *written):
             store.delete(key)
         raise
 
 
 def occupied_faults(store: Store) -> list[Fault]:
-    """What keeps converted weights from being written to ``store``."""
+    """Return the fault of a ``store`` that holds checkpoints already."""
     manifests = list_manifests(store)
     if not manifests:
         return []
@@ -148,10 +151,10 @@ def occupied_faults(store: Store) -> list[Fault]:
 
 
 def model_of(manifest: Manifest) -> ModelSection:
-    """The model section that a checkpoint carries.
+    """Return the model section recorded in a manifest.
 
     Raises:
-        CheckpointError: It has none that this build can read.
+        CheckpointError: The manifest has no model section that this build can read.
     """
     try:
         return ModelSection.model_validate(manifest.job.get("model"))
@@ -166,7 +169,7 @@ def model_of(manifest: Manifest) -> ModelSection:
 
 
 def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
-    """Blocks of one data file each: until one has FILE_BYTES or more."""
+    """Group blocks into data files; a file ends with the block that brings it to FILE_BYTES."""
     size = 0
     batch: list[TensorSource] = []
     for source in sources:
@@ -182,6 +185,7 @@ def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
 def _write_file(
     store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
+    # One holder: share_boxes only cuts blocks into boxes of bounded size.
     blocks = [
         LocalBlock(
             tensor=source.tensor, dtype=source.dtype, global_shape=source.global_shape, box=source.box,
@@ -191,6 +195,7 @@ def _write_file(
     ]  # fmt: skip
     layout, checksums = layout_file(share_boxes(blocks)), list[int]()
     header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
+    # _chunks fills the checksums while the store takes the bytes.
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)
     file = key.rpartition("/")[2]
     return saved_boxes(layout, checksums, file=file, header_bytes=len(header))
@@ -199,10 +204,11 @@ def _write_file(
 def _chunks(
     layout: FileLayout, sources: Sequence[TensorSource], checksums: list[int]
 ) -> Iterator[memoryview]:
-    """The blocks' bytes, and meanwhile the checksum of each; a source's blocks are together."""
+    """Yield the bytes of each block, and append its crc32 to ``checksums``."""
     held, values = -1, np.empty(0)
     for assignment in layout.assignments:
         source = sources[assignment.local_block]
+        # Boxes of one source follow one another, so each source is read once.
         if assignment.local_block != held:
             held, values = assignment.local_block, np.ascontiguousarray(source.read())
             assert values.shape == source.box.shape, f"{source.tensor} came as {values.shape}"

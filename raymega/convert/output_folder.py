@@ -1,4 +1,4 @@
-"""A folder that an export writes: it appears whole or not at all, and none is overwritten."""
+"""The output folder of an export: it appears whole or not at all, and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raymega.storage.registry import local_path
 
 
 def folder_at(out: str) -> Path:
-    """The folder that ``--out`` names, which no object store can be.
+    """Return the folder that ``--out`` names.
 
     Raises:
-        ConfigError: It is a URI of something else.
+        ConfigError: ``out`` is the URI of an object store.
     """
     raise_faults(ConfigError, uri_faults(out, field="--out"))
     folder = local_path(out)
@@ -26,7 +26,7 @@ def folder_at(out: str) -> Path:
 
 
 def folder_faults(folder: Path) -> list[Fault]:
-    """What keeps ``folder`` from being made."""
+    """Return the fault of a ``folder`` that exists and is not empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
     return [
@@ -40,11 +40,13 @@ def folder_faults(folder: Path) -> list[Fault]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``folder`` when the block ends without an error."""
+    """Yield a folder to write into, renamed to ``folder`` when the block ends without an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # In the same parent, so that the rename stays inside one file system and is atomic.
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-partial-"))
     try:
         yield partial
+        # mkdtemp makes folders that only their owner may enter.
         partial.chmod(0o755)
         partial.replace(folder)
     except BaseException:

@@ -1,7 +1,7 @@
-"""A folder of safetensors files as one set of named tensors: read one by one, written one by one.
+"""Reads and writes a folder of safetensors files as one set of named tensors, one tensor at a time.
 
-Reading holds one tensor in memory, writing none beyond the one it is handed. Pickled weights are
-refused, because opening one runs whatever code it holds.
+Reading holds one tensor in memory; writing holds the one that it is given. Pickled weights are refused,
+because opening a pickle runs the code in it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightEntry:
-    """Where one tensor lies.
+    """Location of one tensor in a folder.
 
     Attributes:
-        dtype: numpy's name of the format, or bfloat16.
-        shape: Its shape.
-        file: The file that holds it.
-        start: First byte in that file.
+        dtype: Element type: numpy's name, or bfloat16.
+        shape: Shape of the tensor.
+        file: Path of the file that holds the tensor.
+        start: First byte of the tensor in that file.
     """
 
     dtype: str
@@ -48,11 +48,11 @@ class WeightEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Length in the file."""
+        """Length in the file in bytes."""
         return prod(self.shape) * storage_type(self.dtype).itemsize
 
     def read(self) -> Array:
-        """Its values."""
+        """Read the values, [*shape]."""
         values = np.fromfile(
             self.file, dtype=storage_type(self.dtype), count=prod(self.shape), offset=self.start
         )
@@ -60,10 +60,10 @@ class WeightEntry:
 
 
 def open_weights(folder: Path) -> dict[str, WeightEntry]:
-    """Name to place of every tensor in ``folder``, by its headers alone.
+    """Read the headers in ``folder`` and return the location of every tensor, by name.
 
     Raises:
-        ConfigError: There are no weights, they are pickled, or a file is not whole.
+        ConfigError: There are no weights, they are pickled, a file is not whole, or a name occurs twice.
     """
     files = _weight_files(folder)
     entries: dict[str, WeightEntry] = {}
@@ -78,6 +78,7 @@ def open_weights(folder: Path) -> dict[str, WeightEntry]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    # In order: an index of several files, one file, or an error that says what is there instead.
     if (folder / INDEX).is_file():
         return _indexed_files(folder / INDEX)
     if (folder / WHOLE).is_file():
@@ -117,6 +118,7 @@ def _read_header(file: Path) -> dict[str, WeightEntry]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
+            # A length that the file cannot hold means a torn file, or another format.
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header: dict[str, Any] = json.loads(stream.read(length))
@@ -143,6 +145,7 @@ def _entry(file: Path, at: Mapping[str, Any], data_start: int, size: int) -> Wei
         file=file,
         start=data_start + start,
     )
+    # Offsets count from the header's end; the range must match the shape and lie inside the file.
     if end - start != entry.num_bytes or data_start + end > size:
         raise ValueError(f"bytes {start} to {end} of {size - data_start} for shape {entry.shape}")
     return entry
@@ -150,7 +153,7 @@ def _entry(file: Path, at: Mapping[str, Any], data_start: int, size: int) -> Wei
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTensor:
-    """A tensor that is to be written: all but its values."""
+    """Name, format and shape of a tensor that is to be written."""
 
     name: str
     dtype: str
@@ -158,7 +161,7 @@ class NewTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Length in a file."""
+        """Length in a file in bytes."""
         return prod(self.shape) * storage_type(self.dtype).itemsize
 
 
@@ -169,6 +172,7 @@ def write_weights(
 
     Files hold at most ``max_file_bytes`` unless a single tensor is larger; several get an index.
     """
+    # Tensors to files, and the file names that transformers expects.
     parts = pack([tensor.num_bytes for tensor in tensors], max_file_bytes)
     shards = [tensors[part] for part in parts]
     names = [WHOLE]
@@ -177,6 +181,7 @@ def write_weights(
     source = iter(values)
     for name, shard in zip(names, shards, strict=True):
         _write_file(folder / name, shard, source)
+    # The index that says which file holds which tensor.
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
@@ -199,7 +204,7 @@ def _write_file(path: Path, tensors: Sequence[NewTensor], values: Iterator[Array
 
 
 def _header(tensors: Sequence[NewTensor]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     start = 0
     for tensor in tensors:
         entries[tensor.name] = {

@@ -25,7 +25,7 @@ PARQUET_ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One document of the corpus.
+    """Document of the corpus.
 
     Attributes:
         name: Path of its file, with ``@`` and a byte or row number when the file has several.
@@ -49,6 +49,7 @@ def read_documents(group: ShardGroup) -> Iterator[Document]:
     Raises:
         ConfigError: A JSON line or a Parquet file has no text field.
     """
+    # One file system for each input, as opening one may mean a login.
     systems: dict[str, fs.FileSystem] = {}
     for piece in group.pieces:
         system = systems.setdefault(piece.file.root, open_root(piece.file.root))
@@ -68,10 +69,12 @@ def _read_json_lines(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Docume
     if piece.start:
         reader.seek(piece.start - 1)
         reader.readline()
+    # A blank line is no document. A line is decoded twice: as JSON, then the text inside it.
     while (start := reader.tell()) < piece.end:
         name = f"{piece.file.name}@{start}"
         line = _decode(name, reader.readline())
         if line.text.strip():
+            # JSON can hold lone surrogates (\ud800), which become replacement characters.
             raw = _json_text(line).encode("utf-8", "surrogatepass")
             yield _decode(name, raw, num_replaced=line.num_replaced)
 
@@ -90,6 +93,7 @@ def _read_parquet(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]
     table = pq.ParquetFile(stream)
     if TEXT_KEY not in table.schema_arrow.names:
         raise _no_text(piece.file.name, f"its columns are {', '.join(table.schema_arrow.names)}")
+    # Rows are numbered over the whole file; a null is an empty document.
     row = 0
     for batch in table.iter_batches(PARQUET_ROWS, columns=[TEXT_KEY]):
         for text in batch.column(0).to_pylist():
@@ -99,6 +103,7 @@ def _read_parquet(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]
 
 def _decode(name: str, raw: bytes, *, num_replaced: int = 0) -> Document:
     text = raw.decode("utf-8", "replace")
+    # Characters U+FFFD that the source itself holds do not count.
     added = text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
     return Document(name=name, text=text, num_bytes=len(raw), num_replaced=num_replaced + added)
 

@@ -27,7 +27,7 @@ CLAIM_FILE = "preparing.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderOutput:
-    """An unfinished dataset in ``folder``, which all nodes share; it is sent to the tasks."""
+    """An unfinished dataset in ``folder``, which all nodes share; this object is sent to the tasks."""
 
     folder: Path
 
@@ -50,7 +50,7 @@ class FolderOutput:
 
     @contextmanager
     def task_folder(self) -> Iterator[Path]:
-        """Return as context the folder where a task finds the tokenizer and writes its shards."""
+        """Yield the folder in which a task finds the tokenizer and writes its shards."""
         yield self.folder
 
     def commit(self, meta: DatasetMeta) -> None:
@@ -83,6 +83,7 @@ def claim(folder: Path, recipe: dict[str, str]) -> None:
         ConfigError: The folder has other content.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # The claim marks the folder as ours before anything in it is removed.
     if any(folder.iterdir()) and not (folder / CLAIM_FILE).is_file():
         raise ConfigError(occupied(str(folder)))
     write_whole(folder / CLAIM_FILE, json.dumps(recipe, indent=1).encode())
@@ -105,6 +106,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def other_recipe(out: str, there: dict[str, str], here: dict[str, str]) -> Fault:
     """Return the fault of an output that holds a dataset of another recipe."""
+    # Name only the parts of the recipe that differ.
     keys = [key for key in here | there if here.get(key) != there.get(key)]
     changes = ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
     return Fault(

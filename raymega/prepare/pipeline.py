@@ -99,9 +99,11 @@ def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
     """
     started = monotonic()
     output = _output_at(options.out)
+    # Check everything; a finished dataset of the same recipe is the result.
     recipe, files = _plan_work(options, output)
     meta = output.find_finished(recipe)
     is_cached = meta is not None
+    # Otherwise claim the output, write the data, and commit.
     if meta is None:
         output.claim(recipe)
         meta = _write_dataset(options, recipe, output, files, on_progress)
@@ -121,6 +123,7 @@ def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str],
     Raises:
         ConfigError: With one fault for each invalid option, input or output.
     """
+    # Collect the faults of options, tokenizer, inputs and output before raising any.
     faults: list[Fault | str] = [*_option_faults(options)]
     tokenizer = _or_faults(faults, partial(check_tokenizer, options.tokenizer))
     include, exclude = options.include, options.exclude
@@ -134,6 +137,7 @@ def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str],
     if faults:
         raise ConfigError(*faults)
     assert tokenizer is not None and files is not None, "what is missing was a fault"
+    # Everything that the bytes of the shards depend on.
     recipe = {
         "inputs": files_digest(files),
         "tokenizer": tokenizer,
@@ -227,11 +231,13 @@ def _run_groups(
     groups: Sequence[ShardGroup], output: Output, valid_fraction: float
 ) -> Iterator[GroupDone]:
     """Run one task per group and yield the results of the tasks as Ray Data returns them."""
+    # Ray Data's own progress bars and log lines would break into the command's.
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     run = partial(_run_task, output=output, valid_fraction=valid_fraction)
+    # One block a group, so that each group is a task of its own.
     items = ray.data.from_items(list(groups), override_num_blocks=len(groups))
     for row in items.map(run, num_cpus=1).iter_rows():
         yield row["item"]
@@ -244,6 +250,7 @@ def _run_task(row: dict[str, Any], *, output: Output, valid_fraction: float) -> 
         with output.task_folder() as folder:
             done = write_group(group, folder=folder, valid_fraction=valid_fraction)
     except StorageError as error:
+        # A failed upload is a fault in the report, as the errors that write_group catches.
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
         done = GroupDone(index=group.index, faults=faults)
     return {"item": done}

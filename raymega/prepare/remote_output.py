@@ -34,6 +34,7 @@ class StoreOutput:
             ConfigError: There is a dataset of another recipe, or the store cannot be used.
             DataError: A shard is missing in the store.
         """
+        # dataset.json is uploaded last, so its presence means a finished dataset.
         raise_faults(ConfigError, store_faults(self.uri, field="--out"))
         if META_FILE not in open_store(self.uri).list(META_FILE):
             return None
@@ -51,6 +52,7 @@ class StoreOutput:
         """
         store = open_store(self.uri)
         keys = list(store.list(""))
+        # The claim marks the location as ours before anything in it is removed.
         if keys and CLAIM_FILE not in keys:
             raise ConfigError(occupied(self.uri))
         self.put(CLAIM_FILE, json.dumps(recipe, indent=1).encode())
@@ -64,12 +66,13 @@ class StoreOutput:
 
     @contextmanager
     def task_folder(self) -> Iterator[Path]:
-        """Return as context a temporary folder with the tokenizer; its shards are then uploaded."""
+        """Yield a temporary folder with the tokenizer; shards in it are uploaded when the block ends."""
         store = open_store(self.uri)
         with tempfile.TemporaryDirectory(prefix="raymega-prepare-") as name:
             folder = Path(name)
             (folder / TOKENIZER_FILE).write_bytes(store.get(TOKENIZER_FILE))
             yield folder
+            # The task's shards, mapped so that an upload needs no copy in memory.
             for path in sorted(folder.glob("*/*.arrow")):
                 with path.open("rb") as file:
                     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -60,7 +60,7 @@ def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> Gr
 def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> GroupDone:
     encoder = Encoder((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     splits: dict[str, _Split] = {}
-    # A split's shard is opened at its first document.
+    # A split's shard is opened at its first document, so an empty split has no shard.
     num_replaced = 0
     with ExitStack() as stack:
         for document in read_documents(group):
@@ -71,6 +71,7 @@ def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> Grou
                 splits[name] = _Split(stack.enter_context(writer), encoder)
             splits[name].add(document)
             num_replaced += document.num_replaced
+        # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
     return GroupDone(index=group.index, num_replaced=num_replaced, parts=parts)
 

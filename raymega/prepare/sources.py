@@ -18,13 +18,14 @@ from pyarrow import fs
 
 from raymega.errors import ConfigError, Fault
 
+# Bounds of a group in bytes; between these bounds a corpus has about ENOUGH_GROUPS groups.
 MIN_GROUP_BYTES, MAX_GROUP_BYTES, ENOUGH_GROUPS = 1 << 20, 64 << 20, 64
 SPLITTABLE_SUFFIX = ".jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """One selected file.
+    """File selected for reading.
 
     Attributes:
         root: URI of the input that it belongs to; determines the file system of ``path``.
@@ -73,6 +74,7 @@ def list_files(
     """
     faults: list[Fault | str] = []
     files: dict[tuple[str, str], SourceFile] = {}
+    # A file that two inputs hold is kept once, under the first. All faults are reported together.
     for name in inputs:
         try:
             for file in _list_input(name, include, exclude):
@@ -113,6 +115,7 @@ def split_of(document: str, valid_fraction: float) -> str:
 def files_digest(files: Sequence[SourceFile]) -> str:
     """Return a digest of the files' names, sizes and modification times; reads no content."""
     digest = blake2b(digest_size=16)
+    # Sorted, so that the order of the inputs does not matter.
     for line in sorted(f"{f.name}\0{f.num_bytes}\0{f.modified_ns}\n" for f in files):
         digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()
@@ -126,6 +129,7 @@ def open_root(root: str) -> fs.FileSystem:
 def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> Iterator[SourceFile]:
     """Yield the selected files of one input, ordered by path."""
     root = name if "://" in name else Path(name).expanduser().absolute().as_uri()
+    # A file is read whatever the patterns say; a folder is listed with all its subfolders.
     try:
         system, top = fs.FileSystem.from_uri(root)
         info = system.get_file_info(top)
@@ -148,6 +152,7 @@ def _source_file(root: str, info: fs.FileInfo, name: str) -> SourceFile:
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
+    # "a/b/c": parts are a, b, c; folders are a, a/b, a/b/c.
     parts = name.split("/")
     folders = list(accumulate(parts, "{}/{}".format))
     return any(
@@ -158,6 +163,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _cut(file: SourceFile, target: int) -> Iterator[FilePiece]:
+    # Only JSON lines can be cut at any byte: documents.py finds the next line.
     step = target if file.name.endswith(SPLITTABLE_SUFFIX) else max(file.num_bytes, 1)
     for start in range(0, file.num_bytes, step):
         yield FilePiece(file=file, start=start, end=min(start + step, file.num_bytes))

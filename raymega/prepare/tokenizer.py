@@ -30,6 +30,7 @@ def check_tokenizer(name: str) -> str:
     Raises:
         ConfigError: The name is no legal tokenizer, or its file is invalid.
     """
+    # In order: bytes or a legal bpe:N, an illegal bpe:N, a file.
     if name == BYTES or _bpe_size(name) > NUM_BYTES:
         return name
     if name.startswith(BPE_PREFIX):
@@ -80,6 +81,7 @@ def _load(text: str, name: str) -> Tokenizer:
         raise ConfigError(_fault(name, f"it must be a `tokenizers` JSON file ({error})")) from error
     if tokenizer.token_to_id(END_OF_DOCUMENT) is None:
         raise ConfigError(_fault(name, f"it must have a token {END_OF_DOCUMENT}"))
+    # A file may come with truncation to its model's length, which would lose text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # Text that spells the end-of-document token must not become that token.
@@ -91,6 +93,7 @@ def _train_bpe(sample: Sequence[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    # With all bytes in the alphabet, any text can be encoded, whatever the sample lacks.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
@@ -113,6 +116,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 def _byte_characters() -> list[str]:
     """Return the printable character of each byte in byte-level tokenizers, as in GPT-2."""
+    # Bytes that print stand for themselves, the others for characters from U+0100 on.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(NUM_BYTES)]

@@ -23,6 +23,7 @@ def cross_entropy(counts: Counts, *, under: Counts) -> float:
         counts: Number of occurrences of each token, [V].
         under: Number of occurrences of each token that q is made from, [V].
     """
+    # ln of (n + 1) / (N + V).
     log_q = np.log(under + 1) - np.log(under.sum() + len(under))
     return float(-(counts * log_q).sum() / counts.sum())
 

@@ -186,7 +186,7 @@ def test_run_goes_on_from_the_files_on_its_own_node(address, store, undisturbed,
     assert again.code == 0 and len(again.all("attempt")) == 1, again.stderr
     assert first.losses | again.losses == undisturbed.losses
     logs = [store / "near" / "logs" / f"rank-{rank:05d}.log" for rank in range(2)]
-    assert "the near copy is not used" in logs[0].read_text()
+    assert "the local copy is not used" in logs[0].read_text()
 
 
 @pytest.mark.wide

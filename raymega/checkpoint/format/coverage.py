@@ -1,6 +1,6 @@
-"""Whether boxes cover a block exactly once: the arithmetic behind every check of completeness.
+"""Find the parts of a block that a set of boxes misses or covers more than once.
 
-It knows boxes only, no tensors and no files.
+Every check that a checkpoint is complete uses this arithmetic. It knows boxes only, no tensors or files.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from raymega.messages import Box
 
 
 def uncovered_cells(outer: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, int]]:
-    """Parts of ``outer`` that ``boxes`` do not cover exactly once, each with how often they do.
+    """Yield the parts of ``outer`` that ``boxes`` do not cover exactly once, with the count of each.
 
-    The boxes' edges cut ``outer`` into cells that are covered evenly, so the cost depends on the
-    number of boxes, not on the number of elements.
+    The edges of all boxes divide ``outer`` into cells, and a box covers a cell whole or not at all.
+    So the cost depends on the number of boxes, not on the number of elements.
     """
     inside = [part for part in map(outer.intersect, boxes) if part is not None]
+    # The common case: one box that is the whole block.
     if inside == [outer]:
         return
+    # One counter a cell of the grid that the edges of all boxes make.
     edges = [_edges((outer, *inside), dim) for dim in range(len(outer.shape))]
     counts = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.int64)
     for part in inside:
         counts[_cells_of(part, edges)] += 1
+    # Cells missed (0) or covered repeatedly (2 and more), back in the tensor's indices.
     for index in np.argwhere(counts != 1):
         at = list(zip(edges, index, strict=True))
         offset = tuple(int(cuts[i]) for cuts, i in at)

@@ -1,8 +1,8 @@
-"""A rank's data file: how its blocks are laid out, and how one is read back and verified.
+"""Layout of a rank's data file, and reading and verifying one of its blocks.
 
 The format is safetensors, so that other tools can open the parts of a checkpoint: 8 bytes of header
-length, a JSON header, then the blocks' bytes end to end, little-endian. Reading goes by the
-manifest's byte ranges and checksums alone.
+length, a JSON header, then the blocks' bytes end to end, little-endian. Reading uses only the byte
+ranges and checksums of the manifest, never the JSON header.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raymega.storage.store import Store
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
-    """Where each block lies.
+    """Byte range of each block in a data file.
 
     Attributes:
-        assignments: The blocks in the order of the file.
+        assignments: Blocks in the order of the file.
         starts: First byte of each block, counted from the header's end.
         num_bytes: Length of all blocks together.
     """
@@ -37,7 +37,7 @@ class FileLayout:
     num_bytes: int
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
-        """The file's first bytes; ``metadata`` stands in them for whoever opens it."""
+        """Return the file's header, with ``metadata`` under ``__metadata__`` for other readers."""
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         for assignment, start in zip(self.assignments, self.starts, strict=True):
             entries[_entry_name(assignment)] = {
@@ -49,7 +49,8 @@ class FileLayout:
 
 
 def layout_file(assignments: Iterable[WriteAssignment]) -> FileLayout:
-    """Put the widest element types first, so that every block begins at a multiple of its own."""
+    """Lay out blocks end to end, each aligned to a multiple of its element's bytes."""
+    # Widest element type first: element sizes are powers of two, so no padding is needed.
     ordered = sorted(assignments, key=lambda assignment: -element_type(assignment.dtype).num_bytes)
     *starts, end = accumulate((assignment.num_bytes for assignment in ordered), initial=0)
     return FileLayout(assignments=tuple(ordered), starts=tuple(starts), num_bytes=end)
@@ -58,7 +59,7 @@ def layout_file(assignments: Iterable[WriteAssignment]) -> FileLayout:
 def saved_boxes(
     layout: FileLayout, checksums: Iterable[int], *, file: str, header_bytes: int
 ) -> tuple[SavedBox, ...]:
-    """The manifest's entries for ``layout``'s shares; ``checksums`` are their crc32, in order."""
+    """Return the manifest's entries for the blocks of ``layout``, whose crc32 are ``checksums``."""
     entries = zip(layout.assignments, layout.starts, checksums, strict=True)
     return tuple(
         SavedBox(
@@ -71,10 +72,10 @@ def saved_boxes(
 
 
 def read_block(store: Store, manifest: Manifest, saved: SavedBox) -> bytes:
-    """The bytes of one box.
+    """Read the bytes of one box and verify their length and checksum.
 
     Raises:
-        CheckpointError: They are missing or not the bytes that were written.
+        CheckpointError: The bytes are missing, or differ from those that were written.
     """
     key = manifest.file_key(saved)
     try:
@@ -86,10 +87,10 @@ def read_block(store: Store, manifest: Manifest, saved: SavedBox) -> bytes:
 
 
 def check_block(key: str, saved: SavedBox, *, num_bytes: int, checksum: int) -> None:
-    """Hold what was read from the file ``key`` as the bytes of a box against what was written.
+    """Compare length and crc32 of a box read from the file ``key`` with the manifest's.
 
     Raises:
-        CheckpointError: They differ.
+        CheckpointError: One of the two differs.
     """
     if num_bytes != saved.num_bytes:
         raise _corrupt(key, saved, f"only {num_bytes} bytes are there")
@@ -98,19 +99,20 @@ def check_block(key: str, saved: SavedBox, *, num_bytes: int, checksum: int) -> 
 
 
 def missing_file(key: str, saved: SavedBox) -> CheckpointError:
-    """The error of a file that is not there when ``saved`` is wanted."""
+    """Return the error for a missing file that should hold the box ``saved``."""
     return _corrupt(key, saved, "the file is missing")
 
 
 def safetensors_header(entries: Mapping[str, object]) -> bytes:
-    """The begin of a safetensors file: the header's length, and ``entries`` padded to 8 bytes."""
+    """Return the header of a safetensors file: its length in 8 bytes, then ``entries`` as JSON."""
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # safetensors lets spaces follow the JSON; with them the data begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _entry_name(assignment: WriteAssignment) -> str:
-    """Such as ``model/layers.0.attention.q.weight@128,0``: the tensor and the block's first index."""
+    """Return tensor and first index of a block, ``model/layers.0.attention.q.weight@128,0``."""
     return f"{assignment.tensor}@{','.join(map(str, assignment.box.offset))}"
 
 

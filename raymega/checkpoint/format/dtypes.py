@@ -1,6 +1,6 @@
-"""Element types that a checkpoint can hold, by numpy's names, and what safetensors calls them.
+"""Element types that a checkpoint can hold, by numpy's names, with their safetensors codes.
 
-numpy has no bfloat16, so an array of it holds the bits as uint16.
+numpy has no bfloat16, so a bfloat16 array holds the bits as uint16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from raymega.errors import CheckpointError, Fault
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementType:
-    """A number format; ``digits`` are the bits of its significand, by which formats widen."""
+    """A number format.
+
+    Attributes:
+        num_bytes: Size of one element in bytes.
+        digits: Bits of the significand; a conversion to fewer of them would lose precision.
+        safetensors_code: Name of the type in a safetensors header.
+    """
 
     num_bytes: int
     digits: int
@@ -32,10 +38,10 @@ ELEMENT_TYPES = {
 
 
 def element_type(name: str) -> ElementType:
-    """The entry of ``name``.
+    """Return the entry of ELEMENT_TYPES for ``name``.
 
     Raises:
-        CheckpointError: Tensors of that type cannot be saved.
+        CheckpointError: Checkpoints cannot hold tensors of that type.
     """
     if name in ELEMENT_TYPES:
         return ELEMENT_TYPES[name]
@@ -49,10 +55,11 @@ def element_type(name: str) -> ElementType:
 
 
 def storage_type(dtype: str) -> np.dtype[Any]:
-    """The numpy type that holds ``dtype``, little-endian."""
+    """Return the little-endian numpy type that holds ``dtype``."""
     return np.dtype("<u2" if dtype == "bfloat16" else dtype).newbyteorder("<")
 
 
 def from_bfloat16(bits: NDArray[Any]) -> NDArray[Any]:
-    """Numbers in float32, whose upper half ``bits`` are."""
+    """Return bfloat16 numbers, given as uint16 ``bits``, as float32 of the same values."""
+    # A bfloat16 is the upper half of a float32.
     return (bits.astype(np.uint32) << 16).view(np.float32)

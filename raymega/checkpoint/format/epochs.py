@@ -1,12 +1,12 @@
-"""Epochs of a run: who may write since when, and which checkpoints a later epoch does not count.
+"""Epochs of a run: grants that name the driver of each epoch, and the manifests that readers accept.
 
     lease/000003.json    the grant of epoch 3: made by a create-only put, renewed by its holder
 
 The number of an attempt is its epoch, so the epoch is in the key of everything that the attempt
-writes. A grant lists the manifests that were there when it was made. A manifest of an older epoch
-that it does not list came later, from a driver that had yet to learn that the run was no longer its
-own: to every reader it is no checkpoint. Clocks decide nothing here. Who may take a grant, and when,
-is orchestrate.lease's.
+writes. A grant lists the manifests that existed when it was made. A manifest of an older epoch that
+is not in that list was written later, by a driver that did not know yet that it had lost the run.
+Every reader ignores it. No clock takes part in that decision. ``orchestrate/run_store/lease.py``
+decides who may take a grant, and when.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from raymega.storage.store import Store
 
 LEASES = "lease/"
 CLAIMS = "attempts/"
-"""Where earlier builds claimed the numbers of their attempts; they list no manifests."""
+"""Prefix under which earlier builds claimed attempt numbers; these claims list no manifests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseHolder:
-    """A driver's process, so that people and other drivers can find it.
+    """Identity of a driver's process, so that people and other drivers can find it.
 
     Attributes:
-        host: Name of its machine.
-        pid: Its number there.
-        machine: Which boot of which machine, and which space of process numbers in it.
-        started: When the process began, by the machine's own count; tells two of one pid apart.
-        token: Tells any two drivers apart.
+        host: Name of the driver's machine.
+        pid: Process id on that machine.
+        machine: Identity of the machine's boot and of the process's PID namespace.
+        started: Start time of the process by the machine's clock; distinguishes processes that reuse a pid.
+        token: Random identifier of this driver, unique among all drivers.
     """
 
     host: str
@@ -50,18 +50,18 @@ class LeaseHolder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseGrant:
-    """One epoch of a run.
+    """Grant of one epoch of a run to one driver. Times are ISO 8601, UTC.
 
     Attributes:
-        epoch: Its number, which is that of the attempt that begins under it.
-        holder: Whose it is.
-        since: When that driver took up the run: ISO 8601, UTC.
-        renewed: When it last said that it lives.
-        expires: When others may take the run if it says no more.
-        duration_s: From one to the other.
-        renewals: How often it was renewed.
-        is_released: The driver has ended, and waits for nobody.
-        manifests: Keys of the checkpoints that were there before.
+        epoch: Number of the epoch, and of the attempt that runs under it.
+        holder: Driver that has the epoch.
+        since: Time at which that driver took the run.
+        renewed: Time of the last renewal.
+        expires: Time after which another driver may take the run unless the grant is renewed.
+        duration_s: Seconds from ``renewed`` to ``expires``.
+        renewals: Number of renewals so far.
+        is_released: Whether the driver has ended, so that another may take the run at once.
+        manifests: Keys of the manifests that existed when the grant was made.
     """
 
     epoch: int
@@ -76,11 +76,11 @@ class LeaseGrant:
 
     @property
     def key(self) -> str:
-        """Where it lies."""
+        """Key of the grant in the run's store."""
         return grant_key(self.epoch)
 
     def renew(self, *, now: str, expires: str, is_released: bool = False) -> LeaseGrant:
-        """The same grant, a sign of life later."""
+        """Return the grant with one more renewal, at ``now``."""
         return replace(
             self,
             renewed=now,
@@ -90,7 +90,7 @@ class LeaseGrant:
         )
 
     def to_json(self) -> bytes:
-        """Its object."""
+        """Return the content of the grant's object."""
         return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
 
 
@@ -98,12 +98,12 @@ _ADAPTER: TypeAdapter[LeaseGrant] = TypeAdapter(LeaseGrant)
 
 
 def grant_key(epoch: int) -> str:
-    """Where the grant of ``epoch`` lies."""
+    """Return the key of the grant of ``epoch``."""
     return f"{LEASES}{epoch:06d}.json"
 
 
 def newest_epoch(store: Store) -> int:
-    """The highest epoch that any driver has taken; 0 for a run that was never begun.
+    """Return the highest epoch that any driver has taken; 0 for a run that was never started.
 
     Raises:
         StorageError: The store cannot be read.
@@ -112,20 +112,20 @@ def newest_epoch(store: Store) -> int:
 
 
 def newest_grant(store: Store) -> LeaseGrant | None:
-    """The grant of the highest epoch; None for a run that has none.
+    """Return the grant of the highest epoch; None for a run that has none.
 
     Raises:
-        StorageError: The store cannot be read, or holds a grant that this build cannot read.
+        StorageError: The store cannot be read, or holds a grant that this build cannot parse.
     """
     epoch = _newest(store, LEASES)
     return read_grant(store, epoch) if epoch else None
 
 
 def read_grant(store: Store, epoch: int) -> LeaseGrant:
-    """The grant of ``epoch``, which exists.
+    """Read the grant of ``epoch``, which must exist.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: The grant is missing or cannot be parsed, or the store fails.
     """
     try:
         return _ADAPTER.validate_json(store.get(grant_key(epoch)))
@@ -141,26 +141,27 @@ def read_grant(store: Store, epoch: int) -> LeaseGrant:
 
 
 def admitted(store: Store, manifests: Iterable[str]) -> list[str]:
-    """Those of ``manifests``, keys that were listed before this call, that count.
-
-    The order matters: a manifest that came too late was written after the newer grant, so whoever
-    has seen the manifest finds the grant.
+    """Return those of the listed keys ``manifests`` that the run's newest grant accepts.
 
     Raises:
         StorageError: The store cannot be read.
     """
+    # List first, then read the grant: a manifest that came too late was written after the newer
+    # grant, so a reader that has seen the manifest also finds that grant.
     listed = list(manifests)
     grant = newest_grant(store)
     return [key for key in listed if grant is None or is_valid_epoch(grant, key)]
 
 
 def is_valid_epoch(grant: LeaseGrant, manifest: str) -> bool:
-    """Whether the newest ``grant`` of a run lets the manifest of that key count."""
+    """Return whether a run's newest ``grant`` accepts the manifest with the key ``manifest``."""
     at = checkpoint_of(manifest)
     assert at is not None, f"{manifest} is a manifest's"
+    # Its own epoch or a later one, or an older epoch's manifest that was there before the grant.
     return at.attempt >= grant.epoch or manifest in grant.manifests
 
 
 def _newest(store: Store, prefix: str) -> int:
+    # Numbers are compared as numbers: beyond six digits the keys no longer sort by epoch.
     names = (key.removeprefix(prefix).removesuffix(".json") for key in store.list(prefix))
     return max((int(name) for name in names if name.isdigit()), default=0)

@@ -1,11 +1,12 @@
-"""The manifest: one JSON object that says what a checkpoint is, written last, by the driver.
+"""The manifest: one JSON object that describes a checkpoint; the driver writes it last.
 
-A checkpoint is global tensors cut into boxes. Each rank writes its boxes to one data file; the
-manifest lists every box with its file, its bytes and their checksum. Without a manifest there is
-no checkpoint; with one, every element of every tensor is there once. How the ranks were laid out
-is noted for people, and loading never asks.
+A checkpoint is a set of global tensors cut into boxes. Each rank writes its boxes to its own data
+files; the manifest lists every box with its file, byte range and checksum. Without a manifest there
+is no checkpoint; with one, every element of every tensor is saved exactly once. The manifest also
+records the grid that wrote it, for people; loading never uses it.
 
-No tensor is touched here: writer and reader do that. What may be deleted is retention's.
+Tensor data are written by ``save/writer.py`` and read by ``load/reader.py``;
+``tools/retention.py`` decides what may be deleted.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from raymega.storage.store import Store
 
 VERSION = 2
 READABLE = frozenset({1, 2})
-"""Version 1 had no metrics."""
+"""Versions of the format that this build reads; version 1 had no metrics."""
 _BODY = ', "checkpoint": '
-"""Before the checkpoint, which is the last that stands in a manifest."""
+"""Text between the head of a manifest and its last entry, the checkpoint itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A whole checkpoint.
+    """Description of a whole checkpoint.
 
     Attributes:
-        step: Completed optimizer steps.
-        attempt: Number of the worker group that wrote it.
-        created: When the driver wrote it: ISO 8601, UTC.
-        state: The trainer's scalars: step, consumed samples and tokens.
-        job: The job's values, as its JSON.
-        grid: Degrees of the axes at the time.
-        boxes: Every block of every tensor, each element once.
-        metrics: What the evaluation after that step found, by the names of tracking.names.
+        step: Number of completed optimizer steps.
+        attempt: Number of the attempt that wrote the checkpoint.
+        created: Time at which the driver wrote the manifest: ISO 8601, UTC.
+        state: Scalars of the trainer: step, consumed samples and tokens.
+        job: Values of the job file, as JSON.
+        grid: Degrees of the axes of the grid that wrote the checkpoint.
+        boxes: Blocks of all tensors; together they hold each element once.
+        metrics: Results of the evaluation after that step, by the names of ``tracking/names.py``.
     """
 
     step: int
@@ -64,20 +65,20 @@ class Manifest:
 
     @property
     def key(self) -> str:
-        """Where the manifest lies."""
+        """Key of the manifest in the run's store."""
         return manifest_key(CheckpointId(attempt=self.attempt, step=self.step))
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(box.num_bytes for box in self.boxes)
 
     def file_key(self, box: SavedBox) -> str:
-        """Where the data file that holds ``box`` lies."""
+        """Return the key of the data file that holds ``box``."""
         return folder_of(self.step) + box.file
 
     def file_sizes(self) -> dict[str, int]:
-        """Key to bytes of every data file; a file ends with its last box."""
+        """Return the size in bytes of every data file, by key; a file ends with its last box."""
         sizes: dict[str, int] = {}
         for box in self.boxes:
             key = self.file_key(box)
@@ -85,14 +86,15 @@ class Manifest:
         return sizes
 
     def tensors(self) -> dict[str, list[SavedBox]]:
-        """Global name to boxes of every tensor."""
+        """Return the boxes of every tensor, by global name."""
         boxes: dict[str, list[SavedBox]] = {}
         for box in self.boxes:
             boxes.setdefault(box.tensor, []).append(box)
         return boxes
 
     def to_json(self) -> str:
-        """The manifest's file: the values above, the format's version and a checksum of it all."""
+        """Return the manifest's text: format version, crc32 and size, then the fields above."""
+        # The checksum is of the compact JSON of "checkpoint", byte for byte as it stands in the text.
         body = _compact(_ADAPTER.dump_python(self, mode="json"))
         head = {
             "version": VERSION,
@@ -106,15 +108,16 @@ _ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
 class UnknownVersionError(CheckpointError):
-    """A checkpoint of another version of the format; a restore never passes over it in silence."""
+    """Error for a checkpoint of an unknown format version; a restore never skips such a checkpoint."""
 
 
 def parse_manifest(text: str | bytes, *, key: str) -> Manifest:
-    """Inverse of :meth:`Manifest.to_json`; ``key`` is for the messages.
+    """Parse what :meth:`Manifest.to_json` wrote; ``key`` names the manifest in error messages.
 
     Raises:
-        CheckpointError: It is damaged, or of another version.
+        CheckpointError: The text is damaged, or of an unknown format version.
     """
+    # Version before checksum: an unknown version may define its checksum differently.
     try:
         whole, body = _head_and_body(text if isinstance(text, bytes) else text.encode())
         version, checksum = whole["version"], whole["crc32"]
@@ -137,17 +140,18 @@ def parse_manifest(text: str | bytes, *, key: str) -> Manifest:
 
 
 def commit(store: Store, manifest: Manifest) -> str:
-    """Make the checkpoint exist and return its manifest's key.
+    """Write the manifest, which makes the checkpoint exist, and return its key.
 
     Committing the same manifest again does nothing, so a commit of unknown outcome can be retried.
 
     Raises:
-        CheckpointError: The key holds another manifest.
+        CheckpointError: A different manifest has that key.
     """
     data = manifest.to_json().encode()
     try:
         store.put(manifest.key, [data], overwrite=False)
     except FileExistsError:
+        # Equal bytes are an earlier try of this commit whose answer was lost.
         if store.get(manifest.key) != data:
             fault = Fault(
                 fact=f"{manifest.key} exists already in {store.uri!r}",
@@ -159,10 +163,10 @@ def commit(store: Store, manifest: Manifest) -> str:
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
-    """The manifest under ``key``.
+    """Read the manifest under ``key``.
 
     Raises:
-        CheckpointError: It is missing, damaged, or of another version.
+        CheckpointError: The manifest is missing, damaged, or of an unknown format version.
     """
     try:
         return parse_manifest(store.get(key), key=key)
@@ -171,9 +175,9 @@ def read_manifest(store: Store, key: str) -> Manifest:
 
 
 def list_manifests(store: Store) -> list[str]:
-    """Keys of all manifests that count, newest first, whether their data files are whole or not.
+    """Return the keys of all valid manifests, newest first, without a look at their data files.
 
-    What a driver wrote after another one took its run does not count; see fence.
+    Manifests that a driver wrote after it had lost the run are left out; see ``epochs.py``.
     """
     keys = admitted(store, filter(is_manifest, store.list(ROOT)))
     found = [(checkpoint_of(key), key) for key in keys]
@@ -182,11 +186,11 @@ def list_manifests(store: Store) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restore:
-    """Where a run can be restored from.
+    """Checkpoint that a run can be restored from.
 
     Attributes:
-        manifest: The newest whole checkpoint, or None when there is none.
-        broken: What is wrong with the newer ones.
+        manifest: Newest whole checkpoint, or None when there is none.
+        broken: Faults of the newer checkpoints, which are not whole.
     """
 
     manifest: Manifest | None
@@ -194,19 +198,19 @@ class Restore:
 
     @property
     def key(self) -> str:
-        """The manifest's key; empty for a fresh start."""
+        """Key of the manifest; empty when no checkpoint can be restored."""
         return self.manifest.key if self.manifest else ""
 
 
 def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
-    """The newest checkpoint whose files all exist with the right sizes; reads no tensor data.
+    """Find the newest checkpoint whose files all exist with the right sizes, without reading tensors.
 
     Args:
-        store: The run's store.
-        skip: Keys of manifests that failed to load, which sizes alone do not show.
+        store: Store of the run.
+        skip: Keys of manifests to pass over: their data failed to load although all sizes are right.
 
     Raises:
-        UnknownVersionError: The newest one was written by another version of raymega.
+        UnknownVersionError: A checkpoint newer than every whole one has an unknown format version.
     """
     broken: list[Fault] = []
     for key in list_manifests(store):
@@ -216,6 +220,7 @@ def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
             manifest = read_manifest(store, key)
             raise_faults(CheckpointError, list(broken_files(store, manifest).values()))
         except UnknownVersionError:
+            # An older checkpoint instead would silently drop the steps of a newer build.
             raise
         except CheckpointError as error:
             broken += [fault for fault in error.faults if isinstance(fault, Fault)]
@@ -225,7 +230,7 @@ def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
 
 
 def broken_files(store: Store, manifest: Manifest) -> dict[str, Fault]:
-    """Data files that are missing or have a wrong size, by key."""
+    """Return the faults of data files that are missing or have a wrong size, by key."""
     faults = {}
     for key, wanted in manifest.file_sizes().items():
         try:
@@ -243,16 +248,16 @@ def _compact(body: object) -> str:
 
 
 def _head_and_body(raw: bytes) -> tuple[dict[str, object], bytes]:
-    """What a manifest says of itself, and its checkpoint as compact JSON, which its checksum is of.
-
-    As :meth:`Manifest.to_json` lays it out the checkpoint is taken as it stands: each rank reads all
-    of it, and to parse and write it for its checksum's sake takes three times as long as what is left.
-    """
+    """Return the entries of a manifest's head, and its checkpoint as the JSON that was checksummed."""
+    # Fast path, for text as Manifest.to_json lays it out: the checkpoint's bytes are cut out, not
+    # parsed. Every rank reads the whole manifest, and to parse it and write it again for the
+    # checksum would take three times as long as the rest of the reading.
     head, _, body = raw.rstrip().removesuffix(b"}").partition(_BODY.encode())
     with suppress(ValueError):
         whole = json.loads(head + b"}")
         if whole.get("crc32") == crc32(body):
             return whole, body
+    # Slow path, for text that was reformatted: compact JSON restores the bytes of the checksum.
     whole = json.loads(raw)
     return whole, _compact(whole["checkpoint"]).encode()
 

@@ -1,6 +1,7 @@
-"""From the ranks' reports to a manifest, which is refused unless every element was saved once.
+"""Build a manifest from the ranks' reports, and refuse it unless every element was saved once.
 
-It reads and writes no store: the writer has written the data, and manifest.commit does the rest.
+It reads and writes no store: the ranks have written the data, and ``manifest.commit`` writes the
+manifest.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ def assemble(  # noqa: PLR0913  # each is a part of the manifest
     grid: Mapping[str, object],
     metrics: Mapping[str, float] = MappingProxyType({}),
 ) -> Manifest:
-    """The manifest of a save that every rank has reported.
+    """Return the manifest of a save that every rank has reported.
 
     Raises:
-        CheckpointError: A rank is missing, failed or disagrees, or an element is not saved once.
+        CheckpointError: A rank is missing, failed, or is at another step than the others; or an
+            element is not saved exactly once.
     """
+    # All ranks succeeded at one step; only then shards[0] speaks for all of them.
     raise_faults(CheckpointError, list(_shard_faults(shards, world_size)))
     manifest = Manifest(
         step=shards[0].step,
@@ -42,12 +45,16 @@ def assemble(  # noqa: PLR0913  # each is a part of the manifest
             box for shard in sorted(shards, key=lambda shard: shard.rank) for box in shard.boxes
         ),
     )
+    # Every element of every tensor is listed exactly once.
     raise_faults(CheckpointError, coverage_faults(manifest))
     return manifest
 
 
 def coverage_faults(manifest: Manifest) -> list[Fault]:
-    """Parts of tensors that the manifest does not list exactly once, and boxes that disagree."""
+    """Return the faults of tensors whose elements the manifest does not list exactly once each.
+
+    Boxes of one tensor that disagree on its dtype or global shape are faults too.
+    """
     return [
         fault
         for name, boxes in manifest.tensors().items()
@@ -56,7 +63,7 @@ def coverage_faults(manifest: Manifest) -> list[Fault]:
 
 
 def tensor_faults(manifest: Manifest, name: str, boxes: Sequence[SavedBox]) -> list[Fault]:
-    """The same of one tensor, whose ``boxes`` are all that the manifest lists of it."""
+    """Return the faults of one tensor, as :func:`coverage_faults`, given all its ``boxes``."""
     shape = boxes[0].global_shape
     whole = Box.whole(shape)
     if len({(box.dtype, box.global_shape) for box in boxes}) > 1:

@@ -1,8 +1,8 @@
-"""Who writes which elements: a pure function that every rank evaluates for itself.
+"""Division of a save among the ranks: a pure function that every rank evaluates for itself.
 
-Values that several replicas hold are shared out among them; values that one holds alone it writes
-itself. No messages are exchanged: replicas whose common holdings are equal, in equal order, find the
-same division, and each its own part of it.
+Values that several replicas hold are divided among them; values that one rank holds alone it writes
+itself. No messages are exchanged: all replicas of a set of blocks have them in the same order, so
+they compute the same division, and each takes its own part.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from raymega.messages import Box
 from raymega.plan.flat_boxes import boxes_of_range
 
 MAX_BOX_BYTES = 64 * 2**20
-"""A box is read and verified as a whole, so this bounds a reader's memory and its excess bytes."""
+"""Largest box in bytes. A box is read and verified whole, so this bounds what a reader fetches in excess."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalBlock:
-    """One block of a global tensor that a rank holds.
+    """Block of a global tensor that a rank holds.
 
     Attributes:
         tensor: Saved name, ``kind/name``.
         dtype: Element type, numpy's name.
         global_shape: Shape of the whole tensor.
-        box: Which block of it.
-        is_primary: Of all tp ranks and stages that hold the block, this one saves it.
-        holders: Global ranks that hold it and are primary: dp * cp ranks a dense weight, edp ranks
-            an expert, one what is sharded.
-        replica: This rank's place among them.
+        box: Block of the tensor that this rank holds.
+        is_primary: Whether this rank saves the block, of all tp ranks and stages that hold it.
+        holders: Global ranks that hold the block and are primary: dp * cp ranks for a dense weight,
+            edp ranks for an expert, one rank for a sharded tensor.
+        replica: Index of this rank in ``holders``.
     """
 
     tensor: str
@@ -47,14 +47,14 @@ class LocalBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteAssignment:
-    """A part of a holding that one replica writes.
+    """Part of a local block that this rank writes.
 
     Attributes:
-        local_block: Index of the holding.
+        local_block: Index of the local block.
         tensor: Saved name, ``kind/name``.
-        dtype: Element type.
+        dtype: Element type, numpy's name.
         global_shape: Shape of the whole tensor.
-        box: Which block of it.
+        box: Part of the tensor that is written.
     """
 
     local_block: int
@@ -65,27 +65,28 @@ class WriteAssignment:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the block."""
+        """Size of the part in bytes."""
         return self.box.num_elements * element_type(self.dtype).num_bytes
 
 
 def share_boxes(
     local_blocks: Sequence[LocalBlock], *, max_box_bytes: int = MAX_BOX_BYTES
 ) -> tuple[WriteAssignment, ...]:
-    """The blocks that a rank writes, of what it holds and is primary for.
+    """Return the boxes that this rank writes: its share of the blocks that it is primary for.
 
-    What it holds alone it writes whole. What it holds with the same others, laid end to end, is cut
-    into as many stretches of equal bytes as there are of them; a row (all indices but the last dim's)
-    belongs to the stretch in which it begins. So no replica has more than one row too many of it, and
-    fewer holdings than there are replicas are cut at all. Boxes have at most ``max_box_bytes``, which
-    cannot be more than MAX_BOX_BYTES, or one row if that is more.
+    Blocks with the same holders are laid end to end and divided into one range of equal bytes per
+    holder. A row (all indices but the last dim's) belongs to the range in which it begins. So no share is
+    more than one row too large, and fewer blocks are cut than there are holders. A box has at most
+    ``max_box_bytes``, itself at most MAX_BOX_BYTES, or is a single row that is longer.
     """
+    # Blocks by holders: each set of holders divides its blocks by itself.
     together: dict[tuple[tuple[int, ...], int], list[WriteAssignment]] = defaultdict(list)
     for index, local_block in enumerate(local_blocks):
         if local_block.is_primary:
             together[local_block.holders, local_block.replica].append(_whole(index, local_block))
     max_box_bytes = min(max_box_bytes, MAX_BOX_BYTES)
     assignments: list[WriteAssignment] = []
+    # [begin, end) is this rank's range in bytes, relative to the block at hand.
     for (holders, replica), wholes in sorted(together.items(), key=lambda at: -len(at[0][0])):
         total = sum(assignment.num_bytes for assignment in wholes)
         begin, end = (total * place // len(holders) for place in (replica, replica + 1))
@@ -96,9 +97,9 @@ def share_boxes(
 
 
 def pack(sizes: Sequence[int], limit: int) -> tuple[slice, ...]:
-    """Cut a row of things into stretches of at most ``limit`` together, or one thing if that is more.
+    """Return slices of ``sizes`` that each sum to at most ``limit``, or are one larger item.
 
-    For boxes in files, and for files in what is copied at once.
+    It packs boxes into files, and files into portions that are copied at once.
     """
     stretches: list[slice] = []
     begin = total = 0
@@ -123,17 +124,20 @@ def _whole(index: int, local_block: LocalBlock) -> WriteAssignment:
 def _rows_between(
     assignment: WriteAssignment, begin: int, end: int, max_bytes: int
 ) -> Iterator[WriteAssignment]:
-    """Rows that begin in bytes [begin, end) of ``assignment``, in blocks of bounded size.
+    """Yield the rows that begin in bytes [begin, end) of ``assignment``, in boxes of bounded size.
 
-    Of an expert tensor a row is one feature of one expert: a whole expert may be more than a box.
+    In an expert tensor a row is one feature of one expert: a whole expert may exceed a box.
     """
     outer, inner = _rows_of(assignment.box.shape)
     num_rows = prod(outer)
     row_bytes = assignment.num_bytes // num_rows
+    # Byte offsets rounded up to rows, and clamped: the range may lie partly or wholly outside.
     first, last = (min(max(-(-byte // row_bytes), 0), num_rows) for byte in (begin, end))
     step = max(1, max_bytes // row_bytes)
+    # Where several experts fit into a box, it holds whole ones.
     if step > outer[-1]:
-        step -= step % outer[-1]  # whole experts
+        step -= step % outer[-1]
+    # A range of rows as boxes over the outer dims, extended by the inner dim and moved to its place.
     for row in range(first, last, step):
         for box in boxes_of_range(outer, row, min(row + step, last)):
             offset, shape = (*box.offset, *(0 for _ in inner)), (*box.shape, *inner)
@@ -142,5 +146,5 @@ def _rows_between(
 
 
 def _rows_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims by which rows are counted, and those of a row; elements of a vector are rows."""
+    """Split a shape into the dims that count rows and those of one row; a vector's elements are rows."""
     return (shape[:-1], shape[-1:]) if len(shape) > 1 else (shape, ())

@@ -1,7 +1,7 @@
-"""Whether a run can start with the weights of a checkpoint, or go on: asked before anything starts.
+"""Checks, before any worker starts, that a run can start from a checkpoint's weights, or can resume.
 
-A start takes weights alone: no moments, no position; which of them the job says by rules, and what
-they leave open is refused. Reading is the reader's.
+A start takes weights only: no moments and no position in the data. The job's rules say which weights
+(``plan/init_from_rules.py``); a tensor that they leave open is refused. ``load/reader.py`` reads.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ from raymega.plan.upcycling import Upcycling, make_upcycling, upcycling_faults
 from raymega.storage.store import Store
 
 WEIGHTS = "model"
-"""Kind of the weights among what a checkpoint holds."""
+"""Kind of a checkpoint's tensors that are weights: their saved names are ``model/NAME``."""
 FIELD = "checkpoint.init_from"
 UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
 }
-"""Fields of the model that say what the elements of these tensors are, and that other numbers may
-have in common: features are so many heads, and rows behind the vocabulary are padding, which stays
-zero."""
+"""Fields of the model that give tensors of one shape another meaning, with patterns of these tensors.
+
+The same features can be split into another number of heads, and padded rows of a token table (which
+stay zero) can be taken for tokens."""
 
 Shape = tuple[int, ...]
 
 
 def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]:
-    """What keeps a run of ``model`` from starting as ``section`` says."""
+    """Return the faults that keep a run of ``model`` from starting as ``section`` says."""
+    # The checkpoint exists and is whole.
     uri = section.init_from
     try:
         store, manifest = open_checkpoint(uri)
@@ -58,6 +60,7 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
         ]  # fmt: skip
     if broken:
         return broken
+    # Rules, names and shapes first; fields that no shape shows only when all of these are right.
     saved, wanted = _weight_shapes(manifest), _shapes_of(model)
     upcycling = upcycling_of(manifest, section, model)
     faults = _idle_faults(section, saved, wanted)
@@ -70,23 +73,24 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
 def resume_faults(
     store: Store, model: ModelSection, *, micro_batch_size: int, fp8: str = "none"
 ) -> list[Fault]:
-    """What keeps a run of ``model`` from going on where its own newest whole checkpoint is."""
+    """Return the faults that keep a run of ``model`` from resuming at its newest whole checkpoint."""
     try:
         manifest = find_restore(store).manifest
-    except RaymegaError:  # the driver tells, which knows what the run has saved
+    except RaymegaError:  # reported by the driver, which knows what the run has saved
         return []
     if manifest is None or not manifest.boxes:
         return []
     unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
     if not unlike:
         return _micro_batch_faults(manifest, model, micro_batch_size, fp8)
+    # The tensors differ: name the fields of the model section that were changed.
     saved, asked = manifest.job.get("model"), _by_path(model.model_dump(mode="json"))
     before = _by_path(saved) if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
     return [
         Fault(
             fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
-            rule="a run goes on with the model that it began with",
+            rule="a run resumes with the model that it began with",
             remedy="set the model section back, or give another run.name; there "
             "checkpoint.init_from takes what is common",
         )
@@ -96,7 +100,10 @@ def resume_faults(
 def _micro_batch_faults(
     manifest: Manifest, model: ModelSection, size: int, fp8: str
 ) -> list[Fault]:
-    """A micro-batch of another size is another unit of capacity, of the load that balances, and of scales."""
+    """Return the fault of another micro-batch size, where the size changes what the run computes.
+
+    It does where experts' capacity, their load balancing or a float8 scale are taken per micro-batch.
+    """
     before, fp8_before = (
         _saved_field(manifest, "schedule", "micro_batch_size", size),
         _saved_field(manifest, "precision", "fp8", "none"),
@@ -106,17 +113,17 @@ def _micro_batch_faults(
     if model.moe.goes_by_micro_batch:
         what = (
             f"model.moe.load_balancing_type={model.moe.load_balancing_type} and model.moe.capacity_factor="
-            f"{model.moe.capacity_factor:g} routing goes by the tokens"
+            f"{model.moe.capacity_factor:g} routing depends on the tokens"
         )
     elif fp8 == fp8_before == "tensorwise":
-        what = "precision.fp8=tensorwise a scale is of each tensor"
+        what = "precision.fp8=tensorwise each scale is of a tensor"
     else:
         return []
     return [
         Fault(
             fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
             f"{manifest.step}",
-            rule=f"with {what} of a micro-batch, and with others it would be another run",
+            rule=f"with {what} of one micro-batch, so another size would change the results",
             remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
             "checkpoint.init_from takes the weights",
         )
@@ -131,9 +138,9 @@ def _saved_field(manifest: Manifest, section: str, name: str, default: Any) -> A
 def starting_manifest(
     manifest: Manifest, section: CheckpointSection, model: ModelSection
 ) -> Manifest:
-    """What a run starts with, by its own names: as if it had been saved so.
+    """Return the manifest as if its weights had been saved under the names of this run's model.
 
-    A dense block of which experts are made is there once for each of them.
+    With upcycling, a box of a dense layer is listed once for each expert that copies it.
     """
     names = init_names(section, _weight_shapes(manifest))
     upcycling, wanted = upcycling_of(manifest, section, model), _shapes_of(model)
@@ -141,6 +148,7 @@ def starting_manifest(
     boxes: list[SavedBox] = []
     for box in manifest.boxes:
         name = names.get(_weight_name(box.tensor), "")
+        # An expert's box refers to the dense layer's bytes, at the expert's place in its tensor.
         if name in experts:
             new = experts[name]
             boxes += (
@@ -153,25 +161,26 @@ def starting_manifest(
 
 
 def upcycling_of(manifest: Manifest, section: CheckpointSection, model: ModelSection) -> Upcycling:
-    """Which experts of ``model`` begin as dense layers of the checkpoint; none unless asked for."""
+    """Return the experts of ``model`` that start as dense layers; none without ``init_upcycle``."""
     given = _given(section, _weight_shapes(manifest)) if section.init_upcycle else {}
     return make_upcycling(model.moe, given, _shapes_of(model))
 
 
 def _given(section: CheckpointSection, saved: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Shapes of a checkpoint's tensors that are of use, by the run's names."""
+    """Return the shapes of the checkpoint's weights that are not ignored, by the run's names."""
     return {new: saved[old] for old, new in init_names(section, saved).items()}
 
 
 def _weight_shapes(manifest: Manifest) -> dict[str, Shape]:
-    """Global shape of each weight by its name, the kind left out."""
+    """Return the global shape of each weight, by its name without the kind."""
     shapes = {_weight_name(box.tensor): box.global_shape for box in manifest.boxes}
+    # Moments and other state, which _weight_name gives the empty name.
     shapes.pop("", None)
     return shapes
 
 
 def _weight_name(saved: str) -> str:
-    """The tensor's name; empty for what is no weight."""
+    """Return the name of a weight without its kind; empty for a tensor that is not a weight."""
     kind, _, name = saved.partition("/")
     return name if kind == WEIGHTS else ""
 
@@ -181,7 +190,7 @@ def _shapes_of(model: ModelSection) -> dict[str, Shape]:
 
 
 def _unlike(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
-    """Tensors that are missing, of another shape, or there beside the model's."""
+    """Return descriptions of the tensors that are missing, of another shape, or not the model's."""
     return [
         f"{name} as {saved.get(name, 'nothing')} instead of {shape}"
         for name, shape in wanted.items()
@@ -192,7 +201,8 @@ def _unlike(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str
 def _idle_faults(
     section: CheckpointSection, saved: Mapping[str, Shape], wanted: Mapping[str, Shape]
 ) -> list[Fault]:
-    """Rules that apply to no tensor: something is misspelt."""
+    """Return the faults of rules that match no tensor, most likely because of a misspelling."""
+    # Only the first rename rule that fits a tensor applies; at_work has the indices of such rules.
     left = [name for name in saved if not matches(name, section.init_ignore)]
     renames = make_renames(section.init_rename)
     at_work = {next((i for i, r in enumerate(renames) if r.apply(at)), -1) for at in left}
@@ -227,6 +237,7 @@ def _tensor_faults(
     wanted: Mapping[str, Shape],
     upcycling: Upcycling,
 ) -> list[Fault]:
+    # Two tensors of the checkpoint that the rules give one name.
     names = init_names(section, saved)
     met = Counter(names.values())
     faults = [
@@ -239,6 +250,7 @@ def _tensor_faults(
         for new, count in met.items()
         if count > 1
     ]
+    # Not compared by shape: initial values, routers of new experts, and both sides of upcycling.
     apart = {name for name in wanted if is_reinitialised(section, name)} | upcycling.routers
     apart |= {*upcycling.sources, *upcycling.sources.values()}
     given = {new: saved[old] for old, new in names.items() if new not in apart}
@@ -252,10 +264,14 @@ def _tensor_faults(
 def _field_faults(
     section: CheckpointSection, manifest: Manifest, model: ModelSection
 ) -> list[Fault]:
-    """What shapes do not tell; a checkpoint whose model is not known is taken as it is."""
+    """Return the faults of model fields that differ although all shapes agree.
+
+    A checkpoint that does not record its model section is accepted as it is.
+    """
     made_with = manifest.job.get("model")
     then = _by_path(made_with) if isinstance(made_with, dict) else {}
     now = _by_path(model.model_dump(mode="json"))
+    # In a dense checkpoint the fields of experts had no effect.
     if not then.get("moe.num_experts"):
         then = {field: value for field, value in then.items() if not field.startswith("moe.")}
     taken = [name for name in _shapes_of(model) if not is_reinitialised(section, name)]
@@ -276,7 +292,7 @@ def _field_faults(
 
 
 def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields of the section and of those inside it, by dotted path."""
+    """Return the values of a section and of the sections inside it, by dotted path."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping)

@@ -1,6 +1,6 @@
-"""Fetches saved boxes: small neighbours in one request, large boxes row by row, all verified.
+"""Fetches saved boxes from a store: small neighbours in one request, large boxes row by row.
 
-Where the values go is the caller's. It takes host memory for NUM_FETCHES requests.
+Every box is verified. The caller decides where the values go. Host memory: NUM_FETCHES requests.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from raymega.storage.registry import local_path
 from raymega.storage.store import ReadsInto, Store
 
 LOCAL_BYTES, REMOTE_BYTES = 2**20, 16 * 2**20
-"""Length of a request. From a disk as much as stays in a core's cache until it is checked and copied:
-twice as fast as 32 MiB. From an object store so much that its answer takes longer than its waiting."""
+"""Length of a request in bytes.
+
+1 MiB of a file stays in a core's cache until it is checked and copied: twice as fast as 32 MiB.
+16 MiB of an object store takes longer to transfer than the request's latency."""
 GAP_BYTES = 2**18
-"""So much that nobody needs is read along, because another request would take longer."""
+"""Largest gap between two boxes that one request reads along, because a second request takes longer."""
 DIRECT_BYTES = 2**16
-"""From this size on a box is read by itself to where it belongs; below, one request for several and a
-copy of each take less."""
+"""Smallest box in bytes that is read straight into its tensor; smaller ones share a request and are copied."""
 NUM_FETCHES = 4
-"""Requests at once."""
+"""Number of requests at once."""
 
 Use = Callable[[SavedBox, Box, memoryview | None], None]
 Place = Callable[[SavedBox], memoryview | None]
@@ -35,9 +36,14 @@ Place = Callable[[SavedBox], memoryview | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Bytes ``start`` to ``stop`` of a file, and the boxes in them that are wanted, in order.
+    """A read of one range of a file.
 
-    ``place`` is where the only box belongs, if its bytes can lie there as they are in the file.
+    Attributes:
+        key: Key of the file.
+        start: First byte of the range.
+        stop: First byte behind the range.
+        boxes: Wanted boxes inside the range, in order.
+        place: Destination of the only box, where its bytes belong there unchanged; else None.
     """
 
     key: str
@@ -48,7 +54,7 @@ class Request:
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
+        """Length of the range in bytes."""
         return self.stop - self.start
 
 
@@ -64,18 +70,20 @@ def fetch(
     """Call ``use`` with every box, a long one in parts, and return how many bytes were fetched.
 
     Args:
-        store: The run's store.
-        manifest: Lists the boxes.
-        boxes: Those that are wanted, in any order.
-        use: Called from several threads with a box, some rows of it in global indices, and their
-            bytes, which are gone when it returns. Only a box in one part is verified by then.
-        num_fetches: Requests at once; 1 keeps to this thread.
-        place_of: The memory where a box's bytes belong as they are, if there is such. Where the store
-            has filled it, ``use`` gets no bytes.
+        store: Store of the run.
+        manifest: Manifest that lists the boxes.
+        boxes: Wanted boxes, in any order.
+        use: Function called from several threads with a box, some of its rows as a box in global
+            indices, and their bytes, valid only during the call. A box that comes in several parts
+            is verified after its last part.
+        num_fetches: Number of requests at once; with 1 everything happens in the calling thread.
+        place_of: Function that returns the memory into which a box's bytes can be read unchanged,
+            or None. Where the store has filled that memory, ``use`` gets None for the bytes.
 
     Raises:
-        CheckpointError: The first file, by name, whose bytes are missing or not as written.
+        CheckpointError: Bytes of a file are missing, or differ from those that were written.
     """
+    # Sort boxes: large ones whose bytes fit their tensor unchanged need no buffer and no copy.
     size = REMOTE_BYTES if local_path(store.uri) is None else LOCAL_BYTES
     direct, others = list[Request](), list[SavedBox]()
     can_read_into = isinstance(store, ReadsInto)
@@ -86,6 +94,7 @@ def fetch(
             others.append(box)
         else:
             direct.append(_request(manifest, [box], place))
+    # Carry the requests out, in this thread where threads would gain nothing.
     requests = [*direct, *plan_requests(manifest, others, size)]
     if num_fetches == 1 or len(requests) < 2:
         for request in requests:
@@ -96,9 +105,9 @@ def fetch(
 
 
 def plan_requests(manifest: Manifest, boxes: Iterable[SavedBox], size: int) -> list[Request]:
-    """Few requests of at most ``size`` bytes, in order of the files; a longer box is one by itself.
+    """Group boxes into requests of at most ``size`` bytes, in order of files; a longer box is alone.
 
-    Bytes that stand for several boxes are read once.
+    Bytes that belong to several boxes, as with upcycled experts, are read once.
     """
     requests: list[Request] = []
     gathered: list[SavedBox] = []
@@ -114,6 +123,7 @@ def plan_requests(manifest: Manifest, boxes: Iterable[SavedBox], size: int) -> l
 
 def _is_near(gathered: Sequence[SavedBox], box: SavedBox, size: int) -> bool:
     last = gathered[-1]
+    # The same bytes under another name.
     if (box.file, box.start) == (last.file, last.start):
         return True
     return (
@@ -139,13 +149,14 @@ def _request(
 def _carry_out_all(
     store: Store, requests: Sequence[Request], use: Use, size: int, num_fetches: int
 ) -> None:
-    """In threads, none of which is at work any more when this returns or raises."""
+    """Carry requests out in threads, all of which have ended when this returns or raises."""
     with ThreadPoolExecutor(num_fetches, thread_name_prefix="fetch") as pool:
         pending = [pool.submit(_carry_out, store, request, use, size) for request in requests]
         try:
             for future in pending:
                 future.result()
         except BaseException:
+            # Drop what has not begun; leaving the ``with`` waits for requests under way.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -165,9 +176,10 @@ def _carry_out(store: Store, request: Request, use: Use, size: int) -> None:
 def _read_in_place(
     store: ReadsInto, request: Request, place: memoryview, use: Use, size: int
 ) -> None:
-    """A box without a copy of it; each piece is verified while it is in the core's cache."""
+    """Read one box straight into its tensor."""
     (saved,) = request.boxes
     checksum = num_bytes = 0
+    # Piece by piece, so that the checksum finds each piece in the core's cache.
     for piece in store.read_into(request.key, place, start=request.start, piece_bytes=size):
         checksum, num_bytes = crc32(piece, checksum), num_bytes + len(piece)
     check_block(request.key, saved, num_bytes=num_bytes, checksum=checksum)
@@ -175,7 +187,7 @@ def _read_in_place(
 
 
 def _get_together(store: Store, request: Request, use: Use) -> None:
-    """All boxes at once, each verified before it is used."""
+    """Read all boxes of a request at once, and verify each before its use."""
     data = memoryview(store.get(request.key, start=request.start, num_bytes=request.num_bytes))
     for saved in request.boxes:
         first = saved.start - request.start
@@ -185,11 +197,12 @@ def _get_together(store: Store, request: Request, use: Use) -> None:
 
 
 def _stream(store: Store, key: str, saved: SavedBox, use: Use, size: int) -> None:
-    """Rows by rows, each used while it is in the core's cache; verified at the end."""
+    """Read one large box in groups of rows, use each group at once, and verify the box at the end."""
     checksum, at = 0, 0
     for part, num_bytes in _parts(saved, size):
         data = memoryview(store.get(key, start=saved.start + at, num_bytes=num_bytes))
         at += len(data)
+        # The file ends too early: check_block says so.
         if len(data) < num_bytes:
             break
         checksum = crc32(data, checksum)
@@ -198,7 +211,7 @@ def _stream(store: Store, key: str, saved: SavedBox, use: Use, size: int) -> Non
 
 
 def _parts(saved: SavedBox, size: int) -> Iterator[tuple[Box, int]]:
-    """Blocks of whole rows of at most ``size`` bytes, or of one row, and the bytes of each."""
+    """Yield parts of whole rows of at most ``size`` bytes (or one row), with the bytes of each."""
     num_rows = saved.box.shape[0]
     row_bytes = saved.num_bytes // num_rows
     step = max(1, size // row_bytes)

@@ -1,8 +1,8 @@
 """Fills a rank's tensors from a checkpoint, whatever layout wrote it.
 
-Every saved box that meets something the rank holds is read once, whole, and verified, and its
-elements are copied to where they belong. What a checkpoint must hold is checked here before
-anything is read; requests and their memory are checkpoint.fetching's.
+Every saved box that overlaps a block of the rank is read once, whole, and verified, and its elements
+are copied to their places. Before anything is read, the module checks that the checkpoint holds what
+the model needs. ``load/ranged_reads.py`` makes the requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.store import Store
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by which elements of so many bytes are moved as they are; numpy lacks bfloat16."""
+"""Integer type for each element size in bytes, to copy bits unchanged; numpy lacks bfloat16."""
 
 
 def load(  # noqa: PLR0913  # what may be left out says how strict it is, and who watches
@@ -41,22 +41,23 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
     float32) only with ``is_narrowing_allowed``.
 
     Args:
-        store: The run's store.
-        manifest: Says what is where.
-        blocks: What this rank holds.
-        is_narrowing_allowed: Values may lose digits.
-        expected: Names of everything that all ranks hold together, so that what the checkpoint has
-            beside it is refused; without them only what is missing is.
-        num_fetches: Requests at once.
-        progress: Called after each box and each part of one, for whoever watches whether work goes on.
+        store: Store of the run.
+        manifest: Manifest of the checkpoint.
+        blocks: Blocks of this rank, to be filled.
+        is_narrowing_allowed: Whether values may lose digits.
+        expected: Saved names of the tensors of all ranks together. When given, a checkpoint with
+            other tensors is refused; else only missing tensors are refused.
+        num_fetches: Number of requests at once.
+        progress: Function called after each box or part of a box, for a hang detector.
 
     Raises:
-        CheckpointError: With everything that the manifest lacks, before anything is read; or with
-            the first file whose bytes are not what was written, and then the tensors are not to
-            be used.
-        ConfigError: The checkpoint holds more than the model, or values would have to narrow; an
+        CheckpointError: Elements are missing from the manifest (all are named, before anything is
+            read); or a file's bytes differ from those written, and the tensors must not be used.
+        ConfigError: The checkpoint holds more than the model, or values would have to narrow. An
             older checkpoint would not help.
     """
+    # Refuse before anything is read. Missing tensors together with unexpected ones are one error,
+    # as both follow from another model.
     saved = manifest.tensors()
     unexpected = list(_unexpected(saved, expected, manifest)) if expected else []
     lacking = [fault for block in blocks for fault in _missing(block, saved, manifest)]
@@ -65,6 +66,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
     if not is_narrowing_allowed:
         too_narrow = [fault for block in blocks for fault in _narrowing(block, saved)]
         raise_faults(ConfigError, too_narrow)
+    # Only the boxes that overlap a block of this rank.
     by_tensor: dict[str, list[TensorBlock]] = {}
     for block in blocks:
         by_tensor.setdefault(block.name, []).append(block)
@@ -87,7 +89,8 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
 
 
 def _place_of(saved: SavedBox, targets: Sequence[TensorBlock]) -> memoryview | None:
-    """The memory of the host that the box, byte for byte, belongs in, and it alone."""
+    """Return the host memory that the box can be read into unchanged; None when it must be copied."""
+    # One block only, which contains the whole box, contiguously and in the same format.
     meeting = [target for target in targets if saved.box.intersect(target.box)]
     if len(meeting) > 1 or saved.box.intersect(meeting[0].box) != saved.box:
         return None
@@ -99,18 +102,19 @@ def _place_of(saved: SavedBox, targets: Sequence[TensorBlock]) -> memoryview | N
 
 
 def _copy(data: memoryview, dtype: str, box: Box, target: TensorBlock) -> None:
-    """Elements of ``box``, whose bytes are ``data``, to where the target has them."""
+    """Copy the elements of ``box``, whose bytes are ``data``, to their places in the target."""
     common = box.intersect(target.box)
     if common is None:
         return
     place = target.values.detach()[common.within(target.box)]
     part = common.within(box)
+    # On the host and in one format: bits as integers. Otherwise torch converts and transfers.
     if place.device.type == "cpu" and target.dtype == dtype:
         as_integers = place.view(_SAME_SIZE[place.itemsize]).numpy()
         as_integers[...] = np.frombuffer(data, as_integers.dtype).reshape(box.shape)[part]
     else:
         kind: torch.dtype = getattr(torch, dtype)
-        # torch takes no memory that may not be written to, hence the copy.
+        # torch.frombuffer warns about read-only memory, hence the copy.
         values = torch.frombuffer(bytearray(data), dtype=kind).view(box.shape)
         place.copy_(values[part])
 
@@ -118,7 +122,7 @@ def _copy(data: memoryview, dtype: str, box: Box, target: TensorBlock) -> None:
 def _missing(
     target: TensorBlock, saved: Mapping[str, Sequence[SavedBox]], manifest: Manifest
 ) -> Iterator[Fault]:
-    """What the manifest does not say about the target, or says differently."""
+    """Yield the faults of a target whose elements the manifest lacks or lists with another shape."""
     boxes = saved.get(target.name, ())
     if not boxes:
         yield _fault(target, f"is not in {manifest.key}")
@@ -134,11 +138,12 @@ def _missing(
 def _unexpected(
     saved: Mapping[str, Sequence[SavedBox]], expected: Collection[str], manifest: Manifest
 ) -> Iterator[Fault]:
-    """What the manifest has beside what the ranks hold: dropping it would train something else."""
+    """Yield a fault for each saved tensor that no rank holds."""
+    # Without it the resumed run would be another one.
     for name in sorted(saved.keys() - set(expected)):
         yield Fault(
             fact=f"{name} is in {manifest.key}, and nothing in this model",
-            rule="a run goes on with everything that was saved, or says what it leaves behind",
+            rule="a run resumes with every tensor that was saved",
             remedy="use the model and optimizer that the checkpoint was made with, or start "
             "another run from its weights by checkpoint.init_from",
         )

@@ -1,8 +1,7 @@
-"""HostCopy: a copy of tensors in host memory, in one buffer that is kept and used again.
+"""HostCopy: a copy of tensors in host memory, in one buffer that is reused between saves.
 
-It owns the buffer and when the copy is done. On a GPU the copy runs beside the next step on a stream
-of its own, into pinned memory; only what changes the tensors has to come behind it. What is copied is
-the writer's to say.
+On a GPU the copy runs on a stream of its own into pinned memory, beside the next step. Only kernels that
+change the tensors must wait for it. ``writer.py`` decides which tensors are copied.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from raymega.storage.shared_memory import SharedMemories, SharedMemory
 log = logging.getLogger(__name__)
 
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-"""Pages of this process alone, which the system may make huge."""
+"""Flags of an anonymous, private mapping, which the system may back with huge pages."""
 
 
 class HostCopy:
-    """One copy at a time: it must be written out before the next one is taken."""
+    """Buffer with one copy at a time, which must be written out before the next copy is taken."""
 
     def __init__(self, shared: SharedMemories | None = None) -> None:
-        """Take memory from ``shared``, or where that has none, memory of this process alone."""
+        """Allocate from ``shared`` later; without it, or when it is full, allocate private memory."""
         self._shared = shared
         self._memory: SharedMemory | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -37,24 +36,26 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that it keeps."""
+        """Size of the buffer in bytes."""
         return self._buffer.numel()
 
     @property
     def is_shared(self) -> bool:
-        """Its buffer lies in shared memory."""
+        """Return whether the buffer is in shared memory."""
         return self._memory is not None
 
     def reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
-        """Make the buffer large enough: the only place where host memory is taken.
+        """Grow the buffer to at least ``num_bytes``; no other method allocates host memory.
 
         Raises:
-            RuntimeError, OSError: There is none left.
+            RuntimeError, OSError: No host memory is left.
         """
         if self._buffer.numel() < num_bytes:
+            # Free the old buffer first, so that the two never exist together.
             self._places.clear()
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._memory = self._take_shared(num_bytes)
+            # In order of preference: shared pages, torch's pinned memory, private pages.
             if self._memory is None and is_pinned:
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
                 return
@@ -68,7 +69,7 @@ class HostCopy:
     def copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy each tensor to its first byte in the buffer, a multiple of its element's bytes.
 
-        On a GPU this returns at once: see :meth:`fence` and :meth:`wait`.
+        On a GPU this returns before the copy is done: see :meth:`fence` and :meth:`wait`.
         """
         parts = list(parts)
         if not any(values.is_cuda for _, values in parts):
@@ -76,6 +77,7 @@ class HostCopy:
             return self._copy(parts)
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types
+        # Behind the update that produced the values, beside everything after it.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy(parts)
@@ -83,17 +85,17 @@ class HostCopy:
         return None
 
     def fence(self) -> None:
-        """Let what this thread gives the GPU from now on come behind the copy; the host goes on."""
+        """Make later GPU work of this thread's stream wait for the copy, without blocking the host."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Block until the copy is whole."""
+        """Block until the copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def chunk(self, start: int, num_bytes: int) -> memoryview:
-        """A stretch of the buffer, not copied."""
+        """Return a view of ``num_bytes`` of the buffer from byte ``start`` on."""
         return memoryview(self._buffer.numpy().data)[start : start + num_bytes]
 
     def _take_shared(self, num_bytes: int) -> SharedMemory | None:
@@ -110,7 +112,10 @@ class HostCopy:
             self._place(start, values).copy_(values, non_blocking=True)
 
     def _place(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """The buffer from ``start`` on as a tensor like ``values``; the same ones at every save."""
+        """Return a view of the buffer at byte ``start`` with shape and dtype of ``values``.
+
+        Views are cached, because each save asks for the same ones.
+        """
         key = (start, values.dtype, values.shape)
         if key not in self._places:
             place = self._buffer[start : start + values.nbytes].view(values.dtype)
@@ -119,7 +124,7 @@ class HostCopy:
 
 
 def _pin(buffer: torch.Tensor) -> None:
-    """Let a GPU copy to ``buffer`` by itself; where it may not, copies take longer."""
+    """Pin ``buffer`` for asynchronous copies from a GPU; without that they take longer."""
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types
     begin = buffer.data_ptr()
     if int(cuda.cudaHostRegister(begin, buffer.nbytes, 0)):
@@ -129,6 +134,6 @@ def _pin(buffer: torch.Tensor) -> None:
 
 
 def _ask_for_huge_pages(pages: mmap.mmap) -> None:
-    """Where the system gives them to those who ask: a page of 4 KiB is looked up for each 4 KiB."""
-    with suppress(AttributeError, OSError):  # a system, or a kernel, without them
+    """Ask for huge pages, which save a page fault and a TLB entry for each 4 KiB of the buffer."""
+    with suppress(AttributeError, OSError):  # a system or kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)

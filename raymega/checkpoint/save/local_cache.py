@@ -1,8 +1,8 @@
-"""A second tier: copies of the newest data files on the node's own disk, the run's store behind it.
+"""A local tier: copies of the newest data files on the node's own disk, in front of the run's store.
 
-The run's store alone decides what exists: manifests lie only there. A restore reads each file near when
-every block of it is as the manifest says, and else from the run's store. The near tier may be lost, full
-or wrong at any time, and nothing is lost with it.
+Manifests exist only in the run's store, so it alone decides which checkpoints exist. A restore reads a
+file from the local tier when every block matches the manifest, else from the run's store. The local
+tier may be lost, full or corrupt at any time without loss of data.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from raymega.storage.store import DelegatingStore, Store
 log = logging.getLogger(__name__)
 
 KEPT_NEAR = 2
-"""Checkpoints of the near tier: the one under way, and the one before it."""
+"""Number of checkpoints in the local tier: the one being written, and the one before it."""
 
 
 class LocalCache:
-    """Keeps copies of data files as long as its store takes them; it never raises."""
+    """Writer of the local tier; a failure of its store is logged, never raised."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class LocalCache:
         self._lock = Lock()
 
     def put(self, key: str, chunks: Iterable[memoryview]) -> None:
-        """Write a copy. A tier that has failed once is not used again by this process."""
+        """Write a copy of a data file; after the first failure this process no longer writes any."""
         if not self._is_sound:
             return
         try:
@@ -45,12 +45,13 @@ class LocalCache:
             log.warning("from now on nothing is kept in checkpoint.local_uri: %s", error)
 
     def _make_room(self, key: str) -> None:
-        """Before the first file of a checkpoint, all but the newest other ones go."""
+        """Delete old checkpoints before the first file of a new one is written."""
         folder, mine = key.rpartition("/")[0], checkpoint_of(key)
         if folder == self._newest:
             return
         self._newest = folder
         owners = {each: at for each in self._store.list(ROOT) if (at := checkpoint_of(each))}
+        # A manifest means that this is a run's own store: delete nothing there.
         if any(map(is_manifest, owners)):
             raise StorageError(_holds_checkpoints(self._store.uri))
         stay = sorted(set(owners.values()) - {mine}, reverse=True)[: KEPT_NEAR - 1]
@@ -60,7 +61,7 @@ class LocalCache:
 
 
 class CachedReader(DelegatingStore):
-    """The run's store, read from the near tier file by file where that is whole; for one restore."""
+    """Store of one restore: reads a file from the local tier if it is intact there, else from afar."""
 
     def __init__(self, local_cache: Store, far: Store, manifest: Manifest) -> None:
         super().__init__(far)
@@ -70,29 +71,33 @@ class CachedReader(DelegatingStore):
 
     @property
     def num_near(self) -> int:
-        """Files that were read from the near tier."""
+        """Number of files that were read from the local tier."""
         return sum(self._is_whole.values())
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """See Store."""
+        """Read an object or a range of it, as ``Store.get``, from whichever tier has it intact."""
         if self._has_near(key):
             try:
                 return self._local_cache.get(key, start=start, num_bytes=num_bytes)
-            except (KeyError, StorageError) as error:  # lost since it was found whole
-                log.warning("the near copy of %s is not used: %r", key, error)
+            except (KeyError, StorageError) as error:  # lost since it was verified
+                log.warning("the local copy of %s is not used: %r", key, error)
                 self._is_whole[key] = False
         return super().get(key, start=start, num_bytes=num_bytes)
 
     def _has_near(self, key: str) -> bool:
         if key not in self._locks:
             return False
+        # A lock a file: threads that want one file verify it once, others go ahead.
         with self._locks[key]:
             if key not in self._is_whole:
                 self._is_whole[key] = self._is_right(key)
             return self._is_whole[key]
 
     def _is_right(self, key: str) -> bool:
-        """Every block of the near file is the manifest's: another run's file of that name is not."""
+        """Return whether every block of the local file has the manifest's checksum.
+
+        A file of that name from another run does not.
+        """
         try:
             self._local_cache.size(key)
             for box in self._manifest.boxes:
@@ -101,10 +106,10 @@ class CachedReader(DelegatingStore):
         except KeyError:
             return False
         except CheckpointError as error:
-            log.warning("the near copy is not used: %s", error)
+            log.warning("the local copy is not used: %s", error)
             return False
         except RaymegaError as error:
-            log.warning("the near tier cannot be read: %s", error)
+            log.warning("the local tier cannot be read: %s", error)
             return False
         return True
 
@@ -112,6 +117,6 @@ class CachedReader(DelegatingStore):
 def _holds_checkpoints(uri: str) -> Fault:
     return Fault(
         fact=f"{uri!r} holds checkpoints of its own",
-        rule="a near tier holds data files only, and removes old ones",
+        rule="a local tier holds data files only, and removes old ones",
         remedy="give checkpoint.local_uri a folder of its own",
     )

@@ -1,7 +1,6 @@
-"""RateLimiter: lets the bytes of a save through no faster than the job allows.
+"""RateLimiter: limits the rate at which the bytes of a save are handed to the store.
 
-It holds bytes back before they are handed to the store. What the store then does with them, and what
-the network's own limits are, it does not know.
+It knows neither how the store sends them nor the limits of the network.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 
 PIECE_BYTES = 16 << 20
-"""Longest stretch that is passed on at once."""
+"""Largest piece in bytes that is passed on at once."""
 PIECES_PER_S = 10
+"""Lowest number of pieces in a second: at a low rate pieces are smaller, so that pauses stay short."""
 
 
 class RateLimiter:
-    """One for all files that a rank writes at the same time; safe to use from several threads."""
+    """Rate limit shared by all files that a rank writes at the same time; thread-safe."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``bytes_per_s`` 0 is no limit."""
+        """Limit to ``bytes_per_s`` bytes a second; 0 is no limit."""
         self._bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep
         self._piece_bytes = PIECE_BYTES
         if bytes_per_s:
@@ -34,7 +34,7 @@ class RateLimiter:
         self._lock = Lock()
 
     def pass_on(self, chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-        """The same bytes in pieces, each when its turn has come."""
+        """Yield the bytes of ``chunks`` in pieces, each as late as the rate requires."""
         for chunk in chunks:
             rest = memoryview(chunk)
             while rest:
@@ -43,9 +43,10 @@ class RateLimiter:
                 yield piece
 
     def _wait_for(self, num_bytes: int) -> None:
-        """A piece goes when the time of all before it, and its own, has passed."""
+        """Sleep until ``num_bytes`` more may pass."""
         if not self._bytes_per_s:
             return
+        # Reserve the next interval under the lock, and sleep outside it.
         with self._lock:
             now = self._clock()
             self._free_s = max(self._free_s, now) + num_bytes / self._bytes_per_s

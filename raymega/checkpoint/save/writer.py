@@ -1,8 +1,8 @@
-"""Saves a rank's share: copies it to host memory, and writes it while training goes on.
+"""Saves a rank's share: copies it to host memory, and writes it while training continues.
 
-It takes one host buffer as large as the share (the rank's state divided by the data-parallel
-degree), or as the job allows, and keeps it between saves. It never raises into training for a store
-that fails, and does not decide whether a checkpoint exists: it reports, and the driver commits.
+It uses one host buffer as large as the share (the rank's state divided by the data-parallel degree),
+or as large as the job allows, and keeps it between saves. A failing store never raises into training.
+The writer reports what it wrote; the driver commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from raymega.storage.store import Store
 log = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(pauses_s=(1.0, 4.0))
-"""Two tries more for a data file: a save that cannot be written soon is given up, and the next one made."""
+"""Retries of a data file, with pauses in seconds; then the save is given up, and the next one is due."""
 
 FILES_IN_FLIGHT = 2
-"""Files that a rank writes at once; each may be sent in parts of its own."""
+"""Number of files that a rank writes at once; a store may upload each in several parts."""
 ALIGNMENT = 64
-"""Files begin at such bytes of the buffer, so that elements of every type lie right."""
+"""Multiple of bytes at which files begin in the buffer, so that elements of every type are aligned."""
 
 State = dict[str, int | float | str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveLimits:
-    """What a save may take; 0 is no limit.
+    """Limits on the resources of a save; 0 is no limit.
 
     Attributes:
-        file_bytes: Largest data file, but for a box that is larger.
-        buffer_bytes: Host memory of the copy. A share that is larger is copied and written piece by
-            piece while training waits, but for the last piece.
-        bytes_per_s: Of all the files that a rank writes.
-        report_every_s: Seconds between reports of how far a save is.
-        timeout_s: Longest wait for the write before; a save that would wait longer is given up.
+        file_bytes: Largest data file in bytes; a larger box gets a file of its own.
+        buffer_bytes: Host memory of the copy. A larger share is copied and written in portions, and
+            training waits for all of them except the last.
+        bytes_per_s: Rate of all files of a rank together.
+        report_every_s: Seconds between progress reports of a save.
+        timeout_s: Longest wait in seconds for the write before; then the new save is given up.
     """
 
     file_bytes: int = 2**30
@@ -62,7 +62,7 @@ class SaveLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    """One data file: its name, what is in it, and where in the buffer its blocks begin."""
+    """A data file: its name, its layout, and the first byte of its blocks in the buffer."""
 
     name: str
     layout: FileLayout
@@ -71,11 +71,11 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Division:
-    """A rank's share of what it holds.
+    """Share of a rank, divided into files and portions.
 
     Attributes:
-        local_blocks: What it holds.
-        portions: The share in files, and files by what the buffer holds at once.
+        local_blocks: Blocks of the rank from which the share was derived.
+        portions: Files of the share, grouped by what the buffer holds at once.
     """
 
     local_blocks: tuple[LocalBlock, ...] = ()
@@ -83,19 +83,19 @@ class _Division:
 
     @property
     def num_bytes(self) -> int:
-        """Of the share."""
+        """Size of the share in bytes."""
         return sum(file.layout.num_bytes for files in self.portions for file in files)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of its largest portion."""
+        """Size in bytes of the largest portion, which the buffer must hold."""
         ends = (files[-1].base + files[-1].layout.num_bytes for files in self.portions)
         return max(ends, default=0)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Save:
-    """A save under way; ``written`` is by file."""
+    """State of a save under way; ``written`` has the bytes handed to the store, by file."""
 
     step: int
     state: State
@@ -111,7 +111,7 @@ class _Save:
 
 
 class CheckpointWriter:
-    """One save at a time: the copy for the caller's thread, the write in a background thread."""
+    """Writer of one save at a time: copies in the caller's thread, writes in a background thread."""
 
     def __init__(  # noqa: PLR0913  # train.entry is the one place that calls it
         self,
@@ -124,11 +124,11 @@ class CheckpointWriter:
         limits: SaveLimits = SaveLimits(),
         local_cache: LocalCache | None = None,
     ) -> None:
-        """Make the writer of global rank ``rank`` in worker group ``attempt``.
+        """Make the writer of global rank ``rank`` in attempt ``attempt``.
 
-        ``report`` gets one ShardSaved a save, from the background thread unless the save is given up
-        at once, and before it how far it is; it may not raise.
-        ``local_cache`` is offered each file before the store is.
+        ``report`` must not raise. It gets RankSaveProgress during a save and one ShardSaved at its end,
+        from the background thread (from the caller's for a save that is given up at once).
+        ``local_cache`` gets each file before the store does.
         """
         self._store = store
         self._rank, self._attempt = rank, attempt
@@ -141,12 +141,12 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """A save is still being written."""
+        """Return whether a save is still being written."""
         return self._background.is_busy
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is kept for saves."""
+        """Host memory in bytes that the writer keeps between saves."""
         return self._host.num_bytes
 
     def save(
@@ -158,21 +158,28 @@ class CheckpointWriter:
         into: Callable[[], HostCopy] | None = None,
         copy: HostCopy | None = None,
     ) -> float:
-        """Copy this rank's share of ``blocks``, start its write, return the seconds it took.
+        """Copy this rank's share of ``blocks``, start its write, and return the seconds training waited.
 
-        It waits for the save before. Tensors of the CPU may change when it returns, those of a GPU
-        behind :meth:`fence`.
+        It first waits for the save before. CPU tensors may change when it returns, GPU tensors after
+        :meth:`fence`.
 
-        It copies to a buffer of the writer's own, or to that which ``into`` gives when the save before is
-        written; or there is a ``copy`` already, which a writer of the same limits made. Others' buffers
-        must stay as they are until this writer is not busy.
+        Args:
+            step: Number of completed steps.
+            blocks: Tensors of the rank.
+            state: Scalars of the trainer.
+            into: Function that returns the buffer to copy to, called when the save before is written.
+                Without it the writer's own buffer is used.
+            copy: Copy of the share that a writer of the same limits has made already. It, and the
+                buffer of ``into``, must not change until this writer is no longer busy.
         """
         save = _Save(
             step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic()
         )  # fmt: skip
+        # One save at a time: the buffer still holds the one before.
         if not self.wait():
             error = f"the save before is still being written after {self._limits.timeout_s:g} s"
             return self._give_up(save, error)
+        # Choose the buffer, and make it large enough for the largest portion.
         save.host = self._last = copy or (into() if into else self._host)
         division = self._divide(blocks)
         save.num_bytes, largest = division.num_bytes, division.buffer_bytes
@@ -183,8 +190,9 @@ class CheckpointWriter:
         try:
             is_cuda = any(block.values.is_cuda for block in blocks)
             save.host.reserve(largest, is_pinned=is_cuda)
-        except (RuntimeError, OSError) as error:  # torch and mmap say so when it is used up
+        except (RuntimeError, OSError) as error:  # torch's and mmap's for exhausted memory
             return self._give_up(save, f"no host memory for the copy: {error}")
+        # All portions except the last share the buffer in turn, so training waits for their writes.
         *earlier, last = division.portions or ((),)
         for files in earlier:
             assert copy is None, "a copy holds the whole share"
@@ -193,19 +201,20 @@ class CheckpointWriter:
                 save.error = f"its first part was not written in {self._limits.timeout_s:g} s"
             if save.error:
                 return self._give_up(save, save.error)
+        # The last portion is written while training continues.
         self._start(save, last, () if copy else blocks, is_last=True)
         return save.stall_s
 
     def fence(self) -> None:
-        """Call before the tensors change: on a GPU the change then comes behind the copy."""
+        """Make later GPU work wait for the copy; call it before the tensors change."""
         self._last.fence()
 
     def wait(self) -> bool:
-        """Wait until nothing is being written; false when that took longer than the patience."""
+        """Wait until nothing is being written; return False on a timeout of ``limits.timeout_s``."""
         return self._background.wait(self._limits.timeout_s)
 
     def _divide(self, blocks: Sequence[TensorBlock]) -> _Division:
-        """The rank's share, which is that of the save before unless other blocks came."""
+        """Return the division of the rank's share, computed anew only when the blocks changed."""
         local_blocks = tuple(map(_local_block, blocks))
         if local_blocks != self._division.local_blocks:
             portions = tuple(self._portions(local_blocks))
@@ -213,6 +222,7 @@ class CheckpointWriter:
         return self._division
 
     def _portions(self, local_blocks: Sequence[LocalBlock]) -> Iterator[tuple[_File, ...]]:
+        # Share to boxes, boxes to files, files to portions that fit the buffer.
         buffer_bytes = self._limits.buffer_bytes
         limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
         assignments = share_boxes(local_blocks, max_box_bytes=min([MAX_BOX_BYTES, *limits]))
@@ -254,7 +264,7 @@ class CheckpointWriter:
         return save.stall_s
 
     def _write(self, save: _Save, files: Sequence[_File], *, is_last: bool) -> None:
-        """In the background; every failure becomes a report."""
+        """Write one portion in the background thread; every failure becomes a report."""
         began = time.monotonic()
         try:
             save.host.wait()
@@ -279,7 +289,7 @@ class CheckpointWriter:
         )  # fmt: skip
 
     def _put(self, save: _Save, file: _File) -> tuple[SavedBox, ...]:
-        """Write one data file, and return what is in it. Checksums are made once, whatever fails."""
+        """Write one data file, with retries, and return its boxes with their checksums."""
         spans = zip(file.layout.starts, file.layout.assignments, strict=True)
         blocks = [save.host.chunk(file.base + at, assignment.num_bytes) for at, assignment in spans]
         header = file.layout.header({"step": str(save.step), "attempt": str(self._attempt)})
@@ -291,7 +301,7 @@ class CheckpointWriter:
         def put(_number: int) -> None:
             self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
 
-        # The file does not hold the checksums, so they are made while the store is waited for.
+        # The file does not hold the checksums, so they are computed once, during the transfer.
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sum") as summing:
             checksums = summing.submit(lambda: [crc32(block) for block in blocks])
             self._retry.run(put)
@@ -302,11 +312,12 @@ class CheckpointWriter:
     def _counted(
         self, save: _Save, name: str, chunks: Sequence[memoryview]
     ) -> Iterator[memoryview]:
-        """The file's bytes at the job's pace; a second try counts anew."""
+        """Yield the bytes of a file at the job's rate, and report progress; a retry counts from 0."""
         save.written[name] = 0
         for piece in self._pace.pass_on(chunks):
             yield piece
             save.written[name] += len(piece)
+            # Files in flight share the time of the last report.
             now = time.monotonic()
             if now - max(save.reported_s, save.began_s) >= self._limits.report_every_s:
                 save.reported_s = now
@@ -319,7 +330,7 @@ class CheckpointWriter:
 
 
 def _local_block(block: TensorBlock) -> LocalBlock:
-    """The block without its values."""
+    """Return the description of a block, without its values."""
     return LocalBlock(
         tensor=block.name, dtype=block.dtype, global_shape=block.tensor.shape, box=block.box,
         is_primary=block.is_primary, holders=block.holders, replica=block.replica,

@@ -1,7 +1,7 @@
-"""The host memory that a rank's snapshots are copied to, of which its node's keeper has a view.
+"""Host memory for a rank's snapshots, shared with its node's keeper (the snapshot server).
 
-So the copy of the rank's process and that of its node's keeper are one, which outlives the process. Which
-snapshots are whole is snapshot_writer's to know.
+The rank copies into shared memory that the keeper maps, so one copy serves both and outlives the rank's
+process. ``snapshots/writer.py`` knows which snapshots are whole.
 """
 
 from __future__ import annotations
@@ -18,44 +18,57 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotBuffers:
-    """Two, in turn: the newest whole snapshot stays as it is while the next one is copied.
+    """Two buffers in turn: the newest whole snapshot stays unchanged while the next one is copied.
 
-    Where the keeper has no view, or is lost, one is enough: what was written from it may change.
+    When the keeper cannot map them or is lost, one private buffer is enough: keepers then have copies.
     """
 
     def __init__(
         self, keeper: RemoteMemoryStore | None, shared: SharedMemories, *, owner: str
     ) -> None:
-        """``keeper`` is that of the own node; ``owner`` begins the names of all that the rank writes."""
+        """Make both buffers, empty.
+
+        Args:
+            keeper: Keeper of this rank's node; None when it is lost.
+            shared: Shared memory to allocate from.
+            owner: Prefix of the names of all objects that the rank writes.
+        """
         self._keeper, self._owner = keeper, owner
         self._buffers = [HostCopy(shared), HostCopy(shared)]
         self._steps = [0, 0]
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of both."""
+        """Host memory of all buffers in bytes."""
         return sum(buffer.num_bytes for buffer in self._buffers)
 
     def free(self, *, whole_step: int, step: int = 0) -> HostCopy:
-        """The one for the snapshot of ``step``, where that of ``whole_step`` is the newest whole one.
+        """Return a buffer that may be overwritten; the keeper drops the objects that were in it.
 
-        0 is none: with that it may be used for anything until it is asked for again.
-        Nothing is being written. The keeper forgets what lay there.
+        Call it only while nothing is being written.
+
+        Args:
+            whole_step: Step of the newest whole snapshot, whose buffer is kept; 0 when there is none.
+            step: Step of the snapshot to be copied; 0 when the buffer is only lent for other data.
         """
+        # Shared: the buffer that does not hold the newest whole snapshot.
         if self._is_seen():
             number = int(bool(whole_step) and self._steps[0] == whole_step)
             if self._forgets(self._steps[number]):
                 self._steps[number] = step
                 return self._buffers[number]
+        # No longer shared: leave the old memory to what still refers to it, and take a private buffer.
         if self._buffers[0].is_shared or len(self._buffers) > 1:
             self._keeper, self._buffers = None, [HostCopy()]
         return self._buffers[0]
 
     def _is_seen(self) -> bool:
+        # A buffer in private memory means that shared memory ran out.
         is_private = any(buffer.num_bytes and not buffer.is_shared for buffer in self._buffers)
         return self._keeper is not None and self._keeper.is_sharing and not is_private
 
     def _forgets(self, step: int) -> bool:
+        # The keeper's views of that memory must be gone before it is overwritten.
         try:
             if self._keeper and step:
                 self._keeper.clear(folder_of(step) + self._owner)

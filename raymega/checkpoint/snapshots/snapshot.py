@@ -1,8 +1,8 @@
-"""Snapshots: checkpoints in the memory of keepers, which exist without anybody committing them.
+"""Snapshots: checkpoints in the memory of keepers (snapshot servers), which exist without a commit.
 
-Each rank puts its data files and, last, a *part* that lists what is in them. A snapshot is whole
-when the parts of all ranks are there, and then a manifest follows from them. So the driver has
-nothing to do with a snapshot before it needs one. Writing is snapshot_writer's.
+Each rank puts its data files and, last, a *part*: an object that lists their content. A snapshot is
+whole when the parts of all ranks exist; a manifest can then be derived from them. So the driver does
+nothing about a snapshot until it needs one. ``snapshots/writer.py`` writes them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPart:
-    """What one rank wrote of a snapshot.
+    """Record of what one rank wrote of a snapshot.
 
     Attributes:
-        attempt: Number of its worker group.
-        grid: Degrees of the axes of that group.
-        world_size: How many parts make the snapshot whole.
-        shard: The rank's blocks and the trainer's scalars.
+        attempt: Number of the attempt that wrote it.
+        grid: Degrees of the axes of the attempt's grid.
+        world_size: Number of parts that make the snapshot whole.
+        shard: Boxes of the rank and scalars of the trainer.
     """
 
     attempt: int
@@ -50,12 +50,12 @@ class SnapshotPart:
 
     @property
     def key(self) -> str:
-        """Where it lies."""
+        """Key of the part in a keeper."""
         shard = self.shard
         return folder_of(shard.step) + part_file(attempt=self.attempt, rank=shard.rank)
 
     def to_json(self) -> bytes:
-        """Its object."""
+        """Return the content of the part's object."""
         return _ADAPTER.dump_json(self)
 
 
@@ -64,28 +64,29 @@ _ADAPTER: TypeAdapter[SnapshotPart] = TypeAdapter(SnapshotPart)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A whole snapshot: its manifest, and by key the names of the stores that hold each object."""
+    """A whole snapshot: its manifest, and the names of the keepers that hold each object, by key."""
 
     manifest: Manifest
     holders: dict[str, tuple[str, ...]]
 
     @property
     def id(self) -> CheckpointId:
-        """Which of two is newer."""
+        """Identity of the snapshot, which orders snapshots by age."""
         return CheckpointId(attempt=self.manifest.attempt, step=self.manifest.step)
 
 
 def find_snapshot(
     stores: Mapping[str, Store], *, job: Mapping[str, object], now: str, skip: Collection[str] = ()
 ) -> Snapshot | None:
-    """The newest whole snapshot, whose manifest is then in every store too.
+    """Find the newest whole snapshot, and put its manifest into every keeper that answers.
 
     Args:
-        stores: Keepers, by name; those that do not answer hold nothing.
-        job: For the manifest.
-        now: For the manifest.
+        stores: Keepers, by name; one that does not answer counts as empty.
+        job: Values of the job file, for the manifest.
+        now: Time of the manifest: ISO 8601, UTC.
         skip: Keys of manifests of snapshots that could not be read.
     """
+    # Which keepers hold which object.
     listed = {name: _keys(name, store) for name, store in stores.items()}
     living = {name: stores[name] for name, keys in listed.items() if keys is not None}
     holders: dict[str, tuple[str, ...]] = defaultdict(tuple)
@@ -93,6 +94,7 @@ def find_snapshot(
         for key in listed[name] or ():
             holders[key] += (name,)
     copies = ReplicatedStore(living, holders=holders)
+    # The newest snapshot with all parts, all elements and all data files; others are passed over.
     for parts in _newest_first(holders):
         try:
             manifest = _assemble(copies, parts, job, now)
@@ -117,7 +119,7 @@ def _keys(name: str, store: Store) -> list[str] | None:
 
 
 def _newest_first(keys: Collection[str]) -> Iterator[list[str]]:
-    """The keys of the parts of each snapshot that was begun."""
+    """Yield the keys of the parts of each snapshot, complete or not, newest snapshot first."""
     parts: dict[CheckpointId, list[str]] = defaultdict(list)
     for key in keys:
         at = checkpoint_of(key)
@@ -128,11 +130,12 @@ def _newest_first(keys: Collection[str]) -> Iterator[list[str]]:
 
 
 def _assemble(store: Store, keys: list[str], job: Mapping[str, object], now: str) -> Manifest:
-    """The manifest that the parts under ``keys`` make.
+    """Return the manifest of the snapshot whose parts are ``keys``.
 
     Raises:
-        CheckpointError: A rank's part is missing, or an element is not there once.
+        CheckpointError: A rank's part is missing, or an element is not saved exactly once.
     """
+    # Cheap check first: most snapshots that are not whole lack a part.
     first = _read(store, keys[0])
     if len(keys) < first.world_size:
         raise CheckpointError(f"{len(keys)} of {first.world_size} ranks have written")

@@ -1,8 +1,8 @@
-"""Snapshots as a rank makes them: when the next one may begin, and which older ones may go.
+"""A rank's side of snapshots: when the next one begins, and when older ones are dropped.
 
-The copy and the write are a checkpoint's own (writer); they go to keepers instead of the store. All
-ranks decide alike, because what they decide by is summed over all of them in each step's one small
-all-reduce. What makes a snapshot whole is snapshots'.
+Copy and write are those of a checkpoint (``save/writer.py``), but to keepers (snapshot servers) instead
+of the run's store. All ranks decide alike: their inputs are summed over all ranks in the small
+all-reduce of each step. ``snapshots/snapshot.py`` defines when a snapshot is whole.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from raymega.storage.shared_memory import SharedMemories
 log = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(pauses_s=(0.1, 0.1))
-"""Short: what is tried again is only what no keeper at all took."""
+"""Retries with pauses in seconds; short, because a write fails only when no keeper accepts it."""
 
 
 class SnapshotWriter:
-    """A rank's snapshots, one at a time; every method but the writer's report is the loop's to call.
+    """Writer of a rank's snapshots, one at a time. The training loop calls its public methods.
 
-    With each step: :meth:`extra_reductions` goes into the step's sums and :meth:`observe` takes their totals,
-    both once more after :meth:`wait` where the newest snapshot :attr:`is_late`; :meth:`save` begins
-    the next one where it :attr:`is_due`.
+    In each step the values of :meth:`extra_reductions` are summed over all ranks, and :meth:`observe`
+    gets the totals. If the newest snapshot :attr:`is_late`, the loop calls :meth:`wait` and repeats both.
+    If a snapshot :attr:`is_due`, it calls :meth:`save`.
     """
 
     def __init__(self, plan: RunPlan, *, rank: int, attempt: int, replicas: Replicas) -> None:
-        """Make the snapshots of global rank ``rank`` in worker group ``attempt``.
+        """Make the writer of global rank ``rank`` in attempt ``attempt``.
 
-        ``replicas`` names this rank's keepers; without any every snapshot fails, and training goes
-        on.
+        ``replicas`` names this rank's keepers. Without any, every snapshot fails and training continues.
         """
         self._plan, self._attempt, self._replicas = plan, attempt, replicas
         self._every = plan.job.elastic.snapshot_every
+        # Only the keeper of this rank's own node can map its memory.
         shared = SharedMemories()
         stores = {
             address: RemoteMemoryStore(
@@ -70,8 +70,10 @@ class SnapshotWriter:
             retry=RETRY,
             limits=SaveLimits(file_bytes=plan.job.checkpoint.file_bytes, report_every_s=inf),
         )  # fmt: skip
-        self._step = 0  # of the newest snapshot, and how it went: None while it is written
+        # The newest snapshot of this rank: its step, and its result (None while it is being written).
+        self._step = 0
         self._newest: ShardSaved | None = None
+        # As of the last observe, equal on all ranks.
         self._whole_step = 0
         self._num_lacking = 0
         self._is_wanted = False
@@ -80,19 +82,23 @@ class SnapshotWriter:
         self._waited_s = 0.0
 
     def extra_reductions(self) -> tuple[float, ...]:
-        """What all ranks must know of this one: is it writing, has it failed, is a keeper lost."""
+        """Return 0 or 1 for each of: this rank is writing, its write failed, it lacks a keeper."""
         is_writing = self._step > 0 and self._newest is None
         is_lacking = self._copies.num_stores < self._replicas.num_copies
         return float(is_writing), float(self._has_failed), float(is_lacking)
 
     def observe(self, totals: Sequence[float], *, step: int, is_lent: bool = False) -> None:
-        """Learn from the sums of the step that led to ``step`` completed ones, as every rank does.
+        """Update the state that all ranks share from the ``totals`` of :meth:`extra_reductions`.
 
-        While memory ``is_lent`` on any rank (see :meth:`lend`) no snapshot begins.
+        Args:
+            totals: Sums over all ranks.
+            step: Number of completed steps.
+            is_lent: Whether any rank has lent its buffer (see :meth:`lend`); then no snapshot begins.
         """
         self._is_lent = is_lent
         num_writing, num_failed, num_lacking = map(round, totals)
         self._is_free, self._num_lacking = num_writing == 0, num_lacking
+        # Written by every rank and failed on none: the newest snapshot is whole, older ones can go.
         is_whole = self._is_free and num_failed == 0
         if is_whole and self._step > self._whole_step:
             self._whole_step = self._step
@@ -102,25 +108,27 @@ class SnapshotWriter:
 
     @property
     def is_due(self) -> bool:
-        """All ranks begin a snapshot now, or none does: one is wanted, and nobody still writes."""
+        """Return whether a snapshot begins now: one is wanted and no rank still writes; equal on all ranks."""
         return self._is_wanted and self._is_free and not self._is_lent
 
     @property
     def is_under_way(self) -> bool:
-        """All ranks know of the newest snapshot whether it is whole, or none does."""
+        """Return whether a rank still writes the newest snapshot; equal on all ranks."""
         return not self._is_free
 
     @property
     def is_late(self) -> bool:
-        """All ranks wait now until the newest snapshot is written, or none does."""
+        """Return whether training must wait for the newest snapshot; equal on all ranks."""
         is_held_up = self._is_wanted and not self._is_free
         return is_held_up and self._plan.job.elastic.snapshot_backpressure == "wait"
 
     def save(self, step: int, blocks: Sequence[TensorBlock], state: State) -> HostCopy | None:
-        """Copy this rank's share and start its way to the keepers; see CheckpointWriter.save for when tensors may change.
+        """Copy this rank's share and start its write to the keepers.
+
+        ``CheckpointWriter.save`` says when the tensors may change.
 
         Returns:
-            The copy, which stays as it is until the next snapshot but one; None where there is none.
+            The copy, which stays unchanged until the second snapshot after this one; None when it failed.
         """
         self._is_wanted, self._is_free, self._waited_s = False, False, 0.0
         self._step, self._newest = step, None
@@ -129,22 +137,22 @@ class SnapshotWriter:
         return None if self._has_failed else host
 
     def lend(self) -> HostCopy:
-        """Memory for a copy of another writer's, as long as no snapshot is made or under way."""
+        """Return a buffer for another writer's copy, valid until the next snapshot begins."""
         assert self._is_free, "the snapshot under way may be the newest whole one"
         return self._buffers.free(whole_step=self._whole_step)
 
     def fence(self) -> None:
-        """Call before the tensors change: on a GPU the change then comes behind the copy."""
+        """Make later GPU work wait for the copy; call it before the tensors change."""
         self._writer.fence()
 
     def wait(self) -> None:
-        """Wait until this rank writes nothing; training stands still for it."""
+        """Wait, and let training wait, until this rank has written its snapshot."""
         began_s = time.monotonic()
         self._writer.wait()
         self._waited_s = time.monotonic() - began_s
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest snapshot that this rank has written, and of the newest that is whole."""
+        """Return metrics of this rank's newest snapshot and of the newest whole one."""
         newest = self._newest
         standing = {
             "checkpoint/snapshot_step": float(self._whole_step),
@@ -163,9 +171,10 @@ class SnapshotWriter:
         return bool(self._newest and self._newest.error)
 
     def _finish(self, shard: ShardSaved | RankSaveProgress) -> None:
-        """The data are written, or cannot be; called by the writer, from its own thread."""
+        """Put this rank's part after its data; called by the writer, from its own thread."""
         if isinstance(shard, RankSaveProgress):
             return
+        # The part comes last: readers take it as proof that the data are there.
         error = shard.error or _attempt(lambda: self._put_part(shard))
         self._newest = replace(shard, error=error)
 
@@ -177,7 +186,7 @@ class SnapshotWriter:
         self._copies.put(part.key, [part.to_json()], overwrite=True)
 
     def _tidy(self) -> None:
-        """Drop what is older than the newest whole snapshot, whoever wrote it."""
+        """Drop objects older than the newest whole snapshot, whichever rank wrote them."""
         newest = CheckpointId(attempt=self._attempt, step=self._whole_step)
         for keeper in self._tidied:
             _attempt(partial(_drop_older, keeper, newest))
@@ -188,7 +197,7 @@ def _drop_older(keeper: RemoteMemoryStore, newest: CheckpointId) -> None:
 
 
 def _attempt(action: Callable[[], None]) -> str:
-    """Why it cannot be done; empty when it was."""
+    """Run ``action`` and return the text of its error; empty on success."""
     try:
         action()
     except (RaymegaError, OSError) as error:

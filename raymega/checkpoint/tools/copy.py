@@ -1,7 +1,7 @@
 """Copies a checkpoint from any store to any other: verified on the way, the manifest last.
 
-What an earlier copy has left is read and kept where it is right, so that a copy that broke off goes
-on. Memory is one box for each file under way, and what the target store takes for a put.
+An interrupted copy resumes: files that are in the target already are verified and kept. Memory: one box
+for each file in flight, and the buffers of the target store.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ from raymega.messages import SavedBox
 from raymega.storage.store import Store
 
 FILES_IN_FLIGHT = 4
+"""Number of files that are copied at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """What a copy did: the new manifest's ``key``, and files written and found there already."""
+    """Result of a copy.
+
+    Attributes:
+        key: Key of the manifest in the target.
+        num_bytes: Size of all tensors in bytes.
+        num_written: Number of files written.
+        num_found: Number of files that were intact in the target already.
+    """
 
     key: str
     num_bytes: int
@@ -32,13 +40,16 @@ class Copied:
 
 
 def copy_checkpoint(source: Store, manifest: Manifest, target: Store) -> Copied:
-    """Bring ``manifest`` and all its files from ``source`` to ``target``.
+    """Copy ``manifest`` and all its files from ``source`` to ``target``.
 
     Raises:
-        CheckpointError: The source is not whole, or the target holds another checkpoint by that key.
-        StorageError: A store failed; the same call again goes on from there.
+        CheckpointError: The source is not whole, or the target has another manifest with that key or
+            would not accept this one.
+        StorageError: A store failed; the same call again resumes the copy.
     """
+    # Refuse what readers of the target would ignore or could not load.
     raise_faults(CheckpointError, [*coverage_faults(manifest), *_left_behind(manifest, target)])
+    # Boxes of each file in order, and the files that the target has with the right size.
     by_file: dict[str, list[SavedBox]] = {}
     for box in sorted(manifest.boxes, key=lambda box: box.start):
         by_file.setdefault(manifest.file_key(box), []).append(box)
@@ -52,6 +63,7 @@ def copy_checkpoint(source: Store, manifest: Manifest, target: Store) -> Copied:
 
     with ThreadPoolExecutor(FILES_IN_FLIGHT, thread_name_prefix="copy") as pool:
         written = list(pool.map(bring, by_file))
+    # Every file is there: the manifest makes the copy a checkpoint.
     return Copied(
         key=commit(target, manifest),
         num_bytes=manifest.total_bytes,
@@ -61,7 +73,7 @@ def copy_checkpoint(source: Store, manifest: Manifest, target: Store) -> Copied:
 
 
 def _left_behind(manifest: Manifest, target: Store) -> list[Fault]:
-    """The fault of a target whose run has gone on without this checkpoint."""
+    """Return the fault of a target whose newest epoch does not accept this checkpoint."""
     grant = newest_grant(target)
     if grant is None or is_valid_epoch(grant, manifest.key):
         return []
@@ -78,10 +90,10 @@ def _left_behind(manifest: Manifest, target: Store) -> list[Fault]:
 def _bytes_of(
     store: Store, manifest: Manifest, key: str, boxes: Sequence[SavedBox]
 ) -> Iterator[bytes]:
-    """The file from its first byte; boxes are verified, and one that is wrong breaks the copy off."""
+    """Yield the bytes of a file from the first on; a box with a wrong checksum raises."""
     at = 0
     for box in boxes:
-        if box.start > at:  # the header, which no checksum covers
+        if box.start > at:  # the header, which has no checksum
             yield store.get(key, start=at, num_bytes=box.start - at)
         yield read_block(store, manifest, box)
         at = box.start + box.num_bytes

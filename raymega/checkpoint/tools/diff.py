@@ -1,7 +1,7 @@
-"""How far two checkpoints differ, tensor by tensor, whatever the layouts that wrote them.
+"""Measures how far two checkpoints differ, tensor by tensor, whatever the layouts that wrote them.
 
-Boxes are read where they meet, so that no tensor is ever whole in memory. Nothing is judged: how
-much is too much is the caller's.
+Overlapping boxes are compared in pairs, so no tensor is ever whole in memory. The caller decides which
+difference is too large.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from raymega.errors import CheckpointError, raise_faults
 from raymega.messages import Box, SavedBox
 
 BOXES_HELD = 8
-"""Boxes of one side that are kept in case the next box of the other side meets them too."""
+"""Number of boxes of one side that stay in memory, as the next box of the other side may overlap them."""
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """How far a tensor of one checkpoint is from that of the other.
+    """Difference between the tensors of one name in two checkpoints, a and b.
 
     Attributes:
         name: Saved name.
-        relative: Largest ``|a - b|`` of an element over the tensor's largest magnitude on either side;
-            inf where only one of the two elements is a finite number.
-        elementwise: Largest ``|a - b| / max(|a|, |b|)``.
-        num_different: Elements that are not equal.
-        num_elements: All of them.
-        note: Why the numbers cannot be given, such as two shapes; empty when they can.
+        relative: Largest ``|a - b|`` over the largest magnitude in either tensor; inf where elements
+            differ and one of them is not finite.
+        elementwise: Largest ``|a - b| / max(|a|, |b|)`` of an element; inf as for ``relative``.
+        num_different: Number of elements that are not equal; two NaNs are equal.
+        num_elements: Number of elements.
+        note: Reason why the tensors cannot be compared, such as different shapes; else empty.
     """
 
     name: str
@@ -49,10 +49,11 @@ class TensorDifference:
 
 
 def compare(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
-    """Every tensor of either checkpoint, in order of names, as it is read.
+    """Yield the difference of every tensor of either checkpoint, in order of names.
 
     Raises:
-        CheckpointError: A file of one is not as it was written.
+        CheckpointError: A manifest does not cover its tensors, or a file's bytes differ from those
+            written.
     """
     for side in (a, b):
         raise_faults(CheckpointError, coverage_faults(side.manifest))
@@ -70,7 +71,8 @@ def compare(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
 def _pairs(
     a: Checkpoint, boxes_a: Sequence[SavedBox], b: Checkpoint, boxes_b: Sequence[SavedBox]
 ) -> Iterator[tuple[Array, Array]]:
-    """The values of both where a box of one meets a box of the other."""
+    """Yield the values of both sides where a box of one overlaps a box of the other."""
+    # Boxes of a are read once, in order of offset; the cache spares most repeated reads of b.
     read_b = lru_cache(BOXES_HELD)(lambda index: b.read_box(boxes_b[index]))
     for box_a in sorted(boxes_a, key=lambda saved: saved.box.offset):
         values_a = a.read_box(box_a)
@@ -88,9 +90,11 @@ def _difference(name: str, pairs: Iterator[tuple[Array, Array]]) -> TensorDiffer
     largest = furthest = elementwise = 0.0
     num_different = num_elements = 0
     for a, b in pairs:
+        # Equal elements, equal NaNs included.
         num_elements += a.size
         is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
         num_different += int(a.size - is_equal.sum())
+        # inf - inf is NaN and would warn; is_odd finds such elements below.
         with np.errstate(invalid="ignore"):
             gap = np.where(is_equal, 0.0, np.abs(a - b))
             size = np.maximum(np.abs(a), np.abs(b))
@@ -98,6 +102,7 @@ def _difference(name: str, pairs: Iterator[tuple[Array, Array]]) -> TensorDiffer
         if is_odd.any():
             furthest = elementwise = inf
             continue
+        # Maxima over all pairs; gap > 0 excludes divisions by zero.
         largest = max(largest, _max(size[np.isfinite(size)]))
         furthest = max(furthest, _max(gap))
         elementwise = max(elementwise, _max(gap[gap > 0] / size[gap > 0]))

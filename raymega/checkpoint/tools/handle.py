@@ -1,4 +1,4 @@
-"""A checkpoint as Python code meets it: which tensors it has, and their values, whole."""
+"""Checkpoint: a handle for Python code on a checkpoint's tensors: names, shapes, and whole values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from raymega.storage.store import Store
 
 
 class Checkpoint(NamedTuple):
-    """One checkpoint and the store that it lies in.
+    """Handle on one checkpoint of a run.
 
     Attributes:
-        store: Folder of the run.
-        manifest: Steps, job and grid of the run that wrote it, and where each tensor's blocks are.
+        store: Store of the run.
+        manifest: Manifest of the checkpoint.
     """
 
     store: Store
@@ -31,7 +31,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were complete."""
+        """Number of completed optimizer steps."""
         return self.manifest.step
 
     @property
@@ -40,7 +40,7 @@ class Checkpoint(NamedTuple):
         return sorted({saved.tensor for saved in self.manifest.boxes})
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor, whatever grid it was saved on.
+        """Return the shape of the whole tensor, whatever grid it was saved on.
 
         Raises:
             ConfigError: The checkpoint has no such tensor.
@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
         return self._boxes(name)[0].global_shape
 
     def dtype(self, name: str) -> str:
-        """Element type of the tensor as it is saved: ``float64``, ``float32``, ``bfloat16``, ``uint8``.
+        """Return the saved element type: ``float64``, ``float32``, ``bfloat16`` or ``uint8``.
 
         Raises:
             ConfigError: The checkpoint has no such tensor.
@@ -58,39 +58,39 @@ class Checkpoint(NamedTuple):
     def read(self, name: str) -> NDArray[Any]:
         """Read one whole tensor; bfloat16, which numpy lacks, becomes float32 of the same values.
 
-        Every block is held against its checksum.
+        Every block is verified against its checksum.
 
         Raises:
             ConfigError: The checkpoint has no such tensor.
-            CheckpointError: A block of it is missing, or is not what was written.
+            CheckpointError: A block is missing, or differs from what was written.
         """
         boxes = self._boxes(name)
         raise_faults(CheckpointError, tensor_faults(self.manifest, name, boxes))
         return _put_together(boxes, self.read_box)
 
     def read_box(self, saved: SavedBox) -> NDArray[Any]:
-        """Read one block of a tensor as numbers.
+        """Read one block of a tensor as numbers; bfloat16 becomes float32.
 
         Raises:
-            CheckpointError: It is missing, or is not what was written.
+            CheckpointError: The block is missing, or differs from what was written.
         """
         values = self.read_bits(saved)
         return from_bfloat16(values) if saved.dtype == "bfloat16" else values
 
     def read_bits(self, saved: SavedBox) -> NDArray[Any]:
-        """Read one block of a tensor as it is saved: of bfloat16 the bits, as uint16.
+        """Read one block of a tensor in its saved format; bfloat16 is returned as bits in uint16.
 
         Raises:
-            CheckpointError: It is missing, or is not what was written.
+            CheckpointError: The block is missing, or differs from what was written.
         """
         data = read_block(self.store, self.manifest, saved)
         return np.frombuffer(data, storage_type(saved.dtype)).reshape(saved.box.shape)
 
     def read_bits_of(self, boxes: Sequence[SavedBox]) -> NDArray[Any]:
-        """Read the whole tensor that ``boxes`` tile, as it is saved.
+        """Read the whole tensor that ``boxes`` tile, in its saved format as :meth:`read_bits`.
 
         Raises:
-            CheckpointError: A block of it is missing, or is not what was written.
+            CheckpointError: A block is missing, or differs from what was written.
         """
         return _put_together(boxes, self.read_bits)
 
@@ -98,6 +98,7 @@ class Checkpoint(NamedTuple):
         boxes = [saved for saved in self.manifest.boxes if saved.tensor == name]
         if boxes:
             return boxes
+        # No such tensor: suggest names that are spelled alike.
         names = self.names
         near = get_close_matches(name, names, n=3) or names[:3]
         raise ConfigError(
@@ -112,11 +113,13 @@ class Checkpoint(NamedTuple):
 def _put_together(
     boxes: Sequence[SavedBox], read: Callable[[SavedBox], NDArray[Any]]
 ) -> NDArray[Any]:
-    """The whole tensor that ``boxes`` tile, of which ``read`` gives one at a time."""
+    """Return the whole tensor that ``boxes`` tile, reading one box at a time with ``read``."""
     first, *others = boxes
     part = read(first)
+    # A single box is the tensor; no copy.
     if not others:
         return part
+    # The first box tells the dtype of the whole array.
     values = np.empty(first.global_shape, part.dtype)
     whole = Box.whole(first.global_shape)
     values[first.box.within(whole)] = part

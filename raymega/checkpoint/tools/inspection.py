@@ -1,7 +1,7 @@
-"""Looks into the checkpoints of a store for people: what is there, and is every byte right.
+"""Lists, opens and verifies the checkpoints of a store, for people.
 
 A URI names a run (``<checkpoint.uri>/<run.name>``), one of its checkpoints
-(``.../checkpoints/step-00000100``) or a manifest. Nothing is changed, and torch is not needed.
+(``.../checkpoints/step-00000100``) or a manifest. The module changes nothing and does not need torch.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from raymega.storage.registry import is_anything_at, local_path, open_store, rea
 from raymega.storage.store import Store
 
 MAX_NAMED = 5
+"""Largest number of runs that an error message names."""
+# A URI of a part of a run: everything before "checkpoints/step-..." is the run's folder.
 _PART_OF_RUN = re.compile(rf"(?P<run>.*)/(?P<part>{ROOT}step-\d+(/[^/]+)?)/?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSummary:
-    """One line about a checkpoint.
+    """Summary of a checkpoint, as ``raymega checkpoint list`` shows it.
 
     Attributes:
-        key: Its manifest.
-        step: Completed optimizer steps.
-        attempt: Worker group that wrote it.
-        created: When, as its driver said; empty when the manifest cannot be read.
-        num_files: Data files.
-        total_bytes: Bytes of all tensors.
-        faults: What is wrong with it; none when it is whole.
+        key: Key of the manifest.
+        step: Number of completed optimizer steps.
+        attempt: Number of the attempt that wrote it.
+        created: Time of the commit, ISO 8601, UTC; empty when the manifest cannot be read.
+        num_files: Number of data files.
+        total_bytes: Size of all tensors in bytes.
+        faults: Faults found; none when the checkpoint is whole.
     """
 
     key: str
@@ -52,18 +54,19 @@ class CheckpointSummary:
 
 
 def list_checkpoints(uri: str) -> list[CheckpointSummary]:
-    """Every checkpoint that ``uri`` names, newest first, judged by the sizes of its files.
+    """Summarise every checkpoint that ``uri`` names, newest first, checking the sizes of its files.
 
     Raises:
-        ConfigError: There is nothing at all at the URI: no run that has yet to save, either.
+        ConfigError: Nothing at all exists at the URI.
     """
     store, keys = _locate(uri)
+    # A run that has not saved yet is an empty list, no error.
     raise_faults(ConfigError, [] if keys else absence_faults(uri))
     return [_summarise(store, key, is_deep=False) for key in keys]
 
 
 def verify_checkpoints(uri: str) -> list[CheckpointSummary]:
-    """The same, but every byte is read and held against its checksum.
+    """Summarise every checkpoint that ``uri`` names, newest first, reading and verifying every byte.
 
     Raises:
         ConfigError: The URI names no checkpoint.
@@ -74,11 +77,11 @@ def verify_checkpoints(uri: str) -> list[CheckpointSummary]:
 
 
 def open_checkpoint(uri: str) -> Checkpoint:
-    """The newest checkpoint that ``uri`` names, whole or not.
+    """Open the newest checkpoint that ``uri`` names, whole or not.
 
     Raises:
         ConfigError: The URI names no checkpoint.
-        CheckpointError: Its manifest cannot be read.
+        CheckpointError: The manifest cannot be read.
     """
     store, keys = _locate(uri)
     raise_faults(ConfigError, [] if keys else [_nothing_at(uri)])
@@ -86,11 +89,12 @@ def open_checkpoint(uri: str) -> Checkpoint:
 
 
 def _locate(uri: str) -> tuple[Store, list[str]]:
-    """The run's store, and the keys of the manifests that ``uri`` names in it, newest first."""
+    """Return the run's store, and the keys of the manifests that ``uri`` names, newest first."""
     match = _PART_OF_RUN.fullmatch(uri)
     root = match["run"] if match else uri
     raise_faults(ConfigError, reading_faults(root, field="URI"))
     store = open_store(root)
+    # A step's folder or one manifest; the slash keeps step-00000010 from naming step-000000100.
     prefix = f"{match['part']}/" if match else ROOT
     return store, [key for key in list_manifests(store) if f"{key}/".startswith(prefix)]
 
@@ -98,6 +102,7 @@ def _locate(uri: str) -> tuple[Store, list[str]]:
 def _summarise(store: Store, key: str, *, is_deep: bool) -> CheckpointSummary:
     at = checkpoint_of(key)
     assert at is not None, f"{key} is a manifest's"
+    # An unreadable manifest: its key still tells step and attempt.
     try:
         manifest = read_manifest(store, key)
     except CheckpointError as error:
@@ -117,10 +122,12 @@ def _summarise(store: Store, key: str, *, is_deep: bool) -> CheckpointSummary:
 
 
 def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Fault | str]:
+    # Sizes of the files; reads no data.
     broken = broken_files(store, manifest)
     yield from broken.values()
     if not is_deep:
         return
+    # Coverage of the tensors, and the bytes of every box in the files that have the right size.
     yield from coverage_faults(manifest)
     for box in manifest.boxes:
         if manifest.file_key(box) in broken:
@@ -132,7 +139,7 @@ def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Faul
 
 
 def absence_faults(uri: str) -> list[Fault]:
-    """What is wrong when ``uri`` holds nothing at all: mistyped, most likely."""
+    """Return the fault of a URI at which nothing at all exists, most likely because of a typo."""
     if is_anything_at(uri):
         return []
     return [
@@ -145,7 +152,7 @@ def absence_faults(uri: str) -> list[Fault]:
 
 
 def runs_below(uri: str) -> list[str]:
-    """Names of the runs in the folder ``uri``, sorted; none for an object store, which is not walked."""
+    """Return the sorted names of the runs in the folder ``uri``; none for an object store."""
     folder = local_path(uri)
     if folder is None or not folder.is_dir():
         return []
@@ -153,6 +160,7 @@ def runs_below(uri: str) -> list[str]:
 
 
 def _nothing_at(uri: str) -> Fault:
+    # The remedy depends on what the folder looks like: a Hugging Face model, or a parent of runs.
     folder, runs = local_path(uri), runs_below(uri)
     remedy = "give <checkpoint.uri>/<run.name> of a run that has saved"
     if folder is not None and (folder / "config.json").is_file():

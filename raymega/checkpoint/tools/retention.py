@@ -1,4 +1,4 @@
-"""Which objects of a run's checkpoints may go. The rule is a pure function; prune carries it out."""
+"""Retention of a run's checkpoints: a pure function chooses what to delete, and Pruner deletes it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from raymega.errors import CheckpointError
 from raymega.storage.store import Store
 
 BEST_BY = "eval/loss"
-"""The metric of which less is better; a manifest has it when its step was evaluated."""
+"""Metric by which checkpoints are ranked, smallest first; in the manifest if the step was evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionPolicy:
-    """Which whole checkpoints stay: the ``last`` newest, and beside them those of two more rules.
+    """Rules for the whole checkpoints to keep; a checkpoint stays when any of the three keeps it.
 
     Attributes:
-        last: So many of the newest; at least 1.
-        every: Those of steps that it divides; 0 is none.
-        best: So many of those with the least BEST_BY.
+        last: Number of newest checkpoints to keep; at least 1.
+        every: Divisor of the steps whose checkpoints are kept; 0 turns the rule off.
+        best: Number of checkpoints with the least BEST_BY to keep.
     """
 
     last: int
@@ -36,15 +36,19 @@ class RetentionPolicy:
 
 
 def kept(whole: Mapping[CheckpointId, float], keep: RetentionPolicy) -> set[CheckpointId]:
-    """Those of ``whole`` (each with its BEST_BY, inf when it has none) that stay.
+    """Return the checkpoints of ``whole`` that the rules keep.
 
-    Of several checkpoints of one step the newest counts: the others are branches given up.
+    Args:
+        whole: Whole checkpoints, each with its BEST_BY; inf without an evaluation.
+        keep: Rules to apply.
     """
     found = set(sorted(whole, reverse=True)[: keep.last])
+    # Of several checkpoints of one step only the newest counts; the others are abandoned branches.
     current = {at.step: at for at in sorted(whole)}.values()
     if keep.every:
         found |= {at for at in current if at.step % keep.every == 0}
     measured = [at for at in current if isfinite(whole[at])]
+    # Ties go to the later attempt, then to the later step.
     best = sorted(measured, key=lambda at: (whole[at], -at.attempt, -at.step))
     return found | set(best[: keep.best])
 
@@ -52,17 +56,18 @@ def kept(whole: Mapping[CheckpointId, float], keep: RetentionPolicy) -> set[Chec
 def expired_keys(
     keys: Iterable[str], whole: Mapping[CheckpointId, float], keep: RetentionPolicy
 ) -> tuple[str, ...]:
-    """Keys to delete, manifests first, so that no reader meets a manifest without its files.
+    """Return the keys to delete, manifests first, so that no manifest outlives its files.
 
-    Kept are the checkpoints of :func:`kept` and everything newer than the newest of them, which may
-    be a save under way. The rest of what checkpoints wrote is either too old or was never finished.
-    Foreign keys are not touched.
+    Checkpoints of :func:`kept` stay, and so does everything newer than the newest of them, which may be
+    a save under way. Other objects of checkpoints are too old, or belong to saves that never finished.
+    Keys that no checkpoint uses are not touched.
 
     Args:
-        keys: Every key below ``checkpoints/``.
-        whole: The checkpoints that could be restored, as for :func:`kept`.
-        keep: The rule.
+        keys: All keys below ``checkpoints/``.
+        whole: Whole checkpoints, as for :func:`kept`.
+        keep: Rules to apply.
     """
+    # Without a whole checkpoint, what is there may be all that can be rescued.
     if not whole:
         return ()
     stay, newest = kept(whole, keep), max(whole)
@@ -72,18 +77,22 @@ def expired_keys(
 
 
 class Pruner:
-    """Deletes by the rule; what it has found whole it does not look at again."""
+    """Deletes the checkpoints of a run that a policy does not keep.
+
+    A checkpoint that was found whole once is not examined again.
+    """
 
     def __init__(self, store: Store, keep: RetentionPolicy) -> None:
         self._store, self._keep = store, keep
         self._whole: dict[CheckpointId, float] = {}
 
     def expired(self) -> tuple[str, ...]:
-        """What may go now.
+        """Return the keys that can be deleted now.
 
         Raises:
             StorageError: The store cannot be read.
         """
+        # BEST_BY of every whole checkpoint, from memory where it is known.
         found: dict[CheckpointId, float] = {}
         for key in list_manifests(self._store):
             at = checkpoint_of(key)
@@ -95,10 +104,10 @@ class Pruner:
         return expired_keys(self._store.list(ROOT), found, self._keep)
 
     def prune(self) -> tuple[str, ...]:
-        """Delete what :meth:`expired` says and return it.
+        """Delete the keys of :meth:`expired` and return them.
 
         Raises:
-            StorageError: The store cannot be read, in which case nothing is deleted, or failed later.
+            StorageError: The store cannot be read, and nothing was deleted; or a deletion failed.
         """
         keys = self.expired()
         for key in keys:
@@ -107,11 +116,11 @@ class Pruner:
 
 
 def _value(store: Store, key: str) -> float | None:
-    """The checkpoint's BEST_BY, inf when it has none; None when it is not whole."""
+    """Return a checkpoint's BEST_BY, inf without an evaluation; None when it is not whole."""
     try:
         manifest = read_manifest(store, key)
         return None if broken_files(store, manifest) else manifest.metrics.get(BEST_BY, inf)
     except UnknownVersionError:
-        return inf  # whether it is whole is not this build's to judge
+        return inf  # another build's: kept as if whole, because this one cannot tell
     except CheckpointError:
         return None

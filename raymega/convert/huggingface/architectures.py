@@ -1,6 +1,6 @@
-"""The architectures of transformers that ours is equal to, and which of them a model is.
+"""Architectures of transformers that raymega can reproduce, and the choice of one for a model.
 
-What their config.json says is config's and moe_config's, what they call tensors names'.
+``config.py`` and ``moe_config.py`` translate config.json; ``names.py`` translates names of tensors.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from raymega.config.schema import ModelSection
 
 Config = Mapping[str, Any]
 Renames = Mapping[str, str]
-"""A setting of theirs to the field of ours that has the same value."""
+"""Map from a setting of config.json to the field of a job section with the same value."""
 
 
 def ours(names: Renames, config: Config) -> dict[str, Any]:
-    """Our fields by their settings, each of which must be there."""
+    """Return the values of our fields, read from their settings; a missing one raises KeyError."""
     return {field: config[setting] for setting, field in names.items()}
 
 
 def theirs(names: Renames, section: Section) -> dict[str, Any]:
-    """Their settings by our fields."""
+    """Return the values of their settings, read from our fields."""
     return {setting: getattr(section, field) for setting, field in names.items()}
 
 
 def alike(*names: str) -> Renames:
-    """Settings that we call the same."""
+    """Return the map of settings that have the same name on both sides."""
     return dict(zip(names, names, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """What transformers calls a family, and the settings by which it could differ from ours.
+    """An architecture of transformers, and the settings in which it could differ from raymega.
 
     Attributes:
-        name: Of the class with a language-model head.
-        defaults: Values that a config.json may leave out.
-        wanted: Settings that ours is equal to at these values only; None stands for "left out".
-        family: Ours; the architecture's own name where that is empty.
+        name: Name of the class with a language-model head.
+        defaults: Values of settings that a config.json may leave out.
+        family: Value of ``model.family`` for the architecture.
+        wanted: Settings with the only values that raymega reproduces; None stands for "left out".
     """
 
     name: str
@@ -49,6 +49,7 @@ class Architecture:
     wanted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
 
+# Building blocks of the table below: shared restrictions and shared defaults.
 _SAME = {"hidden_act": ("silu",), "mlp_bias": (None, False), "quantization_config": (None,)}
 _LLAMA_DEFAULTS = {
     "hidden_act": "silu",
@@ -72,8 +73,9 @@ _DEEPSEEK_DEFAULTS = {
     "routed_scaling_factor": 1.0,
     "q_lora_rank": 0,
 }
-# Their norms of latents have an epsilon of their own, which is this whatever the config says.
+# DeepSeek's norms of latents use an epsilon of 1e-6 whatever the config says, so it must say 1e-6.
 _LATENT = {**_SAME, **_NO_BIAS, "rms_norm_eps": (1e-6,)}
+# Keys are the values of model_type in config.json.
 ARCHITECTURES = {
     "gpt2": Architecture(
         name="GPT2LMHeadModel",
@@ -155,11 +157,13 @@ ARCHITECTURES = {
 
 
 def architecture_of(model: ModelSection) -> str:
-    """The ``model_type`` that comes nearest to ``model``."""
+    """Return the ``model_type`` of the architecture nearest to ``model``, which may still differ."""
+    # Latent attention: V3 has biased routing; a dense model with latents is V3 with dense blocks only.
     if model.mla.kv_lora_rank:
         return (
             "deepseek_v2" if model.moe.num_experts and not model.moe.expert_bias else "deepseek_v3"
         )
+    # GPT-2 with experts has no architecture there; config_from refuses it by its settings.
     if model.moe.num_experts and model.family != "gpt2":
         return {"llama": "mixtral"}.get(model.family, f"{model.family}_moe")
     return model.family

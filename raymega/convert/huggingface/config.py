@@ -1,6 +1,6 @@
-"""Hugging Face's config.json and our model section: each from the other, or what is in the way.
+"""Translates between Hugging Face's config.json and the model section, or says why it cannot.
 
-What it does not know it refuses: a setting that changes the network must not be dropped.
+A setting that would change the network and that raymega does not know is refused, never dropped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from raymega.plan.validation.registry import job_faults
 
 
 def model_from(config: Config) -> ModelSection:
-    """The model section that builds the network of ``config``.
+    """Return the model section that builds the network of ``config``.
 
     Raises:
-        ConfigError: With everything about it that ours cannot express.
+        ConfigError: Settings cannot be expressed by a model section; all of them are named.
     """
     model = _section_of(config)
     raise_faults(ConfigError, [_unbuilt(fault) for fault in _own_faults(model)])
@@ -38,7 +38,8 @@ def model_from(config: Config) -> ModelSection:
 
 
 def _section_of(config: Config) -> ModelSection:
-    """The section, of which a job file may yet be refused."""
+    """Return the model section of ``config``, before the rules of job files are applied to it."""
+    # A known architecture, and only settings of it that raymega reproduces.
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(_unknown(config))
@@ -46,6 +47,7 @@ def _section_of(config: Config) -> ModelSection:
     whole = {**architecture.defaults, **{k: v for k, v in config.items() if v is not None}}
     raise_faults(ConfigError, kind_faults(whole))
     raise_faults(ConfigError, _difference_faults(whole, architecture))
+    # Values of the fields; what is missing or out of range is told in config.json's words.
     try:
         values = _gpt2_values(whole) if kind == "gpt2" else _llama_values(whole)
         return ModelSection.model_validate({"family": architecture.family, **values})
@@ -62,21 +64,21 @@ def _section_of(config: Config) -> ModelSection:
 
 
 def _own_faults(model: ModelSection) -> list[Fault]:
-    """Whatever a job file with this section would be refused for, on one rank."""
+    """Return the faults for which a job file with this section would be refused on one rank."""
     return job_faults({**{f"model.{name}": value for name, value in model}, "parallel.tp": 1})
 
 
 def config_from(model: ModelSection, *, dtype: str, carried: Config) -> dict[str, Any]:
-    """The config.json of ``model``.
+    """Return the config.json of ``model``.
 
     Args:
-        model: The model.
-        dtype: Format of its weights.
-        carried: The config.json that it came with, or nothing: special tokens and settings that
-            are not ours are kept.
+        model: Model section to translate.
+        dtype: Number format of the weights.
+        carried: Content of the config.json that the model was imported with, or an empty dict. Its
+            settings that do not describe the network, such as special tokens, are kept.
 
     Raises:
-        ConfigError: There is no config.json that says all of it.
+        ConfigError: No config.json of these architectures describes the whole model.
     """
     config = _config_of(model, dtype=dtype, carried=carried)
     raise_faults(ConfigError, _unsaid(model, config))
@@ -88,6 +90,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
     if kind not in ARCHITECTURES:
         raise ConfigError(_unknown({"model_type": kind}))
     write = _gpt2_config if model.family == "gpt2" else _llama_config
+    # Written anew or under another name below; a carried value could contradict it.
     replaced = {"rope_theta", "rope_scaling", "torch_dtype"}
     kept = {key: value for key, value in carried.items() if key not in replaced}
     return {
@@ -107,14 +110,12 @@ TRAINING = ("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", 
 TRAINING_EXPERTS = ("router_jitter_noise", "router_dtype", "load_balancing_type", "router_aux_loss_coef", "sinkhorn_rounds",
                     "expert_bias_update_rate", "router_z_loss_coef", "capacity_factor", "token_drop_policy",
                     "pad_expert_input_to_capacity")  # fmt: skip
-"""Fields that a config.json need not say: they are a matter of training alone, or of tensors."""
+"""Fields that a config.json need not express: they affect training only, or are visible in tensors."""
 
 
 def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
-    """What a reader of ``config`` would not know of ``model``.
-
-    What only one side has belongs to a part, such as experts, whose size then differs.
-    """
+    """Return the faults of fields of ``model`` that are lost when ``config`` is read back."""
+    # A field that only one side has belongs to a part, such as experts, whose size then differs.
     mine, read_back = _function_of(model), _function_of(_section_of(config))
     return [
         Fault(
@@ -129,14 +130,15 @@ def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
 
 
 def _function_of(model: ModelSection) -> dict[str, Any]:
-    """What decides what the model computes, by dotted path; numbers in place of words."""
+    """Return the fields that determine what the model computes, by dotted path, in comparable form."""
+    # Symbolic values ("num_heads") become numbers; fields without effect are left out.
     plain = model.model_dump(exclude={*TRAINING, "moe", "mla"})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
     experts = model.moe.model_dump(exclude={*TRAINING_EXPERTS})
     experts["intermediate_size"] = model.expert_width
     if not model.moe.num_experts:
         experts = {"num_experts": 0}
-    if model.moe.n_group == 1:  # then a group's score chooses nothing
+    if model.moe.n_group == 1:  # with one group its score has no effect
         experts.pop("group_score", None)
     if model.rope_scaling == "none":
         plain = {name: value for name, value in plain.items() if not _is_of_scaling(name)}
@@ -149,6 +151,7 @@ def _is_of_scaling(field: str) -> bool:
     return field.startswith("rope_") and field not in ("rope_theta", "rope_scaling")
 
 
+# Settings of config.json to fields of the model section, by architecture.
 _ALL = alike("vocab_size", "tie_word_embeddings", "initializer_range")
 _GPT2 = {
     "n_embd": "hidden_size",
@@ -182,7 +185,7 @@ _ROPES = {
         "mscale_all_dim": "rope_mscale_all_dim",
     },
 }
-"""RoPE's settings by its type there."""
+"""Settings of RoPE's scaling, by ``rope_type``."""
 
 
 def _gpt2_values(config: Config) -> dict[str, Any]:
@@ -201,6 +204,7 @@ def _gpt2_config(model: ModelSection) -> dict[str, Any]:
 
 def _llama_values(config: Config) -> dict[str, Any]:
     width, heads = config["hidden_size"], config["num_attention_heads"]
+    # With latents, key-value heads and head width have no meaning of their own: take the defaults.
     has_latents = "kv_lora_rank" in config
     kv_heads = heads if has_latents else config.get("num_key_value_heads", heads)
     head_width = width // heads if has_latents else config.get("head_dim", width // heads)
@@ -237,7 +241,8 @@ def _llama_config(model: ModelSection) -> dict[str, Any]:
 
 
 def _rope_of(config: Config) -> dict[str, Any]:
-    """RoPE's settings as version 5 writes them; before, they were two keys."""
+    """Return RoPE's settings in the form of transformers 5, from either form."""
+    # Before version 5: rope_theta and rope_scaling. Since then: rope_parameters, which wins.
     scaling = config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **scaling}
     rope |= config.get("rope_parameters") or {}
@@ -248,6 +253,7 @@ def _rope_of(config: Config) -> dict[str, Any]:
 
 def _rope_values(rope: Config) -> dict[str, Any]:
     kind = rope["rope_type"]
+    # As transformers applies YaRN: 0 or null is the default, and mscale counts only with its partner.
     if kind == "yarn":
         has_both = rope.get("mscale") and rope.get("mscale_all_dim")
         rope = {
@@ -262,7 +268,7 @@ def _rope_values(rope: Config) -> dict[str, Any]:
 
 
 def _rope_config(model: ModelSection) -> dict[str, Any]:
-    """Both spellings, so that versions before and after 5 read the same network."""
+    """Return RoPE's settings in both forms, so that transformers before and since 5 agree."""
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     rope = {"rope_type": kind, **theirs(_ROPES[kind], model)}
     return {
@@ -273,6 +279,7 @@ def _rope_config(model: ModelSection) -> dict[str, Any]:
 
 
 def _difference_faults(config: Config, architecture: Architecture) -> list[Fault]:
+    # Settings that every architecture may have.
     faults = [
         _unlike(f"{key}={config.get(key)!r}", f"only {_names(values)} is built")
         for key, values in architecture.wanted.items()
@@ -285,6 +292,7 @@ def _difference_faults(config: Config, architecture: Architecture) -> list[Fault
         )
     if architecture.name == "GPT2LMHeadModel":
         return faults
+    # RoPE and experts, which GPT-2 does not have.
     rope = _rope_of(config)
     if rope["rope_type"] not in _ROPES:
         rule = "RoPE is 'default', 'llama3' or 'yarn'"
@@ -298,7 +306,7 @@ def _difference_faults(config: Config, architecture: Architecture) -> list[Fault
 
 
 def _yarn_faults(rope: Config, *, has_latents: bool) -> list[Fault]:
-    """Forms of YaRN that ours has no switch for."""
+    """Return the faults of YaRN settings that no field of the model section expresses."""
     scales_all = bool(rope.get("mscale_all_dim"))
     forms = {
         "an attention_factor": rope.get("attention_factor") is not None,

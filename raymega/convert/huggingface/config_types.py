@@ -1,6 +1,6 @@
-"""What kind of value each setting of config.json has, so that one of another kind is told by name.
+"""Checks the type of each setting of config.json, so that a wrong one is reported by name.
 
-Only settings that are read are here; which values of a kind can be built is hf_config's.
+Only settings that raymega reads are listed; ``config.py`` decides which values can be built.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from raymega.convert.huggingface.architectures import Config
 from raymega.errors import Fault
 
 LARGEST = 1e300
-"""Bounds what is called finite: a whole number of JSON may be too long for a float."""
+"""Bound of finite numbers: an integer in JSON may be too large for a float."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingKind:
-    """What a setting must be, in words and as a question."""
+    """Type that a setting must have: in words for messages, and as a predicate."""
 
     words: str
     holds: Callable[[object], bool]
 
 
 def kind_faults(config: Config) -> list[Fault]:
-    """Settings of ``config``, RoPE's inner ones with them, that are not of their kind.
+    """Return the faults of settings of the wrong type, those inside RoPE's tables included.
 
     Args:
-        config: Without the keys that are null, which is "left out" everywhere.
+        config: Content of a config.json without keys that are null, which means "left out".
     """
     return [
         Fault(
@@ -54,6 +54,7 @@ def _settings(config: Config) -> Iterator[tuple[str, object, SettingKind]]:
 
 
 def _is_whole(value: object) -> bool:
+    # In Python a bool is an int.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -89,6 +90,7 @@ def _all(kind: SettingKind, names: str) -> dict[str, SettingKind]:
     return dict.fromkeys(names.split(), kind)
 
 
+# Settings at the top of config.json, then those inside rope_scaling and rope_parameters.
 _KINDS = {
     **_all(_WHOLE, "n_embd n_head n_layer n_inner n_positions vocab_size hidden_size"),
     **_all(_WHOLE, "num_hidden_layers num_key_value_heads head_dim intermediate_size"),

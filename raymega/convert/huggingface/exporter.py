@@ -1,6 +1,6 @@
-"""From a native checkpoint to a folder that transformers loads.
+"""Exports a native checkpoint to a folder that transformers loads.
 
-The folder appears whole or not at all. It holds one tensor in memory, with the parts it is made of.
+The folder appears whole or not at all. Memory: one tensor and the parts that it is concatenated from.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from raymega.messages import SavedBox
 
 DTYPES = ("saved", "float64", "float32", "bfloat16", "float16")
 MAX_FILE_BYTES = 5 * 10**9
+"""Default size limit of a weight file in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfExport:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        folder: Where.
-        key: Manifest that it came from.
-        step: Completed steps of the run.
-        dtype: Format of the weights.
-        num_parameters: Elements, a tied table counted once.
+        folder: Folder that was written.
+        key: Key of the manifest that was exported.
+        step: Number of completed steps of the run.
+        dtype: Number format of the weights.
+        num_parameters: Number of elements, a tied table counted once.
         files: Names of all files.
-        notes: What the model does here and not in transformers, a line each.
+        notes: Differences in behaviour between raymega and transformers, one line each.
     """
 
     folder: Path
@@ -62,25 +63,27 @@ def hf_export(
     """Convert the newest checkpoint that ``uri`` names to a model in ``folder``.
 
     Args:
-        uri: A run's folder, one of its checkpoints or a manifest.
-        folder: Must not exist, or be empty.
-        dtype: Format of the weights, or ``saved`` for that of the checkpoint.
-        max_file_bytes: Longest weight file, unless one tensor is longer.
+        uri: URI of a run's folder, of one of its checkpoints or of a manifest.
+        folder: Folder to write, which must not exist or must be empty.
+        dtype: Number format of the weights, or ``saved`` for that of the checkpoint.
+        max_file_bytes: Largest weight file in bytes, unless one tensor is larger.
 
     Raises:
         ConfigError: The arguments are wrong; nothing was written.
         CheckpointError: The checkpoint is not whole; nothing was written.
     """
+    # Check the arguments, and that transformers can express the model.
     raise_faults(ConfigError, [*_dtype_faults(dtype), *folder_faults(folder)])
     store, manifest = checkpoint = open_checkpoint(uri)
     model = model_of(manifest)
     carried = find_carried(store, manifest)
-    # Before the weights are looked for: a model that no config.json describes has no names there.
+    # Before the weights are looked up: names of tensors exist only for a model with a config.json.
     config = config_from(model, dtype=dtype, carried=carried_config(carried))
     saved = _weights_of(manifest, model)
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = hf_tensors(model)
+    # Write weights, then config.json and the files that came with the model.
     with new_folder(folder) as partial:
         write_weights(
             partial,
@@ -115,7 +118,11 @@ def _dtype_faults(dtype: str) -> list[Fault]:
 
 
 def _weights_of(manifest: Manifest, model: ModelSection) -> dict[str, list[SavedBox]]:
-    """Boxes of each weight by name, which together must be exactly the model's."""
+    """Return the boxes of each weight of the model, by name.
+
+    Raises:
+        CheckpointError: A weight is missing, has another shape, or is not covered once by its boxes.
+    """
     raise_faults(CheckpointError, coverage_faults(manifest))
     boxes = manifest.tensors()
     saved, faults = {}, []
@@ -145,10 +152,12 @@ def _values(
 ) -> Iterator[Array]:
     held, stack = "", np.empty(0)
     for tensor in theirs:
-        if tensor.parts[0].name != held:  # experts of one tensor follow one another
+        # Read our parts; experts of one tensor follow one another, so it is read once.
+        if tensor.parts[0].name != held:
             held, stack = tensor.parts[0].name, np.empty(0)
             parts = [checkpoint.read_bits_of(saved[part.name]) for part in tensor.parts]
             stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        # Cut out the expert, or cut off the padded rows; then rescale (muP), convert and transpose.
         rows = stack[tensor.expert] if tensor.expert >= 0 else stack[: tensor.num_rows]
         source = saved[tensor.parts[0].name][0].dtype
         if tensor.divisor != 1.0:

@@ -1,7 +1,7 @@
-"""Files that come with a Hugging Face model and go with it: tokenizer, generation, config.json.
+"""Files that accompany a Hugging Face model: tokenizer, generation settings, config.json.
 
-They lie beside the checkpoint, in the folder `hf/` of its store. A run that started from converted
-weights has none of its own; they are found where it started from.
+They are kept in the folder `hf/` of the checkpoint's store. A run that started from converted weights
+has none of its own; they are looked up in the store that it started from.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ PATTERNS = (
     "special_tokens_map.json", "chat_template*", "spiece.model",
 )  # fmt: skip
 MAX_HOPS = 16
+"""Longest chain of ``checkpoint.init_from`` that is followed; ends a circle."""
 
 
 def files_to_carry(folder: Path) -> list[Path]:
-    """What of a model's folder goes along, by name."""
+    """Return the files of a model's folder that are kept with it, sorted by name."""
     return [
         path
         for path in sorted(folder.iterdir())
@@ -36,7 +37,8 @@ def files_to_carry(folder: Path) -> list[Path]:
 
 
 def find_carried(store: Store, manifest: Manifest) -> dict[str, bytes]:
-    """Name to content of the files that belong to a checkpoint; nothing when there are none."""
+    """Return the content of the files that belong to a checkpoint, by name; empty without any."""
+    # This store, then the store that its run started from, and so on.
     for _ in range(MAX_HOPS):
         keys = list(store.list(PREFIX))
         if keys:
@@ -46,13 +48,13 @@ def find_carried(store: Store, manifest: Manifest) -> dict[str, bytes]:
             break
         try:
             store, manifest = open_checkpoint(origin)
-        except RaymegaError:  # what a run started from may be gone; its weights are not affected
+        except RaymegaError:  # the origin may be gone; the weights do not depend on it
             break
     return {}
 
 
 def carried_config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The config.json among them, or nothing."""
+    """Return the config.json among ``files``, parsed; an empty dict without one."""
     config: dict[str, Any] = json.loads(files.get(CONFIG, b"{}"))
     return config
 

@@ -1,7 +1,7 @@
-"""From a folder of Hugging Face weights to a native checkpoint that a run can start from.
+"""Imports a folder of Hugging Face weights as a native checkpoint that a run can start from.
 
-Everything is checked before the first byte is written, and what was written is removed when
-something fails later. It holds one tensor in memory, as it was and as it becomes.
+Everything is checked before the first byte is written, and what was written is removed when something
+fails later. Memory: one tensor in its old and its new form.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ MODEL_FILE = "model.yaml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfImport:
-    """What an import wrote.
+    """Result of an import.
 
     Attributes:
-        uri: The store.
-        key: The manifest.
-        dtype: Format of the weights.
-        model: The job file's model section.
-        num_parameters: Elements, padded rows left out.
-        carried: Names of the files that went along.
+        uri: URI of the store that was written.
+        key: Key of the manifest.
+        dtype: Number format of the weights.
+        model: Model section for the job file.
+        num_parameters: Number of elements, without padded rows.
+        carried: Names of the accompanying files that were kept.
     """
 
     uri: str
@@ -64,15 +64,17 @@ def hf_import(
     """Convert the model in ``folder`` to a checkpoint in the store at ``uri``.
 
     Args:
-        folder: With config.json and safetensors files.
-        uri: A store without checkpoints.
-        created: The time: ISO 8601, UTC.
-        make_vocab_size_divisible_by: Pads the vocabulary to a multiple of it; None is the job file's default.
+        folder: Folder with config.json and safetensors files.
+        uri: URI of a store without checkpoints.
+        created: Time of the import: ISO 8601, UTC.
+        make_vocab_size_divisible_by: Number of which the padded vocabulary is a multiple; None is the
+            job file's default.
 
     Raises:
-        ConfigError: With everything that is in the way; nothing was written.
+        ConfigError: The model or the arguments are refused, with all reasons; nothing was written.
         StorageError: The store cannot be used.
     """
+    # The model section, by config.json and by the tensors that are there.
     model = model_from(_read_config(folder))
     if make_vocab_size_divisible_by is not None:
         model = model.model_copy(
@@ -83,10 +85,12 @@ def hf_import(
         update={"num_nextn_predict_layers": num_further(entries, model.num_layers)}
     )
     entries = _without_copies(entries, model)
+    # Check the weights and the store.
     raise_faults(ConfigError, _weight_faults(entries, model))
     raise_faults(ConfigError, store_faults(uri, field="--out"))
     store = open_store(uri)
     raise_faults(ConfigError, occupied_faults(store))
+    # Write the accompanying files, then the weights; remove both when something fails.
     carried = files_to_carry(folder)
     dtype = _common_dtype(entries)
     beside = {f"{PREFIX}{path.name}": path.read_bytes() for path in carried}
@@ -115,7 +119,7 @@ def hf_import(
 
 
 def model_yaml(model: ModelSection) -> str:
-    """The ``model:`` section of a job file, without the fields that have their default."""
+    """Return the ``model:`` section of a job file, without fields that have their default."""
     values = model.model_dump(mode="json", exclude_defaults=True)
     return yaml.safe_dump({"model": values}, sort_keys=False)
 
@@ -140,7 +144,8 @@ def _unreadable(folder: Path, problem: str) -> Fault:
 
 
 def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str, WeightEntry]:
-    """The entries by today's names: old files leave out the outermost one, and hold buffers."""
+    """Return the weights by their current names, without the buffers that old files hold."""
+    # Files of a model saved without its language-model head lack the outermost prefix.
     prefix = "transformer." if model.family == "gpt2" else "model."
     has_prefix = any(name.startswith(prefix) for name in entries)
     return {
@@ -153,10 +158,10 @@ def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str,
 def _without_copies(
     entries: Mapping[str, WeightEntry], model: ModelSection
 ) -> dict[str, WeightEntry]:
-    """Blocks that predict further ahead may come with the table and the head, which are the model's.
+    """Return the weights without the copies of token table and head in multi-token-prediction blocks.
 
     Raises:
-        ConfigError: Such a copy is not equal.
+        ConfigError: Such a copy differs from the model's own tensor.
     """
     kept, faults = dict(entries), []
     for name in entries:
@@ -179,6 +184,7 @@ def _other_copy(name: str, original: str) -> Fault:
 
 
 def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> list[Fault]:
+    # A tied head beside its table, missing and surplus tensors, then shapes.
     wanted = {tensor.name: tensor for tensor in hf_tensors(model)}
     found = dict(entries)
     faults = []
@@ -217,7 +223,7 @@ def _count_faults(names: list[str], verb: str, remedy: str) -> list[Fault]:
 def _tied_head_faults(
     head: WeightEntry, entries: Mapping[str, WeightEntry], model: ModelSection
 ) -> list[Fault]:
-    """Some files hold a tied head twice, which is fine as long as it is the same."""
+    """Return the fault of a tied head that is stored and differs from the token table."""
     table = entries.get(hf_tensors(model)[0].name)
     if table is None or (
         head.dtype == table.dtype
@@ -235,7 +241,8 @@ def _tied_head_faults(
 
 
 def _common_dtype(entries: Mapping[str, WeightEntry]) -> str:
-    """One that holds all of them; checkpoints have no float16, which float32 holds."""
+    """Return the checkpoint format that holds all weights without rounding."""
+    # Checkpoints have no float16; float32 holds its values.
     formats = {entry.dtype for entry in entries.values()}
     if "float64" in formats:
         return "float64"
@@ -243,7 +250,10 @@ def _common_dtype(entries: Mapping[str, WeightEntry]) -> str:
 
 
 def _places(model: ModelSection) -> dict[str, list[tuple[HfTensor, int]]]:
-    """Name of each of our tensors to theirs that hold it, and the first row there; several experts."""
+    """Return, by name of our tensor, their tensors that hold it, each with the first row there.
+
+    A tensor of all experts has one entry an expert; every other tensor has one entry.
+    """
     places: dict[str, list[tuple[HfTensor, int]]] = {}
     for theirs in hf_tensors(model):
         row = 0
@@ -259,9 +269,11 @@ def _values(
     dtype: str,
     tensor: GlobalTensor,
 ) -> Array:
+    # All experts: theirs are separate tensors, ours is their stack.
     if places[tensor.name][0][0].expert >= 0:
         of_experts = [entries[theirs.name] for theirs, _ in places[tensor.name]]
         return np.stack([recast(entry.read(), entry.dtype, dtype) for entry in of_experts])
+    # Otherwise ours is a range of rows of theirs (q, k and v of GPT-2), padded in token tables.
     ((theirs, row),) = places[tensor.name]
     entry = entries[theirs.name]
     stack = entry.read()

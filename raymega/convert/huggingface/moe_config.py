@@ -1,6 +1,6 @@
-"""What config.json says of experts, and model.moe: each from the other.
+"""Translates between config.json's settings of experts and ``model.moe``.
 
-Every architecture has words of its own for the same few switches.
+Every architecture has its own names for the same few settings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from raymega.convert.huggingface.architectures import (
 )
 from raymega.errors import Fault
 
+# Settings of config.json to fields of model.moe, by architecture.
 _WIDTH = {"moe_intermediate_size": "intermediate_size"}
 _MIXTRAL = {"num_local_experts": "num_experts", **alike("router_jitter_noise")}
 _QWEN = {
@@ -34,14 +35,14 @@ _DEEPSEEK = {
 
 
 def expert_values(config: Config) -> dict[str, Any]:
-    """``moe`` of the model section, or nothing for a dense model."""
+    """Return the ``moe`` entry of the model section; empty for a dense model."""
     read = _READERS.get(config.get("model_type", ""))
     values = read(config) if read else {}
     return {"moe": {"top_k": config["num_experts_per_tok"], **values}} if values else {}
 
 
 def expert_config(model: ModelSection) -> dict[str, Any]:
-    """What config.json says of ``model.moe``; nothing of a dense model."""
+    """Return the settings of config.json for ``model.moe``; empty for a dense model."""
     kind = architecture_of(model)
     write = _WRITERS.get(kind)
     if write is None:
@@ -50,13 +51,19 @@ def expert_config(model: ModelSection) -> dict[str, Any]:
 
 
 def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> list[Fault]:
-    """Dense blocks between those with experts, where no rule of ours says which."""
+    """Return the fault of a pattern of dense blocks that the model section cannot express."""
+    # Ours: the first blocks are dense, or every n-th block has experts; not both.
     dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     is_front = list(dense) == list(range(len(dense)))
     if not dense or (is_front and every == 1):
         return []
     fact = f"mlp_only_layers={list(dense)} with decoder_sparse_step={every}"
-    return [unlike(fact, "dense blocks are those at the front, or all but every so many-th")]
+    return [
+        unlike(
+            fact,
+            "blocks with experts are all those after the dense ones at the front, or every n-th block",
+        )
+    ]
 
 
 def _mixtral_values(config: Config) -> dict[str, Any]:
@@ -65,10 +72,11 @@ def _mixtral_values(config: Config) -> dict[str, Any]:
 
 def _qwen_values(config: Config) -> dict[str, Any]:
     config = {"num_experts": config.get("num_local_experts"), **config}
+    # Experts in no block at all: transformers then builds the dense architecture.
     num_layers, dense = config["num_hidden_layers"], len(config["mlp_only_layers"])
     has_none = config["num_experts"] == 0 or dense >= num_layers
     if has_none or config["decoder_sparse_step"] > num_layers:
-        return {}  # what they build then is the dense architecture
+        return {}
     is_qwen2 = config["model_type"] == "qwen2_moe"
     return {
         **ours(_QWEN, config),
@@ -83,9 +91,10 @@ def _deepseek_values(config: Config) -> dict[str, Any]:
     is_v3 = config["model_type"] == "deepseek_v3"
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         return {}
+    # V3 always chooses among groups; V2 only with this method. All groups chosen is no choice.
     is_grouped = is_v3 or config["topk_method"] == "group_limited_greedy"
     groups = config["n_group"] if is_grouped else 1
-    if groups > 1 and config["topk_group"] == groups:  # a choice among all groups is none
+    if groups > 1 and config["topk_group"] == groups:
         groups = 1
     return {
         **ours(_DEEPSEEK, config),

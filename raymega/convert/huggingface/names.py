@@ -1,8 +1,8 @@
-"""What Hugging Face calls our tensors: one table for both directions.
+"""Hugging Face's names of our tensors: one table for both directions.
 
-A tensor over there is a stack of ours along dim 0, transposed in GPT-2, whose layers are
-convolutions of width 1; ours of all experts is theirs of each. RoPE needs no permutation: both sides
-rotate halves, or with latents neighbours.
+One of their tensors is a concatenation of ours along dim 0, transposed in GPT-2, whose layers are
+convolutions of width 1. Our tensor of all experts is one tensor per expert there. RoPE needs no
+permutation: both sides rotate halves (with latents, neighbours).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from raymega.convert.huggingface.architectures import architecture_of
 from raymega.plan.tensor_table import GlobalTensor, block_name, model_tensors
 
 TABLES = ("embedding.tokens.weight", "head.weight")
-"""Tensors with a row per token; ours have padded rows after the vocabulary's."""
+"""Tensors with one row per token; ours have padded rows behind the vocabulary."""
 
-# What old files hold beside weights: causal masks and RoPE's angles.
+# Buffers in old files: causal masks and RoPE's angles.
 BUFFER = re.compile(r".*\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 HEAD = "lm_head.weight"
 ROUTER = "moe.router"
+# "Further" blocks are those of multi-token prediction, which follow the model's layers there.
 FURTHER_COPY = re.compile(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight")
 MOST_FURTHER = 16
 
@@ -74,16 +75,16 @@ _FURTHER = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfTensor:
-    """One of their tensors.
+    """A tensor of Hugging Face's model, expressed by ours.
 
     Attributes:
-        name: Their name.
-        parts: Ours, in the order in which they lie along dim 0.
-        is_transposed: Theirs is the stack's transpose.
-        num_rows: Rows of the stack that they have: padded ones are ours alone.
-        expert: Theirs is this expert's of ours, which has all of them along dim 0; -1 where it is not.
-        divisor: Theirs is so many times smaller: a last norm has muP's factor of the logits, for which
-            their models have no place.
+        name: Name there.
+        parts: Tensors of ours whose concatenation along dim 0 it is.
+        is_transposed: Whether theirs is the transpose of the concatenation.
+        num_rows: Number of leading rows of the concatenation that theirs has; ours may have padded rows.
+        expert: Index of the expert that theirs holds, along dim 0 of ours; -1 for other tensors.
+        divisor: Divisor of our values; the last norm includes muP's factor of the logits, which their
+            models cannot express.
     """
 
     name: str
@@ -95,7 +96,7 @@ class HfTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Their shape."""
+        """Shape of their tensor."""
         if self.expert >= 0:
             return self.parts[0].shape[1:]
         stacked = (self.num_rows, *self.parts[0].shape[1:])
@@ -103,11 +104,12 @@ class HfTensor:
 
 
 def hf_tensors(model: ModelSection) -> list[HfTensor]:
-    """Every tensor of ``model`` over there, in layer order; a tied head is not one."""
+    """Return every tensor of ``model`` as Hugging Face has it, in layer order, without a tied head."""
     ours = {tensor.name: tensor for tensor in model_tensors(model)}
     names = dict(_gpt2_outer() if model.family == "gpt2" else _llama_outer())
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
         names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
+    # Tables of names cover all families: only tensors that this model has are kept.
     found = [
         _hf_tensor(f"{theirs}.{kind}", [f"{part}.{kind}" for part in parts], ours, model)
         for theirs, parts in names.items()
@@ -117,18 +119,19 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
         if model.moe.holds_experts(layer):
             found += _expert_tensors(layer, ours, model)
+    # Our order; experts of one tensor follow one another, which exporter.py relies on.
     order = {name: index for index, name in enumerate(ours)}
     return sorted(found, key=lambda tensor: (order[tensor.parts[0].name], tensor.expert))
 
 
 def num_further(names: Iterable[str], num_layers: int) -> int:
-    """How many blocks that predict further ahead there are among their tensors."""
+    """Return the number of multi-token-prediction blocks among the tensors ``names`` of theirs."""
     joins = {f"model.layers.{num_layers + depth}.eh_proj.weight" for depth in range(MOST_FURTHER)}
     return len(joins.intersection(names))
 
 
 def original_of(name: str, model: ModelSection) -> str | None:
-    """Whose copy their tensor ``name`` is, if one that a block further ahead may come with."""
+    """Return the tensor that their ``name`` is a copy of, in a multi-token-prediction block; or None."""
     found = FURTHER_COPY.fullmatch(name)
     if found is None or int(found[1]) < model.num_layers:
         return None
@@ -139,7 +142,7 @@ def original_of(name: str, model: ModelSection) -> str | None:
 def _expert_tensors(
     layer: int, ours: Mapping[str, GlobalTensor], model: ModelSection
 ) -> list[HfTensor]:
-    """Router and experts of one block."""
+    """Return the tensors of router and experts of one block."""
     kind = architecture_of(model)
     at, theirs = block_name(model, layer), f"model.layers.{layer}"
     module = "block_sparse_moe" if kind == "mixtral" else "mlp"
@@ -149,6 +152,7 @@ def _expert_tensors(
         for name, part in names.items()
         if f"{at}.{ROUTER}.{part}" in ours
     ]
+    # One tensor per expert and projection.
     for name, part in (_MIXTRAL_EXPERTS if kind == "mixtral" else _EXPERTS).items():
         tensor = ours[f"{at}.moe.experts.{part}.weight"]
         found += [
@@ -168,6 +172,7 @@ def _hf_tensor(
     name: str, parts: list[str], ours: Mapping[str, GlobalTensor], model: ModelSection
 ) -> HfTensor:
     tensors = tuple(ours[part] for part in parts)
+    # GPT-2's Conv1D keeps weights as [in, out]; its embeddings and norms are as ours.
     is_linear = ".attn." in name or ".mlp." in name
     is_last_norm = parts[0].split(".")[-2] == "final_norm"
     return HfTensor(
@@ -204,7 +209,7 @@ def _gpt2_layer(layer: int) -> dict[str, tuple[str, ...]]:
 
 
 def _llama_layer(layer: int, model: ModelSection) -> dict[str, tuple[str, ...]]:
-    """Of a block; those that predict further ahead follow the last one there."""
+    """Return their names and ours of the modules of one block."""
     at, kind = block_name(model, layer), architecture_of(model)
     names = _LLAMA | _SHARED_EXPERTS.get(kind, {})
     if layer >= model.num_layers:

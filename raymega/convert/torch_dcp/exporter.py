@@ -1,7 +1,6 @@
-"""From a native checkpoint to a folder that torch.distributed.checkpoint loads, moments and all.
+"""Exports a native checkpoint to a folder that torch.distributed.checkpoint loads, moments included.
 
-The folder appears whole or not at all. It holds one box in memory; a whole tensor where rows must
-change places.
+The folder appears whole or not at all. Memory: one box, or a whole tensor where rows are reordered.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.messages import Box, SavedBox
 
 COUNTED = "adam.exp_avg"
-"""Kind of a tensor beside which torch's optimizer keeps the number of updates."""
+"""Kind of tensor for which torch's optimizer also keeps the number of updates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpExport:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        folder: Where.
-        key: Manifest that it came from.
-        step: Completed steps of the run.
-        num_parameters: Elements of the weights.
+        folder: Folder that was written.
+        key: Key of the manifest that was exported.
+        step: Number of completed steps of the run.
+        num_parameters: Number of elements of the weights.
         files: Names of all files.
     """
 
@@ -66,14 +65,15 @@ def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> DcpExport:
     """Convert the newest checkpoint that ``uri`` names to one of torch in ``folder``.
 
     Args:
-        uri: A run's folder, one of its checkpoints or a manifest.
-        folder: Must not exist, or be empty.
-        names: One of DIALECTS.
+        uri: URI of a run's folder, of one of its checkpoints or of a manifest.
+        folder: Folder to write, which must not exist or must be empty.
+        names: Key of DIALECTS: the names of tensors to write.
 
     Raises:
         ConfigError: The arguments are wrong; nothing was written.
         CheckpointError: The checkpoint is not whole; nothing was written.
     """
+    # Check the arguments and the checkpoint.
     raise_faults(ConfigError, folder_faults(folder))
     _, manifest = checkpoint = open_checkpoint(uri)
     model = model_of(manifest) if manifest.job.get("model") else None
@@ -81,6 +81,7 @@ def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> DcpExport:
     raise_faults(ConfigError, [*dialect_faults(names, model), *state_faults(kinds)])
     raise_faults(CheckpointError, coverage_faults(manifest))
     dialect = DIALECTS[names]
+    # Write the tensors, then what torch has no place for.
     with new_folder(folder) as partial_folder:
         tensors = _Tensors(checkpoint, dialect, model)
         files = write_dcp(partial_folder, tensors.all())
@@ -95,7 +96,7 @@ def dcp_export(uri: str, folder: Path, *, names: str = "raymega") -> DcpExport:
 
 
 class _Tensors:
-    """The tensors of a checkpoint as torch is to find them."""
+    """Tensors of a checkpoint in the form in which torch loads them."""
 
     def __init__(
         self, checkpoint: Checkpoint, dialect: Dialect, model: ModelSection | None
@@ -105,17 +106,19 @@ class _Tensors:
         self._pads: Mapping[str, int] = padded_rows(model, dialect) if model else {}
 
     def all(self) -> Iterator[DcpNewTensor]:
-        """Every tensor, and the optimizer's counts."""
+        """Yield every tensor, and the optimizer's count of updates for each weight."""
         for name, boxes in self._manifest.tensors().items():
             yield self._tensor(name, boxes)
             if name.startswith(f"{COUNTED}/"):
                 yield self._count(name)
 
     def _tensor(self, name: str, boxes: Sequence[SavedBox]) -> DcpNewTensor:
+        # Cut off padded rows, where the dialect has none.
         num_rows, *rest = boxes[0].global_shape
         real = num_rows - self._pads.get(name.partition("/")[2], 0)
         whole = Box.whole((real, *rest))
         blocks: list[tuple[Box, Callable[[], Array]]] = []
+        # Rows are reordered in the whole tensor; other tensors are copied box by box.
         if is_turned(name, self._dialect):
             blocks.append((whole, partial(self._turned, boxes)))
         else:
@@ -136,8 +139,9 @@ class _Tensors:
         return turn_pairs(values, self._head_width, to_ours=False)
 
     def _count(self, name: str) -> DcpNewTensor:
-        """torch's optimizers count the updates of each tensor, as a float."""
+        """Return the count of updates beside a tensor's first moment, a float32 as torch has it."""
         state = self._manifest.state
+        # A step that was skipped (a bad batch) made no update.
         count = np.float32(int(state["step"]) - int(state.get("skipped_steps", 0)))
         *above, _ = path_of(name, self._dialect)
         box = Box.whole(())

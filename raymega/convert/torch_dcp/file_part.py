@@ -1,4 +1,4 @@
-"""Some bytes of a file as a file of their own: positions count from the first, none lies before it."""
+"""A range of a file as a file of its own, whose positions count from the range's first byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import BinaryIO
 
 
 class FilePart(io.RawIOBase):
-    """Bytes of ``stream`` from ``start`` on: ``num_bytes`` to be read, or to be written without an end."""
+    """The bytes of ``stream`` from ``start`` on.
+
+    A reader sees ``num_bytes`` of them; writing has no limit.
+    """
 
     def __init__(self, stream: BinaryIO, start: int, num_bytes: int = 0) -> None:
         super().__init__()
@@ -27,6 +30,7 @@ class FilePart(io.RawIOBase):
         return self._stream.tell() - self._start
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        # zipfile seeks from the end to find the directory, and may seek before the first byte.
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._num_bytes}[whence]
         return self._stream.seek(self._start + max(base + offset, 0)) - self._start
 

@@ -1,7 +1,7 @@
-"""From a folder of torch.distributed.checkpoint to a native checkpoint, moments and all.
+"""Imports a folder of torch.distributed.checkpoint as a native checkpoint, moments included.
 
-Everything is checked before the first byte is written, and what was written is removed when
-something fails later. It holds one block in memory; a whole tensor where rows must change places.
+Everything is checked before the first byte is written, and what was written is removed when something
+fails later. Memory: one block, or a whole tensor where rows are reordered.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from raymega.plan.tensor_table import model_tensors
 from raymega.storage.registry import open_store, store_faults
 
 BESIDE = "raymega.json"
-"""A file that our exports put beside torch's: position, job and grid, which torch has no place for."""
+"""Name of the file that our exports add: position, job and grid, which torch's format cannot hold."""
 NUM_NAMED = 5
+"""Largest number of tensors that an error message names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How a folder is to be read.
+    """Options of an import.
 
     Attributes:
-        names: One of DIALECTS.
-        rename: Rules OLD=NEW for names of weights, which come before the dialect's own.
-        ignore: Patterns of entries that are left behind.
-        model: The job's model section; None takes the tensors as they are.
-        position: Step, samples and tokens that the run stands at, as far as they are to differ from
-            what the folder says.
+        names: Key of DIALECTS: the names of tensors in the folder.
+        rename: Rules OLD=NEW for names of weights, applied before the dialect's own.
+        ignore: Patterns of entries that are not imported.
+        model: Model section that the tensors must match; None accepts them as they are.
+        position: Step, samples and tokens of the run, where they override those of the folder.
     """
 
     names: str = "raymega"
@@ -67,15 +67,15 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpImport:
-    """What an import wrote.
+    """Result of an import.
 
     Attributes:
-        uri: The store.
-        key: The manifest.
-        state: Where a run that goes on from it stands.
-        kinds: Of the tensors: weights, moments.
-        num_parameters: Elements of the weights.
-        left_out: Entries of the folder that were not taken.
+        uri: URI of the store that was written.
+        key: Key of the manifest.
+        state: Scalars of the trainer with which a run would resume.
+        kinds: Kinds of the tensors: weights and moments.
+        num_parameters: Number of elements of the weights.
+        left_out: Names of the folder's entries that were not imported.
     """
 
     uri: str
@@ -88,7 +88,7 @@ class DcpImport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """A tensor of the folder and what it is."""
+    """A tensor of the folder, and the tensor of a run that it becomes."""
 
     tensor: DcpTensor
     meaning: Meaning
@@ -98,19 +98,22 @@ def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Dcp
     """Convert the checkpoint in ``folder`` to one in the store at ``uri``.
 
     Args:
-        folder: As torch.distributed.checkpoint wrote it.
-        uri: A store without checkpoints.
-        reading: How its names are to be read.
-        created: The time: ISO 8601, UTC.
+        folder: Folder that torch.distributed.checkpoint wrote.
+        uri: URI of a store without checkpoints.
+        reading: Options: names, rules, model and position.
+        created: Time of the import: ISO 8601, UTC.
 
     Raises:
-        ConfigError: With everything that is in the way; nothing was written, nothing was run.
+        ConfigError: The folder or the arguments are refused, with all reasons. Nothing was written,
+            and no code of a pickle was run.
         StorageError: The store cannot be used.
     """
+    # The options, completed by what an export of ours left in the folder.
     beside = _read_beside(folder)
     reading = replace(reading, model=reading.model or _carried_model(beside))
     faults = dialect_faults(reading.names, reading.model)
     raise_faults(ConfigError, faults + rename_faults("--rename", reading.rename))
+    # Sort the entries, and check them against the rules and the model.
     held = open_dcp(folder)
     entries, left_out = _sort(held, reading)
     taken = [entry for entry in entries if entry.meaning.kind != STEP]
@@ -118,6 +121,7 @@ def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Dcp
     pads = padded_rows(reading.model, dialect) if reading.model else {}
     misread = [*_idle_rules(held, reading), *_order_faults(taken, reading.names)]
     raise_faults(ConfigError, [*misread, *_entry_faults(taken), *_set_faults(taken, reading, pads)])
+    # Check the store, and write.
     raise_faults(ConfigError, store_faults(uri, field="--out"))
     store = open_store(uri)
     raise_faults(ConfigError, occupied_faults(store))
@@ -161,7 +165,7 @@ def _carried_model(beside: Mapping[str, Any]) -> ModelSection | None:
 
 
 def _sort(held: DcpFolder, reading: Reading) -> tuple[list[_Entry], tuple[str, ...]]:
-    """The tensors that mean something to a run, and the names of the rest."""
+    """Return the entries that a run can use, and the sorted names of all others."""
     renames = (*make_renames(reading.rename), *DIALECTS[reading.names].renames)
     entries, left_out = [], list(held.others)
     for name, tensor in held.tensors.items():
@@ -174,7 +178,7 @@ def _sort(held: DcpFolder, reading: Reading) -> tuple[list[_Entry], tuple[str, .
 
 
 def _idle_rules(held: DcpFolder, reading: Reading) -> Iterator[Fault]:
-    """Rules that fit nothing: as a rule a name that is spelt wrong."""
+    """Yield the faults of rules that match nothing, most likely because of a misspelling."""
     weights = [meaning_of(name, ()).weight for name in held.tensors]
     for text, rule in zip(reading.rename, make_renames(reading.rename), strict=True):
         if all(rule.apply(weight) is None for weight in weights):
@@ -197,7 +201,11 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _order_faults(taken: Sequence[_Entry], names: str) -> Iterator[Fault]:
-    """Our own names read as somebody else's: their rows would change places and shapes not tell."""
+    """Yield the fault of a folder with raymega's names that is read with another dialect.
+
+    Rows of q and k would be reordered wrongly, and no shape would show it.
+    """
+    # The dialect must have renamed every reordered tensor; an unchanged name is already ours.
     ours = [
         entry.tensor.name
         for entry in taken
@@ -213,7 +221,7 @@ def _order_faults(taken: Sequence[_Entry], names: str) -> Iterator[Fault]:
 
 
 def _entry_faults(taken: Sequence[_Entry]) -> Iterator[Fault]:
-    """Tensors that cannot be kept, and that are not there whole."""
+    """Yield the faults of tensors with an unsupported type, a name twice, or elements missing."""
     sources: dict[str, str] = {}
     for entry in taken:
         tensor, saved = entry.tensor, entry.meaning.saved_name
@@ -230,6 +238,7 @@ def _entry_faults(taken: Sequence[_Entry]) -> Iterator[Fault]:
                 "a tensor has one source", "correct --rename, or --ignore one of them",
             )  # fmt: skip
         sources[saved] = tensor.name
+        # Every element exactly once.
         whole = Box.whole(tensor.shape)
         for cell, count in uncovered_cells(whole, [block.box for block in tensor.blocks]):
             yield _fault(
@@ -241,10 +250,12 @@ def _entry_faults(taken: Sequence[_Entry]) -> Iterator[Fault]:
 def _set_faults(
     taken: Sequence[_Entry], reading: Reading, pads: Mapping[str, int]
 ) -> Iterator[Fault]:
-    """Tensors that are too many, too few or of another shape: of the model, or of each moment."""
+    """Yield a fault for each kind whose tensors are not exactly those of the model, or of the weights."""
+    # Found shapes by kind and name.
     shapes: dict[str, dict[str, tuple[int, ...]]] = {WEIGHTS: {}}
     for entry in taken:
         shapes.setdefault(entry.meaning.kind, {})[entry.meaning.weight] = entry.tensor.shape
+    # Wanted shapes: the model section's without padding, or without one those of the weights.
     wanted, whose = shapes[WEIGHTS], "the weights'"
     if reading.model is not None:
         whose = "the model section's"
@@ -267,12 +278,13 @@ def _set_faults(
 
 
 def _state(beside: Mapping[str, Any], entries: Sequence[_Entry], reading: Reading) -> State:
-    """Where the run stands: as told, as our own export says, or as the optimizer counted."""
+    """Return the trainer's scalars: of the options, else of our own export, else the optimizer's count."""
     state: State = {"step": _optimizer_steps(entries), "samples": 0, "tokens": 0}
     return {**state, **beside.get("state", {}), **reading.position}
 
 
 def _optimizer_steps(entries: Sequence[_Entry]) -> int:
+    # torch counts the updates of each tensor by itself.
     counts = {
         int(block.read().item())
         for entry in entries
@@ -291,7 +303,8 @@ def _optimizer_steps(entries: Sequence[_Entry]) -> int:
 
 
 def _job(beside: Mapping[str, Any], reading: Reading, taken: Sequence[_Entry]) -> dict[str, object]:
-    """What is known of a job; its number format keeps a run from dropping digits."""
+    """Return the job's values as far as they are known, among them the number format of the weights."""
+    # The driver refuses a run with fewer digits than precision.dtype says here.
     formats = {_dtype(entry.tensor) for entry in taken if entry.meaning.kind == WEIGHTS}
     widest = max(formats, key=lambda name: ELEMENT_TYPES[name].digits)
     job: dict[str, object] = {"precision": {"dtype": widest}, **beside.get("job", {})}
@@ -307,6 +320,7 @@ def _sources(
     num_rows, *rest = tensor.shape
     num_padded = pads.get(entry.meaning.weight, 0)
     dtype = _dtype(tensor)
+    # The folder's blocks, or one block with the rows of q or k reordered; then padded rows of zeros.
     blocks = {block.box: partial(_read, block, dtype) for block in tensor.blocks}
     if is_turned(saved, dialect) and reading.model is not None:
         whole = Box.whole(tensor.shape)
@@ -334,7 +348,7 @@ def _turned(tensor: DcpTensor, dtype: str, head_width: int) -> Array:
 
 
 def _dtype(tensor: DcpTensor) -> str:
-    """Ours; checkpoints have no float16, which float32 holds."""
+    """Return the format in a checkpoint: float32 for float16, which checkpoints do not have."""
     return "float32" if tensor.dtype == "float16" else tensor.dtype
 
 

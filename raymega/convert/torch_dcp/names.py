@@ -1,7 +1,7 @@
-"""What a torch checkpoint calls our tensors, both ways, and where its elements lie otherwise.
+"""Names of our tensors in a torch checkpoint, in both directions, and differences in row order.
 
-Weights keep their name, below ``model.`` or at the top; an optimizer's values lie at
-``optimizer.state.<weight>.<slot>``. Everything beyond that is a rule: OLD=NEW.
+Weights keep their names, below ``model.`` or at the top; optimizer state is named
+``optimizer.state.<weight>.<slot>``. Other names need a rule OLD=NEW.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ SLOTS = {
     "lion_exp_avg": "lion.exp_avg",
     "muon_momentum": "muon.momentum",
 }
-"""What torch's optimizers call the values that they keep, and the kind that ours have; the last two
-are of optimizers that torch does not have, or scales otherwise."""
+"""Kind of our saved tensors for each slot of torch's optimizers. torch has no Lion, and scales Muon's
+updates otherwise, so these two slots have names of our own."""
 STEP = "step"
+# "app." is the key under which PyTorch's tutorial on distributed checkpoints saves its state.
 _KIND_OF = {kind: slot for slot, kind in SLOTS.items()}
 _STATE = re.compile(r"(?:app\.)?optim(?:izer)?\.state\.(?P<weight>.+)\.(?P<slot>\w+)")
 _OPTIMIZER = re.compile(r"(?:app\.)?optim(?:izer)?\..*")
@@ -45,15 +46,15 @@ _TURNED = re.compile(r"layers\.\d+\.attention\.(q|k)\.weight")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialect:
-    """How somebody writes a model of ours.
+    """Conventions of a code base that writes torch checkpoints.
 
     Attributes:
-        renames: From their names to ours.
-        path: Keys of the nested dict above weights.
-        has_turned_pairs: RoPE turns features 2i and 2i + 1 of a head and not i and i + width / 2,
-            so that rows of q and k lie in another order.
-        has_padding: Tables of tokens have our padded rows.
-        families: For which models this is known; all when empty.
+        renames: Rules from its names to ours.
+        path: Keys of the nested dict above the weights.
+        has_turned_pairs: Whether RoPE rotates features 2i and 2i + 1 of a head instead of i and
+            i + width / 2, so that rows of q and k have another order.
+        has_padding: Whether token tables have our padded rows.
+        families: Values of ``model.family`` for which the conventions are known; all when empty.
     """
 
     renames: tuple[Rename, ...] = ()
@@ -74,12 +75,12 @@ DIALECTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meaning:
-    """What an entry of a torch checkpoint is to us.
+    """Meaning of an entry of a torch checkpoint for a run.
 
     Attributes:
-        kind: Of our saved names; ``step`` for the number of updates that an optimizer made; empty
-            for what a run does not need, such as the optimizer's settings.
-        weight: The weight's name here.
+        kind: Kind of our saved name; ``step`` for an optimizer's count of updates; empty for an entry
+            that a run does not need, such as the optimizer's settings.
+        weight: Name of the weight in our model.
     """
 
     kind: str
@@ -87,12 +88,13 @@ class Meaning:
 
     @property
     def saved_name(self) -> str:
-        """Name in a checkpoint of ours."""
+        """Name in a native checkpoint."""
         return f"{self.kind}/{self.weight}"
 
 
 def meaning_of(name: str, renames: Sequence[Rename]) -> Meaning:
-    """What the entry ``name`` is."""
+    """Return the meaning of the entry ``name``, renamed by ``renames``."""
+    # Optimizer state first: the pattern of weights fits every name.
     state = _STATE.fullmatch(name)
     if state:
         slot = state["slot"]
@@ -105,7 +107,7 @@ def meaning_of(name: str, renames: Sequence[Rename]) -> Meaning:
 
 
 def path_of(saved: str, dialect: Dialect) -> tuple[str, ...]:
-    """Keys of the nested dict by which torch finds what we saved as ``saved``."""
+    """Return the keys of the nested dict under which torch finds our tensor ``saved``."""
     kind, _, weight = saved.partition("/")
     theirs = renamed(weight, [rename.inverse() for rename in dialect.renames])
     if kind == WEIGHTS:
@@ -114,7 +116,7 @@ def path_of(saved: str, dialect: Dialect) -> tuple[str, ...]:
 
 
 def state_faults(kinds: Iterable[str]) -> list[Fault]:
-    """State that torch could not read: codes of 8 bits, with scales beside them."""
+    """Return the fault of state that torch has no slot for, such as 8-bit codes and their scales."""
     unknown = sorted(set(kinds) - {WEIGHTS, *_KIND_OF})
     if not unknown:
         return []
@@ -129,7 +131,8 @@ def state_faults(kinds: Iterable[str]) -> list[Fault]:
 
 
 def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
-    """Rows of q or k in the order of the other RoPE, [heads * head_width, ...]."""
+    """Return the rows of q or k, [heads * head_width, ...], in the order of the other RoPE."""
+    # By their numbers, our order is: the even features of a head first, then the odd ones.
     pairs = (
         np.arange(head_width).reshape(2, -1)
         if not to_ours
@@ -141,12 +144,13 @@ def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
 
 
 def is_turned(saved: str, dialect: Dialect) -> bool:
-    """Whether a tensor's rows lie in another order there; biases and norms of heads have none."""
+    """Return whether the rows of a tensor have another order in ``dialect``: the weights of q and k."""
+    # families admits only llama, which has neither biases nor norms of q and k.
     return dialect.has_turned_pairs and _TURNED.fullmatch(saved.partition("/")[2]) is not None
 
 
 def padded_rows(model: ModelSection, dialect: Dialect) -> dict[str, int]:
-    """Weights that have rows of zeros at their end here and not there, and how many."""
+    """Return the number of padded rows, by weight, that our tensors have and the dialect's do not."""
     if dialect.has_padding:
         return {}
     return {
@@ -155,7 +159,7 @@ def padded_rows(model: ModelSection, dialect: Dialect) -> dict[str, int]:
 
 
 def dialect_faults(names: str, model: ModelSection | None) -> list[Fault]:
-    """A dialect that is none, or that is not known for this model."""
+    """Return the fault of an unknown dialect, or of one that is not known for this model."""
     if names not in DIALECTS:
         rule = f"known are {', '.join(DIALECTS)}"
         return [Fault(fact=f"--names {names!r}", rule=rule, remedy="use one of them, and --rename")]

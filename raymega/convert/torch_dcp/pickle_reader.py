@@ -1,8 +1,8 @@
-"""Reads the pickles that torch.distributed.checkpoint writes: the only place that reads any.
+"""Reads the pickles that torch.distributed.checkpoint writes; no other module reads pickles.
 
-A pickle names what is to be called. Here a name is looked up in a fixed table of stand-ins that keep
-values and do nothing; one that is not in the table ends the reading before anything has run. torch is
-not needed, nor is any class of it.
+A pickle names functions and classes that its reader calls. This reader looks each name up in a fixed
+table of stand-ins that keep values and do nothing else. A name that is not in the table ends the
+reading before anything of the pickle has run. torch is not needed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ STORAGES = {
     "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
-"""torch's names of typed memory."""
+"""Element type of each of torch's storage classes."""
 T = TypeVar("T")
 _METADATA = "torch.distributed.checkpoint.metadata"
+# Everything that the unpickler raises for bytes that are no pickle, or one of another structure.
 _MALFORMED = (
     pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError,
     ImportError, OverflowError, RecursionError, MemoryError,
@@ -34,51 +35,51 @@ _MALFORMED = (
 
 
 class _Sealed(type):
-    """Classes that a pickle cannot change, as it could by giving them a state."""
+    """Metaclass that keeps a pickle from changing a class, as the BUILD opcode otherwise could."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"a state for a class sets {name}")
 
 
 class Values(metaclass=_Sealed):
-    """Stands in for an object of torch: attributes as the pickle has them, and no behaviour."""
+    """Stand-in for an object of torch: the attributes that the pickle sets, and no behaviour."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict):
             raise pickle.UnpicklingError(f"a state is {type(state).__name__}")
         self.__dict__.update(state)
 
-    def __getattr__(self, name: str) -> Any:  # whatever the pickle holds
-        """Attributes that a pickle sets; one that it does not is an AttributeError."""
+    def __getattr__(self, name: str) -> Any:  # an attribute of a pickle can have any type
+        """Raise AttributeError for an attribute that the pickle does not set."""
         raise AttributeError(f"a {type(self).__name__} without {name}")
 
 
 class Whole(Values):
-    """The checkpoint's metadata."""
+    """Metadata of a checkpoint, the root of its ``.metadata`` file."""
 
 
 class Tensor(Values):
-    """A tensor: properties, size, chunks."""
+    """Tensor with its properties, size and chunks."""
 
 
 class Bytes(Values):
-    """Something that is no tensor."""
+    """Entry that is not a tensor, stored as bytes."""
 
 
 class Chunk(Values):
-    """A block of a tensor: offsets and sizes."""
+    """Block of a tensor with its offsets and sizes."""
 
 
 class Place(Values):
-    """Where a block lies: relative_path, offset, length."""
+    """Location of a block: relative_path, offset, length."""
 
 
 class Origin(Values):
-    """Where the checkpoint was written and by what."""
+    """Record of the writer of the checkpoint, not used here."""
 
 
 class Properties(Values):
-    """How a tensor was kept; of that the element type matters."""
+    """Properties of a tensor, of which only the element type is kept."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:  # type: ignore[override]  # torch's own
         super().__setstate__({"dtype": state[0]})
@@ -89,7 +90,7 @@ class Index(Values):
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | None]:
-        """What two keys are compared by."""
+        """Tensor's name and block's offset; torch compares indices by these, not by ``index``."""
         return self.fqn, self.__dict__.get("offset")
 
     def __hash__(self) -> int:
@@ -101,15 +102,15 @@ class Index(Values):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strided:
-    """A tensor in a file: elements of a storage.
+    """A tensor in a file, as a strided view of a storage.
 
     Attributes:
         storage: Key of the storage in the file.
-        dtype: Its element type.
-        num_elements: Elements of the storage.
-        first: Which of them the tensor begins with.
-        shape: The tensor's.
-        strides: In elements.
+        dtype: Element type of the storage.
+        num_elements: Number of elements of the storage.
+        first: Index of the tensor's first element in the storage.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor, in elements.
     """
 
     storage: str
@@ -136,12 +137,14 @@ def _text(*parts: str) -> str:
 
 
 def _member(enumeration: object, name: str) -> str:
-    """The member of an enumeration, which Python before 3.11.4 pickles as an attribute."""
+    """Return the name of an enumeration's member, which Python before 3.11.4 pickles by getattr."""
+    # The only getattr that is allowed: on the stand-in of torch's memory formats.
     if enumeration is not int or not isinstance(name, str):
         raise pickle.UnpicklingError(f"attribute {name!r} of {enumeration!r} is no member")
     return name
 
 
+# Stand-ins by module and name: for .metadata, and for the head of each tensor.
 _IN_METADATA: Mapping[tuple[str, str], Any] = {
     (_METADATA, "Metadata"): Whole,
     (_METADATA, "TensorStorageMetadata"): Tensor,
@@ -168,7 +171,7 @@ _IN_TENSORS: Mapping[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Looks names up in ``admitted`` and nowhere else."""
+    """Unpickler that finds names only in ``admitted``; it imports nothing."""
 
     def __init__(
         self, stream: IO[bytes], admitted: Mapping[tuple[str, str], Any], source: str
@@ -176,11 +179,11 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream)
         self._admitted, self._source = admitted, source
 
-    def find_class(self, module: str, name: str) -> Any:  # a stand-in of any kind
-        """The stand-in of a name.
+    def find_class(self, module: str, name: str) -> Any:  # stand-ins have different types
+        """Return the stand-in for a name that the pickle uses.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The name is not in the table.
         """
         if (module, name) in self._admitted:
             return self._admitted[module, name]
@@ -193,8 +196,8 @@ class _Unpickler(pickle.Unpickler):
             )
         )
 
-    def persistent_load(self, pid: Any) -> tuple[str, str, int]:  # pickle's hook
-        """Key, element type and length of a storage."""
+    def persistent_load(self, pid: Any) -> tuple[str, str, int]:  # hook of pickle.Unpickler
+        """Return key, element type and number of elements of a storage."""
         word, dtype, key, _, num_elements = pid
         if word != "storage" or dtype not in ELEMENTS:
             raise pickle.UnpicklingError(f"{word!r} of {dtype!r} is no storage")
@@ -202,25 +205,25 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(stream: IO[bytes], *, source: str) -> Whole:
-    """The metadata of a checkpoint; ``source`` is its name for messages.
+    """Read the metadata of a checkpoint; ``source`` names the file in messages.
 
     Raises:
-        ConfigError: It holds anything else.
+        ConfigError: The stream holds anything else.
     """
     return _read(stream, _IN_METADATA, source, Whole)
 
 
 def read_tensor(stream: IO[bytes], *, source: str) -> Strided:
-    """What a file of torch.save says about the one tensor in it.
+    """Read the description of the one tensor in a file of torch.save.
 
     Raises:
-        ConfigError: It holds anything else.
+        ConfigError: The stream holds anything else.
     """
     return _read(stream, _IN_TENSORS, source, Strided)
 
 
 def malformed(source: str, fact: str) -> ConfigError:
-    """The error of a file that is not as torch writes it."""
+    """Return the error for a file that is not as torch writes it."""
     return ConfigError(
         Fault(
             fact=f"{source} {fact}",

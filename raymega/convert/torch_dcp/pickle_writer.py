@@ -1,6 +1,6 @@
-"""Writes the few pickles that torch.distributed.checkpoint reads, byte by byte and without torch.
+"""Writes the pickles that torch.distributed.checkpoint reads, opcode by opcode and without torch.
 
-Values are None, booleans, whole numbers, texts, tuples, lists, dicts and the kinds below.
+Values are None, bool, int, str, tuple, list, dict and instances of the classes below.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Name:
-    """Something of a module, such as a class."""
+    """Reference to a class or function of a module."""
 
     module: str
     name: str
@@ -19,7 +19,7 @@ class Name:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What ``function`` returns for ``arguments``."""
+    """Result of calling ``function`` with ``arguments`` in the reader."""
 
     function: Name
     arguments: tuple[object, ...] = ()
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instance:
-    """An object of ``kind`` with ``state``, made without its initialiser."""
+    """An object of class ``kind`` with ``state``, created without a call of ``__init__``."""
 
     kind: Name
     state: object
@@ -35,38 +35,39 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A dict by its items, whose keys may be objects."""
+    """A dict given by its items, so that keys may be instances of these classes."""
 
     items: tuple[tuple[object, object], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outside:
-    """Something that the reader gets from elsewhere by ``key``."""
+    """Persistent id: an object that the reader supplies for ``key``, such as a storage."""
 
     key: tuple[object, ...]
 
 
 def to_pickle(value: object) -> bytes:
-    """The pickle of ``value``, protocol 2."""
+    """Return the pickle of ``value`` in protocol 2."""
+    # PROTO 2, the value, STOP.
     return b"\x80\x02" + _code(value) + b"."
 
 
 def _code(value: object) -> bytes:
     match value:
         case None:
-            return b"N"
+            return b"N"  # NONE
         case bool():
-            return b"\x88" if value else b"\x89"
+            return b"\x88" if value else b"\x89"  # NEWTRUE, NEWFALSE
         case int():
             return _integer(value)
         case str():
             text = value.encode()
-            return b"X" + len(text).to_bytes(4, "little") + text
+            return b"X" + len(text).to_bytes(4, "little") + text  # BINUNICODE
         case tuple():
-            return b"(" + _all(value) + b"t"
+            return b"(" + _all(value) + b"t"  # MARK, TUPLE
         case list():
-            return b"](" + _all(value) + b"e"
+            return b"](" + _all(value) + b"e"  # EMPTY_LIST, MARK, APPENDS
         case dict():
             return _code(Table(items=tuple(value.items())))
         case _:
@@ -76,15 +77,17 @@ def _code(value: object) -> bytes:
 def _object(value: object) -> bytes:
     match value:
         case Name():
-            return f"c{value.module}\n{value.name}\n".encode()
+            return f"c{value.module}\n{value.name}\n".encode()  # GLOBAL
         case Call():
-            return _code(value.function) + _code(value.arguments) + b"R"
+            return _code(value.function) + _code(value.arguments) + b"R"  # REDUCE
         case Instance():
+            # EMPTY_TUPLE, NEWOBJ; BUILD sets the state.
             return _code(value.kind) + b")\x81" + _code(value.state) + b"b"
         case Table():
+            # EMPTY_DICT, MARK; SETITEMS.
             return b"}(" + _all(part for item in value.items for part in item) + b"u"
         case Outside():
-            return _code(value.key) + b"Q"
+            return _code(value.key) + b"Q"  # BINPERSID
     raise TypeError(f"{type(value).__name__} has no code")
 
 
@@ -94,5 +97,5 @@ def _all(values: Iterable[object]) -> bytes:
 
 def _integer(value: int) -> bytes:
     if -(2**31) <= value < 2**31:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-    return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
+        return b"J" + value.to_bytes(4, "little", signed=True)  # BININT
+    return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)  # LONG1 of 8 bytes

@@ -1,6 +1,6 @@
-"""A folder of torch.distributed.checkpoint: which tensors it holds, and their values block by block.
+"""Reads a folder of torch.distributed.checkpoint: a list of its tensors, and their values by block.
 
-Reading holds one block in memory. Entries that are no tensors are named and never opened.
+Memory: one block. Entries that are not tensors are listed by name and never opened.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from raymega.errors import ConfigError, Fault
 from raymega.messages import Box
 
 METADATA = ".metadata"
+# Raised when the metadata lack an attribute or have one of another type.
 _WRONG_TYPES = (AttributeError, TypeError, ValueError, KeyError)
 
 
@@ -37,11 +38,11 @@ class DcpBlock:
     """A block of a tensor, and the bytes of a file that hold it.
 
     Attributes:
-        box: Which block.
-        dtype: Element type.
-        file: The file.
-        start: First byte of it in the file.
-        num_bytes: Its length there, names and all.
+        box: Block of the tensor.
+        dtype: Element type, numpy's name or bfloat16.
+        file: Path of the file that holds the block.
+        start: First byte of the block's archive in the file.
+        num_bytes: Length of the archive in bytes, its zip directory included.
     """
 
     box: Box
@@ -51,10 +52,10 @@ class DcpBlock:
     num_bytes: int
 
     def read(self) -> Array:
-        """The values, [*box.shape], checked against the file's own checksum.
+        """Read the values, [*box.shape], and verify them by the checksum of the zip archive.
 
         Raises:
-            ConfigError: They are not there, or not one tensor of that shape and type.
+            ConfigError: The values are missing or damaged, or are not one tensor of that shape and type.
         """
         source = f"{str(self.file)!r} at byte {self.start}"
         try:
@@ -65,16 +66,19 @@ class DcpBlock:
             raise malformed(source, f"cannot be read: {error}") from error
 
     def _values(self, archive: ZipFile, source: str) -> Array:
+        # torch.save writes a zip archive: data.pkl describes the tensor, data/KEY has the bytes.
         (head,) = [name for name in archive.namelist() if name.endswith("/data.pkl")] or [""]
         root = head.removesuffix("data.pkl")
         order = f"{root}byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
             raise malformed(source, "is not little-endian")
+        # The description must agree with the metadata.
         with archive.open(head) as stream:
             tensor = read_tensor(stream, source=source)
         if (tensor.shape, tensor.dtype) != (self.box.shape, self.dtype):
             found = f"{tensor.dtype} {tensor.shape}"
             raise malformed(source, f"holds {found}, not {self.dtype} {self.box.shape}")
+        # Compressed data could expand without bound; torch never writes any.
         data = archive.getinfo(f"{root}data/{tensor.storage}")
         if data.compress_type != ZIP_STORED:
             raise malformed(source, "is compressed")
@@ -83,7 +87,7 @@ class DcpBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpTensor:
-    """One tensor of a folder: its blocks are apart from each other."""
+    """A tensor of a folder: name, element type, global shape, and the blocks that it is stored in."""
 
     name: str
     dtype: str
@@ -93,7 +97,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpFolder:
-    """What a folder holds: tensors by name, and names of what is none."""
+    """Content of a folder: tensors by name, and the names of the other entries."""
 
     tensors: Mapping[str, DcpTensor]
     others: tuple[str, ...]
@@ -103,9 +107,10 @@ def open_dcp(folder: Path) -> DcpFolder:
     """Read the metadata of ``folder``, and no values.
 
     Raises:
-        ConfigError: There is none, it names anything but torch's own metadata, or is not whole.
+        ConfigError: The metadata are missing or incomplete, or name anything but torch's own classes.
     """
     source = str(folder / METADATA)
+    # The pickle, by stand-ins; then tensors and other entries from the stand-ins' attributes.
     try:
         with (folder / METADATA).open("rb") as stream:
             whole = read_metadata(stream, source=source)
@@ -133,6 +138,7 @@ def open_dcp(folder: Path) -> DcpFolder:
 def _tensor(folder: Path, name: str, entry: Tensor, whole: Whole) -> DcpTensor:
     dtype, blocks = str(entry.properties.dtype), []
     for chunk in entry.chunks:
+        # storage_data is keyed by name and offset of a block.
         index = Index()
         index.__setstate__({"fqn": name, "offset": tuple(chunk.offsets)})
         box = Box(offset=tuple(chunk.offsets), shape=tuple(chunk.sizes))
@@ -144,6 +150,7 @@ def _tensor(folder: Path, name: str, entry: Tensor, whole: Whole) -> DcpTensor:
 def _block(folder: Path, box: Box, dtype: str, place: Place) -> DcpBlock:
     if place.__dict__.get("transform_descriptors"):
         raise ValueError(f"{place.relative_path} is transformed, such as compressed")
+    # A path from the pickle must not lead out of the folder.
     path = PurePosixPath(place.relative_path)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{place.relative_path!r} lies outside the folder")
@@ -155,6 +162,7 @@ def _block(folder: Path, box: Box, dtype: str, place: Place) -> DcpBlock:
 
 def _as_array(data: bytes, tensor: Strided, source: str) -> Array:
     values = np.frombuffer(data, storage_type(tensor.dtype))
+    # Shape and strides come from the pickle: keep the view inside the storage.
     extents = zip(tensor.shape, tensor.strides, strict=True)
     last = tensor.first + sum((extent - 1) * stride for extent, stride in extents)
     if tensor.first < 0 or min(tensor.strides, default=0) < 0 or last >= len(values):

@@ -1,6 +1,6 @@
 """Writes a folder that torch.distributed.checkpoint loads: tensors block by block, metadata last.
 
-It holds the one block that it is handed.
+Memory: the one block that is being written.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from raymega.convert.torch_dcp.reader import METADATA
 from raymega.messages import Box
 
 FILE_BYTES = 2 * 2**30
+"""Size in bytes from which on the next block goes to a new data file."""
+# Constants of the pickles: names and calls as torch's own writer has them.
 _STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
 _MODULE = "torch.distributed.checkpoint.metadata"
 _NO_HOOKS = Call(function=Name(module="collections", name="OrderedDict"))
@@ -30,6 +32,7 @@ _STRIDED = Call(
     function=Name(module="torch.serialization", name="_get_layout"), arguments=("torch.strided",)
 )
 _CONTIGUOUS = Call(function=Name(module=_MODULE, name="_MEM_FORMAT_ENCODING"), arguments=(0,))
+# The earliest date of a zip entry, so that equal tensors give equal files.
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -38,10 +41,10 @@ class DcpNewTensor:
     """A tensor that is to be written.
 
     Attributes:
-        path: Its place in the nested dict that torch loads; joined by dots it is the name.
-        dtype: Element type.
+        path: Keys of the tensor in the nested dict that torch loads; joined by dots they are its name.
+        dtype: Element type, numpy's name or bfloat16.
         shape: Global shape.
-        blocks: Boxes that tile it, each with what gives its values.
+        blocks: Boxes that tile the tensor, each with a function that returns its values.
     """
 
     path: tuple[str, ...]
@@ -51,7 +54,7 @@ class DcpNewTensor:
 
     @property
     def name(self) -> str:
-        """torch's name."""
+        """Name of the tensor in torch's metadata."""
         return ".".join(self.path)
 
 
@@ -60,6 +63,7 @@ def write_dcp(folder: Path, tensors: Iterable[DcpNewTensor]) -> tuple[str, ...]:
     entries: dict[str, object] = {}
     paths: dict[str, object] = {}
     places: list[tuple[object, object]] = []
+    # Data files, and for the metadata the location of each block.
     with closing(_Files(folder)) as files:
         for tensor in tensors:
             for number, (box, read) in enumerate(tensor.blocks):
@@ -67,6 +71,7 @@ def write_dcp(folder: Path, tensors: Iterable[DcpNewTensor]) -> tuple[str, ...]:
                 places.append((_index(tensor.name, number, box), place))
             entries[tensor.name] = _entry(tensor)
             paths[tensor.name] = tensor.path
+    # The metadata come last: without them there is no checkpoint.
     whole = _metadata(
         "Metadata",
         state_dict_metadata=entries,
@@ -80,7 +85,7 @@ def write_dcp(folder: Path, tensors: Iterable[DcpNewTensor]) -> tuple[str, ...]:
 
 
 class _Files:
-    """The data files: one after the other, the next one when FILE_BYTES are reached."""
+    """Writer of data files, one after another; a new one begins when FILE_BYTES are reached."""
 
     def __init__(self, folder: Path) -> None:
         self.names: list[str] = []
@@ -88,12 +93,12 @@ class _Files:
         self._stream: BinaryIO | None = None
 
     def close(self) -> None:
-        """Close the last one."""
+        """Close the file that is being written."""
         if self._stream is not None:
             self._stream.close()
 
     def add(self, dtype: str, shape: tuple[int, ...], values: Array) -> Instance:
-        """Append one block as torch.save would write it, and return where it lies."""
+        """Append one block as torch.save would write it, and return its location for the metadata."""
         if self._stream is None or self._stream.tell() >= FILE_BYTES:
             self._stream = self._next(self._stream)
         start = self._stream.tell()
@@ -117,6 +122,7 @@ class _Files:
 def _write_block(stream: BinaryIO, dtype: str, shape: tuple[int, ...], values: Array) -> None:
     assert values.shape == shape, f"{values.shape} instead of {shape}"
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    # The records of torch.save's zip archive that torch.load reads.
     records: dict[str, bytes | memoryview] = {
         "data.pkl": to_pickle(_tensor(dtype, shape)),
         "byteorder": b"little",
@@ -131,6 +137,7 @@ def _write_block(stream: BinaryIO, dtype: str, shape: tuple[int, ...], values: A
 def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
     num_elements = prod(shape)
     storage = Name(module="torch", name=_STORAGE_OF[dtype])
+    # Arguments: storage, offset, size, strides, requires_grad, backward hooks.
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return Call(
         function=Name(module="torch._utils", name="_rebuild_tensor_v2"),
@@ -143,6 +150,7 @@ def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
 
 def _entry(tensor: DcpNewTensor) -> Instance:
     dtype = Name(module="torch", name=tensor.dtype)
+    # Element type, layout, requires_grad, memory format, pin_memory.
     properties = Instance(
         kind=Name(module=_MODULE, name="TensorProperties"),
         state=(dtype, _STRIDED, False, _CONTIGUOUS, False),
