@@ -64,7 +64,7 @@ class ReplicatedStore:
             try:
                 store.put(key, pieces, overwrite=overwrite)
             except StorageError as error:
-                log.warning("goes on without copies in %s: %s", name, error)
+                log.warning("copies in %s are not used any more: %s", name, error)
                 self._stores.pop(name, None)  # another thread may have dropped it already
         if not self._stores:
             raise StorageError(_nobody(key))
@@ -99,7 +99,7 @@ class ReplicatedStore:
             except KeyError:
                 continue
             except StorageError as error:
-                log.warning("looks for another copy of %s: %s", key, error)
+                log.warning("reading another copy of %s: %s", key, error)
                 failure = error
         raise failure or KeyError(key)
 

@@ -76,13 +76,13 @@ def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[CheckFindi
     """
     nodes = {node.node_id: node.address for node in list_nodes(ClusterSection())}
     ids = list(nodes)
-    yield from check_resources(plan)  # nodes
+    yield from check_resources(plan)
     facts = on_nodes(ids, node_facts, timeout_s=NODE_TIMEOUT_S)
     yield from check_versions(local_versions(), facts, nodes)
     yield from check_gpus(facts, nodes)
     skews = {node: measure_skew(node, timeout_s=NODE_TIMEOUT_S) for node in ids}
     yield from check_clocks(skews, nodes)
-    if plan is None:  # what only a job needs
+    if plan is None:  # the other checks need a job
         yield CheckFinding(check="store", status="skipped", fact="no job file was given")
         yield CheckFinding(check="bandwidth", status="skipped", fact="no job file was given")
         return
@@ -285,13 +285,15 @@ def _collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault
     """Return the timings of all ranks, and a fault if some are missing."""
     limit_s = plan.job.elastic.start_timeout_s
     deadline_s = time.monotonic() + limit_s
-    while (lacking := group.reserve(1.0)) is not None:  # slots
+    while (lacking := group.reserve(1.0)) is not None:  # wait for slots
         if time.monotonic() > deadline_s:
             return [], lacking
     group.start(AttemptSpec(plan_json=plan.to_json(), run_uri="", attempt=0, restore=""))
     timings: list[Entered] = []
     num_finished = 0
-    while num_finished < plan.grid.world_size:  # reports, until every rank is done or one fails
+    while (
+        num_finished < plan.grid.world_size
+    ):  # collect reports, until a rank fails or all are done
         if time.monotonic() > deadline_s:
             return timings, _late(limit_s)
         for report in group.poll(1.0):

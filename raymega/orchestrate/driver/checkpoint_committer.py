@@ -178,7 +178,7 @@ class CheckpointCommitter:
             for key in () if any(map(is_manifest, keys)) else keys:
                 self._store.delete(key)
         except RaymegaError as error:
-            log.warning("what is left of the save of step %d stays: %s", step, error)
+            log.warning("files of the failed save of step %d were not deleted: %s", step, error)
 
     def _delete_old(self) -> None:
         try:

@@ -100,7 +100,7 @@ class RankReports:
     def add(self, report: RankTimeline | RankMemory | ExpertLoads) -> list[AttemptEvent]:
         """Add a report, and return the events of all ranks if it was the last one missing."""
         match report:
-            case ExpertLoads():  # already summed over all ranks by the workers
+            case ExpertLoads():  # holds all ranks' tokens already
                 return [report, *self._collapses(report)]
             case RankTimeline():
                 rows = self._timelines.add(rank=report.rank, step=report.step, value=report.events)

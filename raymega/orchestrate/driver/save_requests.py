@@ -78,7 +78,7 @@ class SaveRequests:
         try:
             return [key.removeprefix(REQUESTS) for key in self._store.list(REQUESTS)]
         except RaymegaError as error:
-            log.warning("requests for a save cannot be seen: %s", error)
+            log.warning("save requests cannot be listed: %s", error)
             return []
 
     def _tell(self, name: str, answer: SaveAnswer) -> None:
@@ -88,7 +88,7 @@ class SaveRequests:
             self._store.put(ANSWERS + name, [json.dumps(asdict(answer)).encode()], overwrite=True)
             self._store.delete(REQUESTS + name)
         except RaymegaError as error:
-            log.warning("a request for a save was not answered: %s", error)
+            log.warning("a save request was not answered: %s", error)
 
 
 def ask_for_save(

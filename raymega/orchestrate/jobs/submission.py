@@ -199,15 +199,14 @@ def working_dir_faults(root: Path) -> list[Fault]:
 
 def shipped_sizes(root: Path) -> dict[str, int]:
     """Return the bytes that Ray would ship, by the name of the entry directly below ``root``."""
-    sizes: dict[
-        str, int
-    ] = {}  # Ray's own walk, so that .gitignore and .rayignore are applied as Ray does
+    sizes: dict[str, int] = {}
 
     def add(path: Path) -> None:
         if path.is_file() and not path.is_symlink():
             name = path.relative_to(root).parts[0]
             sizes[name] = sizes.get(name, 0) + path.stat().st_size
 
+    # Ray's own walk, which applies .gitignore and .rayignore
     walk_shipped_files(root, add)
     return sizes
 

@@ -294,7 +294,7 @@ def read_history(store: Store) -> RunHistory:
             if State(entry.state).is_end:
                 break
         except (KeyError, ValueError, ValidationError) as error:
-            log.warning("%s is passed over, it cannot be read: %s", key, error)
+            log.warning("%s is skipped, it cannot be read: %s", key, error)
             continue
         failures = (*entry.failures, *failures)
         num_workers = num_workers or entry.world_size

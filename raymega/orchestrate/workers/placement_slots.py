@@ -155,7 +155,11 @@ class WorkerSlots:
         if is_late and not any(slot.actor for slot in self.slots):
             held = [group for group in self._main if _is_held(group)]
             if 0 < len(held) < len(self._main):
-                log.info("gives back %d of %d slots' groups", len(held), len(self._main))
+                log.info(
+                    "%d of %d placement groups were held; releasing them for other runs",
+                    len(held),
+                    len(self._main),
+                )
                 self.release()
                 self._pause_until_s = time.monotonic() + PAUSE_S
 

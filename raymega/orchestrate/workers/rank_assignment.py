@@ -114,7 +114,9 @@ class RankAssignment:
         assigned_ranks = keep_ranks(locations, sorted(chosen), self.grid, block=self._block)
         if assigned_ranks is None:
             assigned_ranks = assign_ranks(locations, self.grid, block=self._block)
-            log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
+            log.warning(
+                "GPUs or nodes came in another order: some actors have names of other ranks"
+            )
         # homes of the next attempt are these ranks
         for slot in self._slots.slots:
             slot.home = -1

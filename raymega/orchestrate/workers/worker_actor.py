@@ -153,7 +153,11 @@ class Worker:
 
     def _is_older(self, attempt: int) -> bool:
         if attempt < self._attempt:
-            log.warning("refused what attempt %d says: this is %d", attempt, self._attempt)
+            log.warning(
+                "ignored a call of attempt %d: this process serves attempt %d",
+                attempt,
+                self._attempt,
+            )
         return attempt < self._attempt
 
     def _entry(self) -> EntryModule:
