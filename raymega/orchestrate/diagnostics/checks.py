@@ -291,9 +291,7 @@ def _collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault
     group.start(AttemptSpec(plan_json=plan.to_json(), run_uri="", attempt=0, restore=""))
     timings: list[Entered] = []
     num_finished = 0
-    while (
-        num_finished < plan.grid.world_size
-    ):  # collect reports, until a rank fails or all are done
+    while num_finished < plan.grid.world_size:  # until a rank fails or all are done
         if time.monotonic() > deadline_s:
             return timings, _late(limit_s)
         for report in group.poll(1.0):

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 AWAY_TIMEOUT_S = 600.0
-"""Longest wait for a job server that has stopped to answer, in seconds."""
+"""Longest wait for a job server that has stopped answering, in seconds."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 COMMAND = ("python", "-c", "from raymega.cli.main import run; run()")
 SAVED = re.compile(rf"^{PreemptedError.__name__}: ", re.MULTILINE)
