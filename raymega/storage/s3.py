@@ -143,7 +143,7 @@ class S3Store:
         head = list(islice(parts, 2))
         if len(head) < 2:
             return self._put_small(target, b"".join(head), overwrite=overwrite)
-        # several parts: a multipart upload, which has no reliable If-None-Match
+        # several parts: the key is only looked up before the upload, see the class
         if not overwrite and self._size(target) is not None:
             raise FileExistsError(target.key)
         with self._failures("write", target.key):
