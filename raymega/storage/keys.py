@@ -1,4 +1,4 @@
-"""The names that objects may have: the same rule for every store."""
+"""Checks object keys against the one rule that every store follows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 def is_key(text: str) -> bool:
-    """Whether ``text`` may name an object: visible names joined by '/', so never ``..``."""
+    """Return whether ``text`` is a legal object key: visible names joined by '/', so never ``..``."""
     return _KEY.fullmatch(text) is not None
 
 
 def check_key(key: str) -> str:
-    """Return ``key``.
+    """Return ``key`` when it is a legal object key.
 
     Raises:
-        StorageError: It is not a legal name; it could leave the store's root.
+        StorageError: The key is not legal; as a path it could leave the store's root.
     """
     if is_key(key):
         return key

@@ -1,7 +1,7 @@
-"""Objects as files under a root folder: whole or absent, and on the disk when put returns.
+"""Stores objects as files under a root folder: whole or absent, and on the disk when put returns.
 
-An object is written to a temporary file, synced, and given its name in one step of the file
-system. It needs atomic rename and hard links (ext4, xfs, NFS, Lustre have both), nothing else.
+An object is written to a temporary file, synced with fsync, and given its name in one atomic file-system
+operation. The file system needs atomic rename and hard links; ext4, xfs, NFS and Lustre have both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 class LocalStore:
-    """The Store protocol over files; no state beside the root, so safe from any thread."""
+    """The Store protocol over files; it has no state except the root, so it is safe from any thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -36,6 +36,7 @@ class LocalStore:
         path = self._path(key)
         partial = self._root / PARTIAL_FOLDER / uuid4().hex
         with _failures("write", path):
+            # temporary file first: readers see the object only under its final name
             try:
                 _write_synced(partial, chunks)
                 _remove_stale(partial)
@@ -43,12 +44,13 @@ class LocalStore:
                 is_published = _publish(partial, path, overwrite=overwrite)
             finally:
                 partial.unlink(missing_ok=True)
+            # the new directory entry must survive a power cut too
             _sync_folder(path.parent)
         if not is_published:
             raise FileExistsError(key)
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """Read bytes [start, start + num_bytes), fewer at the end; -1 is to the end."""
+        """Return bytes [start, start + num_bytes), fewer at the object's end; -1 reads to the end."""
         path = self._path(key)
         with _failures("read", path), _absence(key), path.open("rb") as file:
             file.seek(start)
@@ -68,7 +70,7 @@ class LocalStore:
                 place, start = place[count:], start + count
 
     def size(self, key: str) -> int:
-        """Length of an object in bytes."""
+        """Return the length of an object in bytes."""
         path = self._path(key)
         with _failures("read", path), _absence(key):
             if path.is_dir():
@@ -76,7 +78,7 @@ class LocalStore:
             return path.stat().st_size
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Keys that begin with ``prefix``, in order."""
+        """Yield the keys that begin with ``prefix``, in sorted order."""
         folder = self._root / prefix.rpartition("/")[0]
         with _failures("list", folder):
             keys = sorted(path.relative_to(self._root).as_posix() for path in _files(folder))
@@ -87,6 +89,7 @@ class LocalStore:
         path = self._path(key)
         with _failures("delete", path), suppress(*_ABSENT):
             path.unlink()
+            # innermost folder first; stop at the first one that still holds something
             for folder in path.relative_to(self._root).parents[:-1]:
                 if not _remove_if_empty(self._root / folder):
                     break
@@ -104,16 +107,17 @@ def _write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def _write_all(handle: int, rest: memoryview) -> None:
-    """Write every byte; one call moves at most 2 GiB on Linux."""
+    """Write every byte of ``rest``, in several calls: on Linux one write moves at most 2 GiB."""
     while rest:
         rest = rest[os.write(handle, rest) :]
 
 
 def _publish(partial: Path, path: Path, *, overwrite: bool) -> bool:
-    """Give ``partial`` its name; false when the name is taken and may not be."""
+    """Give ``partial`` its final name; return False when the name is taken and ``overwrite`` is false."""
     if overwrite:
         partial.replace(path)
         return True
+    # unlike rename, a hard link fails when the name exists, also on NFS
     try:
         path.hardlink_to(partial)
     except FileExistsError:
@@ -122,7 +126,8 @@ def _publish(partial: Path, path: Path, *, overwrite: bool) -> bool:
 
 
 def _remove_stale(partial: Path) -> None:
-    """Remove what killed writers left a day before ``partial``, by the file system's own clock."""
+    """Remove temporary files of killed writers that are STALE_PARTIAL_S older than ``partial``."""
+    # modification times of one file system: this machine's clock may differ from a file server's
     newest_s = partial.stat().st_mtime
     for other in partial.parent.iterdir():
         with suppress(FileNotFoundError):
@@ -131,7 +136,7 @@ def _remove_stale(partial: Path) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make ``folder`` and its parents so that they outlast a power cut."""
+    """Create ``folder`` and its parents, and sync each so that it survives a power cut."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -156,6 +161,7 @@ def _remove_if_empty(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    # a folder that is deleted during the walk is empty; any other error counts
     def refuse(error: OSError) -> None:
         if not isinstance(error, _ABSENT):
             raise error

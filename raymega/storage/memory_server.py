@@ -1,7 +1,7 @@
-"""A keeper: objects in the memory of a process that other processes reach over the network.
+"""The keeper: an Arrow Flight server that holds objects in the memory of its process.
 
-It serves what RemoteMemoryStore asks for, to whoever knows its token, and forgets all when its process
-ends. What is kept where, and how long, is its users' to say.
+It serves the requests of RemoteMemoryStore (``storage/remote_memory_store.py``) to callers that send its
+token. All objects are lost when its process ends. Callers decide what is stored and for how long.
 """
 
 from __future__ import annotations
@@ -23,68 +23,70 @@ from raymega.storage.keys import check_key
 from raymega.storage.shared_memory import attach
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
-"""An object travels as batches of one column."""
+"""Schema of the record batches in which an object is sent: one column of bytes."""
 ABSENT, TAKEN, UNSEEN = b"absent", b"taken", b"unseen"
-"""What an error's ``extra_info`` says where the client must tell one from another."""
+"""Values of ``extra_info`` in Flight errors that RemoteMemoryStore maps to exceptions of their own."""
 TOKEN_HEADER = "x-raymega-token"
 MAPPED_BYTES = 2**16
-"""glibc's number for the setting, and the size from which on a buffer is returned when it is freed."""
+"""Size from which on glibc gets a buffer by mmap and returns it to the system when it is freed."""
 BATCH_BYTES = 2**22
-"""An object travels in messages of this size."""
+"""Size of the messages in which an object is sent, in bytes."""
 
 
 def batch_of(data: pa.Buffer) -> pa.RecordBatch:
-    """``data`` as a batch, without a copy."""
+    """Return ``data`` as a record batch, without a copy."""
     column = pa.Array.from_buffers(pa.uint8(), data.size, [None, data])
     return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
 
 
 def buffer_of(batch: pa.RecordBatch) -> pa.Buffer:
-    """Inverse of :func:`batch_of`, without a copy too."""
+    """Return the bytes of a batch, without a copy; the inverse of :func:`batch_of`."""
     column = batch.column(0)
     return column.buffers()[1].slice(column.offset, len(column))
 
 
 def give_memory_back() -> None:
-    """Have the system get freed memory at once, in a process that does nothing but keep.
+    """Make glibc return freed memory to the system at once; for a process that only runs a keeper.
 
-    Messages arrive in buffers of gRPC's, which glibc would hold on to in many small heaps; without
-    this a keeper takes up to twice what it keeps.
+    Messages arrive in gRPC's buffers, which glibc would retain in many small heaps when they are freed.
+    Without this setting a keeper takes up to twice the size of its objects.
     """
     map_blocks_from(MAPPED_BYTES)
 
 
 def _memory(num_bytes: int) -> pa.Buffer:
-    """Pages of an object's own, which the system has back as soon as the object is dropped.
+    """Return a buffer of pages mapped for one object, which are released when the object is dropped.
 
-    What arrives lies in pieces among others in the allocators of gRPC and Arrow, which keep what is
-    freed in between: held as it came, objects that come and go took four times their size.
+    The buffers in which messages arrive share the heaps of gRPC and Arrow, which retain what is freed
+    between them. Objects kept in those buffers and replaced repeatedly took four times their size.
     """
     return pa.py_buffer(mmap(-1, num_bytes) if num_bytes else b"")
 
 
 class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
-    """Serves from its construction on; ``uri`` is where. Handlers run in threads of Flight's own."""
+    """A keeper that serves from its construction on, at ``uri`` (host:port), in Flight's own threads."""
 
     def __init__(self, host: str, token: str) -> None:
-        """Listen on a fresh port of ``host`` for callers that send ``token``."""
-        self._objects: dict[str, pa.Table] = {}
+        """Listen on a free port of ``host`` for callers that send ``token``."""
+        self._objects: dict[str, pa.Table] = {}  # by key
         self._lock = Lock()
         middleware = {"token": _TokenCheck(token)}
         super().__init__((host, 0), middleware=middleware)
         self.uri = f"{'[' + host + ']' if ':' in host else host}:{self.port}"
 
     def do_put(self, _context: Any, descriptor: Any, reader: Any, _writer: Any) -> None:
-        """Take an object in; it is visible when it is whole.
+        """Store an object, which becomes visible when it is whole.
 
-        What the order calls its ``tail`` stays where it lies in the sender's shared memory.
+        The request's ``tail``, if it has one, is mapped from the sender's shared memory, not copied.
         """
         order = json.loads(descriptor.command)
         key = _checked(order["key"])
+        # the part that was sent: copied into pages of its own
         arrived = _memory(order["num_bytes"])
         num_bytes = _fill(arrived, (buffer_of(chunk.data) for chunk in reader))
         if num_bytes != arrived.size:
             raise flight.FlightServerError(f"{num_bytes} bytes came of {key}, not {arrived.size}")
+        # the part in the sender's shared memory: a view
         tail = [_seen(order["tail"])] if order.get("tail") else []
         whole = pa.Table.from_batches(map(batch_of, (arrived, *tail)))
         with self._lock:
@@ -93,15 +95,16 @@ class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarr
             self._objects[key] = whole
 
     def do_get(self, _context: Any, ticket: Any) -> Any:
-        """Send a range of an object."""
+        """Send a range of an object, in messages of at most BATCH_BYTES."""
         order = json.loads(ticket.ticket)
+        # a table has one row a byte, so that a slice of rows is a range of bytes
         num_bytes = None if order["num_bytes"] < 0 else order["num_bytes"]
         found = self._find(order["key"]).slice(order["start"], num_bytes)
         batches = found.to_batches(max_chunksize=BATCH_BYTES)
         return flight.RecordBatchStream(pa.Table.from_batches(batches, schema=SCHEMA))
 
     def do_action(self, _context: Any, action: Any) -> list[bytes]:
-        """Everything that moves no data: ``size``, ``list``, ``drop``, ``clear``."""
+        """Answer the requests that carry no object: ``size``, ``list``, ``drop`` and ``clear``."""
         handlers: Mapping[str, Callable[[Any], object]] = {
             "size": lambda key: self._find(key).num_rows,
             "list": self._list,
@@ -135,25 +138,26 @@ def _seen(tail: Mapping[str, int | str]) -> pa.Buffer:
 
 
 def _fill(target: pa.Buffer, pieces: Iterable[pa.Buffer]) -> int:
-    """Lay ``pieces`` end to end, and return how many bytes they have, at most one piece too many."""
+    """Copy ``pieces`` end to end into ``target``; return their bytes (too many if they do not fit)."""
     room = np.frombuffer(target, dtype=np.uint8)
     end = 0
     for piece in pieces:
         begin, end = end, end + piece.size
         if end > room.size:
             break
-        room[begin:end] = np.frombuffer(piece, dtype=np.uint8)  # numpy lets other threads run
+        room[begin:end] = np.frombuffer(piece, dtype=np.uint8)  # numpy releases the GIL
     return end
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
-    """Lets a call through that carries the token."""
+    """Middleware that refuses each call whose header lacks the token."""
 
     def __init__(self, token: str) -> None:
         super().__init__()
         self._token = token.encode()
 
     def start_call(self, _info: Any, headers: Mapping[str, list[str]]) -> None:
+        # compared in constant time, so that response times tell nothing about the token
         given = "".join(headers.get(TOKEN_HEADER, [])).encode()
         if not hmac.compare_digest(given, self._token):
             raise flight.FlightUnauthenticatedError("the token is not this keeper's")

@@ -1,4 +1,4 @@
-"""From a URI to its store: the one table of schemes."""
+"""Opens the store of a URI and checks URIs, through one table of schemes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class _DropUnfinished(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """What a scheme offers.
+    """Functions of one URI scheme.
 
     Attributes:
-        open: The store at a URI without faults; touches nothing.
-        uri_faults: What is wrong with the URI itself.
-        access_faults: What keeps it from being used, found out in seconds and without a trace.
-        drop_unfinished: Removes what killed writers left at a URI without faults; the keys.
+        open: Function that returns the store at a URI without faults; it accesses nothing yet.
+        uri_faults: Function that returns the faults of the URI's text; it accesses nothing.
+        access_faults: Function that probes the store within seconds, leaves nothing behind, and returns
+            why it cannot be used.
+        drop_unfinished: Function that removes unfinished uploads of killed writers and returns their keys.
     """
 
     open: Callable[[str], Store]
@@ -57,7 +58,7 @@ def _folders() -> Backend:
 
 
 def _s3() -> Backend:
-    from raymega.storage import s3  # its client takes a while to import
+    from raymega.storage import s3  # here, because importing boto3 is slow
 
     return Backend(
         open=s3.open_s3,
@@ -71,39 +72,39 @@ SCHEMES: dict[str, Callable[[], Backend]] = {"file": _folders, "s3": _s3}
 
 
 def open_store(uri: str) -> Store:
-    """The store whose root is ``uri``: a path, ``file:///path`` or ``s3://bucket/prefix``.
+    """Return the store whose root is ``uri``: a path, ``file:///path`` or ``s3://bucket/prefix``.
 
-    Touches nothing yet.
+    Nothing is accessed yet.
 
     Raises:
-        ConfigError: The URI is not one of these.
+        ConfigError: The URI has none of these forms.
     """
     raise_faults(ConfigError, _uri_faults(uri, field="uri"))
     return SCHEMES[_scheme(uri)]().open(uri)
 
 
 def store_faults(uri: str, *, field: str = "checkpoint.uri") -> list[Fault]:
-    """What keeps ``uri`` from being written to; writes a probe and leaves nothing behind.
+    """Return why ``uri`` cannot be written to; writes a probe object and removes it.
 
     Args:
         uri: Root of a store; it need not exist yet.
-        field: What the user calls it, for the message.
+        field: Name of the job file's field, for the message.
     """
     return _access_faults(uri, field, is_for_writing=True)
 
 
 def reading_faults(uri: str, *, field: str) -> list[Fault]:
-    """What keeps ``uri`` from being read, as far as its store answers; whether it exists is open.
+    """Return why the store of ``uri`` cannot be read; whether ``uri`` exists is not checked.
 
     Args:
         uri: Root of a store.
-        field: What the user calls it, for the message.
+        field: Name of the job file's field, for the message.
     """
     return _access_faults(uri, field, is_for_writing=False)
 
 
 def folder_faults(uri: str, *, field: str) -> list[Fault]:
-    """What keeps ``uri`` from naming a folder of whatever machine opens it; touches nothing."""
+    """Return why ``uri`` cannot be a folder on the machine that opens it; accesses nothing."""
     if _scheme(uri) in SCHEMES and _scheme(uri) != "file":
         rule, remedy = "it must be a folder on a machine's own disks", "give a path"
         return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
@@ -111,13 +112,13 @@ def folder_faults(uri: str, *, field: str) -> list[Fault]:
 
 
 def apart_faults(uri: str, *, field: str, other: str, other_field: str) -> list[Fault]:
-    """What is wrong when two URIs name one folder, however they are written.
+    """Return a fault when two URIs resolve to the same local folder, however they are written.
 
     Args:
-        uri: Of a folder that may lose what is in it.
-        field: What the user calls it, for the message.
-        other: Of a store that must not.
-        other_field: What the user calls that.
+        uri: URI of a folder in which old files are deleted.
+        field: Name of its field in the job file, for the message.
+        other: URI of a store whose files must be kept.
+        other_field: Name of the field of ``other``.
     """
     mine, theirs = local_path(uri), local_path(other)
     if mine is None or theirs is None or mine.resolve() != theirs.resolve():
@@ -134,19 +135,19 @@ def apart_faults(uri: str, *, field: str, other: str, other_field: str) -> list[
 def drop_unfinished(
     uri: str, *, older_than: timedelta, now: datetime, is_dry: bool = False
 ) -> list[str]:
-    """Remove what killed writers left below ``uri``, which nobody sees and which costs space.
+    """Remove the unfinished uploads of killed writers below ``uri``, which are invisible but take space.
 
     Args:
         uri: Root of a store.
-        older_than: Longer than any write that is still alive can take, such as a day.
-        now: The time, with its zone.
-        is_dry: Only say what would go.
+        older_than: Age from which an upload counts as abandoned, such as a day.
+        now: Current time, with its time zone.
+        is_dry: Whether to list the uploads without removing them.
 
     Returns:
-        Keys of the objects that will never be; always none in a folder, which tidies itself.
+        Keys of the objects that were being uploaded; none for a folder, where ``put`` itself removes old leftovers.
 
     Raises:
-        ConfigError: The URI is not one of a store.
+        ConfigError: The URI is not that of a store.
         StorageError: The store refuses.
     """
     raise_faults(ConfigError, _uri_faults(uri, field="uri"))
@@ -155,10 +156,11 @@ def drop_unfinished(
 
 
 def is_anything_at(uri: str) -> bool:
-    """A folder, even an empty one, or an object below the prefix.
+    """Return whether ``uri`` is a folder, even an empty one, or a prefix with an object below it.
 
     Raises:
-        StorageError: The URI is not one of a store, or the store refuses.
+        ConfigError: The URI is not that of a store.
+        StorageError: The store refuses.
     """
     folder = local_path(uri)
     if folder is not None:
@@ -174,7 +176,7 @@ def _access_faults(uri: str, field: str, *, is_for_writing: bool) -> list[Fault]
 
 
 def local_path(uri: str) -> Path | None:
-    """The folder that ``uri`` names on this machine, or None for an object store."""
+    """Return the folder that ``uri`` names on this machine, or None for an object store."""
     return _folder(uri) if _scheme(uri) == "file" else None
 
 
@@ -192,6 +194,7 @@ def _uri_faults(uri: str, *, field: str) -> list[Fault]:
     fact = f"{field}={uri!r}"
     if not uri:
         return [Fault(fact=fact, rule="it must name a folder", remedy="give a path")]
+    # cutoff 0: there is always a nearest scheme to suggest
     if scheme not in SCHEMES:
         near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.0)
         rule = f"scheme {scheme!r} is unknown; known are {', '.join(SCHEMES)} and plain paths"
@@ -206,7 +209,7 @@ def _nothing_unfinished(
     now: datetime,  # noqa: ARG001
     is_dry: bool,  # noqa: ARG001
 ) -> list[str]:
-    """A folder's puts remove what killed ones left; see local."""
+    """Return no keys: in a folder each put removes old leftovers itself (``storage/local.py``)."""
     return []
 
 
@@ -219,10 +222,11 @@ def _folder_uri_faults(uri: str, *, field: str) -> list[Fault]:
 
 
 def _folder_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
-    """Write and remove a probe in the nearest folder that exists."""
+    """Write and remove a probe in the nearest folder that exists, and return why that failed."""
     if not is_for_writing:
         return []
     folder = _folder(uri)
+    # the folder itself is not created: a check leaves nothing behind
     try:
         existing = next(at for at in (folder, *folder.parents) if at.exists())
         with tempfile.TemporaryDirectory(dir=existing, prefix=".raymega-probe-") as probe:

@@ -1,7 +1,7 @@
-"""Objects in another process's memory: the Store protocol, spoken with a Keeper.
+"""The Store protocol over objects in the memory of another process, a keeper.
 
-What a keeper is and how it answers is keeper's. Nothing is tried twice: whoever has other copies
-knows better what to do than to wait for a process that may be gone.
+``storage/memory_server.py`` has the keeper. Nothing is retried: its process may be gone, and the caller
+can read another copy instead.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from raymega.storage.shared_memory import SharedMemories, SharedRange
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
-"""Longest wait for one object; the partner of a node that hangs must not hold a rank up for long."""
+"""Timeout of one call in seconds; a rank must not wait long for a keeper whose node hangs."""
 
 
 class RemoteMemoryStore:
-    """A connection to the keeper at ``host:port``; made at the first call, safe from any thread."""
+    """A client of the keeper at ``host:port``; it connects at the first call and is safe from any thread."""
 
     def __init__(
         self,
@@ -39,9 +39,16 @@ class RemoteMemoryStore:
         timeout_s: float = TIMEOUT_S,
         shared: SharedMemories | None = None,
     ) -> None:
-        """``timeout_s`` bounds each call; objects' ends that lie in ``shared`` are not copied."""
+        """Prepare a client without connecting.
+
+        Args:
+            address: Address of the keeper, ``host:port``.
+            token: Secret that the keeper checks in each call.
+            timeout_s: Longest duration of one call, in seconds.
+            shared: Shared memory of this process; chunks at an object's end that lie in it are not copied.
+        """
         self._address, self._shared = address, shared
-        # A proxy for web pages is in the way of nodes that talk to each other.
+        # gRPC would send traffic between nodes through the proxy of http_proxy.
         options = [("grpc.enable_http_proxy", 0)]
         self._client = flight.FlightClient(f"grpc://{address}", generic_options=options)
         header = (TOKEN_HEADER.encode(), token.encode())
@@ -49,21 +56,23 @@ class RemoteMemoryStore:
 
     @property
     def uri(self) -> str:
-        """Where the keeper is, for messages."""
+        """Description of the keeper with its address, for messages."""
         return f"keeper at {self._address}"
 
     @property
     def is_sharing(self) -> bool:
-        """The keeper looks into this process's shared memory, as far as is known."""
+        """True while the keeper maps this process's shared memory; false once it failed to."""
         return self._shared is not None
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
         """Write an object; with ``overwrite`` false an existing key raises FileExistsError.
 
-        Of chunks at its end that lie in shared memory the keeper gets a view: they must stay as they
-        are until the object is dropped. A keeper that cannot see them is sent them, and all later ones.
+        Chunks at its end that lie in shared memory are not sent: the keeper maps them. They must not
+        change until the object is dropped. If the keeper cannot map them, they are sent, as are those of
+        all later objects.
         """
         pieces = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
+        # same machine: send the head, and let the keeper map the tail
         if self._shared is not None:
             num_sent, tail = self._shared.tail_of(pieces)
             try:
@@ -82,6 +91,7 @@ class RemoteMemoryStore:
         order = {"key": check_key(key), "num_bytes": num_bytes, "overwrite": overwrite}
         if tail is not None:
             order["tail"] = asdict(tail)
+        # the request travels as the descriptor, ahead of the batches
         target = flight.FlightDescriptor.for_command(json.dumps(order))
         with self._failures("put", key):
             writer, _ = self._client.do_put(target, SCHEMA, self._options)
@@ -92,18 +102,18 @@ class RemoteMemoryStore:
                 writer.close()  # waits for the keeper's answer, and raises it
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """Read bytes [start, start + num_bytes), fewer at the end; -1 is to the end."""
+        """Return bytes [start, start + num_bytes), fewer at the object's end; -1 reads to the end."""
         order = {"key": check_key(key), "start": start, "num_bytes": num_bytes}
         with self._failures("get", key):
             reader = self._client.do_get(flight.Ticket(json.dumps(order)), self._options)
             return b"".join(buffer_of(chunk.data) for chunk in reader)
 
     def size(self, key: str) -> int:
-        """Length of an object in bytes."""
+        """Return the length of an object in bytes."""
         return int(self._ask("size", check_key(key)))
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Keys that begin with ``prefix``, in order."""
+        """Yield the keys that begin with ``prefix``, in sorted order."""
         yield from self._ask("list", prefix)
 
     def delete(self, key: str) -> None:
@@ -111,7 +121,7 @@ class RemoteMemoryStore:
         self.drop([check_key(key)])
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Remove many objects in one call."""
+        """Remove several objects in one call; missing keys are no error."""
         self._ask("drop", list(keys))
 
     def clear(self, prefix: str) -> None:
@@ -129,6 +139,7 @@ class RemoteMemoryStore:
         try:
             yield
         except (flight.FlightError, pa.ArrowException) as error:
+            # answers with an exception of their own
             match getattr(error, "extra_info", b""):
                 case memory_server.ABSENT:
                     raise KeyError(about) from None
@@ -136,6 +147,7 @@ class RemoteMemoryStore:
                     raise FileExistsError(about) from None
                 case memory_server.UNSEEN:
                     raise _UnseenError(str(error).partition(". Detail:")[0]) from None
+            # everything else; gRPC appends source lines and pointers to its message
             cause = str(error).partition(". gRPC client debug context")[0]
             raise StorageError(
                 Fault(
@@ -147,11 +159,11 @@ class RemoteMemoryStore:
 
 
 class _UnseenError(Exception):
-    """The keeper does not see this process's memory."""
+    """The keeper cannot map this process's shared memory."""
 
 
 def _batches(pieces: Iterable[memoryview]) -> Iterator[pa.RecordBatch]:
-    """Small pieces joined, which costs a copy of them; large ones as they are."""
+    """Yield ``pieces`` as batches of at most BATCH_BYTES: small ones joined, large ones as views."""
     small = bytearray()
     for piece in pieces:
         if len(small) + piece.nbytes <= BATCH_BYTES:

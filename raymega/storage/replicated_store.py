@@ -1,6 +1,6 @@
-"""One store over several that hold copies of the same objects, any of which may be lost.
+"""Combines several stores that hold copies of the same objects into one; any of them may be lost.
 
-Which copies there are is told; nothing is moved from one to the other.
+The caller says which store has which object; nothing is copied from one store to another.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class ReplicatedStore:
-    """The Store protocol over copies: a write goes to all of them, a read to one that has it.
+    """The Store protocol over copies: a write goes to all stores, a read to one that has the object.
 
-    A store that fails a write is lost: it is not asked again, so that one that hangs costs one
-    timeout. The others go on without it.
+    A store that fails a write is dropped and not asked again, so one that hangs costs a single timeout.
+    The others stay in use.
     """
 
     def __init__(
@@ -35,47 +35,50 @@ class ReplicatedStore:
         """Serve from ``stores``, by name.
 
         Args:
-            stores: Where copies are.
-            holders: By key the names of those that hold it, where not all do.
-            first: Which of a key's copies is read first, counted round; another number is the way
-                around a copy whose bytes turned out to be wrong.
+            stores: Stores of the copies, by name.
+            holders: Names of the stores that hold each key; without it, every store may hold every key.
+            first: Index of the copy to read first, modulo the number of copies; a caller that found
+                wrong bytes takes another index to read another copy.
         """
         self._stores, self._holders, self._first = dict(stores), holders, first
 
     @property
     def uri(self) -> str:
-        """For messages."""
+        """Names of the stores, for messages."""
         return "memory of " + (", ".join(self._stores) or "nobody")
 
     @property
     def num_stores(self) -> int:
-        """Stores that are not lost."""
+        """Number of stores that have not been dropped."""
         return len(self._stores)
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
-        """Write an object to every store; with ``overwrite`` false an existing key raises
-        FileExistsError."""
+        """Write an object to every store; with ``overwrite`` false an existing key raises FileExistsError.
+
+        Raises:
+            StorageError: Every store failed.
+        """
         check_key(key)
-        pieces = list(chunks)
+        pieces = list(chunks)  # an iterator could be written once only
         for name, store in tuple(self._stores.items()):
             try:
                 store.put(key, pieces, overwrite=overwrite)
             except StorageError as error:
-                log.warning("goes on without copies in %s: %s", name, error)
-                self._stores.pop(name, None)  # another file's thread may have been first
+                log.warning("copies in %s are not used any more: %s", name, error)
+                self._stores.pop(name, None)  # another thread may have dropped it already
         if not self._stores:
             raise StorageError(_nobody(key))
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """Read bytes [start, start + num_bytes), fewer at the end; -1 is to the end."""
+        """Return bytes [start, start + num_bytes), fewer at the object's end; -1 reads to the end."""
         return self._read(key, lambda store: store.get(key, start=start, num_bytes=num_bytes))
 
     def size(self, key: str) -> int:
-        """Length of an object in bytes."""
+        """Return the length of an object in bytes."""
         return self._read(key, lambda store: store.size(key))
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Keys that begin with ``prefix`` in any store, in order."""
+        """Yield the keys that begin with ``prefix`` in any store, in sorted order."""
         yield from sorted({key for store in self._stores.values() for key in store.list(prefix)})
 
     def delete(self, key: str) -> None:
@@ -84,17 +87,19 @@ class ReplicatedStore:
             store.delete(key)
 
     def _read(self, key: str, read: Callable[[Store], T]) -> T:
+        # order of the copies: those in stores not dropped, rotated by ``first``
         known = self._stores if self._holders is None else self._holders.get(key, ())
         names = [name for name in known if name in self._stores]
         turn = self._first % len(names) if names else 0
         failure: StorageError | None = None
+        # first copy that can be read; "absent" is the answer only if no store failed
         for name in (*names[turn:], *names[:turn]):
             try:
                 return read(self._stores[name])
             except KeyError:
                 continue
             except StorageError as error:
-                log.warning("looks for another copy of %s: %s", key, error)
+                log.warning("reading another copy of %s: %s", key, error)
                 failure = error
         raise failure or KeyError(key)
 

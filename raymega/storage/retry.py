@@ -1,7 +1,7 @@
-"""How often an operation on a store is tried again, and after which pauses; a store that does so.
+"""Retries writes to a store: the policy, and a store that applies it.
 
-RetryingStore is for a driver's own objects, which are few, small and needed: a claim, a manifest, a
-record. What is large, the workers' files, CheckpointWriter tries again by a shorter policy.
+RetryingStore is for the driver's own objects, which are few, small and indispensable: lease, manifest, record.
+The workers' large files are retried by CheckpointWriter with a shorter policy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Pauses between tries.
+    """Pauses between the tries of one write.
 
     Attributes:
         pauses_s: Seconds before the second try, the third, and so on; the last try's error is raised.
-        sleep: Waits so many seconds.
+        sleep: Function that waits for a number of seconds.
     """
 
     pauses_s: tuple[float, ...]
@@ -36,9 +36,10 @@ class RetryPolicy:
         """Call ``write`` with the number of the try, from 0, until it returns.
 
         Raises:
-            FileExistsError: At once: another try would change nothing.
+            FileExistsError: The key exists; this is not retried, as another try would change nothing.
             StorageError, OSError: The last try failed.
         """
+        # every try but the last
         for number, pause_s in enumerate(self.pauses_s):
             try:
                 return write(number)
@@ -54,19 +55,20 @@ RETRY = RetryPolicy(pauses_s=(1.0, 2.0, 4.0, 8.0, 15.0))
 
 
 class RetryingStore(DelegatingStore):
-    """Another store, whose writes are tried again for half a minute before they count as failed."""
+    """A store whose writes are retried for half a minute before they count as failed."""
 
     def __init__(self, store: Store, *, retry: RetryPolicy = RETRY) -> None:
-        """Tries writes again by ``retry``."""
+        """Retry the writes to ``store`` by the policy ``retry``."""
         super().__init__(store)
         self._retry = retry
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
-        """See Store; holds the object in memory.
+        """Write an object with retries, as Store's ``put``; the whole object is held in memory.
 
-        A try that failed may have written it all the same: then it is there as it should be.
+        A try that reported a failure may still have written the object. If a later try finds the key taken
+        and the content equal, the write counts as done.
         """
-        whole = [bytes(chunk) for chunk in chunks]
+        whole = [bytes(chunk) for chunk in chunks]  # an iterator could be written once only
 
         def write(number: int) -> None:
             try:

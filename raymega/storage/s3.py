@@ -1,7 +1,7 @@
-"""Objects in an S3 bucket below a prefix: Amazon's and whatever speaks its protocol.
+"""Stores objects in an S3 bucket below a prefix, at Amazon or any service that speaks its protocol.
 
-It owns requests, their patience and ranged reads; parts are storage.s3_multipart's. Credentials,
-region and endpoint are found by the client in the usual AWS ways and never kept or shown here.
+It owns the client, its timeouts and single requests; uploads in parts are in ``storage/s3_multipart.py``.
+boto3 finds credentials, region and endpoint in the usual AWS ways; they are never stored or shown here.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ PROBE_CONNECT_TIMEOUT_S, PROBE_READ_TIMEOUT_S, PROBE_MAX_RETRIES = 2.0, 4.0, 1
 KIND_VARIABLE, KEY_VARIABLE = "RAYMEGA_S3_ENCRYPTION", "RAYMEGA_S3_KMS_KEY_ID"
 KINDS = ("AES256", "aws:kms", "aws:kms:dsse")
 SETTINGS = {name.lower(): (name.lower(), name, "", None) for name in (KIND_VARIABLE, KEY_VARIABLE)}
-"""For the client's own search: name in a profile, name in the environment, default, conversion."""
+"""Session variables in botocore's form: name in a profile, name in the environment, default, conversion."""
 WRITES = ("PutObject", "CreateMultipartUpload")
 
 
 def open_s3(uri: str) -> S3Store:
-    """The store below ``s3://bucket/prefix``, which must have no :func:`uri_faults`."""
+    """Return the store below ``s3://bucket/prefix``, which must have no :func:`uri_faults`."""
     bucket, prefix = _split(uri)
     return S3Store(bucket, prefix)
 
 
 def uri_faults(uri: str, *, field: str) -> list[Fault]:
-    """What is wrong with the URI itself; asks no service. What precedes an '@' is not shown."""
+    """Return the faults of the URI's text, without any request. Text before an '@' is not shown."""
     bucket, prefix = _split(uri)
     if _BUCKET.fullmatch(bucket) and (not prefix or is_key(prefix)):
         return []
+    # before an '@' there may be credentials
     return [
         Fault(
             fact=f"{field}='s3://{uri.rpartition('@')[2].removeprefix('s3://')}'",
@@ -77,14 +78,15 @@ def uri_faults(uri: str, *, field: str) -> list[Fault]:
 
 
 def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
-    """What keeps ``uri`` from being used, known in seconds: lists it, and for writing puts a probe.
+    """Return within seconds why ``uri`` cannot be used; lists it, and for writing puts a probe object.
 
     Args:
-        uri: Of a store.
-        field: What the user calls it, for the message.
-        is_for_writing: Also write, read and delete a probe.
+        uri: URI of a store.
+        field: Name of the job file's field, for the message.
+        is_for_writing: Whether to write, read and delete a probe too.
     """
     bucket, prefix = _split(uri)
+    # a key of its own for each probe: several drivers and nodes may probe at once
     names = {"Bucket": bucket, "Key": f"{prefix}/{PROBE_PREFIX}{uuid4().hex}".lstrip("/")}
     try:
         client = _connect(bucket, _impatient())
@@ -94,6 +96,7 @@ def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
                 client.put_object(**names, Body=b"probe")
                 client.get_object(**names)["Body"].read()
                 client.delete_object(**names)
+    # the same faults, with the field's name in front
     except RaymegaError as error:
         faults = [fault for fault in error.faults if isinstance(fault, Fault)]
         return [
@@ -106,7 +109,7 @@ def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
 def drop_unfinished(
     uri: str, *, older_than: timedelta, now: datetime, is_dry: bool = False
 ) -> list[str]:
-    """Abort the uploads below ``uri`` that were begun longer ago than ``older_than``; their keys."""
+    """Abort the uploads below ``uri`` that were begun longer ago than ``older_than``; return their keys."""
     stale = open_s3(uri).abort_stale_uploads(older_than, now=now, is_dry=is_dry)
     return [upload.key for upload in stale]
 
@@ -114,14 +117,14 @@ def drop_unfinished(
 class S3Store:
     """The Store protocol over one bucket; one client serves all threads.
 
-    A put without ``overwrite`` is decided by the service when the object is at most one part long,
-    which manifests are. A longer one is only looked for before it is sent: its key must be one
-    that no other writer uses, which the names of data files see to. A put that was done but whose
-    answer was lost may raise FileExistsError, as the second try meets the first.
+    Without ``overwrite``, the service itself refuses a taken key (If-None-Match) for objects of at most one
+    part, as manifests are. For a longer object the key is only looked up before the upload, so no other
+    writer may use that key; the names of data files ensure it. A put whose answer was lost may raise
+    FileExistsError, because the client's retry finds the object of the first try.
     """
 
     def __init__(self, bucket: str, prefix: str = "", *, part_bytes: int = PART_BYTES) -> None:
-        """Touch nothing yet; ``prefix`` has no slash at its ends."""
+        """Prepare a store without connecting; ``prefix`` has no slash at its ends."""
         self._bucket, self._root = bucket, f"{prefix}/" if prefix else ""
         self._part_bytes = part_bytes
         self._connected: Client = None
@@ -129,24 +132,27 @@ class S3Store:
 
     @property
     def uri(self) -> str:
-        """``s3://bucket/prefix``."""
+        """Root of the store as ``s3://bucket/prefix``."""
         return f"s3://{self._bucket}/{self._root}".rstrip("/")
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
         """Write an object; with ``overwrite`` false an existing key raises FileExistsError."""
         target = self._target(key)
         parts = cut_parts(chunks, self._part_bytes)
+        # at most one part: a single request
         head = list(islice(parts, 2))
         if len(head) < 2:
             return self._put_small(target, b"".join(head), overwrite=overwrite)
+        # several parts: the key is only looked up before the upload, see the class
         if not overwrite and self._size(target) is not None:
             raise FileExistsError(target.key)
         with self._failures("write", target.key):
             return upload_parts(self._client, target, chain(_taken(head), parts))
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """Read bytes [start, start + num_bytes), fewer at the end; -1 is to the end."""
+        """Return bytes [start, start + num_bytes), fewer at the object's end; -1 reads to the end."""
         target = self._target(key)
+        # an HTTP range cannot be empty; a missing key must raise all the same
         if num_bytes == 0:
             self.size(key)
             return b""
@@ -154,19 +160,20 @@ class S3Store:
             return read_range(self._client, target, start, num_bytes)
 
     def size(self, key: str) -> int:
-        """Length of an object in bytes."""
+        """Return the length of an object in bytes."""
         num_bytes = self._size(self._target(key))
         if num_bytes is None:
             raise KeyError(key)
         return num_bytes
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Keys that begin with ``prefix``, in order."""
+        """Yield the keys that begin with ``prefix``, in sorted order."""
         with self._failures("list", self._root + prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._root + prefix
             )
             names = [each["Key"] for page in pages for each in page.get("Contents", ())]
+        # probes and foreign objects may lie below the root; they have no legal key
         yield from sorted(filter(is_key, (name[len(self._root) :] for name in names)))
 
     def delete(self, key: str) -> None:
@@ -178,12 +185,12 @@ class S3Store:
     def abort_stale_uploads(
         self, older_than: timedelta, *, now: datetime, is_dry: bool = False
     ) -> tuple[OpenUpload, ...]:
-        """Abort what killed writers left below the root; not part of the Store protocol.
+        """Abort the unfinished uploads of killed writers below the root and return them.
 
         Args:
-            older_than: Longer than any upload that is still alive can take, such as a day.
-            now: The time, with its zone.
-            is_dry: Only say which.
+            older_than: Age from which an upload counts as abandoned, such as a day.
+            now: Current time, with its time zone.
+            is_dry: Whether to list the uploads without aborting them.
         """
         with self._failures("abort uploads of", self._root):
             uploads = abort_stale_uploads(
@@ -193,7 +200,7 @@ class S3Store:
         return tuple(uploads)
 
     def _put_small(self, target: UploadTarget, data: bytes, *, overwrite: bool) -> None:
-        """One request, which the service itself refuses when the key is taken and may not be."""
+        """Write an object in one request, which without ``overwrite`` the service refuses if the key exists."""
         condition = {} if overwrite else {"IfNoneMatch": "*"}
         with self._failures("write", target.key):
             try:
@@ -254,11 +261,12 @@ def _impatient() -> Config:
 
 
 def _connect(bucket: str, config: Config) -> Client:
-    """A client of its own session, as sessions are not for several threads.
+    """Return a new client with a session of its own, because boto3's sessions are not thread-safe.
 
     Raises:
-        StorageError: The settings of the environment make no client.
+        StorageError: The settings of the environment are not valid for a client.
     """
+    # the endpoint is known only once there is a client
     nowhere = S3Location(bucket=bucket, endpoint="the configured endpoint")
     try:
         session = Session(session_vars=SETTINGS)
@@ -266,16 +274,17 @@ def _connect(bucket: str, config: Config) -> Client:
         _encrypt_writes(client, _encryption_of(session))
     except (BotoCoreError, ValueError) as error:
         raise StorageError(fault_of(error, "open", "", nowhere)) from error
+    # messages show the endpoint, which must hold no credentials
     if urlsplit(client.meta.endpoint_url).username is not None:
         raise StorageError(_named_endpoint(_place(client, bucket)))
     return client
 
 
 def _encryption_of(session: Session) -> dict[str, str]:
-    """Request arguments of every write, by environment or profile; none when nothing is set.
+    """Return the encryption arguments for every write, from environment or profile; empty if none is set.
 
     Raises:
-        StorageError: The settings do not fit together.
+        StorageError: The settings contradict each other.
     """
     kind, key = (session.get_config_variable(name) for name in SETTINGS)
     if not kind and not key:
@@ -286,7 +295,7 @@ def _encryption_of(session: Session) -> dict[str, str]:
 
 
 def _encrypt_writes(client: Client, arguments: dict[str, str]) -> None:
-    """From now on every write of ``client`` carries ``arguments``."""
+    """Add ``arguments`` to every later write of ``client``."""
 
     def add(params: dict[str, Any], **_: object) -> dict[str, Any]:
         return params | arguments
@@ -319,7 +328,7 @@ def _named_endpoint(place: S3Location) -> Fault:
 
 
 def _taken(parts: list[bytes]) -> Iterator[bytes]:
-    """The parts one by one, so that none outlives its upload."""
+    """Yield the parts and empty the list, so that each is freed after its upload."""
     while parts:
         yield parts.pop(0)
 

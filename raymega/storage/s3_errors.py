@@ -1,7 +1,7 @@
-"""From a failure of the S3 client to one fault that names bucket, key, endpoint and the way out.
+"""Turns a failure of the S3 client into one fault that names bucket, key, endpoint and a remedy.
 
-It owns the wording. Messages are put together from the service's error code and the client's error
-class, never from a request or an endpoint as given, so no credential can be in them.
+It owns the wording. Messages are composed from the service's error code and the client's error class,
+never from a request or an endpoint as given, so they cannot contain credentials.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OTHER = (
 )
 _BY_CODE = {
     "NoSuchBucket": _BUCKET,
-    "404": _ENDPOINT,  # of no service of this protocol, which would say what is missing
+    "404": _ENDPOINT,  # an S3 service would name what is missing; this is another HTTP server
     "AccessDenied": _ACCESS,
     "403": _ACCESS,
     "AllAccessDisabled": _ACCESS,
@@ -78,25 +78,25 @@ _BY_CLASS: tuple[tuple[tuple[type[Exception], ...], tuple[str, str]], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Location:
-    """Where requests go: ``endpoint`` as the client resolved it, without user and password."""
+    """Bucket and endpoint of requests; the endpoint as the client resolved it, without credentials."""
 
     bucket: str
     endpoint: str
 
 
 def code_of(error: ClientError) -> str:
-    """The service's error code, such as ``NoSuchKey``, or the HTTP status of an empty answer."""
+    """Return the service's error code, such as ``NoSuchKey``, or the HTTP status of an empty answer."""
     return str(error.response.get("Error", {}).get("Code", "unknown"))
 
 
 @contextmanager
 def failures(verb: str, key: str, place: S3Location) -> Iterator[None]:
-    """Turn what the client raises into a StorageError; missing and taken keys must be met before.
+    """Turn the client's exceptions into a StorageError; callers handle missing and taken keys inside it.
 
     Args:
-        verb: What was tried, for the message.
-        key: The object's full name in the bucket; may be empty.
-        place: Where.
+        verb: Operation that was tried, for the message.
+        key: Full name of the object in the bucket; may be empty.
+        place: Bucket and endpoint of the request.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def failures(verb: str, key: str, place: S3Location) -> Iterator[None]:
 
 
 def fault_of(error: Exception, verb: str, key: str, place: S3Location) -> Fault:
-    """The fault that ``error`` means."""
+    """Return the fault that describes ``error``, with a rule and a remedy that fit its code or class."""
     rule, remedy = _rule_of(error)
     name = f"s3://{place.bucket}/{key}"
     return Fault(

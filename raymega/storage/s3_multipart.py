@@ -1,7 +1,7 @@
-"""Uploads an object in parts: nothing is visible before the last step, and a failure aborts.
+"""Uploads an object in parts: nothing is visible before the last request, and a failure aborts it.
 
-It owns parts, their memory and what killed writers leave behind; single requests are storage.s3's.
-A put takes at most (PARTS_IN_FLIGHT + 2) parts of memory beside what the caller holds: 192 MiB.
+It owns the parts, their memory and the clean-up after killed writers; single requests are in ``storage/s3.py``.
+An upload takes at most (PARTS_IN_FLIGHT + 2) parts of memory in addition to the caller's: 192 MiB.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadTarget:
-    """Which object: the names that every request of an upload repeats."""
+    """Bucket and full key of an object, which every request of an upload repeats."""
 
     bucket: str
     key: str
 
     @property
     def names(self) -> dict[str, str]:
-        """As request arguments."""
+        """Bucket and key as request arguments of the client."""
         return {"Bucket": self.bucket, "Key": self.key}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenUpload:
-    """An upload that was begun and neither finished nor aborted."""
+    """A multipart upload that was begun and neither completed nor aborted."""
 
     key: str
     upload_id: str
@@ -50,9 +50,9 @@ class OpenUpload:
 
 
 def cut_parts(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[bytes]:
-    """The bytes of ``chunks`` in pieces of ``part_bytes``, the last one shorter; none when empty."""
+    """Yield the bytes of ``chunks`` in pieces of ``part_bytes``, the last one shorter; none if empty."""
     gathered: list[memoryview] = []
-    missing = part_bytes
+    missing = part_bytes  # of the part being gathered
     for chunk in chunks:
         rest = memoryview(chunk).cast("B")
         while rest:
@@ -66,22 +66,23 @@ def cut_parts(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator
 
 
 def upload_parts(client: Client, target: UploadTarget, parts: Iterable[bytes]) -> None:
-    """Write an object of at least one part; whatever is raised on the way, the upload is aborted.
+    """Write an object of at least one part; any exception aborts the upload.
 
-    When ``parts`` raises, the object is not written and an older one of that name stays.
+    When iterating over ``parts`` raises, the object is not written and an older one of that key stays.
     """
     upload_id = client.create_multipart_upload(**target.names)["UploadId"]
     upload = target.names | {"UploadId": upload_id}
     try:
         done = _send_all(client, upload, parts)
         _complete(client, upload, done)
+    # also on KeyboardInterrupt: parts of an open upload take space and are invisible
     except BaseException:
         _abort(client, upload)
         raise
 
 
 def list_open_uploads(client: Client, *, bucket: str, prefix: str) -> list[OpenUpload]:
-    """Uploads below ``prefix`` that are under way or that a killed writer left; they cost space."""
+    """Return the open uploads below ``prefix``: under way, or left by a killed writer."""
     pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
     return [
         OpenUpload(key=each["Key"], upload_id=each["UploadId"], begun=each["Initiated"])
@@ -99,15 +100,15 @@ def abort_stale_uploads(
     now: datetime,
     is_dry: bool = False,
 ) -> list[OpenUpload]:
-    """Abort the uploads below ``prefix`` that were begun longer ago than ``older_than``.
+    """Abort the uploads below ``prefix`` that were begun longer ago than ``older_than``, and return them.
 
     Args:
         client: S3 client.
-        bucket: Bucket.
-        prefix: Beginning of the keys; empty is the whole bucket.
-        older_than: Longer than any upload that is still alive can take.
-        now: The time, with its zone.
-        is_dry: Only say which.
+        bucket: Name of the bucket.
+        prefix: Beginning of the keys; empty selects the whole bucket.
+        older_than: Age from which an upload counts as abandoned.
+        now: Current time, with its time zone.
+        is_dry: Whether to list the uploads without aborting them.
     """
     uploads = list_open_uploads(client, bucket=bucket, prefix=prefix)
     stale = [upload for upload in uploads if now - upload.begun > older_than]
@@ -117,17 +118,19 @@ def abort_stale_uploads(
 
 
 def _send_all(client: Client, upload: dict[str, str], parts: Iterable[bytes]) -> list[Part]:
-    """Send the parts, PARTS_IN_FLIGHT at a time; no part is under way when it returns or raises."""
+    """Send the parts, PARTS_IN_FLIGHT at a time; no request is under way when it returns or raises."""
     done: list[Part] = []
     pending: set[Future[Part]] = set()
     with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="s3-part") as pool:
         try:
             for number, body in enumerate(parts, start=1):
+                # the window is full: wait for a part before the next one is read into memory
                 if len(pending) == PARTS_IN_FLIGHT:
                     finished, pending = wait(pending, return_when=FIRST_COMPLETED)
                     done += [future.result() for future in finished]
                 pending.add(pool.submit(_send, client, upload, number, body))
             done += [future.result() for future in pending]
+        # leaving the pool's block waits for requests that are under way
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -140,10 +143,10 @@ def _send(client: Client, upload: dict[str, str], number: int, body: bytes) -> P
 
 
 def _complete(client: Client, upload: dict[str, str], parts: list[Part]) -> None:
-    """Make the object visible.
+    """Complete the upload, which makes the object visible.
 
-    A server that did so but died before it answered tells the second try that there is no such
-    upload; then the object that is there is ours when it has our parts' entity tag.
+    When a server completes the upload but its answer is lost, the client's retry gets NoSuchUpload. Then the
+    object counts as written if its entity tag is that of these parts.
     """
     try:
         client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
@@ -163,13 +166,13 @@ def _tag_of(client: Client, names: dict[str, str]) -> str:
 
 
 def _tag_of_parts(parts: list[Part]) -> str:
-    """The entity tag of a multipart object: MD5 over its parts' MD5s, and their number."""
+    """Return the entity tag of a multipart object: the MD5 of its parts' MD5s, and their number."""
     tags = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in parts)
     return f"{hashlib.md5(tags, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 def _abort(client: Client, upload: dict[str, str]) -> None:
-    """Give the parts' space back; a store that does not answer keeps them, invisible, till then."""
+    """Abort the upload to free its parts' space; if that fails, log the upload that remains."""
     try:
         client.abort_multipart_upload(**upload)
     except (ClientError, BotoCoreError) as error:

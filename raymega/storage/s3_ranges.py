@@ -1,7 +1,7 @@
-"""Reads an object, or a range of it, in pieces that are fetched side by side.
+"""Reads an object, or a range of it, in pieces that are fetched concurrently.
 
-It owns pieces and the second try of a body that tore; a request that got no answer is tried again
-by the client. A read takes memory for the range twice.
+It owns the pieces and the retry of a response body that broke off; boto3 retries requests that got no
+answer. A read takes twice the range in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Bytes of an object, and what the answer said about the whole: its length and entity tag."""
+    """Bytes of one range, with the length (``total``) and entity tag of the whole object."""
 
     data: bytes
     total: int
@@ -39,29 +39,32 @@ class _Piece:
 
 
 def read_range(client: Client, target: UploadTarget, start: int, num_bytes: int) -> bytes:
-    """Bytes [start, start + num_bytes) of an object, fewer at its end; -1 is to the end.
+    """Return bytes [start, start + num_bytes) of an object, fewer at its end; -1 reads to the end.
 
     Raises:
-        ClientError: The service refused; a missing object is one of its codes.
+        ClientError: The service refused the request, for example because the object is missing.
         StorageError: The object was replaced while it was read.
     """
+    # first piece: its answer tells the object's length
     wanted = RANGE_BYTES if num_bytes < 0 else min(num_bytes, RANGE_BYTES)
     first = _fetch(client, target, start, start + wanted)
     end = first.total if num_bytes < 0 else min(first.total, start + num_bytes)
     starts = range(start + len(first.data), end, RANGE_BYTES)
     if not starts:
         return first.data
+    # all other pieces, concurrently
     with ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="s3-range") as pool:
         rest = list(
             pool.map(lambda at: _fetch(client, target, at, min(at + RANGE_BYTES, end)), starts)
         )
+    # pieces of two versions of the object must not be mixed
     if any(piece.tag != first.tag for piece in rest):
         raise StorageError(_replaced(target))
     return b"".join([first.data, *(piece.data for piece in rest)])
 
 
 def _fetch(client: Client, target: UploadTarget, start: int, end: int) -> _Piece:
-    """One piece; a body that tears is asked for again, with growing pauses."""
+    """Return bytes [start, end); a body that breaks off is requested again after growing pauses."""
     for tries in range(1, MAX_TRIES):
         answer = _ask(client, target, start, end)
         try:
@@ -73,7 +76,7 @@ def _fetch(client: Client, target: UploadTarget, start: int, end: int) -> _Piece
 
 
 def _ask(client: Client, target: UploadTarget, start: int, end: int) -> Answer | None:
-    """The answer up to its body, or None when the range begins at or behind the object's end."""
+    """Return the answer with its body unread, or None if ``start`` is at or after the object's end."""
     try:
         answer: Answer = client.get_object(**target.names, Range=f"bytes={start}-{end - 1}")
     except ClientError as error:
@@ -87,7 +90,7 @@ def _piece_of(answer: Answer | None, start: int, end: int) -> _Piece:
     if answer is None:
         return _Piece(data=b"", total=0, tag="")
     data, tag = answer["Body"].read(), str(answer["ETag"])
-    if "ContentRange" not in answer:  # a service may send all of it
+    if "ContentRange" not in answer:  # a service may ignore the range and send the whole object
         return _Piece(data=data[start:end], total=len(data), tag=tag)
     return _Piece(data=data, total=int(answer["ContentRange"].rpartition("/")[2]), tag=tag)
 

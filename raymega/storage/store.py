@@ -1,7 +1,7 @@
-"""The protocol every object store implements, and the values it speaks in.
+"""The protocols that object stores implement, and a store that delegates to another.
 
-Objects are immutable bytes under '/'-separated keys relative to the store's root. No store is
-chosen here: that is storage.registry's.
+Objects are immutable bytes under '/'-separated keys relative to the store's root. Which store a URI
+selects is decided in ``storage/registry.py``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class Store(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where the root is, for people and for passing on."""
+        """Location of the root, for messages and for opening the store elsewhere."""
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
         """Write an object; with ``overwrite`` false an existing key raises FileExistsError."""
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
-        """Read bytes [start, start + num_bytes); -1 is to the end."""
+        """Return bytes [start, start + num_bytes), fewer at the object's end; -1 reads to the end."""
 
     def size(self, key: str) -> int:
-        """Length of an object in bytes."""
+        """Return the length of an object in bytes."""
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Keys that begin with ``prefix``, in order."""
+        """Yield the keys that begin with ``prefix``, in sorted order."""
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing key is no error."""
@@ -39,21 +39,21 @@ class Store(Protocol):
 
 @runtime_checkable
 class ReadsInto(Protocol):
-    """What a store may do beside that: bring bytes to where they are wanted, without others' memory."""
+    """Optional method of a store: read an object straight into the caller's memory, without a copy."""
 
     def read_into(
         self, key: str, place: memoryview, *, start: int, piece_bytes: int
     ) -> Iterator[memoryview]:
-        """Fill ``place`` with the bytes from ``start`` on, in pieces, each yielded as it is there.
+        """Fill ``place`` with the object's bytes from ``start`` on; yield each piece after it is read.
 
-        It ends before ``place`` is full where the object does.
+        Pieces have at most ``piece_bytes``. If the object ends first, the rest of ``place`` stays as it was.
         """
 
 
 class DelegatingStore:
-    """The Store protocol around another one, to be changed in part; as safe from threads as that is.
+    """A store that delegates every method to another; subclasses override some of them.
 
-    It has no ReadsInto, whatever the other has.
+    It is as thread-safe as the other store. It does not offer ReadsInto, even if the other does.
     """
 
     def __init__(self, store: Store) -> None:

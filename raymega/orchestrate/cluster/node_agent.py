@@ -1,8 +1,8 @@
-"""The agent of a node: turns the notice that a machine will be taken away into a drain of its Ray node.
+"""The node agent, which turns a machine's preemption notice into a drain of its Ray node.
 
-It runs beside a node's Ray, or around it: as the parent of ``ray start --block`` it gets the SIGTERM
-of Kubernetes first, and passes it on when the run had its time to leave. What a drain means for a
-run is the driver's.
+It runs beside a node's Ray, or as the parent of ``ray start --block``. As the parent it receives
+Kubernetes' SIGTERM first and passes it on when the run has had time to leave. The driver decides what a
+drain means for a run.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from raymega.ray_private import gcs_client
 log = logging.getLogger(__name__)
 
 POLL_S = 5.0
-"""Between questions; AWS gives two minutes of notice and asks for this pace."""
+"""Interval between polls in seconds; AWS, which gives two minutes of notice, recommends 5 s."""
 END_MARGIN_S = 3.0
-"""Of a grace period that is left for Ray's own end."""
+"""Part of the grace period that is reserved for Ray's own shutdown, in seconds."""
 
 
 @dataclass(kw_only=True)
 class NodeAgent:
-    """One node's agent.
+    """The agent of one node.
 
     Attributes:
         address: ``host:port`` of the cluster's head.
-        ask: Asks the cloud.
-        node_id: The node; '' finds the one with this machine's address.
-        command: Ray's own start, to be the child of this process; may be empty.
-        grace_s: How long after a SIGTERM this process may live.
-        poll_s: Between questions.
+        ask: Function that polls the cloud for a notice.
+        node_id: Ray's id of the node; '' finds the one with this machine's address.
+        command: Command that starts Ray as a child of this process; may be empty.
+        grace_s: Grace period of this process after a SIGTERM, in seconds.
+        poll_s: Interval between polls, in seconds.
     """
 
     address: str
@@ -51,15 +51,17 @@ class NodeAgent:
     _told: Event = field(default_factory=Event)
 
     def run(self) -> int:
-        """Until the child ends, or a notice was passed on and the time is up; the exit code."""
+        """Wait until the child ends, or drain the node on a notice and wait; return the exit code."""
         child = subprocess.Popen(self.command) if self.command else None
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
+            # wait for a notice, drain, and leave the run its time
             notice = self._wait_for_notice(child)
             if notice is None:
                 return child.returncode if child else 0
             self._drain(notice)
             return self._see_off(child, notice)
+        # whatever happened, leave no child behind
         finally:
             signal.signal(signal.SIGTERM, before)
             if child is not None and child.poll() is None:
@@ -69,9 +71,10 @@ class NodeAgent:
         self._told.set()
 
     def _wait_for_notice(self, child: subprocess.Popen[bytes] | None) -> Notice | None:
-        """None when there is nothing left to look after."""
+        """Return the notice when it comes, or None when the child has ended without one."""
         asked_s = -self.poll_s
         while child is None or child.poll() is None:
+            # a SIGTERM is noticed within 0.2 s, the cloud is asked every poll_s
             if self._told.wait(min(0.2, self.poll_s)):
                 return Notice(seconds=self.grace_s, reason="this machine got a SIGTERM")
             if time.monotonic() - asked_s >= self.poll_s:
@@ -81,7 +84,7 @@ class NodeAgent:
         return None
 
     def _drain(self, notice: Notice) -> None:
-        """A refusal is logged: the machine goes all the same."""
+        """Drain the node; a failure is only logged, as the machine is taken away in any case."""
         try:
             node_id = self.node_id or find_node(self.address)
             drain_node(self.address, node_id, notice)
@@ -90,14 +93,17 @@ class NodeAgent:
             log.warning("the node could not be drained: %s", error)
 
     def _see_off(self, child: subprocess.Popen[bytes] | None, notice: Notice) -> int:
-        """Give runs their time, then end Ray; without a child a SIGTERM ends the wait."""
+        """Wait so that runs can leave, then end Ray and return its exit code."""
         left_s = max(0.0, notice.seconds - END_MARGIN_S)
+        # no child: Ray is another process's to end; a SIGTERM ends the wait
         if child is None:
             self._told.wait(left_s)
             return 0
+        # leave the runs their time
         until_s = time.monotonic() + left_s
         while time.monotonic() < until_s and child.poll() is None:
             time.sleep(0.1)
+        # end Ray
         child.terminate()
         try:
             return child.wait(END_MARGIN_S)
@@ -107,7 +113,7 @@ class NodeAgent:
 
 
 def drain_node(address: str, node_id: str, notice: Notice) -> None:
-    """Tell Ray that the node goes: it starts nothing there any more, and drivers can see it.
+    """Mark the node as draining: Ray schedules nothing new there, and drivers can see the deadline.
 
     Raises:
         RaymegaError: Ray refuses.
@@ -130,13 +136,14 @@ def drain_node(address: str, node_id: str, notice: Notice) -> None:
 
 
 def find_node(address: str) -> str:
-    """Id of the living node with this machine's address.
+    """Return the id of the live node with this machine's address.
 
     Raises:
-        RaymegaError: There is none, or several are.
+        RaymegaError: No live node has it, or several have.
     """
     mine = _own_address(address)
     nodes = gcs_client(address).get_all_node_info(timeout=10).values()
+    # state 0 is ALIVE in Ray's GcsNodeInfo
     alive = [n.node_id.hex() for n in nodes if n.state == 0 and n.node_manager_address == mine]
     if len(alive) != 1:
         raise RaymegaError(
@@ -150,8 +157,9 @@ def find_node(address: str) -> str:
 
 
 def _own_address(address: str) -> str:
-    """This machine's on the way to ``host:port``; nothing is sent."""
+    """Return this machine's address on the route to ``host:port``; nothing is sent."""
     host, _, port = address.rpartition(":")
+    # connecting a UDP socket only chooses the route
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])

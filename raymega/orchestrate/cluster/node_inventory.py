@@ -1,6 +1,7 @@
-"""What the cluster offers: living nodes as worker slots, and which of them will be taken away.
+"""Lists the cluster's live nodes with their worker slots, and the nodes that are draining.
 
-It reserves nothing. Who tells Ray of a drain is node_agent's; what a run does about it is the controller's.
+It reserves nothing. ``cluster/node_agent.py`` tells Ray of a drain; the controller decides what a run does
+about it.
 """
 
 from __future__ import annotations
@@ -25,42 +26,43 @@ LOOK_EVERY_S = 1.0
 
 
 def list_nodes(cluster: ClusterSection) -> list[NodeSlots]:
-    """Every living node with the number of workers that it could hold, were it idle."""
+    """Return every live node with the number of workers that it could hold if it were idle."""
     nodes = _living_nodes()
     return _with_slots(cluster, nodes, {node["NodeID"]: node["Resources"] for node in nodes})
 
 
 def list_free_nodes(cluster: ClusterSection) -> list[NodeSlots]:
-    """The same, with the number of workers for which it has room beside what runs on it."""
+    """Return every live node with the number of workers that its free resources can hold now."""
     return _with_slots(cluster, _living_nodes(), free_resources())
 
 
 def node_memory() -> dict[str, int]:
-    """Bytes of host memory that Ray counts on each living node, by id; where it does."""
+    """Return Ray's ``memory`` resource in bytes by node id, of the live nodes that have one."""
     nodes = _living_nodes()
     return {n["NodeID"]: int(n["Resources"]["memory"]) for n in nodes if "memory" in n["Resources"]}
 
 
 def find_device(cluster: ClusterSection) -> Device:
-    """The job's device, with ``auto`` resolved: cuda when a node has GPUs, or one may join that has."""
+    """Return the job's device; ``auto`` is cuda if a node has GPUs, or one with GPUs may join."""
     return _device(cluster, _living_nodes())
 
 
 def worker_resources(device: Device, cpus_per_worker: float) -> dict[str, float]:
-    """What one worker reserves."""
+    """Return the Ray resources that one worker reserves."""
     return {"CPU": cpus_per_worker} | ({"GPU": 1.0} if device == "cuda" else {})
 
 
 class DrainingNodes:
-    """Nodes that will be taken away, as far as Ray was told; it is asked once a second, from one thread."""
+    """Nodes that drain according to Ray, which is asked once a second; used from one thread."""
 
     def __init__(self) -> None:
         self._probed_s = -LOOK_EVERY_S
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # by node id, as of the last look
 
     def poll(self) -> dict[str, float]:
-        """Seconds that are left, by node id; infinite for a drain without a deadline."""
+        """Return the seconds left by node id; infinite for a drain without a deadline."""
         now_s = time.monotonic()
+        # each node that drains since the last look is logged once
         if now_s - self._probed_s >= LOOK_EVERY_S:
             self._probed_s, before = now_s, self._seconds
             self._seconds = _draining_nodes()
@@ -69,7 +71,7 @@ class DrainingNodes:
         return self._seconds
 
     def is_leaving(self, node_id: str) -> bool:
-        """As of the last look."""
+        """Return whether the node was draining at the last ``poll``."""
         return node_id in self._seconds
 
 
@@ -81,7 +83,7 @@ def _living_nodes() -> list[dict[str, Any]]:  # Ray's own table, untyped there
 def _with_slots(
     cluster: ClusterSection, nodes: list[dict[str, Any]], has: Mapping[str, Mapping[str, float]]
 ) -> list[NodeSlots]:
-    """``nodes`` with the workers that fit into what each ``has``."""
+    """Return ``nodes`` with the number of workers that fit into the resources ``has`` of each node id."""
     device = _device(cluster, nodes)
     return [
         NodeSlots(
@@ -102,22 +104,27 @@ def _device(cluster: ClusterSection, nodes: list[dict[str, Any]]) -> Device:
 
 
 def _are_gpus_declared() -> bool:
-    """A node type with GPUs is known to Ray's state. Not every autoscaler tells it its types."""
+    """Return whether Ray knows of a node type with GPUs; not every autoscaler declares its types."""
     return declared_resources().get("GPU", 0) >= 1
 
 
 def _num_slots(resources: Mapping[str, float], device: Device, cpus_per_worker: float) -> int:
     needs = worker_resources(device, cpus_per_worker)
+    # the scarcest resource decides; _ROUNDING absorbs float error in quotients such as 0.3 / 0.1
     return min(int(resources.get(kind, 0) / amount + _ROUNDING) for kind, amount in needs.items())
 
 
 def _draining_nodes() -> dict[str, float]:
-    """Ray's table of drains, which is private: without it a node that leaves is a node that is lost."""
+    """Return the seconds left by draining node; empty where Ray lacks this private table.
+
+    Without the table, a node that is taken away is noticed only when it is lost.
+    """
     try:
         deadlines_ms = drain_deadlines_ms()
     except (AttributeError, RuntimeError) as error:
         log.debug("no table of drains: %s", error)
         return {}
+    # a deadline of 0 means that there is none
     now_ms = time.time_ns() / 1e6
     return {
         node: max(0.0, (at_ms - now_ms) / 1000) if at_ms else float("inf")

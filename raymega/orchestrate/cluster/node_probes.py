@@ -1,6 +1,6 @@
-"""Looks at every node of a connected cluster by small Ray tasks: versions, GPUs, clock, store.
+"""Probes every node of a connected cluster by small Ray tasks: versions, GPUs, clock, store.
 
-It reports what it sees. What is wrong with it, doctor says.
+It only reports what it finds; ``diagnostics/checks.py`` judges it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CLOCK_ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """What one node says of itself.
+    """Versions and GPUs of one node.
 
     Attributes:
-        versions: Of python and of PACKAGES; ``none`` where it is missing.
-        gpus: Name and memory of each GPU that the driver shows.
+        versions: Versions of python and of PACKAGES, by name; ``none`` for a package that is missing.
+        gpus: Name and memory of each GPU that nvidia-smi lists.
         driver: Version of the GPU driver; empty without one.
     """
 
@@ -43,19 +43,19 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skew:
-    """How far a node's clock is ahead of the driver's, and how far that may be wrong."""
+    """Lead of a node's clock over the driver's, and the largest error of that estimate, in seconds."""
 
     ahead_s: float
     error_s: float
 
 
 def local_versions() -> dict[str, str]:
-    """Versions in this process; packages are not imported for it."""
+    """Return the versions of python and PACKAGES on this machine, without importing the packages."""
     return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
 
 
 def version_fault(own: Mapping[str, str], name: str, theirs: Mapping[str, str]) -> Fault | None:
-    """Where node ``name`` differs from the driver; None when it does not."""
+    """Return a fault that lists versions in which node ``name`` differs from the driver, or None."""
     unequal = [what for what in own if theirs.get(what) != own[what]]
     if not unequal:
         return None
@@ -68,7 +68,7 @@ def version_fault(own: Mapping[str, str], name: str, theirs: Mapping[str, str]) 
 
 
 def node_facts() -> NodeFacts:
-    """Runs on the node."""
+    """Return versions and GPUs of the node on which it runs."""
     rows = _nvidia_smi("name,memory.total,driver_version")
     return NodeFacts(
         versions=local_versions(),
@@ -78,12 +78,12 @@ def node_facts() -> NodeFacts:
 
 
 def clock_s() -> float:
-    """Runs on the node: seconds since the epoch."""
+    """Return the node's clock in seconds since the Unix epoch; runs on the node."""
     return datetime.now(UTC).timestamp()
 
 
 def time_store(uri: str, key: str, num_bytes: int) -> tuple[float, float]:
-    """Runs on the node: seconds to write and to read an object, which stays."""
+    """Return the seconds to write and to read an object, which stays in the store; runs on the node."""
     store, data = open_store(uri), bytes(num_bytes)
     begun_s = time.monotonic()
     store.put(key, [data], overwrite=True)
@@ -94,7 +94,7 @@ def time_store(uri: str, key: str, num_bytes: int) -> tuple[float, float]:
 
 
 def sees_object(uri: str, key: str) -> bool:
-    """Runs on the node: whether an object that another node wrote is there."""
+    """Return whether an object that another node wrote is visible; runs on the node."""
     try:
         return open_store(uri).size(key) > 0
     except KeyError:
@@ -104,8 +104,12 @@ def sees_object(uri: str, key: str) -> bool:
 def on_nodes(
     node_ids: Sequence[str], function: Callable[..., Any], *args: object, timeout_s: float
 ) -> dict[str, Any]:  # the function's own results, or the exception in their place
-    """Run ``function`` once on each node; by node, its result or the error that it ended with."""
+    """Run ``function`` once on each node; return its results by node, exceptions included.
+
+    All nodes share the timeout; a node that does not answer in time has a TimeoutError.
+    """
     task = ray.remote(function)
+    # no CPU is requested, so that a busy node answers too
     refs = {
         node: task.options(
             num_cpus=0,
@@ -119,7 +123,10 @@ def on_nodes(
 
 
 def measure_skew(node_id: str, *, timeout_s: float) -> Skew | Exception:
-    """The best of some rounds: the one with the shortest way there and back."""
+    """Return the skew of a node's clock from the round with the shortest round trip, or the error.
+
+    As in NTP, the node's clock is taken to be read halfway through the round trip.
+    """
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         sent_s = clock_s()
@@ -138,6 +145,7 @@ def _result(ref: ray.ObjectRef[Any], timeout_s: float) -> object:
     except GetTimeoutError:
         return TimeoutError("no answer in time")
     except RayError as error:
+        # a RayTaskError wraps the exception that the task raised
         cause = getattr(error, "cause", None) or error
         return cause if isinstance(cause, Exception) else error
 

@@ -1,6 +1,6 @@
-"""What clouds say to a machine that they are about to take back: AWS and Google, asked over HTTP.
+"""Polls the preemption notices of AWS and Google for this machine over HTTP.
 
-Kubernetes sends a signal instead, which is node_agent's. What follows from a notice is so too.
+Kubernetes sends a SIGTERM instead, which ``cluster/node_agent.py`` handles; it also acts on the notices.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ ADDRESSES = {"aws": "http://169.254.169.254", "gcp": "http://metadata.google.int
 TIMEOUT_S = 2.0
 TOKEN_LIFE_S = 21600
 GCP_NOTICE_S = 30.0
-"""Google says that a machine goes, and not when: it has half a minute."""
+"""Time from Google's notice, which has no deadline, to the machine's end, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """This machine will be taken away in ``seconds``."""
+    """Notice that this machine will be taken away in ``seconds``."""
 
     seconds: float
     reason: str
 
 
 Ask = Callable[[], Notice | None]
-"""One question; None when the machine stays, or when nobody answers."""
+"""Function that polls for a notice; it returns None when there is none, or no answer."""
 
 
 def asker(provider: Provider, *, address: str = "") -> Ask:
-    """What to ask ``provider``; its metadata service is at ``address``, or where it always is."""
+    """Return the function that polls ``provider``; ``address`` replaces its usual metadata address."""
     if provider == "aws":
         return AwsNotices(address or ADDRESSES["aws"])
     if provider == "gcp":
@@ -45,16 +45,17 @@ def asker(provider: Provider, *, address: str = "") -> Ask:
 
 
 def choose_provider(name: str) -> Provider:
-    """``name`` itself, or for ``auto`` whose metadata service answers here.
+    """Return ``name``, or for ``auto`` the provider whose metadata service answers on this machine.
 
     Raises:
-        ConfigError: Nobody has that name.
+        ConfigError: The name is unknown.
     """
     known: dict[str, Provider] = {"aws": "aws", "gcp": "gcp", "none": "none"}
     if name in known:
         return known[name]
     if name != "auto":
         raise ConfigError(_unknown(name))
+    # auto: the first metadata service that answers
     if AwsNotices(ADDRESSES["aws"]).is_there():
         return "aws"
     status, _ = _call(f"{ADDRESSES['gcp']}/computeMetadata/v1/", {"Metadata-Flavor": "Google"})
@@ -62,23 +63,24 @@ def choose_provider(name: str) -> Provider:
 
 
 class AwsNotices:
-    """Spot notices by the instance metadata service, version 2: each question bears a token."""
+    """Spot notices of the EC2 instance metadata service, version 2, whose requests need a session token."""
 
     def __init__(self, address: str) -> None:
         self._address, self._token = address.rstrip("/"), ""
 
     def is_there(self) -> bool:
-        """It gives a token."""
+        """Return whether the service answers with a token."""
         return bool(self._renewed())
 
     def __call__(self) -> Notice | None:
-        """See Ask. A 404 is the answer of every day: nothing is going to happen."""
+        """Poll for a notice, see Ask; the service answers 404 as long as there is none."""
         path = f"{self._address}/latest/meta-data/spot/instance-action"
         status, text = _call(path, {"X-aws-ec2-metadata-token": self._token or self._renewed()})
         if status == 401:  # the token has expired
             status, text = _call(path, {"X-aws-ec2-metadata-token": self._renewed()})
         if status != 200:
             return None
+        # the answer is JSON with "action", such as terminate, and "time" in UTC
         action = json.loads(text)
         at = datetime.fromisoformat(action["time"].replace("Z", "+00:00"))
         seconds = max(0.0, (at - datetime.now(UTC)).total_seconds())
@@ -108,8 +110,9 @@ def _unknown(name: str) -> Fault:
 
 
 def _call(url: str, headers: dict[str, str], *, method: str = "GET") -> tuple[int, str]:
-    """Status and text; 0 when nobody answers. No proxy: these addresses are the machine's own."""
+    """Return HTTP status and text; status 0 when there is no answer."""
     request = urllib.request.Request(url, headers=headers, method=method)
+    # no proxy: link-local addresses are reachable from this machine only
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:

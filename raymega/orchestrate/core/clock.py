@@ -1,4 +1,4 @@
-"""The driver's clock: an argument everywhere, so that tests run without waiting."""
+"""The driver's clock, passed as an argument everywhere so that tests run without waiting."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two readings; both return at once."""
+    """Source of durations and dates; both methods return at once."""
 
     def monotonic(self) -> float:
-        """Seconds from an unknown start, never backwards: for durations and deadlines."""
+        """Return seconds since an arbitrary start, never decreasing; for durations and deadlines."""
 
     def timestamp(self) -> str:
-        """The date and time in UTC, ISO 8601: for records that people read."""
+        """Return the date and time in UTC, ISO 8601; for records that people read."""
 
 
 class SystemClock:
-    """The machine's."""
+    """Clock of this machine."""
 
     def monotonic(self) -> float:
         """See Clock."""

@@ -1,6 +1,6 @@
-"""What to do about a failure, as a value: restart the worker group, or give up and say why.
+"""Decides about a failure: restart the worker group, roll back, or give up; with a reason.
 
-It reads only failures; it neither detects them nor acts on its own decision.
+It only reads failures: it neither detects them nor carries out the decision.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from raymega.errors import (
 )
 
 MAX_EQUAL_ERRORS = 3
-"""The same error at the same step so often is no accident."""
+"""Number of equal errors in a row, at the same step, at which the run gives up."""
 
 _HOPELESS: tuple[type[RaymegaError], ...] = (ConfigError, PlanError, DataError, NumericsError)
-"""Errors that come again however often the run restarts."""
+"""Errors that recur on every restart."""
 
 
 class FailureKind(StrEnum):
-    """How an attempt was lost."""
+    """Kinds of failure that end an attempt."""
 
     DIED = "died"
     """A worker's process or node is gone."""
@@ -45,17 +45,17 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The first cause of a lost attempt.
+    """The root cause of a lost attempt.
 
     Attributes:
-        kind: How it was lost.
-        rank: Where it began; -1 when nobody knows.
+        kind: Kind of the failure.
+        rank: Rank that failed first; -1 when it is unknown.
         step: Completed steps of that rank.
-        error: Class name of the exception; empty unless something was raised.
-        message: What happened, one line.
-        traceback: The worker's own; empty unless something was raised.
-        exit_code: The error's own; 1 unless it is one of raymega's.
-        next_sample: Of a RollbackError, where the data go on; -1 where they left off.
+        error: Class name of the exception; empty unless one was raised.
+        message: Description of the failure, in one line.
+        traceback: Traceback in the worker; empty unless an exception was raised.
+        exit_code: Exit code of the exception's class; 1 unless it is one of raymega's.
+        next_sample: First sample to train on after a RollbackError; -1 to skip none.
     """
 
     kind: FailureKind
@@ -69,37 +69,37 @@ class Failure:
 
     @property
     def wants_rollback(self) -> bool:
-        """Nobody broke: the numbers are no good, and the job goes back for it."""
+        """True for a bad loss or gradient norm that the job answers with a rollback; no worker broke."""
         return self.error == RollbackError.__name__
 
     @property
     def headline(self) -> str:
-        """A few words: who and how."""
+        """Rank and kind of the failure, in a few words."""
         who = "a worker" if self.rank < 0 else f"rank {self.rank}"
         return f"{who} raised {self.error}" if self.error else f"{who} {self.kind}"
 
     @property
     def cause(self) -> str:
-        """One line for people: who, how and why."""
+        """Rank, kind and message of the failure, as one line for people."""
         return f"{self.headline}: {self.message}"
 
     def equals(self, other: Failure) -> bool:
-        """Same step, same error: the training code does it again.
+        """Return whether both failures have the same kind, step and error, as a bug in training code has.
 
-        The rank does not matter: when all ranks make the same mistake, any may be heard first.
+        Ranks are not compared: when every rank fails alike, any of them may be reported first.
         """
         mine = (self.kind, self.step, self.error)
         return mine == (other.kind, other.step, other.error)
 
 
 def unsaved(*, step: int, saved_step: int) -> Failure:
-    """All workers have left their loop at ``step``, and its checkpoint could not be written."""
+    """Return the failure of workers that completed ``step`` but whose checkpoint could not be written."""
     message = f"the workers are done, but only step {saved_step} is saved"
     return Failure(kind=FailureKind.UNSAVED, rank=-1, step=step, message=message)
 
 
 class Action(StrEnum):
-    """What the controller can do about a failure."""
+    """Answers of the controller to a failure."""
 
     RESTART = "restart"
     ROLL_BACK = "roll back"
@@ -108,7 +108,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """An action and the sentence that explains it."""
+    """An action and the reason for it, as text."""
 
     action: Action
     reason: str
@@ -116,21 +116,25 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailurePolicy:
-    """Restart ``max_failures`` times, unless restarting cannot help; go back ``max_rollbacks`` times."""
+    """A policy of at most ``max_failures`` restarts, where they can help, and ``max_rollbacks`` rollbacks."""
 
     max_failures: int
     max_rollbacks: int = 0
 
     def decide(self, earlier: Sequence[Failure], failure: Failure) -> Decision:
-        """Weigh ``failure`` against the ``earlier`` ones of this driver, oldest first."""
+        """Return the decision about ``failure``, given the ``earlier`` ones that count, oldest first."""
         if failure.wants_rollback:
             return self._roll_back(1 + sum(before.wants_rollback for before in earlier))
+        # errors that no restart can help
         if failure.exit_code in {kind.exit_code for kind in _HOPELESS}:
             return _give_up(f"{failure.error} comes again however often the run restarts")
         repeats = 1 + _count_equal_at_end(earlier, failure)
-        is_own = failure.error != CommunicationError.__name__  # else it is what others did to it
+        # a lost connection is a consequence of another rank's failure, so it does not count as a repeat
+        is_own = failure.error != CommunicationError.__name__
+        # a deterministic error: it recurred at the same step on every restart
         if failure.kind is FailureKind.RAISED and is_own and repeats >= MAX_EQUAL_ERRORS:
             return _give_up(f"the same error at step {failure.step}, {repeats} times in a row")
+        # the retry budget
         number = _count_losses([*earlier, failure])
         if number > self.max_failures:
             return _give_up(f"elastic.max_failures={self.max_failures} restarts are spent")
@@ -139,7 +143,7 @@ class FailurePolicy:
         )
 
     def _roll_back(self, number: int) -> Decision:
-        """A budget of its own: that is no fault of a machine."""
+        """Return the decision about rollback ``number``; rollbacks have a budget apart from restarts."""
         if number > self.max_rollbacks:
             return _give_up(f"elastic.max_bad_steps={self.max_rollbacks} rollbacks are spent")
         reason = f"rollback {number} of at most {self.max_rollbacks}"
@@ -147,15 +151,17 @@ class FailurePolicy:
 
 
 def policy_of(section: ElasticSection) -> FailurePolicy:
-    """What a job says."""
+    """Return the failure policy of a job's ``elastic`` section."""
     return FailurePolicy(max_failures=section.max_failures, max_rollbacks=section.max_bad_steps)
 
 
 def give_up_error(failure: Failure, reason: str) -> RaymegaError:
-    """What the driver raises: the error's own kind when that asks for an exit code, else 4."""
+    """Return the error that the driver raises, with the failure's exit code if that is 2 or 5, else 4."""
+    # the same class where its name is known, else one with the same exit code
     akin = [kind for kind in _HOPELESS if kind.exit_code == failure.exit_code]
     name = NumericsError.__name__ if failure.wants_rollback else failure.error
     named = [kind for kind in akin if kind.__name__ == name]
+    # WorkerError has exit code 4
     kinds: list[type[RaymegaError]] = [*named, *akin, WorkerError]
     remedy = "read that rank's log; the same job continues from the last checkpoint"
     return kinds[0](Fault(fact=failure.cause, rule=reason, remedy=remedy))
@@ -166,10 +172,10 @@ def _give_up(reason: str) -> Decision:
 
 
 def _count_losses(failures: Sequence[Failure]) -> int:
-    """Failures, less the echoes of a lost node.
+    """Return the number of failures that use up a restart: no rollbacks, and each lost node once.
 
-    A worker's death is known seconds before its node's. An attempt that starts in between may be
-    placed on that node, and dies before anybody has a rank: that is the same loss.
+    A worker's death is known seconds before its node's. An attempt that starts in between may be placed on
+    that node and die before ranks are assigned (rank -1); that second failure is not counted.
     """
     died = FailureKind.DIED
     echoes = sum(
@@ -180,6 +186,7 @@ def _count_losses(failures: Sequence[Failure]) -> int:
 
 
 def _count_equal_at_end(earlier: Sequence[Failure], failure: Failure) -> int:
+    # failures in a row only: a different one in between starts the count anew
     count = 0
     for other in reversed(earlier):
         if not failure.equals(other):

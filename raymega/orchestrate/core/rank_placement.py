@@ -1,7 +1,7 @@
-"""Which worker gets which rank: pure functions of node ids, never of the order Ray lists things in.
+"""Assigns ranks to workers by node ids, independent of the order in which Ray lists nodes.
 
-It owns the rule that a tensor-parallel group stays on one node, the proof that the cluster has room
-for that, and the map from living workers to ranks. It asks Ray for nothing.
+It owns the rule that a tensor-parallel group stays on one node, the check that the cluster has room for
+that, and the map from workers to ranks. It does not call Ray.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from raymega.messages import NodeSlots
 from raymega.plan.grid import Grid
 
 DOMAIN_LABEL = "ray.io/gpu-domain"
-"""Ray's label of the nodes that fast links join."""
+"""Ray's node label for the domain of nodes that share fast links, such as NVLink."""
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLocation:
-    """Where a worker's process lives, as the process itself reports it.
+    """Location of a worker's process, as the process itself reports it.
 
     Attributes:
-        node_id: Ray's id of the node. Addresses are no key: nodes may share one.
+        node_id: Ray's id of the node. Addresses are not unique: nodes may share one.
         address: IP address for rendezvous.
         pid: Process id on that node.
         gpus: Indices of its GPUs on the node; empty on CPUs.
-        domain: Of nodes that fast links join, such as an NVLink rack; empty where nobody says so.
-        accelerator: What kind of GPU the node says that it has; empty where it says nothing.
+        domain: Domain of nodes with fast links, such as an NVLink rack; empty without the node label.
+        accelerator: GPU type by the node label; empty without the label.
     """
 
     node_id: str
@@ -50,18 +50,19 @@ class AssignedRank:
 
 
 def block_size(grid: Grid, parallel: ParallelSection) -> int:
-    """Workers that must share a node: a whole tp group, or 1 when it may span nodes."""
+    """Return the number of workers that must share a node: a tp group, or 1 if it may span nodes."""
     return 1 if parallel.is_tp_across_nodes_allowed else grid.tp
 
 
 def place_ranks(nodes: Sequence[NodeSlots], grid: Grid, *, block: int) -> tuple[str, ...]:
-    """A node id for each rank: proof, before anything is asked of Ray, that the run fits; see block_size.
+    """Return a node id for each rank, which shows that the run fits before Ray is asked for slots.
 
-    Domain after domain and node after node, those with most room first, so that the run is on few.
+    Domains and nodes with most room are filled first, so that the run spans few. ``block`` is as in block_size.
 
     Raises:
-        CapacityError: The nodes have no room, even when nothing else runs on them.
+        CapacityError: The nodes have too few slots, even if nothing else runs on them.
     """
+    # worker slots in whole blocks, roomiest domain and node first
     room: Counter[str] = Counter()
     for node in nodes:
         room[node.labels.get(DOMAIN_LABEL, "")] += node.num_slots
@@ -72,6 +73,7 @@ def place_ranks(nodes: Sequence[NodeSlots], grid: Grid, *, block: int) -> tuple[
     ][: grid.world_size]
     if len(workers) < grid.world_size:
         raise CapacityError(_no_room(nodes, grid, block))
+    # ranks as assign_ranks would give them to workers on these nodes
     locations = [WorkerLocation(node_id=node_id, address="", pid=0) for node_id in workers]
     assigned_ranks = assign_ranks(locations, grid, block=block)
     by_rank = {
@@ -88,15 +90,16 @@ def _roomiest_first(node: NodeSlots, room: Counter[str]) -> tuple[int, str, int,
 def assign_ranks(
     locations: Sequence[WorkerLocation], grid: Grid, *, block: int
 ) -> tuple[AssignedRank, ...]:
-    """Seats in the order of ``locations``: domain after domain, node after node, tp group after tp group.
+    """Return a rank for each of ``locations``: tp groups fill node after node, domain after domain.
 
-    So what neighbours on the grid say to each other stays on a node, or else inside a domain, as far as
-    it can. The result depends on domains, node ids and GPU indices alone, so the
-    same processes get the same ranks again after a restart.
+    Traffic between neighbours on the grid so stays inside a node, or else inside a domain, where possible.
+    The result depends on domains, node ids and GPU indices only, so the same processes get the same
+    ranks after a restart.
 
     Raises:
-        InternalError: A node holds part of a tp group although that is not allowed.
+        InternalError: A node holds part of a tp group, which ``block`` forbids.
     """
+    # indices of the workers in the order in which tp groups take them
     queue: list[int] = []
     for node_id, workers in _by_node(locations):
         if len(workers) % block:
@@ -110,21 +113,23 @@ def assign_ranks(
 def choose_ranks(
     locations: Sequence[WorkerLocation], ranks: Sequence[int], grid: Grid, *, block: int
 ) -> tuple[int, ...] | None:
-    """Ranks for some of ``locations``, -1 for those that are not needed; None where they do not suffice.
+    """Return a rank for each of ``locations``, -1 for those not needed; None when there are too few.
 
-    Who had a rank keeps it where it can. A tp group that lacks a member takes a process without a
-    rank on its own node; where there is none, it moves as a whole to a node that has room.
+    A process keeps its rank where possible. A tp group that lost a member takes a process without a rank
+    on its own node; if there is none, the whole group moves to a node that has room.
 
     Args:
-        locations: Processes that could train, at least as many as the grid has ranks or not.
-        ranks: What they had last; -1 for none.
-        grid: What is to be filled.
-        block: Workers that must share a node, see block_size.
+        locations: Processes that could train; more or fewer than the grid has ranks.
+        ranks: Last rank of each process; -1 for none.
+        grid: Grid whose ranks are assigned.
+        block: Number of workers that must share a node, see block_size.
     """
+    # holder: index of the process by rank; free: processes without a rank, by node
     holder = {rank: index for index, rank in enumerate(ranks) if 0 <= rank < grid.world_size}
     free = {node: [i for i in here if ranks[i] not in range(grid.world_size)]
             for node, here in _by_node(locations)}  # fmt: skip
     groups = list(grid.groups("tp")) if block > 1 else [(r,) for r in range(grid.world_size)]
+    # groups that can be completed on their own node; the others have to move
     moving = []
     for group in groups:
         nodes = {locations[holder[rank]].node_id for rank in group if rank in holder}
@@ -133,11 +138,13 @@ def choose_ranks(
             holder |= {rank: free[min(nodes)].pop(0) for rank in lacking}
         else:
             moving.append(group)
+    # free what the moving groups still hold, before any of them takes a place
     for group in moving:
         for index in (holder.pop(rank) for rank in group if rank in holder):
             free[locations[index].node_id].append(index)
     domains = {location.node_id: location.domain for location in locations}
-    for group in moving:  # node after node, the roomiest first, so that neighbours stay together
+    # first choice is the node of the preceding rank, then its domain, then the roomiest node
+    for group in moving:
         room = [node for node in free if len(free[node]) >= len(group)]
         if not room:
             return None
@@ -152,15 +159,17 @@ def choose_ranks(
 def keep_ranks(
     locations: Sequence[WorkerLocation], ranks: Sequence[int], grid: Grid, *, block: int
 ) -> tuple[AssignedRank, ...] | None:
-    """Seats with the ranks that the workers had, or were named for; None where that cannot be.
+    """Return seats with the given ranks, which the workers had or were named for; None if illegal.
 
-    A tp group must still be whole on a node, and on a node ranks must rise with the GPUs' indices,
-    so that ranks which talk across nodes sit behind the same network card.
+    They are legal if each tp group shares a node and ranks ascend with GPU indices on each node. With that
+    order, ranks that communicate across nodes use the same network card.
     """
+    # tp groups on one node each
     node_of = {rank: location.node_id for rank, location in zip(ranks, locations, strict=True)}
     for group in grid.groups("tp"):
         if block > 1 and len({node_of[rank] for rank in group}) > 1:
             return None
+    # ranks in the order of GPU indices
     for _, workers in _by_node(locations):
         here = sorted(workers, key=lambda index: ranks[index])
         gpus = [[_number(gpu) for gpu in locations[index].gpus] for index in here]
@@ -170,7 +179,8 @@ def keep_ranks(
 
 
 def _by_node(locations: Sequence[WorkerLocation]) -> list[tuple[str, list[int]]]:
-    """Indices of the workers of each node, in order of their GPUs; nodes of a domain together."""
+    """Return the workers' indices by node, in order of their GPUs; nodes of a domain are adjacent."""
+    # group by node, sort each node by GPU, then sort the nodes by domain
     nodes: dict[str, list[int]] = defaultdict(list)
     for index, location in enumerate(locations):
         nodes[location.node_id].append(index)
@@ -180,13 +190,14 @@ def _by_node(locations: Sequence[WorkerLocation]) -> list[tuple[str, list[int]]]
 
 
 def _number(gpu: str) -> tuple[int, str]:
-    """Sort key of a GPU's index; ids that are no numbers come last, by name."""
+    """Return a sort key of a GPU's index; ids that are not numbers, such as UUIDs, come last by name."""
     return (int(gpu), "") if gpu.isdecimal() else (2**31, gpu)
 
 
 def _with_local_ranks(
     locations: Sequence[WorkerLocation], rank_of: dict[int, int]
 ) -> tuple[AssignedRank, ...]:
+    # local ranks count upwards in the order of ranks on each node
     num_seated: dict[str, int] = defaultdict(int)
     assigned_ranks: dict[int, AssignedRank] = {}
     for index in sorted(rank_of, key=lambda index: rank_of[index]):
@@ -199,6 +210,7 @@ def _with_local_ranks(
 def _no_room(nodes: Sequence[NodeSlots], grid: Grid, block: int) -> Fault:
     slots = sorted((node.num_slots for node in nodes), reverse=True)
     shown = ", ".join(map(str, slots[:8])) + (", ..." if len(slots) > 8 else "")
+    # slots that do not make up a whole block are of no use
     total = sum(number // block * block for number in slots)
     whole = f" in tp groups of {block}, each whole on a node" if block > 1 else ""
     return Fault(

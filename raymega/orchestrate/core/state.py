@@ -1,12 +1,13 @@
-"""The states of a run and the moves between them: the driver's whole life on one page.
+"""The states of a run and the legal transitions between them.
 
-It decides nothing and touches nothing: the controller moves, this page says which moves exist.
+This module is data only: ``orchestrate/driver/controller.py`` decides on each transition.
 
     SCHEDULING -> STARTING -> RUNNING -> FINISHED
         ^            |           |
         +-- RESTARTING <---------+-> STOPPING -> PREEMPTED
+                ^----- RESIZING <+
 
-A failure leads to FAILED from everywhere, and a request to stop to PREEMPTED.
+Every state but the last three may lead to FAILED. A request to stop leads to PREEMPTED.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from raymega.errors import Fault, InternalError
 
 
 class State(StrEnum):
-    """Where a run is; the last three are ends."""
+    """State of a run; the last three are final."""
 
     SCHEDULING = "scheduling"
-    """Waits for the cluster's slots; no worker of the attempt lives yet."""
+    """The driver waits for worker slots; no worker of the attempt runs yet."""
     STARTING = "starting"
-    """Workers start and meet each other."""
+    """Workers start and join the rendezvous."""
     RUNNING = "running"
-    """Workers build, restore and step; saves are written and committed meanwhile."""
+    """Workers build, restore and step; saves are written and committed in the background."""
     STOPPING = "stopping"
     """Workers were asked to finish their step and save."""
     RESIZING = "resizing"
-    """Workers were asked to finish their step and save: a larger grid takes over, or other nodes."""
+    """Workers were asked to finish their step and save, to continue on a larger grid or on other nodes."""
     RESTARTING = "restarting"
-    """The attempt is over and is cleared away; survivors keep their processes."""
+    """The attempt is over and is aborted; surviving workers keep their processes."""
     FINISHED = "finished"
     """Every step is done and the last checkpoint is committed."""
     FAILED = "failed"
-    """The driver gave up; the reason says why."""
+    """The driver gave up; ``RunState.reason`` says why."""
     PREEMPTED = "preempted"
-    """Stopped in good order before the end; the same job continues the run."""
+    """The run was stopped before its last step; the same job continues it."""
 
     @property
     def is_end(self) -> bool:
-        """No move leads out of it."""
+        """True for a final state, which has no transition to another."""
         return not TRANSITIONS[self]
 
 
@@ -58,7 +59,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.FAILED: frozenset(),
     State.PREEMPTED: frozenset(),
 }
-"""From each state, where it may go. SCHEDULING goes to FINISHED when no step is left to do."""
+"""The legal next states of each state. SCHEDULING leads to FINISHED when no step is left to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +67,12 @@ class RunState:
     """A run at one moment, as its driver sees it.
 
     Attributes:
-        state: Where it is.
+        state: State of the run.
         attempt: Number of the worker group at work or about to start, from 1.
         step: Completed steps of the present attempt; a restart takes it back to ``saved_step``.
         saved_step: Step of the newest committed checkpoint that the run can restore; 0 for none.
-        since_s: When ``state`` was entered, on the driver's monotonic clock.
-        reason: Why it was entered, a few words.
+        since_s: Time at which ``state`` was entered, in seconds of the driver's monotonic clock.
+        reason: Cause of the transition into ``state``, in a few words.
     """
 
     state: State = State.SCHEDULING
@@ -82,10 +83,10 @@ class RunState:
     reason: str
 
     def move(self, to: State, *, now_s: float, reason: str = "") -> RunState:
-        """The same run in state ``to``.
+        """Return the same run in state ``to``.
 
         Raises:
-            InternalError: TRANSITIONS has no such move.
+            InternalError: TRANSITIONS does not allow it.
         """
         if to not in TRANSITIONS[self.state]:
             raise InternalError(_no_such_move(self.state, to))

@@ -1,7 +1,7 @@
-"""The worker group and its snapshots as the controller sees them: verbs, their timing, and signs of life.
+"""Interfaces of the worker group and its snapshots, and the signs of life that a worker group reports.
 
-ray_worker_group and ray_train implement it on Ray, the tests' fake on lists; here is no Ray. What follows
-from a sign is hang_detector's.
+``workers/ray_worker_group.py`` and ``ray_train/worker_group.py`` implement them on Ray, a fake in the tests
+on lists; this module does not import Ray. ``driver/hang_detector.py`` interprets the signs of life.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from raymega.orchestrate.core.rank_placement import AssignedRank, WorkerLocation
 from raymega.plan.run_plan import RunPlan
 
 ANSWER_EVERY_S = 1.0
-"""A worker's process that has nothing to report answers so often."""
+"""Interval in which a worker's process with nothing to report answers, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """A worker's process has met a call. It says nothing of its training."""
+    """Sign that a worker's process answered a call; it tells nothing about its training thread."""
 
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadStatus:
-    """Where a rank's training thread stands, which a worker is asked for when progress lacks.
+    """Position of a rank's training thread; the driver asks for it when progress is overdue.
 
     Attributes:
-        rank: Of the worker.
+        rank: Rank of the worker.
         step: Completed steps.
         doing: Instruction of the schedule; empty between passes.
         waits_for: Collective or transfer that it waits for; empty for none.
-        is_patient: It waits for a store, a disk or a compiler, which may take longer than a step.
-        state: The kernel's letter for the thread, ``R`` while it runs; empty where nobody says so.
-        cpu_s: CPU that the thread has had.
-        stack: Its innermost calls, the last one innermost.
+        is_patient: True while it waits for a store, a disk or a compiler, which may take longer than a step.
+        state: State letter of the thread in /proc, ``R`` while it runs; empty where there is no /proc.
+        cpu_s: CPU time of the thread in seconds.
+        stack: Innermost calls of the thread, the last one innermost.
     """
 
     rank: int
@@ -52,6 +52,7 @@ class ThreadStatus:
     stack: tuple[str, ...]
 
     def __str__(self) -> str:
+        # what it waits for, else its three innermost calls, the innermost first
         location = self.waits_for or " of ".join(self.stack[:-4:-1]) or "nowhere"
         verb = "waits for" if self.waits_for else "is in"
         doing = f" at {self.doing}" if self.doing else ""
@@ -60,9 +61,9 @@ class ThreadStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessStatus:
-    """A neighbour on the node has looked at the process of a rank that does not answer.
+    """State of the process of a rank that does not answer, as another process on its node saw it.
 
-    ``state`` is the kernel's letter, ``T`` of one that is stopped; empty when there is none.
+    ``state`` is its letter in /proc, ``T`` for a stopped process; empty when the process is gone.
     """
 
     rank: int
@@ -74,7 +75,7 @@ WorkerStatus = Heartbeat | ThreadStatus | ProcessStatus
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptSpec:
-    """What the workers of one attempt shall do; see StartWorker and Replicas for the fields."""
+    """Instructions for the workers of one attempt; StartWorker and Replicas document the fields."""
 
     plan_json: str
     run_uri: str
@@ -86,7 +87,7 @@ class AttemptSpec:
     def start_message(
         self, assigned: AssignedRank, *, rendezvous: str, device: str, replicas: Replicas
     ) -> StartWorker:
-        """Return what the worker with this rank is told."""
+        """Return the message that starts the worker with this rank."""
         return StartWorker(
             plan_json=self.plan_json,
             run_uri=self.run_uri,
@@ -103,12 +104,12 @@ class AttemptSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeDrain:
-    """Nodes that host ranks will be taken away.
+    """Draining of nodes that host ranks.
 
     Attributes:
-        seconds: Until the first of them is.
-        ranks: Who must leave.
-        is_ready: There are processes that could take these ranks at once.
+        seconds: Time until the first of the nodes is taken away, in seconds.
+        ranks: Ranks on these nodes.
+        is_ready: True when other processes could take these ranks at once.
     """
 
     seconds: float
@@ -116,29 +117,29 @@ class NodeDrain:
     is_ready: bool
 
     def is_due(self, margin_s: float) -> bool:
-        """It is time to go: somebody is ready, or no more than the margin is left."""
+        """Return whether to leave now: replacements are ready, or at most ``margin_s`` seconds are left."""
         return self.is_ready or self.seconds <= margin_s
 
     @property
     def reason(self) -> str:
-        """A few words."""
+        """Ranks, time and readiness of replacements, in a few words."""
         who = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
         ready = "others are ready" if self.is_ready else "nobody is ready in their place"
         return f"the nodes of ranks {who} leave in {self.seconds:.0f} s, and {ready}"
 
 
 class SnapshotManager(Protocol):
-    """The run's state in the memory of its nodes, as the controller sees it; called from one thread."""
+    """Interface of the controller to snapshots in the nodes' memory; called from one thread."""
 
     def find(self, *, skip: Collection[str]) -> Snapshot | None:
-        """The newest whole snapshot whose manifest's key is not in ``skip``; blocks for seconds."""
+        """Return the newest whole snapshot whose manifest key is not in ``skip``; blocks for seconds."""
 
     def settle(self) -> None:
-        """The present attempt has a whole snapshot: nodes that it left may forget. Never blocks."""
+        """Free snapshots on nodes that the present attempt left, as it has a whole one. Never blocks."""
 
 
 class NoSnapshots:
-    """Snapshots of a run that takes none."""
+    """Snapshot manager of a run without snapshots."""
 
     def find(self, *, skip: Collection[str]) -> Snapshot | None:  # noqa: ARG002
         """See SnapshotManager."""
@@ -149,62 +150,63 @@ class NoSnapshots:
 
 
 class WorkerGroup(Protocol):
-    """The workers of a run, one attempt after the other; called from one thread."""
+    """Interface of the controller to a run's workers over all attempts; called from one thread."""
 
     @property
     def snapshot_manager(self) -> SnapshotManager:
-        """What their nodes keep in memory, from one attempt to the next."""
+        """Snapshots in the memory of the workers' nodes, which outlive an attempt."""
 
     def use(self, plan: RunPlan) -> None:
-        """The next attempt has the grid of ``plan``, another cut of the same job. Never blocks."""
+        """Set the plan of the next attempt: the same job, maybe on another grid. Never blocks."""
 
     def ready(self) -> Sequence[WorkerLocation]:
-        """Processes that could train now, with a rank or without one. Never blocks."""
+        """Return the processes that could train now, with a rank or without one. Never blocks."""
 
     def is_loading(self) -> bool:
-        """More processes will soon be ready, on nodes that are there already. Never blocks."""
+        """Return whether more processes are starting on nodes that are alive already. Never blocks."""
 
     def drain(self) -> NodeDrain | None:
-        """Whether ranks must leave their nodes; asks for slots in their place. Never blocks."""
+        """Return the drain of nodes that host ranks, if any, and ask for other slots. Never blocks."""
 
     def reserve(self, timeout_s: float) -> Fault | None:
-        """Ask for the slots, or look again: None when an attempt can start, else what is lacking.
+        """Request slots, or poll the request; return None when an attempt can start, else the shortage.
 
-        That is when the grid's slots are held, or when processes that are ready suffice without those
-        that were lost. Blocks at most ``timeout_s``; called until it is None. Slots that are held are
-        kept.
+        An attempt can start when the grid's slots are held, or when the ready processes suffice. Call it
+        until it returns None; each call blocks at most ``timeout_s`` seconds. Slots once held are kept.
 
         Raises:
-            CapacityError: The cluster has no room, and no node can join it.
-            ConfigError: The nodes have no memory for the job's snapshots.
+            CapacityError: The cluster has too few slots, and no node can join it.
+            ConfigError: The nodes have too little memory for the job's snapshots.
         """
 
     def start(self, spec: AttemptSpec) -> None:
-        """Begin an attempt on the reserved slots. Never blocks: what happens shows in poll."""
+        """Begin an attempt on the reserved slots. Never blocks: ``poll`` returns what happens."""
 
     def members(self) -> Mapping[int, WorkerLocation]:
-        """Where each rank lives; empty until all workers have said so. Never blocks."""
+        """Return the location of each rank; empty until all workers have reported theirs. Never blocks."""
 
     def poll(self, timeout_s: float) -> list[Report | WorkerStatus]:
-        """Reports in order of arrival; returns with the first, or empty after ``timeout_s``.
+        """Return reports in order of arrival, when the first arrives; none after ``timeout_s`` seconds.
 
-        A process that is gone is reported as WorkerDied, once. One that lives gives a sign each second
+        A process that is gone is reported as WorkerDied, once. A live one gives a sign of life every second
         or two.
 
         Raises:
-            ConfigError: A node that hosts workers cannot take part; none of them has trained.
+            ConfigError: A node failed its preflight check; no worker has trained yet.
         """
 
     def request(self, requests: Requests) -> None:
         """Tell every worker what to do at its next step boundary. Never blocks."""
 
     def probe(self, silent: Collection[int]) -> None:
-        """Ask ranks where they stand, and of ``silent`` ones how their process is; what is found shows
-        in poll. Never blocks."""
+        """Request the ThreadStatus of all ranks and the ProcessStatus of ``silent`` ones.
+
+        ``poll`` returns the answers. Never blocks.
+        """
 
     def release(self, *, keep_warm: bool) -> None:
-        """End the attempt, if there is one; blocks for some seconds at most.
+        """End the attempt, if there is one; blocks for a few seconds at most.
 
-        With ``keep_warm`` the slots are kept, and so are processes that let go of their work;
-        without it nothing is left, snapshots included.
+        With ``keep_warm``, slots are kept, and processes whose training thread ended in time. Without it,
+        everything is released, snapshots included.
         """

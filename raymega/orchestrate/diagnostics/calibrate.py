@@ -1,6 +1,6 @@
-"""`raymega doctor --calibrate`: a job's workers measure the cluster, and an accelerator comes of it.
+"""`raymega doctor --calibrate`: a job's workers measure the cluster, and an accelerator is fitted.
 
-What the workers time is train.diagnostics.calibration's, what follows planner.calibration.fit's.
+The workers run ``train/diagnostics/calibration.py``; ``planner/calibration/fit.py`` fits the measurements.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ CALIBRATION_ENTRY = "raymega.train.diagnostics.calibration"
 
 
 def calibrate_cluster(plan: RunPlan, base: Accelerator, *, name: str) -> Accelerator:
-    """What the cluster's devices and links reach, measured by ``plan``'s workers where it would run.
+    """Return an accelerator fitted to what ``plan``'s workers measure on the cluster's devices and links.
 
     Args:
-        plan: Whose grid, and whose groups' transfers, are measured.
-        base: The catalogue's nearest: what is not measured is that one's.
-        name: Of the new accelerator.
+        plan: Plan of a run; its grid's workers measure, and its groups' transfers are timed.
+        base: Nearest accelerator of the catalogue, which supplies the values that are not measured.
+        name: Name of the new accelerator.
 
     Raises:
         WorkerError: A worker failed.
-        CapacityError: There is no room for the workers.
+        CapacityError: The cluster has no room for the workers.
     """
     reports, homes, fault = measure(plan, CALIBRATION_ENTRY)
     if fault is not None:
@@ -42,21 +42,27 @@ def calibrate_cluster(plan: RunPlan, base: Accelerator, *, name: str) -> Acceler
 def measurements(
     reports: Iterable[Entered], homes: Mapping[int, WorkerLocation]
 ) -> Iterable[Measurement]:
-    """What ranks reported, each group's transfer once: as its slowest rank saw it.
+    """Yield the ranks' measurements, each group's all-reduce once, with the time of its slowest rank.
 
-    A transfer is given how many of the group's ranks share a node, and how many workers are there.
+    To the sizes of an all-reduce are added the number of the group's ranks on one node, and of all workers on
+    one node.
     """
+    # by ranks of the group and bytes of the message
     transfers: dict[tuple[tuple[int, ...], float], Measurement] = {}
     for report in reports:
         told = json.loads(report.detail)
         measured = Measurement(**{**told["measured"], "sizes": tuple(told["measured"]["sizes"])})
+        # kernels: one measurement a rank
         if measured.kind != "all_reduce":
             yield measured
             continue
+        # transfers: every rank of the group reports the same one
         ranks = tuple(told["ranks"])
         num_bytes, size, *_ = measured.sizes
         sharing = _per_node(ranks, homes), _per_node(homes or ranks, homes)
+        # the planner distinguishes links inside a node from those between nodes
         mine = replace(measured, sizes=(num_bytes, size, *map(float, sharing)))
+        # the slowest rank's time is the group's
         known = transfers.get((ranks, num_bytes))
         if known is None or known.seconds < mine.seconds:
             transfers[ranks, num_bytes] = mine
@@ -64,7 +70,7 @@ def measurements(
 
 
 def _per_node(ranks: Iterable[int], homes: Mapping[int, WorkerLocation]) -> int:
-    """The most ranks of a group on one node; all of them where homes are not known."""
+    """Return the largest number of a group's ranks on one node; all of them if locations are unknown."""
     nodes: dict[str, int] = defaultdict(int)
     for rank in ranks:
         nodes[homes[rank].node_id if rank in homes else ""] += 1

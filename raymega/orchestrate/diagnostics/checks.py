@@ -1,6 +1,6 @@
-"""Examines the cluster that a job would use: each finding a fact, and for a problem its remedy.
+"""Checks of `raymega doctor` on the cluster that a job would use: facts, and remedies for problems.
 
-It judges; looking at nodes is probes'. It starts no run and leaves no object in the store.
+``cluster/node_probes.py`` has the probes. No run is started and no object stays in the store.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ NODE_TIMEOUT_S = 60.0
 STORE_BYTES = 8 * 2**20
 MAX_SKEW_S = 1.0
 SLOW_SHARE = 0.5
-"""A group below this share of its axis' median is called slow."""
+"""Share of its axis' median bandwidth below which a group counts as slow."""
 PROBE_PREFIX = "raymega-doctor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckFinding:
-    """One thing that was looked at.
+    """A finding of a check.
 
     Attributes:
-        check: Which check made it.
-        status: ``skipped`` when it could not be looked at; the fact says why.
-        fact: What is there.
-        remedy: What to do; only for problems.
-        values: The numbers, for programs.
+        check: Name of the check.
+        status: Result; ``skipped`` when the check was not possible, for the reason in ``fact``.
+        fact: Description of what was found.
+        remedy: Advice for a problem; empty otherwise.
+        values: Numbers of the finding, for programs.
     """
 
     check: str
@@ -68,10 +68,10 @@ class CheckFinding:
 
 
 def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[CheckFinding]:
-    """Look at a connected cluster, check after check; each finding as soon as it is made.
+    """Run all checks on the connected cluster, and yield each finding as soon as it is made.
 
     Args:
-        plan: Of the job to come; without one, what only a job asks for is skipped.
+        plan: Plan of the job to check for; without one, checks that need a job are skipped.
         store_uri: Root of the job's store.
     """
     nodes = {node.node_id: node.address for node in list_nodes(ClusterSection())}
@@ -82,7 +82,7 @@ def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[CheckFindi
     yield from check_gpus(facts, nodes)
     skews = {node: measure_skew(node, timeout_s=NODE_TIMEOUT_S) for node in ids}
     yield from check_clocks(skews, nodes)
-    if plan is None:
+    if plan is None:  # the other checks need a job
         yield CheckFinding(check="store", status="skipped", fact="no job file was given")
         yield CheckFinding(check="bandwidth", status="skipped", fact="no job file was given")
         return
@@ -91,7 +91,7 @@ def examine(plan: RunPlan | None, *, store_uri: str = "") -> Iterator[CheckFindi
 
 
 def check_resources(plan: RunPlan | None) -> Iterator[CheckFinding]:
-    """Nodes and slots, and whether the grid fits."""
+    """Check that the grid fits on the cluster's nodes; yield the nodes, CPUs and GPUs."""
     cluster = plan.job.cluster if plan else ClusterSection()
     nodes = list_nodes(cluster)
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ def check_resources(plan: RunPlan | None) -> Iterator[CheckFinding]:
 def check_versions(
     own: Mapping[str, str], facts: Mapping[str, NodeFacts | Exception], names: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
-    """Driver and nodes must run the same python, ray, torch and raymega."""
+    """Check that driver and nodes run the same versions of python, ray, torch and raymega."""
     is_clean = True
     for node, found in facts.items():
         if isinstance(found, Exception):
@@ -129,10 +129,10 @@ def check_versions(
 def check_gpus(
     facts: Mapping[str, NodeFacts | Exception], names: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
-    """One model and one driver everywhere, and as many GPUs as Ray was told."""
+    """Check that GPUs have one model and one driver version, and each node as many as Ray was told."""
     known = {node: found for node, found in facts.items() if isinstance(found, NodeFacts)}
     told = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    faults = [
+    faults = [  # fewer GPUs than Ray offers
         _gpu_count(names[node], told[node], len(found.gpus))
         for node, found in known.items()
         if told.get(node, 0) > len(found.gpus)
@@ -153,7 +153,7 @@ def check_gpus(
 def check_clocks(
     skews: Mapping[str, Skew | Exception], names: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
-    """Clocks within MAX_SKEW_S: logs and S3 signatures depend on them."""
+    """Check that the nodes' clocks are within MAX_SKEW_S of the driver's; S3 signatures need it."""
     known = {node: skew for node, skew in skews.items() if isinstance(skew, Skew)}
     far = {n: s for n, s in known.items() if abs(s.ahead_s) - s.error_s > MAX_SKEW_S}
     for node, skew in far.items():
@@ -165,11 +165,11 @@ def check_clocks(
 
 
 def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Iterator[CheckFinding]:
-    """Every node writes and reads the store, and sees what another node wrote."""
+    """Check that every node can write and read the store, and sees what another node wrote."""
     key = f"{PROBE_PREFIX}/{uuid4().hex}"
     keys = {node: f"{key}-{index}" for index, node in enumerate(ids)}
     try:
-        for node in ids:
+        for node in ids:  # one after the other, so that they do not share the store's bandwidth
             found = on_nodes(
                 [node], time_store, uri, keys[node], STORE_BYTES, timeout_s=NODE_TIMEOUT_S
             )[node]
@@ -186,11 +186,11 @@ def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Itera
 def check_bandwidth(
     plan: RunPlan, *, gpus: Mapping[str, str] | None = None
 ) -> Iterator[CheckFinding]:
-    """An all-reduce on every group of every axis, one axis at a time.
+    """Time an all-reduce on every group of every axis, one axis at a time.
 
     Args:
-        plan: Whose groups are measured.
-        gpus: Name of the GPUs of each node that has some.
+        plan: Plan of the run whose groups are measured.
+        gpus: Name of the GPUs by node id, of nodes that have some.
     """
     if plan.grid.world_size == 1:
         yield CheckFinding(check="bandwidth", status="skipped", fact="one rank sends nothing")
@@ -207,11 +207,11 @@ def check_bandwidth(
 def judge_bandwidth(
     timings: Sequence[Entered], *, links: Mapping[int, tuple[str, float]] | None = None
 ) -> Iterator[CheckFinding]:
-    """One finding an axis, and one for each group that lags behind the others of its axis.
+    """Yield a finding for each axis, and a problem for each group that is slower than others of its axis.
 
     Args:
-        timings: Of all ranks.
-        links: By rank, its node and the bytes/s that a GPU sends to others of that node.
+        timings: Reports of all ranks, with axis, message size and seconds.
+        links: Node of each rank, and NVLink bandwidth of its GPU in bytes/s, by rank.
     """
     for axis in dict.fromkeys(timing.phase for timing in timings):
         speeds: dict[str, float] = {}
@@ -219,6 +219,7 @@ def judge_bandwidth(
         for timing in (each for each in timings if each.phase == axis):
             size, _, ranks = timing.detail.partition(":")
             number = ranks.count(",") + 1
+            # bus bandwidth, as in nccl-tests
             speed = int(size) / timing.seconds * 2 * (number - 1) / number
             speeds[ranks] = min(speed, speeds.get(ranks, speed))
         middle, slowest = median(speeds.values()), min(speeds.values())
@@ -248,14 +249,14 @@ def _gpu_names(facts: Mapping[str, NodeFacts | Exception]) -> dict[str, str]:
 def _links(
     homes: Mapping[int, WorkerLocation], gpus: Mapping[str, str]
 ) -> dict[int, tuple[str, float]]:
-    """By rank, its node and its GPU's NVLink; ranks without a known one are left out."""
+    """Return each rank's node and NVLink bandwidth in bytes/s; ranks without a known one are left out."""
     speeds = {node: nvlink_bytes_per_s(name) for node, name in gpus.items()}
     nodes = {rank: location.node_id for rank, location in homes.items() if location.gpus}
     return {rank: (node, speed) for rank, node in nodes.items() if (speed := speeds.get(node))}
 
 
 def _common_link(groups: Iterable[str], links: Mapping[int, tuple[str, float]]) -> float:
-    """What an axis can carry when each of its groups is inside a node; 0 where nobody knows."""
+    """Return the bandwidth of an axis whose groups are all inside a node, in bytes/s; 0 if unknown."""
     found: set[float] = set()
     for group in groups:
         ends = {links.get(int(rank), ("", 0.0)) for rank in group.split(",")}
@@ -266,10 +267,10 @@ def _common_link(groups: Iterable[str], links: Mapping[int, tuple[str, float]]) 
 def measure(
     plan: RunPlan, entry: str
 ) -> tuple[list[Entered], Mapping[int, WorkerLocation], Fault | str | None]:
-    """What ``plan``'s workers time with ``entry``, where each rank was, and why some timings are missing.
+    """Run ``entry`` in ``plan``'s workers; return timings, ranks' locations, and why timings are missing.
 
     Raises:
-        CapacityError: The cluster has no room for them.
+        CapacityError: The cluster has no room for the workers.
     """
     log_dir = Path(tempfile.gettempdir()) / "raymega-doctor"
     group = RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=entry)
@@ -281,16 +282,16 @@ def measure(
 
 
 def _collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault | str | None]:
-    """Timings of all ranks, and why some are missing."""
+    """Return the timings of all ranks, and a fault if some are missing."""
     limit_s = plan.job.elastic.start_timeout_s
     deadline_s = time.monotonic() + limit_s
-    while (lacking := group.reserve(1.0)) is not None:
+    while (lacking := group.reserve(1.0)) is not None:  # wait for slots
         if time.monotonic() > deadline_s:
             return [], lacking
     group.start(AttemptSpec(plan_json=plan.to_json(), run_uri="", attempt=0, restore=""))
     timings: list[Entered] = []
     num_finished = 0
-    while num_finished < plan.grid.world_size:
+    while num_finished < plan.grid.world_size:  # until a rank fails or all are done
         if time.monotonic() > deadline_s:
             return timings, _late(limit_s)
         for report in group.poll(1.0):

@@ -1,7 +1,7 @@
-"""What the driver knows of the worker group at work: how far it is, and whether it is lost.
+"""Tracks one attempt from its workers' reports: its progress, and whether and why it is lost.
 
-It reads reports and a clock, and names the first cause of a failure. What to do about one is
-policies', and how reports arrive is the group's.
+It names the root cause of a failure; ``core/failure_policy.py`` decides what follows. It reads only reports
+and a clock.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ from raymega.orchestrate.core.worker_group_api import (
 from raymega.orchestrate.driver.hang_detector import HangDetector
 
 SETTLE_S = 2.0
-"""How long a lost connection waits for its cause: the death or the error of another rank."""
+"""Wait after a lost connection for its cause, the death or error of another rank, in seconds."""
 PROGRESS_MARGIN_S = 10.0
-"""Beyond the workers' own timeout, so that their better explained failure comes first."""
+"""Wait beyond the workers' own timeout, whose error explains more and so should come first, in seconds."""
 MAX_NAMED = 8
 
 
 class AttemptMonitor:
-    """One worker group, from its start to its end."""
+    """Progress and failure of one attempt, from its start to its end.
+
+    Attributes:
+        step: Largest number of completed steps that a rank has reported.
+        last_sign_s: Time of the last sign of progress, in seconds of the driver's clock.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,10 @@ class AttemptMonitor:
         now_s: float,
         steps_s: Iterable[float] = (),
     ) -> None:
-        """``steps_s`` are the run's earlier steps on the same grid, the newest last."""
+        """Start with ``first_step`` completed steps.
+
+        ``steps_s`` are the run's earlier step times on the same grid in seconds, newest last.
+        """
         self.step = first_step
         self.last_sign_s = now_s
         self._begun_s = now_s
@@ -60,30 +68,34 @@ class AttemptMonitor:
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._finished: set[int] = set()
         self._steps = dict.fromkeys(range(world_size), first_step)
+        # a death or an error of a rank's own; lost connections by rank, which are consequences
         self._primary: Failure | None = None
         self._secondary: dict[int, tuple[float, WorkerFailed]] = {}
 
     @property
     def has_met(self) -> bool:
-        """Every rank has joined the others."""
+        """True when every rank has joined the rendezvous."""
         return self.has_passed("rendezvous")
 
     @property
     def is_finished(self) -> bool:
-        """Every rank has left its loop in good order."""
+        """True when every rank has left its loop without an error."""
         return len(self._finished) == len(self._steps)
 
     def observe(self, report: Report | WorkerStatus, now_s: float) -> None:
-        """Take in one report, in order of arrival."""
+        """Handle one report; reports must come in order of arrival."""
         match report:
+            # signs of life: no progress of training
             case Heartbeat() | ThreadStatus() | ProcessStatus():
                 self._watch.observe(report, now_s)
+            # failures: the first one with a cause of its own counts
             case WorkerDied():
                 self._lose(_death(report, step=self.step))
             case WorkerFailed(is_secondary=True):
                 self._secondary[report.rank] = (now_s, report)
             case WorkerFailed():
                 self._lose(self._error(report))
+            # progress
             case Entered():
                 self._entered[report.phase].add(report.rank)
                 self.last_sign_s = now_s
@@ -94,15 +106,18 @@ class AttemptMonitor:
                 self.last_sign_s = now_s
             case ShardSaved() | EvaluationFinished() | Working():
                 self.last_sign_s = now_s
-            case RankSaveProgress() if report.step >= self.step:  # training may be waiting for it
+            # the present step's save counts, because the training thread may be waiting for it
+            case RankSaveProgress() if report.step >= self.step:
                 self.last_sign_s = now_s
 
     def failure(self, now_s: float) -> Failure | None:
-        """Why the attempt is lost, or None while it is not."""
+        """Return the root cause if the attempt is lost, else None."""
+        # failures that workers reported
         if self._primary is not None:
             return self._primary
         if self._secondary:
             return self._settled(now_s)
+        # hangs, then the upper bounds for a start and for a step
         is_training = self.has_passed("restored")
         hang = self._watch.hang(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
         if hang is not None:
@@ -112,12 +127,12 @@ class AttemptMonitor:
         return self._standstill(now_s)
 
     def probe_due(self, now_s: float) -> frozenset[int] | None:
-        """Ranks that do not answer, when it is time to look where everybody stands; else None."""
+        """Return the ranks whose process is silent if all ranks should be probed now, else None."""
         is_training = self.has_passed("restored")
         return self._watch.probe_due(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
 
     def whereabouts(self) -> dict[int, str]:
-        """By rank where it was last seen."""
+        """Return the last known position of each rank's training thread, as text."""
         seen = self._watch.standings
         return {
             rank: str(seen[rank]) if rank in seen else f"after step {step}"
@@ -125,15 +140,15 @@ class AttemptMonitor:
         }
 
     def has_passed(self, phase: str) -> bool:
-        """Every rank has passed ``phase`` of its start."""
+        """Return whether every rank has passed ``phase`` of its start."""
         return len(self._entered[phase]) == len(self._steps)
 
     def has_restored(self, rank: int) -> bool:
-        """``rank`` has loaded its state, or had none to load."""
+        """Return whether ``rank`` has loaded its state, or had none to load."""
         return rank in self._entered["restored"]
 
     def could_not_restore(self, failure: Failure) -> bool:
-        """``failure`` is of a checkpoint that cannot be read."""
+        """Return whether ``failure`` is a rank's error in reading the checkpoint at its start."""
         return failure.error == CheckpointError.__name__ and not self.has_restored(failure.rank)
 
     def _lose(self, failure: Failure) -> None:
@@ -141,7 +156,7 @@ class AttemptMonitor:
             self._primary = failure
 
     def _advance(self, report: StepFinished | Progress, now_s: float) -> None:
-        rank = 0  # reports for all
+        rank = 0  # StepFinished comes from rank 0 only
         if isinstance(report, StepFinished):
             self._watch.add_step(report.metrics.get("train/step_time_s", 0.0))
         else:
@@ -164,13 +179,17 @@ class AttemptMonitor:
         )
 
     def _settled(self, now_s: float) -> Failure | None:
-        """Connections broke, and no rank owned up to it in time."""
+        """Return the failure behind lost connections once SETTLE_S have passed without a cause.
+
+        It is a hang of the only silent rank if there is one, else the first lost connection.
+        """
         since_s, first = min(self._secondary.values(), key=lambda item: item[0])
         if now_s - since_s < SETTLE_S:
             return None
         silent = set(self._steps) - set(self._secondary) - self._finished
         if len(silent) != 1:
             return self._error(first)
+        # a single rank did not complain: the others lost their connection to it
         (rank,) = silent
         message = f"it is silent and the others lost it; rank {first.rank} has {first.message}"
         return Failure(kind=FailureKind.HUNG, rank=rank, step=self._steps[rank], message=message)
@@ -187,6 +206,7 @@ class AttemptMonitor:
         limit_s = self._elastic.collective_timeout_s + PROGRESS_MARGIN_S
         if now_s - self.last_sign_s < limit_s:
             return None
+        # ranks that are a step behind the others; all of them where none is
         behind = {rank for rank, step in self._steps.items() if step < self.step}
         missing = (behind or set(self._steps)) - self._finished
         message = (
@@ -197,6 +217,7 @@ class AttemptMonitor:
         return self._hang(missing, message)
 
     def _hang(self, missing: set[int], message: str) -> Failure:
+        # a rank is named only when it is the only one
         rank = min(missing) if len(missing) == 1 else -1
         return Failure(kind=FailureKind.HUNG, rank=rank, step=self.step, message=message)
 

@@ -1,7 +1,7 @@
-"""From the ranks' ShardSaved reports to committed checkpoints: collect, commit, delete the old.
+"""Commits checkpoints: collects the ranks' ShardSaved reports, writes the manifest, deletes old ones.
 
-It owns who may commit (this driver, when every rank has written) and does it beside the control
-loop, which a slow store must not delay. A save that fails is an outcome, never an exception.
+It commits when every rank has written its shard, in the executor's thread, so that a slow store does not
+delay the control loop. A save that fails is an outcome, never an exception.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROGRESS_EVERY_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Superseded:
-    """There is a newer epoch of the run, so that the checkpoint of ``step`` may not count."""
+    """Outcome of a save in a run that has a newer epoch: the checkpoint of ``step`` may not count."""
 
     step: int
 
@@ -47,17 +47,18 @@ Outcome = CheckpointCommitted | SaveFailed | Superseded
 
 
 class CheckpointCommitter:
-    """The saves of one attempt."""
+    """The saves of one attempt, from the ranks' reports to the manifest."""
 
     def __init__(
         self, *, plan: RunPlan, attempt: int, store: Store, executor: Executor, clock: Clock
     ) -> None:
-        """``executor`` must have one thread, so that commits keep their order."""
+        """Prepare for the saves of ``attempt``; ``executor`` must have one thread, to keep commits in order."""
         self._plan, self._attempt = plan, attempt
         self._store, self._executor, self._clock = store, executor, clock
         self._shards: RankCollector[ShardSaved] = RankCollector(plan.grid.world_size)
         self._under_way: list[Future[Outcome]] = []
         self._requests = SaveRequests(store, executor, clock)
+        # evaluation metrics by step, progress by rank, time of the last SaveProgress
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._progress: dict[int, RankSaveProgress] = {}
         self._told_s = clock.monotonic()
@@ -69,11 +70,11 @@ class CheckpointCommitter:
 
     @property
     def is_idle(self) -> bool:
-        """Every save that all ranks have reported has an outcome, and it was taken."""
+        """True when no commit is pending and every outcome was fetched by ``pop_outcomes``."""
         return not self._under_way
 
     def handle_report(self, report: Report | WorkerStatus) -> SaveProgress | None:
-        """Take in what concerns saves, and return what is to be told of them. Never blocks."""
+        """Handle a report if it concerns saves, and return the progress to emit, if any. Never blocks."""
         match report:
             case ShardSaved():
                 self._add(report)
@@ -84,11 +85,11 @@ class CheckpointCommitter:
         return None
 
     def is_requested(self, step: int) -> bool:
-        """Whether somebody has asked for a save since ``step``, the last one, was complete."""
+        """Return whether a new save request was found; ``step`` is the last completed step."""
         return self._requests.has_new(step)
 
     def pop_outcomes(self) -> list[Outcome]:
-        """What became of saves since the last call; never blocks."""
+        """Return the outcomes of saves since the last call, and answer save requests. Never blocks."""
         done = [future for future in self._under_way if future.done()]
         self._under_way = [future for future in self._under_way if not future.done()]
         outcomes = [future.result() for future in done]
@@ -100,11 +101,11 @@ class CheckpointCommitter:
         return outcomes
 
     def wait(self, timeout_s: float) -> None:
-        """Block until every commit under way has an outcome."""
+        """Block until every pending commit has an outcome, for ``timeout_s`` seconds at most."""
         wait(self._under_way, timeout=timeout_s)
 
     def _add(self, shard: ShardSaved) -> None:
-        """A rank's part; the last one starts the commit."""
+        """Add a rank's shard; the last missing one starts the commit."""
         shards = self._shards.add(rank=shard.rank, step=shard.step, value=shard)
         if shards:
             metrics = self._metrics.get(shard.step, {})
@@ -112,7 +113,7 @@ class CheckpointCommitter:
             self._under_way.append(self._executor.submit(self._finish, shards, metrics))
 
     def _advance(self, report: RankSaveProgress) -> SaveProgress | None:
-        """What all ranks have said of the newest save, now and then."""
+        """Return the sum of all ranks' progress with this save, once every PROGRESS_EVERY_S, else None."""
         self._progress[report.rank] = report
         now_s = self._clock.monotonic()
         if now_s - self._told_s < PROGRESS_EVERY_S:
@@ -128,19 +129,22 @@ class CheckpointCommitter:
     def _finish(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Outcome:
         step = next(iter(shards.values())).step
         begun_s = self._clock.monotonic()
+        # assemble: shards that do not add up to the whole state make no checkpoint
         try:
             manifest = self._assemble(shards, metrics)
         except CheckpointError as error:
             self._clear_away(step)
             return SaveFailed(step=step, reason=str(error))
+        # commit, between two looks for a newer epoch, which may begin at any time
         try:
             if self._is_overtaken():
                 return Superseded(step=step)
             commit(self._store, manifest)
-            if self._is_overtaken():  # readers pass over what came after the newer epoch
+            if self._is_overtaken():  # readers ignore manifests that came after the newer epoch
                 return Superseded(step=step)
         except RaymegaError as error:
             return SaveFailed(step=step, reason=str(error))
+        # delete old checkpoints, and report the durations of the slowest rank
         self._delete_old()
         written_s = max(shard.stall_s + shard.write_s for shard in shards.values())
         return CheckpointCommitted(
@@ -167,14 +171,14 @@ class CheckpointCommitter:
         )
 
     def _clear_away(self, step: int) -> None:
-        """Give back the room of a save that no manifest was written for, and none will be."""
+        """Delete the shards of a save that will never have a manifest."""
         mine = CheckpointId(attempt=self._attempt, step=step)
         try:
             keys = [key for key in self._store.list(folder_of(step)) if checkpoint_of(key) == mine]
             for key in () if any(map(is_manifest, keys)) else keys:
                 self._store.delete(key)
         except RaymegaError as error:
-            log.warning("what is left of the save of step %d stays: %s", step, error)
+            log.warning("files of the failed save of step %d were not deleted: %s", step, error)
 
     def _delete_old(self) -> None:
         try:

@@ -1,7 +1,7 @@
-"""The driver's loop: a state machine stepped once a tick, owner of attempts, commits and the run.
+"""The driver's control loop: a state machine that makes one step a tick.
 
-It decides when what is due, by asking policies; run_context does it. It trains nothing, and every wait it
-makes is bounded.
+It decides when each action is due, with the help of the policies; ``driver/run_context.py`` carries the
+actions out. Every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from raymega.plan.run_plan import RunPlan
 from raymega.tracking.sink import Sink
 
 LOADING_PATIENCE = 3
-"""So many times elastic.replan_after_s are processes waited for that load on nodes that live: they come
-sooner than a run that has shrunk grows back."""
+"""Multiple of elastic.replan_after_s to wait for processes that are starting on live nodes.
+
+They are ready sooner than a run on a smaller grid would grow back.
+"""
 AT_WORK = (State.STARTING, State.RUNNING, State.STOPPING, State.RESIZING)
-"""States with workers: what these have to say is taken in first, and a failure comes before all else."""
+"""States with workers, in which each tick first reads their reports and handles a failure, if there is one."""
 
 
 class Controller:
-    """One driver's work on one run. ``run`` does it all; ``tick`` is one step of it."""
+    """The driver of one run: ``run`` executes it to its end, ``tick`` makes one step."""
 
     def __init__(
         self,
@@ -40,15 +42,15 @@ class Controller:
         clock: Clock,
         executor: Executor,
     ) -> None:
-        """Read the run's journal and find where it stands; nothing is started or written.
+        """Read the run's journal and find its newest state; nothing is started or written.
 
         Args:
-            plan: What to run.
-            lease: On the run, whose store it knows; this driver has taken it, and somebody renews it.
+            plan: Plan of the run on the job's own grid.
+            lease: Lease on the run, with its store; this driver holds it, and another thread renews it.
             group: Workers; released when the run ends.
-            sink: Gets every event; must not raise and not block.
-            clock: For deadlines and durations.
-            executor: One thread for writes to the store; stays open.
+            sink: Receiver of every event; must not raise and not block.
+            clock: Clock for deadlines and durations.
+            executor: Executor with one thread for writes to the store; it is not shut down here.
 
         Raises:
             ConfigError: The store holds a run of this name with another model, seed or data.
@@ -58,7 +60,7 @@ class Controller:
         self._context = RunContext(
             plan, lease=lease, group=group, sink=sink, clock=clock, executor=executor
         )
-        self._clock, self._stop_asked_s = clock, inf
+        self._clock, self._stop_asked_s = clock, inf  # no stop was asked for yet
         self._handlers = {
             State.SCHEDULING: self._schedule,
             State.STARTING: self._wait_for_start,
@@ -70,7 +72,7 @@ class Controller:
 
     @property
     def state(self) -> RunState:
-        """Where the run stands."""
+        """State of the run, with its attempt and steps."""
         return self._context.state
 
     def request_stop(self) -> None:
@@ -78,7 +80,7 @@ class Controller:
         self._stop_asked_s = min(self._stop_asked_s, self._clock.monotonic())
 
     def run(self) -> RunFinished:
-        """Step to an end, and leave nothing behind.
+        """Make steps until the run ends, and release everything.
 
         Raises:
             PreemptedError: The run was stopped before its end and can be continued.
@@ -97,9 +99,11 @@ class Controller:
         return ended
 
     def tick(self) -> None:
-        """One step of the state machine; returns within some TICK_S, but for clearing up."""
+        """Make one step of the state machine; takes a few TICK_S at most, longer only in RESTARTING."""
+        # a driver that has lost its lease must do nothing more
         self._lease.refuse_if_lost()
         here, context = self.state.state, self._context
+        # failures first, then the state's handler
         if here in AT_WORK and (failure := context.poll_reports()) is not None:
             context.handle_failure(failure)
         else:
@@ -109,6 +113,7 @@ class Controller:
 
     def _schedule(self) -> None:
         context, steps = self._context, self._job.run.steps
+        # reasons not to start an attempt
         if context.state.saved_step >= steps:
             done = f"step {context.state.saved_step} of {steps} is saved"
             context.move(State.FINISHED, f"nothing is left to do: {done}")
@@ -116,6 +121,7 @@ class Controller:
         if self._is_stop_due():
             context.move(State.PREEMPTED, "stopped before its workers started")
             return
+        # start, continue on a smaller grid, or wait for slots
         lacking = self._group.reserve(TICK_S)
         if lacking is None:
             context.begin_attempt()
@@ -133,6 +139,7 @@ class Controller:
 
     def _watch(self) -> None:
         context = self._context
+        # the end, then the requests of people, then a change of nodes or grid
         if (bad_end := context.bad_end) is not None:
             context.handle_failure(bad_end)
         elif context.is_done:
@@ -155,7 +162,7 @@ class Controller:
             context.move(State.PREEMPTED, reason)
 
     def _wait_for_resize(self) -> None:
-        """A save that fails costs steps, not the change: the state before it is gone back to."""
+        """Restart once the workers are done or late; if their save failed, from the checkpoint before it."""
         context = self._context
         if context.is_done and context.state.saved_step >= self._job.run.steps:
             context.move(State.FINISHED, "every step is done and saved")
@@ -167,25 +174,34 @@ class Controller:
         self._context.move(State.SCHEDULING, self._context.state.reason)
 
     def _is_stop_due(self) -> bool:
-        """A run that trains nothing stops when asked to; but first it saves what only snapshots hold."""
+        """Return whether a run without training workers must stop now because a stop was asked for.
+
+        Steps that only snapshots hold must be saved first, so the run may start again to save them, for
+        elastic.stop_timeout_s at most.
+        """
         is_unsaved = self.state.step > self.state.saved_step
         return self._asked_s_ago >= (self._job.elastic.stop_timeout_s if is_unsaved else 0.0)
 
     @property
     def _asked_s_ago(self) -> float:
-        """Seconds since a stop was asked for; below 0 when none was."""
+        """Seconds since a stop was asked for; negative infinity when none was."""
         return self._clock.monotonic() - self._stop_asked_s
 
     # When the grid changes.
 
     def _shrink(self) -> bool:
-        """When lost workers have not come back in time: take the best grid for those that are left."""
+        """Change to the best grid for the remaining processes if lost ones were not replaced in time.
+
+        Returns whether the grid changed.
+        """
         context = self._context
+        # wait for replacements, longer for processes that are starting already
         patience_s = self._job.elastic.replan_after_s
         if context.seconds_here <= patience_s:
             return False
         if context.seconds_here <= LOADING_PATIENCE * patience_s and self._group.is_loading():
             return False
+        # the best legal grid, which may be the present one
         plan = context.grids.shrink(self._group.ready())
         if plan is None or plan == context.grids.now:
             return False
@@ -193,7 +209,8 @@ class Controller:
         return True
 
     def _leave_or_grow(self) -> None:
-        """Save and go on elsewhere: when nodes are taken away, or the job's own grid is worth it again."""
+        """Save and restart when nodes drain, or when going back to the job's own grid is worth it."""
+        # a drain comes first: growing onto nodes that leave would be of no use
         drain, margin_s = self._group.drain(), self._job.elastic.drain_margin_s
         if drain is not None:
             reason = drain.reason if drain.is_due(margin_s) else ""

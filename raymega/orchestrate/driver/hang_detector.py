@@ -1,8 +1,8 @@
-"""Whether a rank hangs: how much silence is too much, what is looked at then, and who is named.
+"""Detects a hanging rank: learns the deadline, asks for probes, and names the rank.
 
-The deadline is learned from the run's own steps. Silence alone condemns nobody before the job's upper
-bound: a process must be seen to be stopped, or every thread to stand still, at two looks. It reads signs
-and a clock; to look is the group's, and what to do about a hang policies'.
+The deadline follows the run's own step times. Before the job's upper bound, silence alone is no proof: a
+process must be in state T, or every training thread must be at the same place in two probes. It reads signs
+of life and a clock; the worker group makes the probes, and ``core/failure_policy.py`` decides what follows.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ from raymega.orchestrate.core.worker_group_api import (
 )
 
 MEDIANS, MARGIN_S = 3.0, 1.5
-"""The deadline: so many median steps, and so many seconds; a look more, and a hang is known within 2 s."""
+"""Factor of the median step time, and seconds added to it, of the deadline.
+
+With one more probe after it, a hang is known within 2 s beyond the three median steps.
+"""
 NUM_STEPS, MIN_STEPS = 20, 3
-"""Newest steps that the median is of, and how few say nothing yet."""
+"""Number of newest steps in the median, and number of steps from which on it is trusted."""
 LOOK_AHEAD_S = LOOK_EVERY_S = 0.5
-"""Looks begin so long before the deadline, and are so far apart."""
+"""Lead of the first probe before the deadline, and interval between probes, in seconds."""
 BUSY_SHARE = 0.1
-"""A thread that had this share of a CPU between two looks is at work."""
+"""Share of a CPU between two probes from which on a thread counts as computing."""
 IDLE_STATES = ("S", "I")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """Who hangs, -1 for nobody alone, and how that shows."""
+    """A detected hang: the rank, -1 when no single one can be named, and the evidence as text."""
 
     rank: int
     message: str
 
 
 class HangDetector:
-    """What is known of the ranks of one attempt beside what they report."""
+    """Signs of life of one attempt's processes and threads, and the verdict on them."""
 
     def __init__(self, elastic: ElasticSection, steps_s: Iterable[float] = ()) -> None:
-        """``steps_s`` are the run's earlier steps on the same grid, the newest last."""
+        """Start from ``steps_s``, the run's earlier step times on the same grid, newest last."""
         self._least_s, self._most_s = elastic.hang_timeout_min_s, elastic.hang_timeout_max_s
         self._steps_s: deque[float] = deque(steps_s, maxlen=NUM_STEPS)
+        # by rank: time of the last answer, state letter of a silent process, the last two probes
         self._answered_s: dict[int, float] = {}
         self._states: dict[int, str] = {}
         self._stands: dict[int, list[tuple[float, ThreadStatus]]] = {}
@@ -55,22 +59,22 @@ class HangDetector:
 
     @property
     def deadline_s(self) -> float:
-        """Silence that is too much, of a process as of all training threads."""
+        """Deadline in seconds for a process to answer, and for any training thread to progress."""
         usual_s = median(self._steps_s) if self._steps_s else 0.0
         return min(max(MEDIANS * usual_s + MARGIN_S, self._least_s), self._most_s)
 
     @property
     def standings(self) -> dict[int, ThreadStatus]:
-        """Where each rank stood when it was last asked."""
+        """Newest ThreadStatus of each rank since the last step."""
         return {rank: samples[-1][1] for rank, samples in self._stands.items()}
 
     def add_step(self, seconds: float) -> None:
-        """A step is complete."""
+        """Add the time of a completed step, which makes earlier probes obsolete."""
         self._steps_s.append(seconds)
         self._stands.clear()
 
     def observe(self, sign: WorkerStatus, now_s: float) -> None:
-        """Take in one sign."""
+        """Handle one sign of life."""
         match sign:
             case Heartbeat():
                 self._answered_s[sign.rank] = now_s
@@ -85,9 +89,10 @@ class HangDetector:
     def probe_due(
         self, now_s: float, *, last_sign_s: float, is_training: bool
     ) -> frozenset[int] | None:
-        """Ranks whose process is silent, when it is time to look at all; None when it is not.
+        """Return the ranks whose process is silent if all ranks should be probed now, else None.
 
-        Threads are looked at from when all ranks have their state: before, they wait for those that start.
+        ``is_training`` says that all ranks have their state. Before that only silent processes are probed,
+        because threads wait for ranks that still start.
         """
         near_s = self.deadline_s - LOOK_AHEAD_S
         silent = frozenset(self._silent(near_s, now_s))
@@ -98,16 +103,19 @@ class HangDetector:
         return silent
 
     def hang(self, now_s: float, *, last_sign_s: float, is_training: bool) -> Hang | None:
-        """Who hangs, if that is sure, or has lasted longer than the job allows."""
+        """Return the hang if it is certain, or has lasted longer than the job allows; else None."""
         limit_s = self.deadline_s
         silent = self._silent(limit_s, now_s)
+        # a stopped process is certain at the deadline
         for rank, silence_s in silent.items():
             if self._states.get(rank) == "T":
                 return Hang(rank=rank, message=_stopped(silence_s, limit_s))
+        # any other silent process only at the job's upper bound
         for rank, silence_s in silent.items():
             if silence_s >= self._most_s:
                 message = f"its process has not answered for elastic.hang_timeout_max_s={self._most_s:g} s"
                 return Hang(rank=rank, message=message)
+        # processes answer, but no thread progresses: needs two probes of every rank
         if silent or not self._is_armed(is_training=is_training) or now_s - last_sign_s < limit_s:
             return None
         if self._answered_s.keys() - self._stands.keys():
@@ -118,9 +126,10 @@ class HangDetector:
         return is_training and len(self._steps_s) >= MIN_STEPS
 
     def _silent(self, limit_s: float, now_s: float) -> dict[int, float]:
-        """Ranks whose process has not answered for so long, and how long.
+        """Return the ranks whose process has not answered for ``limit_s``, with the seconds of silence.
 
-        Until the next answer of any is due: a driver that was held up itself has heard nobody.
+        Silence is counted only until the next answer of any rank is due. A driver that was delayed itself
+        has heard no rank and must not count its own delay.
         """
         newest_s = max(self._answered_s.values(), default=now_s)
         is_nobody_heard = now_s - newest_s >= limit_s
@@ -139,10 +148,14 @@ def _stopped(silence_s: float, limit_s: float) -> str:
 def _standstill(
     stands: Mapping[int, list[tuple[float, ThreadStatus]]], *, since_s: float, limit_s: float
 ) -> Hang | None:
-    """A hang, when since ``since_s`` every thread was found idle at one place, twice."""
+    """Return a hang if two probes after ``since_s`` found every thread idle at an unchanged place.
+
+    Of the ranks that wait for no collective or transfer, a single one is named.
+    """
     pairs = {rank: samples for rank, samples in stands.items() if samples[-1][1].stack}
     if not pairs or not all(_is_idle(samples, since_s) for samples in pairs.values()):
         return None
+    # astray: ranks that do not wait for another one, so the others wait for them
     last = {rank: samples[-1][1] for rank, samples in pairs.items()}
     astray = sorted(rank for rank, thread_status in last.items() if not thread_status.waits_for)
     told = f"no rank has moved for {limit_s:.1f} s, three median steps and {MARGIN_S:g} s"
@@ -155,6 +168,7 @@ def _standstill(
 def _is_idle(samples: list[tuple[float, ThreadStatus]], since_s: float) -> bool:
     if len(samples) < 2 or samples[0][0] < since_s:
         return False
+    # same stack, asleep, hardly any CPU time, and not waiting for a store, disk or compiler
     (before_s, first), (after_s, second) = samples
     is_still = first.stack == second.stack and second.state in IDLE_STATES
     busy_s = second.cpu_s - first.cpu_s

@@ -1,4 +1,4 @@
-"""Collects what every rank says about the same step, until nobody is missing; names slow ranks."""
+"""Collects the reports of all ranks about one step into one event, and detects stragglers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from raymega.tracking.timeline_metrics import rank_timeline_metrics, timeline_me
 
 T = TypeVar("T")
 NUM_SAMPLES = 2
-"""So many looks in a row make a straggler; one may be a passing disturbance."""
+"""Number of slow samples in a row that make a straggler; a single one may be a passing disturbance."""
 
 
 class RankCollector(Generic[T]):
-    """One value a rank and step; ranks may come in any order and steps may overlap."""
+    """Collector of one value a rank and step; ranks may report in any order, and steps may overlap."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._by_step: dict[int, dict[int, T]] = defaultdict(dict)
 
     def add(self, *, rank: int, step: int, value: T) -> dict[int, T]:
-        """All values of ``step`` by rank when this was the last one missing, else empty."""
+        """Add a value; return all values of ``step`` by rank if it was the last one missing, else {}."""
         values = self._by_step[step]
         values[rank] = value
         if len(values) < self._world_size:
@@ -45,19 +45,22 @@ class RankCollector(Generic[T]):
 
 
 class Stragglers:
-    """Ranks of one attempt that are slow: whose own work in a step takes longer than their stage's others'.
+    """Detector of ranks whose own work in a step takes longer than that of others of their stage.
 
-    Waits are taken off before, because in a step of collectives all ranks are as slow as the slowest. It
-    names; nothing is restarted for it.
+    Work is the step's time less the waits for other ranks, because in a step with collectives all ranks take
+    as long as the slowest. Stragglers are only reported; nothing is restarted.
     """
 
     def __init__(self, grid: Grid, *, ratio: float) -> None:
-        """``ratio`` is the job's elastic.straggler_ratio, 0 for never."""
+        """Report ranks above ``ratio``, the job's elastic.straggler_ratio; 0 reports none."""
         self._grid, self._ratio = grid, ratio
-        self._samples: dict[int, int] = {}
+        self._samples: dict[int, int] = {}  # slow samples in a row, by rank
 
     def observe(self, work_s: Mapping[int, float]) -> list[tuple[int, float]]:
-        """Ranks that have become stragglers with this look, each with its ratio; each is told once."""
+        """Return the ranks that become stragglers with this sample, with their ratios; each once.
+
+        ``work_s`` is each rank's work in the step, in seconds.
+        """
         slow = {rank: ratio for rank, ratio in ratios(work_s, self._grid) if self._is_slow(ratio)}
         self._samples = {rank: self._samples.get(rank, 0) + 1 for rank in slow}
         return [
@@ -69,7 +72,7 @@ class Stragglers:
 
 
 def ratios(work_s: Mapping[int, float], grid: Grid) -> Iterator[tuple[int, float]]:
-    """Each rank's work over the median of the other ranks of its pipeline stage, which do the same."""
+    """Yield each rank with its work over the median of the other ranks of its stage, which do equal work."""
     for rank, seconds in sorted(work_s.items()):
         stage = grid.coords(rank).pp
         others = [
@@ -82,7 +85,7 @@ def ratios(work_s: Mapping[int, float], grid: Grid) -> Iterator[tuple[int, float
 
 
 class RankReports:
-    """What each rank reports for itself, as events of all ranks; of one attempt."""
+    """Reports of single ranks, combined into events of all ranks; for one attempt."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -92,12 +95,12 @@ class RankReports:
         self._num_looks = 0
         self._collapsed: set[int] = set()
         self.nodes: Mapping[int, str] = {}
-        """Of each rank, once it is known."""
+        """Node id of each rank, once it is known."""
 
     def add(self, report: RankTimeline | RankMemory | ExpertLoads) -> list[AttemptEvent]:
-        """What is to be told with this report: of all ranks, when it was the last one missing."""
+        """Add a report, and return the events of all ranks if it was the last one missing."""
         match report:
-            case ExpertLoads():  # of all ranks already
+            case ExpertLoads():  # holds all ranks' tokens already
                 return [report, *self._collapses(report)]
             case RankTimeline():
                 rows = self._timelines.add(rank=report.rank, step=report.step, value=report.events)
@@ -107,7 +110,7 @@ class RankReports:
                 return self._measured(own, step=report.step) if own else []
 
     def _collapses(self, loads: ExpertLoads) -> list[RoutingCollapsed]:
-        """Of each layer once, until its routing has recovered."""
+        """Return an event for each layer whose routing has collapsed since the last report."""
         before = self._collapsed
         self._collapsed = {layer for layer, counts in loads.tokens.items() if is_collapsed(counts)}
         return [
@@ -118,10 +121,11 @@ class RankReports:
         ]
 
     def _measured(self, ranks: dict[int, dict[str, float]], *, step: int) -> list[AttemptEvent]:
-        """The first look of an attempt is its first step, in which ranks load and compile."""
+        """Return the events of one sample of memory and work, stragglers included."""
         self._num_looks += 1
         peaks = [own.get("memory/peak_bytes", 0.0) for own in ranks.values()]
         metrics = {"memory/max_peak_bytes": max(peaks)}
+        # the first sample of an attempt is its first step, in which ranks load and compile
         work_s = {r: own["worker/work_s"] for r, own in ranks.items() if "worker/work_s" in own}
         slow = self._stragglers.observe(work_s) if self._num_looks > 1 else []
         worst = max((ratio for _, ratio in ratios(work_s, self._plan.grid)), default=0.0)
@@ -138,7 +142,7 @@ class RankReports:
 
 
 def _timeline(plan: RunPlan, rows: dict[int, tuple[EventTuple, ...]], *, step: int) -> Timeline:
-    """What the ranks recorded, on one clock."""
+    """Return the event of the ranks' recorded timelines, aligned to one clock."""
     recording = Recording(
         rows=rows,
         pipelines=_groups(plan, "pp"),
@@ -157,6 +161,6 @@ def _timeline(plan: RunPlan, rows: dict[int, tuple[EventTuple, ...]], *, step: i
 
 
 def _groups(plan: RunPlan, axes: str | tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Every group of the axes, each once; a pipeline's ranks in the order of its stages."""
+    """Return every group of the axes once; the ranks of a pipeline are in the order of its stages."""
     ranks = range(plan.grid.world_size)
     return tuple(dict.fromkeys(tuple(plan.grid.group(axes, rank)) for rank in ranks))

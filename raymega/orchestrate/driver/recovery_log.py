@@ -1,6 +1,6 @@
-"""The book of one driver: what failed so far, the recovery that is under way, and the steps that count.
+"""Records the failures of one driver, times the recovery under way, and counts goodput.
 
-It counts and measures. What to do about a failure is failure_policy's, and doing it the controller's.
+It only counts and measures. ``core/failure_policy.py`` decides about a failure, and the controller acts.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import Decision, Failure, FailurePolicy
 
 PHASES = ("abort", "find", "reserve", "rendezvous", "build", "restore", "steps")
-"""What a recovery passes through, in order; each ends where the next begins.
+"""Phases of a recovery in order; each ends where the next begins.
 
-abort: survivors let go of the lost attempt. find: the newest state is looked for. reserve: there is a
-process for each rank. rendezvous: every rank has met the others. build: model, optimizer and data
-are there. restore: and hold the state. steps: what was lost is done again.
+abort: the survivors' threads of the lost attempt end. find: the newest state is found. reserve: there is a
+process for each rank. rendezvous: every rank has joined. build: model, optimizer and data are built.
+restore: they hold the state. steps: the lost steps are done again.
 """
 PHASE_OF = {"rendezvous": "rendezvous", "built": "build", "restored": "restore"}
-"""Phases of a recovery by those that workers report."""
+"""Phase of a recovery by the phase that workers report in Entered."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Recovery:
-    """A failure whose damage is not yet made good.
+    """A failure whose lost steps are not yet done again.
 
     Attributes:
-        rank: Where it began; -1 when unknown.
+        rank: Rank that failed first; -1 when unknown.
         step: Completed steps when it was noticed.
-        noticed_s: When that was, on the driver's clock.
-        detection_s: From the last sign of progress to then.
-        ended_s: When each of PHASES was over, the last time that it was.
+        noticed_s: Time at which it was noticed, in seconds of the driver's clock.
+        detection_s: Time from the last sign of progress to ``noticed_s``, in seconds.
+        ended_s: Last end of each of PHASES, in seconds of the driver's clock.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class _Recovery:
     ended_s: dict[str, float] = field(default_factory=dict)
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each; what a failed try took is part of the phase that it did not get through."""
+        """Return the seconds of each phase; a failed attempt's time counts to the phase that it did not pass."""
         phases, since_s = {}, self.noticed_s
         for phase in PHASES:
             ended_s = max(since_s, self.ended_s.get(phase, since_s))
@@ -52,10 +52,10 @@ class _Recovery:
 
 
 class RecoveryLog:
-    """Failures, oldest first, the stop watch of the present recovery, and the surviving history's steps.
+    """Failures, oldest first, the phases of the present recovery, and the times of steps that count.
 
-    A step counts once, and only if its result is part of the history that survives: steps that a failure
-    made to be done again, starting, restoring, saving and waiting are no goodput.
+    Goodput counts a step once, and only if its result survives. Steps that a failure undid, starts, restores,
+    saves and waits do not count.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class RecoveryLog:
         first_step: int,
         earlier: Sequence[Failure] = (),
     ) -> None:
-        """The driver takes up the run now, with ``first_step`` completed steps.
+        """Start the clock of a driver whose run has ``first_step`` completed steps.
 
-        ``earlier`` are failures of drivers that were torn away, oldest first: they count, too.
+        ``earlier`` are the failures of previous drivers that did not end in good order, oldest first. They
+        count against the policy's budgets too.
         """
         self._policy, self._clock = policy, clock
         self._failures = list(earlier)
@@ -79,14 +80,17 @@ class RecoveryLog:
         self._step_times_s = array("d")
 
     def decide(self, failure: Failure) -> Decision:
-        """What follows from one more failure."""
+        """Record one more failure, and return the policy's decision."""
         decision = self._policy.decide(self._failures, failure)
         self._failures.append(failure)
         return decision
 
     def begin(self, failure: Failure, *, step: int, last_sign_s: float) -> None:
-        """An attempt is lost after ``step`` steps; if the one before never got as far as its loss, that
-        recovery goes on. ``last_sign_s`` is when the attempt was last seen to progress."""
+        """Start a recovery from ``failure`` after ``step`` completed steps, unless one is under way.
+
+        A failure during a recovery does not start another. ``last_sign_s`` is the time of the attempt's last
+        sign of progress.
+        """
         if self._recovery is None:
             now_s = self._clock.monotonic()
             self._recovery = _Recovery(
@@ -94,19 +98,22 @@ class RecoveryLog:
             )
 
     def passed(self, phase: str) -> None:
-        """One of PHASES is over, if there is a recovery."""
+        """Record the end of one of PHASES, if a recovery is under way."""
         if self._recovery is not None:
             self._recovery.ended_s[phase] = self._clock.monotonic()
 
     def go_back(self, step: int, *, source: StateSource) -> None:
-        """The history after ``step`` completed steps is lost: the next attempt goes on from there."""
+        """Discard the steps after ``step``, from which the next attempt continues."""
+        # undone steps are no goodput
         del self._step_times_s[max(0, step - self._first_step) :]
         self._first_step = min(self._first_step, step)
         self._restored_step, self._source = step, source
 
     def add_step(self, step: int, *, seconds: float) -> Recovered | None:
-        """``step`` steps are complete, the last in ``seconds``; the event of the recovery's end, if that
-        makes up for all that was lost."""
+        """Count a step that took ``seconds``; return the recovery's event if it was the last lost step.
+
+        ``step`` is the number of completed steps with it.
+        """
         self._step_times_s.append(seconds)
         recovery = self._recovery
         if recovery is None or step < recovery.step:
@@ -130,5 +137,5 @@ class RecoveryLog:
         return self._clock.monotonic() - self._begun_s
 
     def goodput(self, wall_s: float) -> float:
-        """Share of ``wall_s`` that went into steps that count, from 0 to 1; 0 before any time has passed."""
+        """Return the share of ``wall_s`` seconds spent in steps that count, from 0 to 1; 0 at the start."""
         return min(1.0, sum(self._step_times_s) / wall_s) if wall_s > 0 else 0.0

@@ -1,6 +1,7 @@
-"""What the next attempt starts from: the newest state that can be read, in the store or in memory.
+"""Finds the state that the next attempt starts from: the newest readable checkpoint or snapshot.
 
-It remembers which ones workers could not read, and the rollbacks of the run. When to go back to one is the controller's.
+It remembers which of them workers could not read, and the rollbacks of the run. The controller decides when
+to go back.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ ROLLBACKS = "rollbacks/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """Where an attempt starts.
+    """The state from which an attempt starts.
 
     Attributes:
-        step: Completed steps of the state; 0 is also that of a fresh start.
-        key: The manifest; empty for a fresh start.
-        source: Where it is.
-        holders: By key, who holds the objects of a snapshot in memory.
+        step: Completed steps of the state; 0 for a fresh start.
+        key: Key of its manifest; empty for a fresh start.
+        source: Place of the state: store, memory or nothing.
+        holders: Keepers that hold each object of a snapshot, by the object's key.
         samples: Samples of the run that the state has consumed.
     """
 
@@ -48,14 +49,14 @@ class ResumePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """A run went back: which steps are undone, and which samples it passes over for good.
+    """A rollback of the run: the steps that it undid, and the samples that it skips for good.
 
     Attributes:
-        attempt: The one that was ended for it.
-        from_step: Steps that it had completed.
-        to_step: Step of the state that it went back to.
-        samples: The first one that this state had not consumed, and where the data go on.
-        cause: Why, for people.
+        attempt: Attempt that was ended for it.
+        from_step: Completed steps of that attempt.
+        to_step: Step of the checkpoint that the run went back to.
+        samples: Range of samples to skip: the first that the checkpoint had not consumed, and the end.
+        cause: Cause of the rollback, for people.
     """
 
     attempt: int
@@ -66,13 +67,17 @@ class Rollback:
 
     @property
     def passes_over(self) -> bool:
-        """Some samples are left out; else the same steps are done again."""
+        """True when samples are skipped; else the same steps are done again."""
         return self.samples[1] > self.samples[0]
 
 
 class RestorePoint:
-    """``start`` is what the next attempt starts from, ``uri`` the newest checkpoint in the store, empty
-    when there is none."""
+    """The state that the next attempt starts from, and what rules others out.
+
+    Attributes:
+        start: State that the next attempt starts from.
+        uri: URI of the newest checkpoint in the store; empty when there is none.
+    """
 
     def __init__(self, store: Store, job: Job, snapshot_manager: SnapshotManager) -> None:
         self.uri = ""
@@ -83,38 +88,43 @@ class RestorePoint:
         self._going_back: Rollback | None = None
 
     def give_up_on_newest(self) -> None:
-        """A worker could not read it."""
+        """Ignore the present ``start`` in later searches, because a worker could not read it."""
         self._unreadable[self.start.source].add(self.start.key)
 
     @property
     def skipped_samples(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of samples that rollbacks left out; see StartWorker."""
+        """Ranges of samples that rollbacks skip; see StartWorker."""
         return tuple(each.samples for each in self._rollbacks if each.passes_over)
 
     def roll_back(self, failure: Failure, *, attempt: int) -> None:
-        """What is found next is a checkpoint: memory may hold what ``failure`` of ``attempt`` undoes."""
+        """Make the next search a rollback for ``failure``: to a checkpoint, never to a snapshot.
+
+        A snapshot may already hold the steps that the rollback undoes.
+        """
         self._going_back = Rollback(
             attempt=attempt, from_step=failure.step, to_step=0, samples=(0, failure.next_sample),
             cause=failure.cause,
         )  # fmt: skip
 
     def find(self, record: RunRecord, *, saved_step: int) -> int:
-        """Look for what to start from, and return the step of the newest checkpoint, 0 for none.
+        """Find the state to start from, and return the step of the newest checkpoint, 0 for none.
 
         Args:
-            record: The run's; names it, and knows a step that was saved.
-            saved_step: The step that this driver knows to be saved.
+            record: Record of the run, with its name and the last step known to be saved.
+            saved_step: Last step that this driver knows to be saved.
 
         Raises:
-            CheckpointError: The run has checkpoints, and nothing can be restored.
-            ConfigError: Masters would lose digits.
+            CheckpointError: The run has checkpoints, and none can be restored.
+            ConfigError: The checkpoint's master weights are wider than the job's.
         """
+        # newest readable checkpoint, and newest snapshot unless this is a rollback
         restore = find_restore(self._store, skip=self._unreadable["store"])
         for fault in restore.broken:
             log.warning("passed over: %s", fault)
         snapshot = None if self._going_back else self._find_snapshot(record.num_attempts)
         saved = restore.manifest
         self.uri = f"{self._store.uri}/{restore.key}" if restore.key else ""
+        # the newer of the two; of equal ones the snapshot, which is read faster
         if snapshot is not None and (saved is None or snapshot.id >= _id(saved)):
             self.start = _start(snapshot.manifest, "memory", snapshot.holders)
         elif saved is not None:
@@ -128,10 +138,10 @@ class RestorePoint:
         return saved.step if saved else 0
 
     def _find_snapshot(self, attempt: int) -> Snapshot | None:
-        """The newest of ``attempt``, or of those before as far as it began from them.
+        """Return the newest snapshot that belongs to the history of ``attempt``, or None.
 
-        What an older attempt took after that is a branch that was given up: a rank that had not let go
-        yet may finish it in the memory of a node.
+        An older attempt's snapshot belongs to it up to the state that ``attempt`` started from. Later ones are
+        of an abandoned branch; a rank of that attempt may have completed them before it was aborted.
         """
         skip, begun = set(self._unreadable["memory"]), checkpoint_of(self.start.key)
         while (found := self._snapshot_manager.find(skip=skip)) is not None:
@@ -143,7 +153,7 @@ class RestorePoint:
         return None
 
     def _end_rollback(self) -> None:
-        """On record before anything is trained from here, so that a later driver keeps to it too."""
+        """Write the pending rollback to the store before training resumes, so that later drivers skip too."""
         if self._going_back is None:
             return
         end = self._going_back.samples[1]
@@ -169,16 +179,16 @@ def _id(manifest: Manifest) -> CheckpointId:
 
 
 def write_rollback(store: Store, rollback: Rollback) -> None:
-    """Put it on record, an object of its own, so that a driver that takes the run up keeps to it."""
+    """Write a rollback as an object of its own, so that a later driver of the run skips the same samples."""
     text = json.dumps(asdict(rollback), indent=2, sort_keys=True)
     store.put(f"{ROLLBACKS}a{rollback.attempt:04d}.json", [text.encode()], overwrite=True)
 
 
 def read_rollbacks(store: Store) -> tuple[Rollback, ...]:
-    """All of the run, oldest first.
+    """Return all rollbacks of the run, oldest first.
 
     Raises:
-        StorageError: One cannot be read, so that nobody knows what the run has left out.
+        StorageError: A rollback cannot be read, so the samples to skip are unknown.
     """
     found = []
     for key in store.list(ROLLBACKS):
@@ -200,7 +210,7 @@ def _unreadable_rollback(store: Store, key: str, error: Exception) -> Fault:
 
 
 def nothing_readable(record: RunRecord, store: Store) -> Fault:
-    """The fault of a run that had checkpoints, of which none can be restored."""
+    """Return the fault of a run that had checkpoints, of which none can be restored."""
     return Fault(
         fact=f"no checkpoint of run {record.name!r} in {store.uri} can be restored",
         rule="a run that has had checkpoints never begins again from nothing by itself",

@@ -1,7 +1,6 @@
-"""One run under way: its state, attempt and books, and the verbs that the driver's loop is written in.
+"""The run of one driver: its state, attempt and records, and the actions of the control loop.
 
-It takes in what workers and commits have to say, begins and loses attempts, and tells the sink. When
-each of that is due is the controller's to decide.
+It handles reports and commits, begins and aborts attempts, and emits events. The controller decides when.
 """
 
 from __future__ import annotations
@@ -56,23 +55,23 @@ from raymega.tracking.sink import Sink
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-"""Longest wait for something to be said, and so of a stop request for its answer."""
+"""Longest wait for reports in one tick, in seconds; a stop request waits as long."""
 DRAIN_S = 30.0
-"""Longest wait for a commit under way before a restart looks for the newest checkpoint."""
+"""Longest wait for a pending commit before a restart looks for the newest checkpoint, in seconds."""
 STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
-"""Of a run that ended so; it failed in every other state."""
+"""Status of a run by its final state; "failed" for every other state."""
 
 
 class RunContext:
-    """The run of one driver; called from its loop alone.
+    """The run of one driver; called from the control loop's thread only.
 
     Attributes:
-        state: Where the run stands.
-        grids: The grid that it has, and the one that it should have.
-        attempt: How far the present attempt is.
-        committer: Its saves.
-        recovery_log: What failed so far, what that cost, and the steps that count.
-        error: Why the driver gave up, if it did.
+        state: State of the run, with its attempt and steps.
+        grids: Plans of the present grid and of the job's own.
+        attempt: Progress and failure of the present attempt.
+        committer: Saves of the present attempt.
+        recovery_log: Failures so far, the recovery under way, and goodput.
+        error: Error with which the driver gave up; None if it did not.
     """
 
     _is_announced: bool
@@ -87,11 +86,12 @@ class RunContext:
         clock: Clock,
         executor: Executor,
     ) -> None:
-        """As Controller's; nothing is started or written."""
+        """Read the journal and find the newest state; nothing is started or written. Args as Controller's."""
         self._job, self._lease = plan.job, lease
         self._store, self._group, self._sink = lease.store, group, sink
         self._clock, self._executor = clock, executor
         self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
+        # what earlier drivers left: workers, failures, and the state to start from
         past = self._journal.past
         self.grids = ScalingPolicy(plan, num_before=past.num_workers)
         self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
@@ -107,23 +107,23 @@ class RunContext:
 
     @property
     def seconds_here(self) -> float:
-        """Since the present state began."""
+        """Seconds since the present state was entered."""
         return self._clock.monotonic() - self.state.since_s
 
     @property
     def is_done(self) -> bool:
-        """Every rank has left its loop, and no save is under way."""
+        """True when every rank has left its loop and no save is pending."""
         return self.attempt.is_finished and self.committer.is_idle
 
     @property
     def bad_end(self) -> Failure | None:
-        """The workers are done, and their last step is not saved."""
+        """Failure of workers that are done although the last step is not saved; None otherwise."""
         if not self.is_done or self.state.saved_step >= self._job.run.steps:
             return None
         return unsaved(step=self.attempt.step, saved_step=self.state.saved_step)
 
     def open(self) -> None:
-        """Tell the sink that the driver has taken up the run."""
+        """Emit the event that the driver has started or resumed the run."""
         record = self._journal.record
         self._sink.emit(
             RunStarted(
@@ -138,13 +138,13 @@ class RunContext:
         )
 
     def move(self, to: State, reason: str) -> None:
-        """Be in another state."""
+        """Enter the state ``to`` and write the transition to the journal."""
         log.debug("%s -> %s: %s", self.state.state, to, reason)
         self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
         self._journal.note(self.state)
 
     def change_grid(self, plan: RunPlan) -> None:
-        """The next attempt has the grid of ``plan``."""
+        """Use ``plan`` and its grid for the next attempt."""
         was = self.grids.now.grid
         self.grids.now = plan
         self._group.use(plan)
@@ -153,8 +153,9 @@ class RunContext:
         self.state = replace(self.state, reason=f"{self.state.reason}; re-planned from {change}")
 
     def begin_attempt(self) -> None:
-        """The attempt's number is on record before anything can be written under it."""
+        """Begin the next attempt: take its number, record it, emit the event and start the workers."""
         self.recovery_log.passed("reserve")
+        # the number is granted in the store before anything can be written under it
         self.state = replace(self.state, attempt=self._lease.begin_attempt())
         self.move(State.STARTING, self.state.reason)
         start, spares = self._restore.start, self._num_spares()
@@ -186,7 +187,7 @@ class RunContext:
         )
 
     def _forget_attempt(self) -> None:
-        """Nothing of the state's attempt has happened yet; it is on the present grid."""
+        """Create the books of the state's attempt, empty and for the present grid."""
         plan = self.grids.now
         self.attempt = AttemptMonitor(
             world_size=plan.grid.world_size,
@@ -206,7 +207,7 @@ class RunContext:
         self._is_announced = False
 
     def poll_reports(self) -> Failure | None:
-        """Take in what workers and commits have to say; why the attempt is lost, if it is."""
+        """Handle reports, commits and overdue progress; return the failure if the attempt is lost."""
         reports = self._group.poll(TICK_S)
         self._announce_workers()
         for report in reports:
@@ -219,12 +220,14 @@ class RunContext:
         return self.attempt.failure(now_s)
 
     def handle_failure(self, failure: Failure) -> None:
-        """The attempt is lost; the policy says what follows."""
+        """Record the loss of the attempt and restart, roll back, stop or give up, as the policy decides."""
+        # an unreadable checkpoint is no failure of the run: the one before is tried
         if self.state.state is State.RUNNING and self.attempt.could_not_restore(failure):
             self._restore.give_up_on_newest()
             self._note(failure, decided := "the checkpoint cannot be read, the one before is next")
             self.move(State.RESTARTING, decided)
             return
+        # every other failure counts against the policy's budgets
         decision = self.recovery_log.decide(failure)
         self._journal.record_failure(failure)
         self._note(failure, decision.reason)
@@ -241,7 +244,8 @@ class RunContext:
             self.move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
     def abort_attempt(self) -> None:
-        """End the lost attempt on all ranks, and go back to the newest state that there is."""
+        """End the attempt on all ranks, and go back to the newest checkpoint or snapshot."""
+        # PHASES of recovery_log: abort, then find
         self._journal.record_state(self.state)
         self._group.release(keep_warm=True)
         self.recovery_log.passed("abort")
@@ -254,12 +258,12 @@ class RunContext:
         self.recovery_log.go_back(self.state.step, source=self._restore.start.source)
 
     def fail(self, error: RaymegaError) -> None:
-        """The driver gives up."""
+        """Give up with ``error``."""
         self.error = error
         self.move(State.FAILED, str(error))
 
     def end(self) -> RunFinished:
-        """Release everything, write what is left to write, and tell the sink how it ended."""
+        """Release everything, write the journal's end, and return and emit the final event."""
         self._group.release(keep_warm=False)
         self.committer.wait(DRAIN_S)
         try:
@@ -281,7 +285,7 @@ class RunContext:
         return ended
 
     def raise_what_ended_it(self) -> None:
-        """Return when every step is done.
+        """Raise the error that ended the run; return when every step is done.
 
         Raises:
             PreemptedError: The run was stopped.
@@ -320,7 +324,7 @@ class RunContext:
         self.state = replace(self.state, step=report.step)
         step_s = report.metrics.get("train/step_time_s", 0.0)
         self.grids.add_step(step_s)
-        if report.metrics.get("checkpoint/snapshot_step"):
+        if report.metrics.get("checkpoint/snapshot_step"):  # this attempt has a whole snapshot
             self._group.snapshot_manager.settle()
         own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self._lease.age_s}
         self._tell(replace(report, metrics={**report.metrics, **own}))
@@ -341,7 +345,7 @@ class RunContext:
                     log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
                     self._tell(outcome)
                 case Superseded():
-                    self._lease.renew()  # learns who it was
+                    self._lease.renew()  # reads who holds the run now, for the error
                     self._lease.refuse_if_lost()
 
     def _note(self, failure: Failure, decision: str) -> None:
@@ -359,17 +363,17 @@ class RunContext:
         self.recovery_log.begin(failure, step=attempt.step, last_sign_s=attempt.last_sign_s)
 
     def _tell(self, event: AttemptEvent) -> None:
-        """Tell the sink of the present attempt.
+        """Emit an event of the present attempt.
 
         Raises:
-            InternalError: A metric is not in tracking.names; so no sink has to look.
+            InternalError: A metric is not in ``tracking/names.py``; checked here so that no sink has to.
         """
         if isinstance(event, Measured):
             check_names({*event.metrics, *chain.from_iterable(event.ranks.values())})
         self._sink.emit(replace(event, attempt=self.state.attempt))
 
     def _find_state(self) -> None:
-        """Take the state back to the newest checkpoint or snapshot that can be restored."""
+        """Set the run's step to that of the newest checkpoint or snapshot that can be restored."""
         saved_step = self._restore.find(self._journal.record, saved_step=self.state.saved_step)
         self.state = replace(self.state, step=self._restore.start.step, saved_step=saved_step)
 
@@ -378,7 +382,7 @@ class RunContext:
 
 
 def stopped(record: RunRecord, state: RunState) -> PreemptedError:
-    """The error of a run that was asked to stop, and can go on."""
+    """Return the error of a run that was stopped by request and can be continued."""
     fault = Fault(
         fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
         f"saved ({state.reason})",

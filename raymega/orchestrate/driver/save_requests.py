@@ -1,8 +1,8 @@
-"""Saves on request: one object in the run's store asks for a checkpoint, another one answers.
+"""Saves on request: an object in the run's store asks for a checkpoint, and another one answers.
 
-Whoever can write to the store can ask. The driver looks for requests beside its loop, so that a slow
-store does not delay it, and a request outlives a driver or an attempt that dies. How a run is found
-by its name is running's.
+Any process that can write to the store can ask. The driver lists requests in another thread, so that a slow
+store does not delay its loop. A request survives the end of a driver or an attempt. ``jobs/find_run.py``
+finds a run by its name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 REQUESTS, ANSWERS = "requests/", "answers/"
 LOOK_EVERY_S = 2.0
-"""How often the driver lists requests, which in an object store costs something."""
+"""Interval in which the driver lists requests, in seconds; object stores charge for each listing."""
 ASK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveAnswer:
-    """What became of a request: the checkpoint of ``step`` is at ``uri``, or ``error`` says why not."""
+    """Answer to a request: the checkpoint of ``step`` is at ``uri``, or ``error`` says why there is none."""
 
     step: int
     uri: str
@@ -40,23 +40,26 @@ class SaveAnswer:
 
 
 class SaveRequests:
-    """The driver's end, for one attempt. Called from the control loop's thread; never blocks."""
+    """The driver's side of save requests in one attempt. Called from the control loop; never blocks."""
 
     def __init__(self, store: Store, executor: Executor, clock: Clock) -> None:
         self._store, self._executor, self._clock = store, executor, clock
+        # names of open requests with the step after which they came, and of answered ones
         self._asked_at: dict[str, int] = {}
         self._answered: set[str] = set()
         self._look: Future[list[str]] | None = None
         self._next_look_s = clock.monotonic()
 
     def has_new(self, step: int) -> bool:
-        """Whether a request came in since the last look; ``step`` is the last complete one."""
+        """Return whether a new request was found; ``step`` is the last completed step."""
+        # start a listing when one is due
         if self._look is None:
             if self._clock.monotonic() < self._next_look_s:
                 return False
             self._look = self._executor.submit(self._list)
         if not self._look.done():
             return False
+        # take the result of the one before
         found, self._look = self._look.result(), None
         self._next_look_s = self._clock.monotonic() + LOOK_EVERY_S
         new = [name for name in found if name not in self._answered | self._asked_at.keys()]
@@ -64,7 +67,7 @@ class SaveRequests:
         return bool(new)
 
     def answer(self, step: int, *, uri: str = "", error: str = "") -> None:
-        """The save of ``step`` is done or failed: whoever asked before that step is told."""
+        """Answer every request that came before ``step``, whose save is committed or has failed."""
         told = [name for name, asked_at in self._asked_at.items() if asked_at < step]
         for name in told:
             del self._asked_at[name]
@@ -75,16 +78,17 @@ class SaveRequests:
         try:
             return [key.removeprefix(REQUESTS) for key in self._store.list(REQUESTS)]
         except RaymegaError as error:
-            log.warning("requests for a save cannot be seen: %s", error)
+            log.warning("save requests cannot be listed: %s", error)
             return []
 
     def _tell(self, name: str, answer: SaveAnswer) -> None:
-        """The answer first: a driver that dies in between answers once more, and nobody waits."""
+        """Write the answer, then delete the request."""
+        # in this order: if the driver dies in between, its successor answers again
         try:
             self._store.put(ANSWERS + name, [json.dumps(asdict(answer)).encode()], overwrite=True)
             self._store.delete(REQUESTS + name)
         except RaymegaError as error:
-            log.warning("a request for a save was not answered: %s", error)
+            log.warning("a save request was not answered: %s", error)
 
 
 def ask_for_save(
@@ -93,9 +97,8 @@ def ask_for_save(
     """Ask the driver of the run in ``store`` for a checkpoint and wait until it is committed.
 
     Raises:
-        ConfigError: No run is at work there.
-        StorageError: There was no answer in time, or the run ended first.
-        CheckpointError: The save failed; the run goes on.
+        ConfigError: No driver runs there.
+        StorageError: No answer came within ``timeout_s`` seconds, or the run ended first.
     """
     _live_record(store)
     name = f"{uuid4().hex}.json"
@@ -103,6 +106,7 @@ def ask_for_save(
     store.put(REQUESTS + name, [b"{}"], overwrite=False)
     try:
         while time.monotonic() < deadline_s:
+            # record before answer: a driver writes its answers before it records its end
             record = read_record(store)
             with suppress(KeyError):
                 return SaveAnswer(**json.loads(store.get(ANSWERS + name)))
@@ -110,6 +114,7 @@ def ask_for_save(
                 raise StorageError(_ended(store, record))
             sleep(ASK_EVERY_S)
         raise StorageError(_late(store, timeout_s))
+    # a request that was given up must not cause a save later
     finally:
         for key in (REQUESTS + name, ANSWERS + name):
             store.delete(key)

@@ -1,7 +1,7 @@
-"""Which grid the next attempt has: the job's own, or the best one for the workers that are left.
+"""Decides the grid of the next attempt: the job's own, or the best one for the remaining workers.
 
-Pure decisions with their numbers. Which processes there are is the group's to say, which grids are
-legal plan.fallback's; to act on a decision is the controller's.
+The decisions are pure and carry their numbers. The worker group says which processes there are,
+``planner/search/fallback.py`` which grids are legal; the controller acts on the decision.
 """
 
 from __future__ import annotations
@@ -17,75 +17,87 @@ from raymega.plan.run_plan import RunPlan
 from raymega.planner.search.fallback import smaller_plan
 
 FIRST_CHANGE_S = 30.0
-"""What a change of the grid is taken to cost before this driver has seen a start."""
+"""Assumed cost of a change of the grid before this driver has measured a recovery, in seconds."""
 MIN_STEPS = 3
-"""Steps on a grid before their time is trusted."""
+"""Number of steps on a grid from which on their median time is trusted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleUpDecision:
-    """What going back to the job's own grid would bring, and cost, in seconds."""
+    """Gain and cost of going back to the job's own grid, in seconds."""
 
     gain_s: float
     cost_s: float
 
     @property
     def is_worth_it(self) -> bool:
-        """Gain outweighs cost."""
+        """True when the gain exceeds the cost."""
         return self.gain_s > self.cost_s
 
     @property
     def reason(self) -> str:
-        """The numbers, for people."""
+        """Gain and cost as text, for people."""
         return f"it saves {self.gain_s:.0f} s and costs {self.cost_s:.0f} s"
 
 
 def growth(
     *, steps_left: int, step_s: float, full_step_s: float, change_s: float, horizon_s: float
 ) -> ScaleUpDecision:
-    """Weigh a change to a faster grid.
+    """Return the gain and cost of a change to a faster grid.
 
     Args:
-        steps_left: Of the run.
-        step_s: Of one step on the present grid.
-        full_step_s: Of one step on the job's own.
-        change_s: From the last step on one to the first on the other.
-        horizon_s: How long the nodes are trusted to stay: gains beyond do not count.
+        steps_left: Number of steps left in the run.
+        step_s: Time of one step on the present grid, in seconds.
+        full_step_s: Time of one step on the job's own grid, in seconds.
+        change_s: Time from the last step on one grid to the first on the other, in seconds.
+        horizon_s: Time for which the nodes are trusted to stay, in seconds; later gains do not count.
     """
+    # steps that the present grid would make within the horizon
     steps = min(steps_left, horizon_s / step_s) if step_s > 0 else 0
     return ScaleUpDecision(gain_s=steps * (step_s - full_step_s), cost_s=change_s)
 
 
 class ScalingPolicy:
-    """The plan that a run has now, the one that it should have, and how fast each was."""
+    """The present plan, the job's own plan, and the step times on each grid.
+
+    Attributes:
+        full: Plan on the job's own grid.
+        now: Plan of the present grid.
+        change_s: Cost of a change of the grid in seconds, as last measured.
+    """
 
     def __init__(self, plan: RunPlan, *, num_before: int = 0) -> None:
-        """``plan`` is the job's own; a driver that was torn away had ``num_before`` workers, or 0."""
+        """Begin with the job's own ``plan``.
+
+        ``num_before`` is the number of workers of the run under a previous driver that did not end in good
+        order, or 0.
+        """
         self.full = self.now = plan
         self._num_before = num_before
-        self._step_s: dict[str, list[float]] = {}
+        self._step_s: dict[str, list[float]] = {}  # by grid, newest last
         self.change_s = FIRST_CHANGE_S
 
     @property
     def is_full(self) -> bool:
-        """The run has the job's own grid."""
+        """True when the run has the job's own grid."""
         return self.now is self.full
 
     def add_step(self, seconds: float) -> None:
-        """A step on the present grid; the newest hundred count."""
+        """Add the time of a step on the present grid; the newest hundred are kept."""
         times = self._step_s.setdefault(self.now.grid.describe(), [])
         times.append(seconds)
         del times[:-100]
 
     def steps_s(self) -> tuple[float, ...]:
-        """Of the present grid, the newest last."""
+        """Return the step times on the present grid in seconds, newest last."""
         return tuple(self._step_s.get(self.now.grid.describe(), ()))
 
     def shrink(self, locations: Sequence[WorkerLocation]) -> RunPlan | None:
-        """The best plan for the processes in ``locations``; None when no legal one needs so few."""
+        """Return the best plan for the processes at ``locations``, or None if no legal grid is that small."""
         least = self.full.job.elastic.min_workers
         if least == "grid":
             return None
+        # a driver without processes yet resumes with the number of workers that the run had
         if not locations:
             return self._as_before(least)
         return smaller_plan(
@@ -97,31 +109,32 @@ class ScalingPolicy:
         )
 
     def _as_before(self, least: int) -> RunPlan | None:
-        """Of a driver without processes yet: as many workers as the run had, where these were fewer."""
+        """Return a plan for the number of workers under the previous driver, if it was a smaller grid."""
         if not least <= self._num_before < self.full.grid.world_size:
             return None
         return smaller_plan(self.full.job, most=self._num_before, least=self._num_before)
 
     def can_be_full(self, locations: Sequence[WorkerLocation]) -> bool:
-        """The run has a smaller grid, and there are workers for the job's own."""
+        """Return whether the run has a smaller grid and there are workers for the job's own."""
         may_grow = self.full.job.elastic.scale_up and not self.is_full
         return may_grow and self._fit(self.full.grid, locations)
 
     def reason_to_grow(self, locations: Sequence[WorkerLocation], *, step: int) -> str:
-        """Why it is worth to have the job's own grid again; '' when it is not, or cannot be had."""
+        """Return why going back to the job's own grid is worth it; '' if it is not, or is impossible."""
         found = self.growth(locations, step=step)
         if found is None or not found.is_worth_it:
             return ""
         return f"there are workers for {self.full.grid.describe()} again: {found.reason}"
 
     def growth(self, locations: Sequence[WorkerLocation], *, step: int) -> ScaleUpDecision | None:
-        """What the job's own grid would bring at ``step``; None when it cannot be had, or is."""
+        """Return gain and cost of the job's own grid at ``step``; None if impossible or already in use."""
         if not self.can_be_full(locations):
             return None
         now = self._step_s.get(self.now.grid.describe(), [])
         if len(now) < MIN_STEPS:
             return None
         step_s = median(now)
+        # measured on the job's own grid, or estimated as inversely proportional to the workers
         before = self._step_s.get(self.full.grid.describe(), [])
         share = self.now.grid.world_size / self.full.grid.world_size
         return growth(
@@ -138,7 +151,7 @@ class ScalingPolicy:
 
 
 def _device(locations: Sequence[WorkerLocation]) -> Accelerator | None:
-    """What the workers have, the one with least memory; None when a node does not say it."""
+    """Return the workers' accelerator with the least memory; None if a node's type is unknown."""
     kinds = {location.accelerator.lower() for location in locations}
     if not kinds <= CATALOGUE.keys():
         return None

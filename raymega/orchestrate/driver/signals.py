@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop and save, the second ends it at once.
+"""Handles Ctrl-C and SIGTERM: the first asks the run to stop and save, the second ends it at once.
 
-Ray replaces the SIGTERM handler when a session opens, so install these afterwards.
+``ray.init`` replaces the SIGTERM handler, so install these handlers after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def stop_on_signals(request_stop: Callable[[], None]) -> Iterator[None]:
     """Call ``request_stop`` at the first signal during the body, raise at the second.
 
-    Python handles signals in the main thread only; elsewhere this does nothing.
+    Python runs signal handlers in the main thread only; in another thread this does nothing.
 
     Raises:
         KeyboardInterrupt: At the second signal.
@@ -31,6 +31,7 @@ def stop_on_signals(request_stop: Callable[[], None]) -> Iterator[None]:
         return
     asked: list[int] = []
 
+    # runs between two bytecodes of the main thread, so it must not block
     def handle(number: int, _frame: FrameType | None) -> None:
         if asked:
             raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""Talks to a cluster's job server: submits, follows and stops; turns an end into an exit code.
+"""Client of a cluster's Ray job server: submits, follows and stops jobs, and returns exit codes.
 
-What is submitted is submission's. Losing the connection never ends a job.
+``jobs/submission.py`` composes what is submitted. Losing the connection never ends a job.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 AWAY_TIMEOUT_S = 600.0
-"""How long a follower tries to reach a job server that does not answer any more."""
+"""Longest wait for a job server that has stopped answering, in seconds."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 COMMAND = ("python", "-c", "from raymega.cli.main import run; run()")
 SAVED = re.compile(rf"^{PreemptedError.__name__}: ", re.MULTILINE)
-"""The driver's last line when it was stopped and has saved; Ray keeps no code of stopped jobs."""
+"""Last line of a driver that was stopped and has saved; Ray keeps no exit code of stopped jobs."""
 
 
 def job_server(address: str) -> str:
-    """The job server's URL: ``http://HOST:8265``, from that, ``HOST:8265`` or ``auto``.
+    """Return the job server's URL, ``http://HOST:8265``, from that, ``HOST:8265`` or ``auto``.
 
     Raises:
-        ConfigError: The address can be no job server's.
+        ConfigError: The address cannot be that of a job server.
     """
     if address == "auto":
         return DEFAULT_ADDRESS
@@ -59,11 +59,12 @@ def submit_job(
     working_dir: Path,
     as_json: bool = False,
 ) -> Submission:
-    """Submit the next attempt of a run; the arguments are make_submission's.
+    """Submit the next attempt of a run, with make_submission's arguments.
 
     Raises:
         ConfigError: The run has a job that has not ended, or the submission has faults.
     """
+    # one driver a run: refuse early, before the working folder is shipped
     running = client.live_submission(job.run.name)
     if running:
         raise ConfigError(_running_fault(job.run.name, running, client.address))
@@ -80,10 +81,10 @@ def submit_job(
 
 
 def stop_job(job: Job, *, client: JobsClient) -> int:
-    """Ask the run's job to save and stop, and wait for it; the driver's exit code.
+    """Ask the run's job to save and stop, wait for its end, and return the driver's exit code.
 
     Raises:
-        ConfigError: No job of the run is at work.
+        ConfigError: The run has no live job.
     """
     running = client.live_submission(job.run.name)
     if not running:
@@ -95,10 +96,10 @@ def stop_job(job: Job, *, client: JobsClient) -> int:
 def run_on_cluster(
     words: Sequence[str], *, run: str, client: JobsClient, write: Callable[[str], None]
 ) -> int:
-    """Run ``raymega words`` on the cluster, as a job with the files of the run's own job.
+    """Run ``raymega WORDS`` on the cluster and return its exit code; ``write`` receives its output.
 
-    For what needs the cluster's network or its file systems. Its output goes to ``write``, and its
-    exit code is returned.
+    It runs as a job with the working folder of the run's own job, for commands that need the cluster's
+    network or file systems.
     """
     name = f"{run}-{words[1]}-{uuid4().hex[:8]}"
     client.submit_beside(run, submission_id=name, entrypoint=shlex.join([*COMMAND, *words]))
@@ -109,10 +110,10 @@ class JobsClient:
     """A connection to one job server."""
 
     def __init__(self, address: str) -> None:
-        """Connect to the URL that job_server made.
+        """Connect to the URL that :func:`job_server` returned.
 
         Raises:
-            ConfigError: Nothing answers there, it refuses the token, or it runs another Ray.
+            ConfigError: No server answers there, it refuses the token, or it runs another Ray version.
         """
         self.address = address
         set_environment(is_private=False)
@@ -125,11 +126,11 @@ class JobsClient:
             raise ConfigError(_version_fault(str(cluster_ray)))
 
     def submission_ids(self) -> list[str]:
-        """Every submission that the cluster remembers."""
+        """Return the ids of all submissions that the cluster remembers."""
         return [job.submission_id for job in self._client.list_jobs() if job.submission_id]
 
     def live_submission(self, run: str) -> str:
-        """The id of a job of ``run`` that has not ended; '' when there is none."""
+        """Return the id of a job of ``run`` that has not ended; '' when there is none."""
         for job in self._client.list_jobs():
             is_of_run = (job.metadata or {}).get("raymega_run") == run
             if is_of_run and job.submission_id and not job.status.is_terminal():
@@ -137,7 +138,7 @@ class JobsClient:
         return ""
 
     def submit(self, submission: Submission) -> None:
-        """Ship the working folder and queue the job.
+        """Upload the working folder and queue the job.
 
         Raises:
             ConfigError: Another submission took the id in the meantime.
@@ -154,16 +155,18 @@ class JobsClient:
                 metadata=dict(submission.metadata),
             )
         except RuntimeError as error:
+            # Ray's server tells the two cases apart by text only
             if "already exists" in str(error):
                 raise ConfigError(_taken(submission.submission_id)) from error
             raise StorageError(_not_taken(submission.submission_id, error)) from error
 
     def submit_beside(self, run: str, *, submission_id: str, entrypoint: str) -> None:
-        """Queue a small job; of a run that was submitted, its working folder is used again.
+        """Queue a small job beside the run; it shares the working folder of the run's live job, if any.
 
         Raises:
             StorageError: The server refused it.
         """
+        # the folder's URI in Ray's package store: nothing is uploaded again
         running = self.live_submission(run)
         of_run = self._client.get_job_info(running).runtime_env if running else None
         folder = (of_run or {}).get("working_dir")
@@ -182,7 +185,8 @@ class JobsClient:
         self._client.stop_job(submission_id)
 
     def follow(self, submission_id: str, write: Callable[[str], None]) -> int:
-        """Hand the driver's output to ``write`` until the job ends; its exit code."""
+        """Pass the driver's output to ``write`` until the job ends, and return the exit code."""
+        # the log stream may break off while the job continues
         try:
             asyncio.run(self._tail(submission_id, write))
         except (RuntimeError, OSError, aiohttp.ClientError) as error:
@@ -190,11 +194,12 @@ class JobsClient:
         return self.wait(submission_id)
 
     def wait(self, submission_id: str) -> int:
-        """Wait for the job's end; the driver's exit code.
+        """Wait for the job's end and return the driver's exit code.
 
         Raises:
             StorageError: The job server did not answer for AWAY_TIMEOUT_S.
         """
+        # each answer moves the deadline
         deadline_s = time.monotonic() + AWAY_TIMEOUT_S
         while True:
             try:
@@ -212,19 +217,21 @@ class JobsClient:
             write(lines)
 
     def _exit_code(self, submission_id: str, details: JobDetails) -> int:
-        """The driver's own code: Ray's command line knows only 0 and 1."""
+        """Return the driver's exit code, where Ray's command line knows only 0 and 1."""
         if details.status == JobStatus.SUCCEEDED:
             return 0
+        # stopped: only the driver's last line says whether it saved
         if details.status == JobStatus.STOPPED:
             has_saved = SAVED.search(self._client.get_job_logs(submission_id)) is not None
             return PreemptedError.exit_code if has_saved else 1
+        # failed: a driver that never ran has no code
         if details.driver_exit_code is None:
             log.error("the driver did not run: %s", details.message)
         return max(details.driver_exit_code or 1, 1)
 
 
 def _running_fault(run: str, submission_id: str, address: str) -> Fault:
-    """A second driver for a run that has one."""
+    """Return the fault of a submission for a run that has a live job."""
     return Fault(
         fact=f"run {run!r} is already at work as job {submission_id!r}",
         rule="a run has one driver at a time",
@@ -242,6 +249,7 @@ def _idle_fault(run: str, address: str) -> Fault:
 
 
 def _address_fault(address: str) -> Fault:
+    # credentials before an '@' are not shown
     shown = re.sub(r"//[^/@]*@", "//...@", address)
     rule = "jobs are submitted to a cluster's job server, http://HOST:8265"
     if address.startswith("ray://"):

@@ -1,6 +1,6 @@
-"""Finds a run that is at work on a cluster by its name: asks one of its workers where it lies.
+"""Finds the folder of a live run by its name: asks one of its workers on the cluster.
 
-It joins a cluster and starts nothing there.
+It connects to a running cluster and starts nothing there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FIRST_WORKER = "rank0-"
 
 
 def find_run(name: str, *, address: str) -> str:
-    """Folder of the run ``name`` in its store.
+    """Return the URI of the folder of the live run ``name``.
 
     Args:
-        name: The job's ``run.name``.
-        address: ``auto`` or ``HOST:PORT`` of the cluster, as for training.
+        name: Name of the run, the job's ``run.name``.
+        address: Address of the cluster, ``auto`` or ``HOST:PORT``, as for training.
 
     Raises:
-        ConfigError: No cluster answers, or no run of that name is at work on it, or several are.
+        ConfigError: No cluster answers, or not exactly one run of that name is live on it.
     """
     open_session(address, is_joining=True)
     try:
@@ -39,10 +39,12 @@ def find_run(name: str, *, address: str) -> str:
 
 
 def _workers(name: str) -> list[dict[str, str]]:
-    """The first workers of each run of that name, or all when a spare has taken the place of one.
+    """Return the actors of rank 0 of each run of that name, or all actors of these runs if there are none.
 
-    Names are RUN/ATTEMPT/RANK-...; see placement_slots.actor_name.
+    There are none when a spare has taken rank 0. Names are RUN/ATTEMPT/RANK-...; see
+    placement_slots.actor_name.
     """
+    # all namespaces, because each driver has an anonymous one of its own
     listed: list[Any] = list_named_actors(all_namespaces=True)
     found = [actor for actor in listed if actor["name"].startswith(f"{name}/a")]
     first = [actor for actor in found if f"/{FIRST_WORKER}" in actor["name"]]
@@ -50,7 +52,7 @@ def _workers(name: str) -> list[dict[str, str]]:
 
 
 def _run_uri(worker: dict[str, str]) -> str:
-    """What the worker says, or nothing when it is gone."""
+    """Return the run's folder as the worker knows it; empty if the worker is gone."""
     try:
         actor = ray.get_actor(worker["name"], namespace=worker["namespace"])
         return str(ray.get(actor.run_uri.remote(), timeout=ANSWER_TIMEOUT_S))

@@ -1,6 +1,6 @@
-"""What is handed to a cluster as a Ray job: id, command, environment, metadata, and its refusals.
+"""Composes a Ray job from a job file: id, entrypoint, environment, metadata; and refuses bad ones.
 
-It reads the job file and the folder that is shipped. It talks to no cluster: that is jobs_client's.
+It reads the job file and the working folder. ``jobs/client.py`` talks to the cluster.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from raymega.ray_private import walk_shipped_files
 from raymega.storage.registry import open_store, reading_faults
 
 MAX_WORKING_DIR_BYTES = 512 * 2**20
-"""Ray's own limit of a package; beyond it the upload fails after minutes."""
+"""Ray's limit of a runtime_env package; above it the upload fails, after minutes."""
 STOP_MARGIN_S = 90
-"""Beyond elastic.stop_timeout_s: commits under way, trackers and workers end, too."""
+"""Time after elastic.stop_timeout_s for pending commits, trackers and workers to end, in seconds."""
 SCRIPT = "jobs/train.py"
 SYNTHETIC = "synthetic"
 SQLITE = "sqlite:///"
@@ -46,14 +46,14 @@ NUM_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """One Ray job.
+    """A Ray job to submit.
 
     Attributes:
-        submission_id: ``<run>-a<attempt>``; Ray takes each id once.
-        entrypoint: The driver's command line.
+        submission_id: Id of the job, ``<run>-a<attempt>``; Ray accepts each id once.
+        entrypoint: Command line of the driver.
         working_dir: Folder that is shipped to every node.
-        env_vars: The driver's and the workers' environment, beside their node's own.
-        metadata: Shown by ``ray list jobs`` and the dashboard.
+        env_vars: Environment variables of driver and workers, added to their node's own.
+        metadata: Texts that ``ray list jobs`` and the dashboard show.
     """
 
     submission_id: str
@@ -72,25 +72,28 @@ def make_submission(
     attempt: int,
     as_json: bool = False,
 ) -> Submission:
-    """Everything that the cluster is told; relative paths are made absolute here, once.
+    """Return the Ray job of a run; relative paths of the job file are made absolute.
 
     Args:
-        job: Read from ``job_file`` with ``overrides``.
-        job_file: Inside ``working_dir``.
-        overrides: ``section.field=value`` texts.
-        working_dir: What is shipped; also where relative paths begin.
-        attempt: Of next_attempt.
-        as_json: The driver writes JSON lines.
+        job: Job as read from ``job_file`` with ``overrides``.
+        job_file: Path of the job file, which must be inside ``working_dir``.
+        overrides: Overrides as ``section.field=value``.
+        working_dir: Folder to ship.
+        attempt: Number of the attempt, see next_attempt.
+        as_json: Whether the driver writes JSON lines.
 
     Raises:
-        ConfigError: With every fault of the submission.
+        ConfigError: The submission has faults; all of them are listed.
     """
+    # every fault at once
     root = working_dir.expanduser().resolve()
     faults = [*_job_file_faults(job_file, root), *working_dir_faults(root)]
     raise_faults(ConfigError, faults)
+    # command line: the user's overrides, then those that make paths absolute
     words = [*_command(root), job_file.resolve().relative_to(root).as_posix()]
     for override in [*overrides, *absolute_overrides(job_file, overrides)]:
         words += ["--set", override]
+    # `ray job stop` kills the driver after this time, which must cover its last save
     stop_wait_s = ceil(job.elastic.stop_timeout_s) + STOP_MARGIN_S
     return Submission(
         submission_id=f"{job.run.name}-a{attempt}",
@@ -107,10 +110,10 @@ def make_submission(
 
 
 def next_attempt(run: str, submission_ids: Iterable[str], *, run_uri: str) -> int:
-    """One more than the highest attempt of ``run`` among ids that the cluster knows.
+    """Return a number above all attempts of ``run`` that the cluster or the run's store knows.
 
-    It is also above the run's own attempts, where this machine sees its store: then the number is that
-    of the first attempt that the driver will make, on a new cluster as on the old one.
+    Where this machine can read the store, it is the number of the first attempt that the driver will begin,
+    even on a new cluster.
     """
     pattern = re.compile(re.escape(run) + r"-a(\d+)")
     found = (pattern.fullmatch(name) for name in submission_ids)
@@ -118,6 +121,7 @@ def next_attempt(run: str, submission_ids: Iterable[str], *, run_uri: str) -> in
 
 
 def _epoch_at(run_uri: str) -> int:
+    # a store that this machine cannot read is no reason to refuse the submission
     try:
         faults = reading_faults(run_uri, field="checkpoint.uri")
         return 0 if faults else newest_epoch(open_store(run_uri))
@@ -126,13 +130,13 @@ def _epoch_at(run_uri: str) -> int:
 
 
 def config_hash(job: Job) -> str:
-    """Twelve hex digits that two jobs share when every field is equal."""
+    """Return a hash of all fields of the job, as twelve hex digits."""
     text = json.dumps(job.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def git_commit(folder: Path) -> str:
-    """The commit of ``folder`` with ``-dirty`` when files differ from it; ``none`` without git."""
+    """Return the git commit of ``folder``, with ``-dirty`` if files differ from it; ``none`` without git."""
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         return commit + ("-dirty" if _git(folder, "status", "--porcelain") else "")
@@ -141,13 +145,13 @@ def git_commit(folder: Path) -> str:
 
 
 def absolute_overrides(job_file: Path, overrides: Iterable[str]) -> list[str]:
-    """``field=/absolute`` for each path field that is written relative, against this folder."""
+    """Return ``field=/absolute/path`` for each path field with a relative path, resolved against the cwd."""
     given = _given_paths(job_file, overrides)
     return [f"{path}={_absolute(text)}" for path, text in given.items() if _is_relative(text)]
 
 
 def relative_path_faults(job_file: Path, overrides: Iterable[str]) -> list[Fault]:
-    """Path fields whose meaning would depend on the folder that Ray unpacked a job into."""
+    """Return a fault for each relative path: in a Ray job it would refer to the unpacked folder."""
     return [
         Fault(
             fact=f"{path}={text!r} is relative",
@@ -162,7 +166,7 @@ def relative_path_faults(job_file: Path, overrides: Iterable[str]) -> list[Fault
 
 
 def credential_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """URIs that carry a password: they would reach logs, MLflow and the dashboard."""
+    """Return a fault for each URI with credentials, which would appear in logs, MLflow and the dashboard."""
     return [
         Fault(
             fact=f"{path} holds a user name or password",
@@ -176,7 +180,7 @@ def credential_faults(values: Mapping[str, Any]) -> list[Fault]:
 
 
 def working_dir_faults(root: Path) -> list[Fault]:
-    """Whether the folder can be shipped; names what makes it large."""
+    """Return a fault that names the largest entries if the folder is too large to ship."""
     sizes = shipped_sizes(root)
     total = sum(sizes.values())
     if total <= MAX_WORKING_DIR_BYTES:
@@ -194,7 +198,7 @@ def working_dir_faults(root: Path) -> list[Fault]:
 
 
 def shipped_sizes(root: Path) -> dict[str, int]:
-    """Bytes of what Ray would ship, by the name of the entry directly below ``root``."""
+    """Return the bytes that Ray would ship, by the name of the entry directly below ``root``."""
     sizes: dict[str, int] = {}
 
     def add(path: Path) -> None:
@@ -202,12 +206,13 @@ def shipped_sizes(root: Path) -> dict[str, int]:
             name = path.relative_to(root).parts[0]
             sizes[name] = sizes.get(name, 0) + path.stat().st_size
 
+    # Ray's own walk, which applies .gitignore and .rayignore
     walk_shipped_files(root, add)
     return sizes
 
 
 def _command(root: Path) -> list[str]:
-    """The repository's script when it is shipped, else the command that the nodes have."""
+    """Return the repository's script if it is shipped, else the command that is installed on the nodes."""
     return ["python", SCRIPT] if (root / SCRIPT).is_file() else ["raymega", "train"]
 
 
@@ -224,11 +229,12 @@ def _job_file_faults(job_file: Path, root: Path) -> list[Fault]:
 
 
 def _given_paths(job_file: Path, overrides: Iterable[str]) -> dict[str, str]:
-    """The path fields as they are written; what cannot be read is load's to refuse."""
+    """Return the path fields as written in file and overrides; none if the file is unreadable."""
     try:
         raw = read_yaml(job_file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return {}
+    # the file's values; the job is not validated yet, so sections may have any type
     given: dict[str, str] = {}
     for path in PATH_FIELDS:
         section, _, key = path.partition(".")
@@ -236,6 +242,7 @@ def _given_paths(job_file: Path, overrides: Iterable[str]) -> dict[str, str]:
         value = fields.get(key) if isinstance(fields, dict) else None
         if isinstance(value, str):
             given[path] = value
+    # overrides win over the file
     for override in overrides:
         path, _, text = override.partition("=")
         if path.strip() in PATH_FIELDS:
@@ -244,13 +251,14 @@ def _given_paths(job_file: Path, overrides: Iterable[str]) -> dict[str, str]:
 
 
 def _is_relative(text: str) -> bool:
+    # sqlite:///file.db is relative, sqlite:////file.db absolute
     if text.startswith(SQLITE):
         return not text.startswith(SQLITE + "/")
     return bool(text) and "://" not in text and text not in WORDS and not text.startswith("/")
 
 
 WORDS = frozenset({SYNTHETIC, "run", "off", "none"})
-"""Values of path fields that are no paths."""
+"""Values of path fields that are not paths."""
 
 
 def _absolute(text: str) -> str:

@@ -1,7 +1,7 @@
-"""A mailbox between a driver and workers that another host has started: one small actor of the driver's.
+"""A mailbox actor between the driver and workers that Ray Train has started.
 
-Workers come to it, for their driver has no handle on them: they say where they live, get their
-message, and then exchange reports for requests. It knows nothing of who hosts them.
+The driver has no actor handles of these workers, so the workers call the mailbox. They register their
+location, fetch their StartWorker message, and then exchange reports for requests.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from raymega.messages import Report, Requests, StartWorker
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 
 MAX_CONCURRENCY = 64
-"""Workers that may be in a call at once, beside the driver's; others wait for a moment."""
+"""Number of calls that the actor runs at once; further calls wait in its queue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteWorker:
-    """A worker that has come: its place, and where it would host the rendezvous."""
+    """A registered worker: its location, and the address at which it would host the rendezvous."""
 
     location: WorkerLocation
     rendezvous: str
 
 
 class WorkerRendezvous:
-    """All of one attempt; every method may be called from any process."""
+    """The mailbox of one attempt; every method may be called from any process."""
 
     def __init__(self) -> None:
         self._changed = Condition()
+        # workers and messages by Train's world rank, requests by raymega's rank
         self._remote_workers: dict[int, RemoteWorker] = {}
         self._starts: dict[int, StartWorker] = {}
         self._requests: dict[int, Requests] = {}
@@ -37,59 +38,60 @@ class WorkerRendezvous:
         self._is_closed = False
 
     def is_open(self) -> bool:
-        """The attempt is not over."""
+        """Return whether the attempt is still under way."""
         return not self._is_closed
 
     def come(self, index: int, remote_worker: RemoteWorker) -> None:
-        """A worker is here; ``index`` is its host's number for it."""
+        """Register a worker; ``index`` is its world rank in Ray Train."""
         with self._changed:
             self._remote_workers[index] = remote_worker
             self._changed.notify_all()
 
     def remote_workers(self) -> dict[int, RemoteWorker]:
-        """All that have come."""
+        """Return all registered workers, by their world rank in Ray Train."""
         with self._changed:
             return dict(self._remote_workers)
 
     def send(self, starts: Mapping[int, StartWorker]) -> None:
-        """The messages of all workers, by their host's numbers."""
+        """Deliver the start messages of all workers, by their world rank in Ray Train."""
         with self._changed:
             self._starts = dict(starts)
             self._requests = {start.rank: Requests() for start in starts.values()}
             self._changed.notify_all()
 
     def start_of(self, index: int, timeout_s: float) -> StartWorker | None:
-        """A worker's message, or None when there is none yet, or none will come."""
+        """Return a worker's start message, or None if none came in ``timeout_s`` or the attempt is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._starts or self._is_closed, timeout_s)
             return None if self._is_closed else self._starts.get(index)
 
     def exchange(self, rank: int, reports: list[Report]) -> Requests | None:
-        """Take a worker's reports, give the driver's wishes; None when the attempt is over."""
+        """Take a worker's reports and return the driver's requests; None when the attempt is over."""
         with self._changed:
             if self._is_closed:
                 return None
             if reports:
                 self._reports += reports
                 self._changed.notify_all()
+            # a save is requested once, a stop until the end
             requests = self._requests[rank]
             self._requests[rank] = replace(requests, save=False)
             return requests
 
     def wish(self, requests: Requests) -> None:
-        """What every worker shall do at its next step boundary."""
+        """Set what every worker is to do at its next step boundary."""
         with self._changed:
             self._requests = dict.fromkeys(self._requests, requests)
 
     def take_reports(self, timeout_s: float) -> list[Report]:
-        """Reports in order of arrival, as soon as there are any; for the driver."""
+        """Return reports in order of arrival, when the first arrives; none after ``timeout_s`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._is_closed, timeout_s)
             taken, self._reports = self._reports, []
             return taken
 
     def close(self) -> None:
-        """The attempt is over: workers let go."""
+        """End the attempt: pending and later calls of workers return None, on which they abort."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

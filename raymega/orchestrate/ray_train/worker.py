@@ -1,6 +1,7 @@
-"""What runs inside each worker of a TorchTrainer: raymega's own entry, between a mailbox and a thread.
+"""The training function of a TorchTrainer: runs raymega's entry module and exchanges with the mailbox.
 
-It is the thin half of ray_train_group. It knows nothing of training, as worker, its elder, does not.
+It is the worker's side of ``ray_train/worker_group.py``. Like ``workers/worker_actor.py`` it knows nothing of
+training.
 """
 
 from __future__ import annotations
@@ -29,31 +30,34 @@ log = logging.getLogger(__name__)
 EXCHANGE_EVERY_S = 0.25
 ANSWER_TIMEOUT_S = 60.0
 START_PATIENCE_S = 10.0
-"""Of one call for the message; the driver bounds how often it is made."""
+"""Longest wait of one call for the start message, in seconds; the driver bounds the whole wait."""
 
 
 def run_worker(config: Mapping[str, Any]) -> None:
-    """The training function of a TorchTrainer.
+    """Run one worker inside a TorchTrainer, as its ``train_loop_per_worker``.
 
     Args:
-        config: ``mailbox``, the actor, and ``entry``, the module to run.
+        config: Mapping with ``mailbox``, the actor, and ``entry``, the name of the module to run.
 
     Raises:
-        WorkerError: The attempt was over before it began.
+        WorkerError: The attempt ended before the worker got its start message.
     """
+    # register with the mailbox
     mailbox = config["mailbox"]
     entry = cast(EntryModule, importlib.import_module(config["entry"]))
-    entry.abort()  # the trainer's own process group would be in the way
+    entry.abort()  # Train has made a default process group, which raymega's would collide with
     location = worker_location()
     address, rendezvous = entry.host_rendezvous(location.address)
     index = ray.train.get_context().get_world_rank()
     _ask(mailbox.come.remote(index, RemoteWorker(location=location, rendezvous=address)))
+    # rank and plan, and a thread that exchanges reports for requests
     start = _await_start(mailbox, index)
     queue, is_over = ReportQueue(), Event()
     thread = Thread(
         target=_exchange, args=(mailbox, start.rank, queue, entry, is_over), daemon=True
     )
     thread.start()
+    # train; the driver learns of an error from the report, Train from the exception
     try:
         entry.run_worker(start, queue, rendezvous if start.rank == 0 else None)
     except BaseException as error:
@@ -67,12 +71,13 @@ def run_worker(config: Mapping[str, Any]) -> None:
 def _exchange(
     mailbox: Any, rank: int, queue: ReportQueue, entry: EntryModule, is_over: Event
 ) -> None:  # Any: an actor class made at run time has no static type
-    """Reports there, wishes back, until both the work and the reports are at an end."""
+    """Send reports and hand requests to the worker, until it has ended and all reports are sent."""
     while True:
+        # read the flag before draining, so that the last reports are sent
         is_last = is_over.is_set()
         reports = queue.drain(0.0 if is_last else EXCHANGE_EVERY_S)
         requests = _ask(mailbox.exchange.remote(rank, reports))
-        if requests is None:
+        if requests is None:  # the attempt is over: fail the collectives that the worker waits in
             entry.abort()
             return
         if is_last:

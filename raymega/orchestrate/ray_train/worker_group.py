@@ -1,9 +1,8 @@
-"""The worker group inside a ray.train.TorchTrainer: the same entry, on a grid that stays.
+"""The worker group inside a ray.train.TorchTrainer: the same entry module, on a fixed grid.
 
-Ray Train starts the workers, notices their end and puts the run into its dashboard's tab; ranks,
-messages and commits are raymega's as ever. A loss costs all processes, for Train ends them together:
-no survivors, no spares, no snapshots, no smaller grid. Each attempt is a trainer of its own, without
-retries, so that the driver alone decides.
+Ray Train starts the workers, notices their end and shows the run in its dashboard; ranks, messages and
+commits are raymega's. Train ends all processes when one is lost, so there are no survivors, spares, snapshots
+or smaller grids. Each attempt is a new trainer without retries, so that only the driver decides.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ log = logging.getLogger(__name__)
 
 ANSWER_MARGIN_S = 10.0
 END_PATIENCE_S = 30.0
-"""For a trainer whose workers were told to let go; Train's own shutdown takes some seconds."""
+"""Longest wait for a trainer to end after its workers were told to, in seconds."""
 MAX_CAUSE_LENGTH = 300
 
 
 class RayTrainGroup:
-    """The WorkerGroup protocol over TorchTrainer; see worker_group_api for each verb's timing."""
+    """The WorkerGroup protocol over TorchTrainer; see ``core/worker_group_api.py`` for what may block."""
 
     def __init__(
         self, plan: RunPlan, *, folder: Path, can_grow: bool, entry: str = TRAIN_ENTRY
     ) -> None:
-        """Starts nothing.
+        """Prepare the group; nothing is started.
 
         Args:
-            plan: Whose grid and cluster section say what a worker needs.
-            folder: Where Train keeps its own records.
-            can_grow: Nodes may still join, so that lack of room is a reason to wait.
-            entry: Module that a worker runs; see worker_actor.EntryModule.
+            plan: Plan of the run; its grid and cluster section determine the workers' resources.
+            folder: Folder for Train's own records (``storage_path``).
+            can_grow: Whether nodes may still join; then the group waits for room instead of failing.
+            entry: Name of the module that a worker runs; see worker_actor.EntryModule.
         """
         self._plan, self._folder, self._can_grow, self._entry = plan, folder, can_grow, entry
         self._block = block_size(plan.grid, plan.job.parallel)
@@ -71,7 +70,7 @@ class RayTrainGroup:
         self._mailbox: ActorHandle[Any] | None = None  # made at run time, without a static type
         self._thread = Thread()
         self._members: dict[int, WorkerLocation] = {}
-        self._end: str | None = None
+        self._end: str | None = None  # the trainer's error, until poll has reported it
         self._device: Device = "cpu"
 
     @property
@@ -80,27 +79,27 @@ class RayTrainGroup:
         return NoSnapshots()
 
     def use(self, plan: RunPlan) -> None:
-        """See WorkerGroup; here the grid stays.
+        """Refuse a change of the grid, which is fixed here.
 
         Raises:
-            InternalError: It was to change.
+            InternalError: The method was called.
         """
         raise InternalError(_fixed_fault(plan.grid.describe(), self._plan.grid.describe()))
 
     def ready(self) -> tuple[WorkerLocation, ...]:
-        """See WorkerGroup; no process waits without a rank."""
+        """Return no processes: none exists outside an attempt."""
         return ()
 
     def is_loading(self) -> bool:
-        """See WorkerGroup; the trainer starts all at once."""
+        """Return False: the trainer starts all processes at once, with the attempt."""
         return False
 
     def drain(self) -> NodeDrain | None:
-        """See WorkerGroup; a node that is taken away is lost when it goes."""
+        """Return None: drains are not watched, so a node that is taken away counts as lost."""
         return None
 
     def reserve(self, timeout_s: float) -> Fault | None:  # noqa: ARG002  # looking takes no time
-        """See WorkerGroup; the trainer itself waits until the room is free."""
+        """Check that the cluster would have room if idle; the trainer waits until the room is free."""
         section = self._plan.job.cluster
         try:
             self._device = find_device(section)
@@ -116,6 +115,7 @@ class RayTrainGroup:
         """See WorkerGroup."""
         self._spec, self._members, self._end = spec, {}, None
         options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
+        # the mailbox for this attempt, and the trainer in a thread, as fit() blocks
         actor = ray.remote(WorkerRendezvous).options(**options).remote()
         self._mailbox = cast(ActorHandle[Any], actor)
         self._thread = Thread(target=self._fit, args=(self._mailbox, spec.attempt), daemon=True)
@@ -129,10 +129,12 @@ class RayTrainGroup:
         """See WorkerGroup."""
         if self._mailbox is None:
             return []
-        is_over = not self._thread.is_alive()  # before the last reports are taken
+        # read before the reports, so that the workers' last reports come before the trainer's end
+        is_over = not self._thread.is_alive()
         reports: list[Report | WorkerStatus] = self._ask(
             self._mailbox.take_reports.remote(timeout_s), timeout_s
         )
+        # assign ranks once all workers have registered
         if not self._members:
             self._assigned()
         if is_over and self._end is not None:
@@ -146,12 +148,13 @@ class RayTrainGroup:
             self._mailbox.wish.remote(requests)
 
     def probe(self, silent: Collection[int]) -> None:
-        """See WorkerGroup; Train's workers are not asked, so only the upper bounds end a hang."""
+        """Do nothing: Train's workers cannot be probed, so only the upper bounds detect a hang."""
 
     def release(self, *, keep_warm: bool) -> None:  # noqa: ARG002  # Train keeps no process
         """See WorkerGroup."""
         if self._mailbox is None:
             return
+        # the closed mailbox makes workers abort, which ends the trainer
         self._ask(self._mailbox.close.remote(), 0.0)
         self._thread.join(END_PATIENCE_S)
         if self._thread.is_alive():
@@ -160,9 +163,11 @@ class RayTrainGroup:
         self._mailbox, self._spec, self._members = None, None, {}
 
     def _fit(self, mailbox: ActorHandle[Any], attempt: int) -> None:
-        """The trainer's life, in a thread of its own."""
+        """Run a trainer for one attempt, in a thread of its own, and keep its error for ``poll``."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchTrainer  # loads torch, which the driver else does not need
+        from ray.train.torch import (
+            TorchTrainer,
+        )  # here, as it imports torch, which the driver avoids
 
         section, name = self._plan.job.cluster, self._plan.job.run.name
         trainer = TorchTrainer(
@@ -185,7 +190,7 @@ class RayTrainGroup:
             self._end = " ".join(str(error).split())[:MAX_CAUSE_LENGTH]
 
     def _assigned(self) -> None:
-        """Ranks by where the workers say that they live, never by Train's own order."""
+        """Assign ranks by the workers' locations, not by Train's order, and send the start messages."""
         assert self._mailbox is not None and self._spec is not None, "an attempt has begun"
         remote_workers: dict[int, RemoteWorker] = self._ask(
             self._mailbox.remote_workers.remote(), 0.0
@@ -193,12 +198,14 @@ class RayTrainGroup:
         grid, spec = self._plan.grid, self._spec
         if len(remote_workers) < grid.world_size:
             return
+        # ranks, by node and GPU
         indices = sorted(remote_workers)
         locations = [remote_workers[index].location for index in indices]
         try:
             assigned_ranks = assign_ranks(locations, grid, block=self._block)
         except InternalError as error:
             raise CapacityError(_parted_fault(str(error))) from error
+        # the worker of rank 0 hosts the rendezvous
         host = next(
             i for i, assigned in zip(indices, assigned_ranks, strict=True) if assigned.rank == 0
         )

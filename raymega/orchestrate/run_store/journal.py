@@ -1,11 +1,11 @@
-"""The run's journal in its store: who the run is, how it stands, and what became of each attempt.
+"""The run's journal in its store: the run's identity and status, and a record of each attempt.
 
-    run.json               the run's record, rewritten as it goes on
-    journal/000003.json    attempt 3: its grid, its failures, every state of the driver under it
+    run.json               record of the run, rewritten as the run progresses
+    journal/000003.json    attempt 3: its grid, its failures, and the states of the driver in it
 
-How far a run got is the manifests' to say, and who drives it the lease's; the record repeats it for
-people. From the journal a new driver goes on where one was torn away: with what was spent of the
-retry budget, and on the grid that the run had.
+The manifests decide how far a run got and the lease who drives it; the record repeats both for people. When a
+driver did not end in good order, the next one reads from the journal what was spent of the retry budget, and
+the grid that the run had.
 """
 
 from __future__ import annotations
@@ -37,26 +37,25 @@ RECORD_KEY = "run.json"
 JOURNAL = "journal/"
 VERSION = 1
 MAX_TURNS = 200
-"""Turns of one attempt that are kept, the newest."""
+"""Number of newest state changes of an attempt that are kept."""
 MAX_ENTRIES = 100
-"""Attempts that a new driver looks back to, the newest."""
+"""Number of newest attempts that a new driver reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """A run's record.
+    """The record of a run, ``run.json``.
 
     Attributes:
-        version: Of this layout.
-        run_id: The run's own id, from its first driver on.
-        name: The job's ``run.name``.
-        identity: What cannot change in a run's life: model, seed, data and the kind of optimizer,
-            as plain values.
+        version: Version of this file format.
+        run_id: Id of the run, chosen by its first driver.
+        name: Name of the run, the job's ``run.name``.
+        identity: Values that must not change in a run: model, seed, data and kind of optimizer, as JSON.
         num_attempts: Number of the newest attempt; 0 for none.
-        status: Name of the State that the last driver left.
-        step: Steps that were committed when the record was written.
-        total_steps: The job's ``run.steps``.
-        updated: When it was written.
+        status: Name of the driver's State when the record was written.
+        step: Step of the newest committed checkpoint when the record was written.
+        total_steps: Number of steps of the run, the job's ``run.steps``.
+        updated: Date and time of writing, ISO 8601.
     """
 
     version: int = VERSION
@@ -72,7 +71,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateChange:
-    """The driver has moved to another state, at ``step`` completed steps, for ``reason``."""
+    """A transition of the driver to ``state``, at ``step`` completed steps, for ``reason``."""
 
     at: str
     state: str
@@ -82,19 +81,19 @@ class StateChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """One attempt.
+    """The record of one attempt.
 
     Attributes:
-        attempt: Its number and epoch.
-        grid: Degrees of its axes.
-        world_size: Workers that the grid has.
-        num_micro_batches: Of each step, per replica.
-        spares: Warm processes beside them at its start.
-        restored: Key of the manifest that it began from; empty for a fresh start.
-        state: Name of the State that its driver was in when this was written; an end only when the
-            driver has ended in good order.
-        failures: What it was lost to; without the tracebacks.
-        turns: What happened to it.
+        attempt: Number of the attempt, which is its epoch.
+        grid: Degrees of the grid's axes, by name.
+        world_size: Number of workers of the grid.
+        num_micro_batches: Number of micro-batches per replica and step.
+        spares: Number of spare processes at its start.
+        restored: Key of the manifest that it restored; empty for a fresh start.
+        state: Name of the driver's State when this was written; a final one only if the driver ended in
+            good order.
+        failures: Failures that ended it, without tracebacks.
+        turns: Transitions of the driver during the attempt, oldest first.
     """
 
     attempt: int
@@ -109,11 +108,11 @@ class AttemptRecord:
 
     @property
     def key(self) -> str:
-        """Where it lies."""
+        """Key of the record's object in the run's store."""
         return f"{JOURNAL}{self.attempt:06d}.json"
 
     def to_json(self) -> bytes:
-        """Its object."""
+        """Return the record as indented JSON."""
         return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
 
 
@@ -122,11 +121,11 @@ _ENTRY: TypeAdapter[AttemptRecord] = TypeAdapter(AttemptRecord)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """What drivers have left behind that did not end in good order.
+    """The attempts since a driver last ended in good order, as far as the next driver needs them.
 
     Attributes:
-        failures: Theirs, oldest first: they count as this driver's own.
-        num_workers: Of the grid that the run had last; 0 when the last driver has ended.
+        failures: Failures of these attempts, oldest first; they count as the next driver's own.
+        num_workers: Number of workers of the last grid; 0 when the last driver ended in good order.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -134,16 +133,21 @@ class RunHistory:
 
 
 class Journal:
-    """One driver's journal. Called from the control loop; only ``begin`` and ``end`` wait."""
+    """The journal as one driver writes it; called from the control loop, only ``begin`` and ``end`` block.
+
+    Attributes:
+        record: Record of the run, as this driver has changed it.
+        past: History that earlier drivers left.
+    """
 
     def __init__(self, job: Job, *, lease: Lease, executor: Executor, clock: Clock) -> None:
-        """Read what is there; nothing is written.
+        """Read the run's record and history; nothing is written.
 
         Args:
-            job: What the driver is to run.
-            lease: Which this driver holds, on the run's store; without it, it writes nothing.
-            executor: One thread, which keeps writes in order.
-            clock: For dates.
+            job: Job of the run.
+            lease: Lease of this driver on the run's store; once it is lost, nothing more is written.
+            executor: Executor with one thread, which keeps writes in order.
+            clock: Clock for dates.
 
         Raises:
             ConfigError: The store holds a run of this name with another model, seed or data.
@@ -155,7 +159,7 @@ class Journal:
         self._entry: AttemptRecord | None = None
 
     def first_state(self) -> RunState:
-        """Where the record leaves the run, before anybody has looked for checkpoints."""
+        """Return the run's first state under this driver, before checkpoints are looked for."""
         num_attempts = self.record.num_attempts
         return RunState(
             attempt=num_attempts,
@@ -166,11 +170,12 @@ class Journal:
         )
 
     def begin(self, plan: RunPlan, state: RunState, *, restored: str, spares: int) -> None:
-        """The attempt is on record before anything can be written under its number.
+        """Write the record of a new attempt, before anything else is written under its number.
 
         Raises:
             StorageError: The store fails.
         """
+        # from here on, pending writes of the attempt before are discarded
         with self._lock:
             self.record = replace(self.record, num_attempts=state.attempt)
         self._entry = AttemptRecord(
@@ -183,11 +188,12 @@ class Journal:
             state=state.state.value,
         )
         self.note(state)
+        # in this thread, so that a failure is raised here
         with self._lock:
             self._write(self._record_at(state), self._entry)
 
     def note(self, state: RunState) -> None:
-        """A turn of the present attempt; it is written with what is written next."""
+        """Add a transition to the present attempt; the next write includes it."""
         if self._entry is not None:
             turn = StateChange(
                 at=self._clock.timestamp(),
@@ -199,17 +205,17 @@ class Journal:
             self._entry = replace(self._entry, state=turn.state, turns=turns)
 
     def record_failure(self, failure: Failure) -> None:
-        """The present attempt is lost."""
+        """Add a failure to the present attempt; the next write includes it."""
         if self._entry is not None:
             failures = (*self._entry.failures, replace(failure, traceback=""))
             self._entry = replace(self._entry, failures=failures)
 
     def record_state(self, state: RunState) -> Future[None]:
-        """Write what there is, beside the loop; a store that fails is only logged."""
+        """Write the record and the attempt in the executor's thread; a failure is only logged."""
         return self._executor.submit(self._write_quietly, self._record_at(state), self._entry)
 
     def end(self, state: RunState, timeout_s: float) -> None:
-        """The same, and wait for it."""
+        """Write the record and the attempt, and wait ``timeout_s`` seconds at most."""
         wait([self.record_state(state)], timeout=timeout_s)
 
     def _record_at(self, state: RunState) -> RunRecord:
@@ -219,6 +225,7 @@ class Journal:
     def _write_quietly(self, record: RunRecord, entry: AttemptRecord | None) -> None:
         try:
             with self._lock:
+                # neither after a newer attempt has begun nor after the lease was lost
                 is_newest = record.num_attempts == self.record.num_attempts
                 if is_newest and self._lease.check() is None:
                     self._write(record, entry)
@@ -232,7 +239,7 @@ class Journal:
 
 
 def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
-    """The record to go on with: the stored one, or a new one that is not written yet.
+    """Return the stored record with the job's number of steps, or a new one that is not written yet.
 
     Raises:
         ConfigError: The store holds a run of that name with another model, seed or data.
@@ -252,10 +259,10 @@ def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
 
 
 def read_record(store: Store) -> RunRecord | None:
-    """The stored record, or None for a run that was never begun.
+    """Return the stored record, or None for a run that was never begun.
 
     Raises:
-        StorageError: There is one that this version cannot read.
+        StorageError: There is a record that this version cannot read.
     """
     try:
         text = store.get(RECORD_KEY)
@@ -271,22 +278,23 @@ def read_record(store: Store) -> RunRecord | None:
 
 
 def write_record(store: Store, record: RunRecord) -> None:
-    """Put the record in the place of the one before."""
+    """Write the record, replacing the one before."""
     text = json.dumps(asdict(record), indent=2, sort_keys=True)
     store.put(RECORD_KEY, [text.encode()], overwrite=True)
 
 
 def read_history(store: Store) -> RunHistory:
-    """What is to be taken over: all attempts since a driver has last ended in good order."""
+    """Return the history of all attempts since a driver last ended in good order."""
     failures: tuple[Failure, ...] = ()
     num_workers = 0
+    # newest first, back to the last attempt whose record has a final state
     for key in islice(sorted(store.list(JOURNAL), reverse=True), MAX_ENTRIES):
         try:
             entry = _ENTRY.validate_json(store.get(key))
             if State(entry.state).is_end:
                 break
         except (KeyError, ValueError, ValidationError) as error:
-            log.warning("%s is passed over, it cannot be read: %s", key, error)
+            log.warning("%s is skipped, it cannot be read: %s", key, error)
             continue
         failures = (*entry.failures, *failures)
         num_workers = num_workers or entry.world_size

@@ -1,9 +1,10 @@
-"""The lease on a run: one driver at a time, and nothing of one that has lost it is ever chosen.
+"""The lease on a run, which admits one driver at a time and fences off drivers that have lost it.
 
-A driver takes the next epoch by a create-only put, which one of several drivers wins, and renews it
-while it lives. Another driver takes the epoch after it when the holder has let go, is gone, or has
-not renewed for as long as it said. The lease makes two drivers rare; it is fence that makes them
-harmless, whatever clocks say. What an epoch is to readers is checkpoint.fence's.
+A driver takes the next epoch by a create-only put, which only one of several drivers wins, and renews its
+lease while it runs. Another driver takes the following epoch when the holder has released the lease, its
+process is gone, or it has not renewed for the lease's duration. Clocks make two drivers at once unlikely;
+epochs make them harmless without clocks: readers ignore checkpoints that an older epoch wrote too late
+(``checkpoint/format/epochs.py``).
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from raymega.storage.store import Store
 log = logging.getLogger(__name__)
 
 RENEWALS = 5
-"""Signs of life in the time after which others may take the run."""
+"""Number of renewals in the duration of a lease."""
 LOOKS = 20
-"""How often a driver that waits looks for one, in that time."""
+"""Number of looks of a waiting driver for a renewal, in the duration of a lease."""
 
 
 class Lease:
-    """One driver's lease on the run in ``store``. Safe from several threads once it is taken."""
+    """The lease of one driver on the run in ``store``; safe from several threads once it is acquired."""
 
     def __init__(
         self,
@@ -52,41 +53,43 @@ class Lease:
         sleep: Callable[[float], None] = time.sleep,
         knows_gone: Callable[[LeaseHolder], bool] = is_gone,
     ) -> None:
-        """Touches nothing yet.
+        """Prepare a lease; the store is not accessed yet.
 
         Args:
-            store: The run's own folder.
-            holder: This driver.
-            duration_s: How long after its last sign of life others wait.
-            clock: Its date is for people and for leases that expired long ago; durations decide.
-            sleep: To wait with.
-            knows_gone: Whether a driver's process has ended, for certain.
+            store: Store of the run's own folder.
+            holder: Process of this driver.
+            duration_s: Time after the last renewal during which other drivers wait, in seconds.
+            clock: Clock; its durations decide, its dates only about leases that expired long ago.
+            sleep: Function that waits for a number of seconds.
+            knows_gone: Function that returns whether a driver's process has certainly ended.
         """
         self.store, self.holder, self._clock = store, holder, clock
         self.duration_s, self._sleep, self._knows_gone = duration_s, sleep, knows_gone
         self._grant: LeaseGrant | None = None
         self._has_begun = False
         self._taken_by: LeaseGrant | None = None
+        # times at which the store last answered that this driver has the newest epoch, and was last asked
         self._confirmed_s = self._asked_s = clock.monotonic()
         self._lock = Lock()
 
     @property
     def epoch(self) -> int:
-        """The newest that this driver has; 0 before it has any."""
+        """Newest epoch of this driver; 0 before it has one."""
         return self._grant.epoch if self._grant else 0
 
     @property
     def age_s(self) -> float:
-        """Since the store last said that the run is this driver's."""
+        """Seconds since the store last confirmed that this driver has the run."""
         return self._clock.monotonic() - self._confirmed_s
 
     def acquire(self) -> None:
-        """Become the run's driver. Blocks as long as the present one's lease lasts, at most.
+        """Become the run's driver; blocks for the duration of the present holder's lease at most.
 
         Raises:
-            LeaseError: Another driver holds the run, and lives.
+            LeaseError: Another driver holds the run and has renewed its lease meanwhile.
             StorageError: The store fails.
         """
+        # again after each epoch that another driver was faster to take
         while True:
             before, found = newest_epoch(self.store), newest_grant(self.store)
             if found is not None and not self._is_over(found):
@@ -96,12 +99,13 @@ class Lease:
                 return
 
     def begin_attempt(self) -> int:
-        """Number of the attempt that begins now, its epoch: the one taken, then one more each time.
+        """Return the number of the next attempt, which is its epoch; every attempt needs a new one.
 
         Raises:
             LeaseError: Another driver has taken the run.
             StorageError: The store fails.
         """
+        # the first attempt has the epoch that ``acquire`` took
         is_mine = newest_epoch(self.store) <= self.epoch
         if not is_mine or (self._has_begun and not self._put_next(self.epoch)):
             raise LeaseError(self._lost_fault(newest_grant(self.store)))
@@ -109,7 +113,7 @@ class Lease:
         return self.epoch
 
     def renew(self) -> None:
-        """A sign of life, and a look whether somebody has taken the run. Never raises."""
+        """Renew the lease, and check whether another driver has taken the run. Never raises."""
         try:
             with self._lock:
                 if self._grant and not self._taken_by and not self._grant.is_released:
@@ -119,7 +123,7 @@ class Lease:
             log.warning("the lease on the run was not renewed, training goes on: %s", error)
 
     def check(self) -> LeaseGrant | None:
-        """Ask the store who has taken the run from this driver; None while nobody has.
+        """Return the grant of the driver that has taken the run, as the store has it; else None.
 
         Raises:
             StorageError: The store fails.
@@ -128,20 +132,22 @@ class Lease:
             asked_s = self._clock.monotonic()
             if newest_epoch(self.store) > self.epoch:
                 newest = newest_grant(self.store)
-                # An epoch that another thread of this driver is taking is not yet in self.epoch.
+                # it may be this driver's own: another thread takes one, and self.epoch is set afterwards
                 if newest is None or newest.holder.token != self.holder.token:
                     self._taken_by = newest
             self._confirmed_s = asked_s
         return self._taken_by
 
     def refuse_if_lost(self) -> None:
-        """For the control loop: asks the store only when nobody could for as long as a lease lasts.
+        """Raise if another driver has taken the run; the control loop calls this at each tick.
 
-        A driver that stood still that long, whole machine or process, asks before it does anything.
+        The store is asked only when it has not confirmed the lease for a whole duration, for example after
+        this process or machine was suspended. Otherwise the thread that renews asks it.
 
         Raises:
             LeaseError: Another driver has taken the run.
         """
+        # a store that is down is asked once per renewal interval, and does not stop the run
         now_s = self._clock.monotonic()
         pause_s = self.duration_s / RENEWALS
         if now_s - self._confirmed_s > self.duration_s and now_s - self._asked_s > pause_s:
@@ -154,7 +160,10 @@ class Lease:
             raise LeaseError(self._lost_fault(self._taken_by))
 
     def release(self) -> None:
-        """The next driver need not wait. Never raises; of no effect when the run was taken."""
+        """Release the lease, so that the next driver need not wait; no effect if the run was taken.
+
+        Never raises.
+        """
         try:
             with self._lock:
                 if self._grant and self.check() is None:
@@ -169,11 +178,11 @@ class Lease:
         return signed
 
     def _put_next(self, before: int) -> bool:
-        """Whether the epoch after ``before`` is now this driver's; of several drivers one wins it.
+        """Take the epoch after ``before``, and return whether this driver won it.
 
-        The number is above that of every checkpoint, too, which a copy from another store may have
-        brought. What is listed first is what was there before the grant.
+        The epoch is also above those of all checkpoints, which may have been copied from another store.
         """
+        # list before the put: the grant names the checkpoints that older epochs wrote in time
         manifests = list_manifests(self.store)
         copied = [at.attempt for key in manifests if (at := checkpoint_of(key))]
         now, expires = self._now_and_expiry()
@@ -186,10 +195,11 @@ class Lease:
             duration_s=self.duration_s,
             manifests=tuple(manifests),
         )
+        # of several drivers that create the object, one succeeds
         with self._lock:
             try:
                 self.store.put(grant.key, [grant.to_json()], overwrite=False)
-            except FileExistsError:  # also when a put was done and its answer lost
+            except FileExistsError:  # raised too by the retry of a put whose answer was lost
                 if read_grant(self.store, grant.epoch).holder.token != self.holder.token:
                     return False
             self._grant = grant
@@ -201,23 +211,26 @@ class Lease:
         return now, expires.isoformat()
 
     def _is_over(self, grant: LeaseGrant) -> bool:
-        """Nobody need wait for it. By the date only when it expired so long ago that no clock is
-        that wrong."""
+        """Return whether ``grant`` binds no longer: released, its process gone, or long expired.
+
+        Dates of two machines are compared, so the expiry must be a whole duration ago.
+        """
         now = datetime.fromisoformat(self._clock.timestamp())
         late_s = (now - datetime.fromisoformat(grant.expires)).total_seconds()
         is_old = late_s > grant.duration_s
         return grant.is_released or is_old or self._knows_gone(grant.holder)
 
     def _outlast(self, grant: LeaseGrant) -> None:
-        """Wait until it is over; refuse at the first sign of life.
+        """Wait until another driver's lease is over.
 
         Raises:
-            LeaseError: There was one.
+            LeaseError: That driver has renewed it.
         """
         log.warning(
             "the run is held by %s until %s; waiting up to %.0f s for a sign of life",
             grant.holder, grant.expires, grant.duration_s,
         )  # fmt: skip
+        # a whole duration on this clock without a renewal
         deadline_s = self._clock.monotonic() + grant.duration_s
         while self._clock.monotonic() < deadline_s:
             self._sleep(grant.duration_s / LOOKS)
@@ -250,15 +263,16 @@ class Lease:
 
 @contextmanager
 def hold_lease(lease: Lease) -> Iterator[Lease]:
-    """Take the lease, renew it beside the body, and release it at the end.
+    """Take the lease, renew it in a thread during the body, and release it at the end.
 
     Raises:
-        ConfigError: The store cannot tell two drivers apart.
-        LeaseError: Another driver holds the run, and lives.
+        ConfigError: The store lets an object be created twice, so a lease would admit two drivers.
+        LeaseError: Another driver holds the run and renews its lease.
     """
     if not supports_conditional_put(lease.store):
         raise ConfigError(_unfenced(lease.store))
     lease.acquire()
+    # a thread of its own, so that a busy control loop does not lose the lease
     is_over = Event()
     pause_s = lease.duration_s / RENEWALS
 
@@ -287,11 +301,12 @@ def _unfenced(store: Store) -> Fault:
 
 
 def supports_conditional_put(store: Store) -> bool:
-    """Whether the store refuses to create an object twice, on which a lease rests.
+    """Return whether the store refuses to create an object twice, on which leases depend.
 
     Raises:
         StorageError: The store fails.
     """
+    # a second create must fail and leave the first content
     key = f"{LEASES}probe-{uuid4().hex}.json"
     store.put(key, [b"first"], overwrite=False)
     try:

@@ -1,7 +1,7 @@
-"""Which process holds a run, and whether it is gone for certain.
+"""Identifies the process that holds a run's lease, and checks whether it is certainly gone.
 
-A process can be seen to be gone only from the machine that it ran on. From anywhere else, and of a
-process that is stopped or cut off, nobody can tell: that is what a lease's expiry is for.
+Only the machine on which a process ran can tell that it is gone. From another machine, or for a process
+that is stopped or cut off, only the lease's expiry helps.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PROC = Path("/proc")
 BOOT_ID = PROC / "sys" / "kernel" / "random" / "boot_id"
 PID_SPACE = PROC / "self" / "ns" / "pid"
 DEAD = ("Z", "X")
-"""States of a process that has ended and that nobody has collected yet."""
+"""State letters in /proc of a process that has ended but whose parent has not waited for it."""
 STATE_FIELD, START_FIELD = 0, 19
-"""Fields of /proc/PID/stat behind the name, which is in parentheses and may hold anything."""
+"""Fields of /proc/PID/stat, counted after the process name, which may hold spaces and parentheses."""
 
 
 def this_process() -> LeaseHolder:
-    """The driver that asks."""
+    """Return this process as the holder of a lease, with a random token."""
     _, started = _state_and_start(os.getpid())
     return LeaseHolder(
         host=socket.gethostname(),
@@ -35,21 +35,23 @@ def this_process() -> LeaseHolder:
 
 
 def is_gone(holder: LeaseHolder) -> bool:
-    """The process has ended, and this machine knows; False wherever there is doubt."""
+    """Return whether the process has certainly ended; False in case of doubt."""
     if holder.machine != _machine():
         return False
+    # no such process
     try:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # somebody's, and perhaps another one's by now
+        pass  # a process of another user, maybe with a reused pid
+    # a zombie, or a later process with the same pid
     state, started = _state_and_start(holder.pid)
     return state in DEAD or started != holder.started
 
 
 def _machine() -> str:
-    """Empty parts where there is no /proc: then a reboot shows by the process numbers alone."""
+    """Return an id of this boot and pid namespace; of the machine only where there is no /proc."""
     try:
         return f"{BOOT_ID.read_text().strip()} {PID_SPACE.readlink()}"
     except OSError:
@@ -57,7 +59,7 @@ def _machine() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """Letter of its state, and its start in ticks since the boot; empty where there is no /proc."""
+    """Return a process's state letter and start time in ticks since boot; empty if there is no /proc."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""Which changes of a job continue a run: its model, seed, data and kind of optimizer stay.
+"""Decides whether a changed job continues a run: model, seed, data and kind of optimizer must stay.
 
-It compares values. Where a run's identity is kept is journal's.
+It only compares values; ``run_store/journal.py`` stores a run's identity.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
 
 
 def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fault]:
-    """Every field of the job that would make another run of ``name``, begun with ``identity``."""
+    """Return a fault for each field of ``job`` that differs from the ``identity`` of run ``name``."""
     then, now = dict(_flatten(identity)), dict(_flatten(identity_of(job)))
+    # a field that the record lacks is newer than the record, which was begun with its default
     then = dict(_flatten(_DEFAULTS)) | then
     return [
         Fault(
@@ -34,7 +35,8 @@ def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fa
 
 
 def identity_of(job: Job) -> dict[str, Any]:
-    """Data are known by their content, so that a dataset may move but not change."""
+    """Return the job's values that identify a run, as plain JSON values."""
+    # data by content instead of path: a dataset may move, but not change
     kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": KEPT_OF_OPTIMIZER}
     plain = dict(job.model_dump(mode="json", include=kept))
     del plain["data"]["path"]
@@ -54,7 +56,7 @@ _DEFAULTS: dict[str, Any] = {
         ("optimizer", OptimizerSection),
     )
 }
-"""What the record of a build that had not a field yet stands for, as JSON has it."""
+"""Default of each optional field, in JSON's types, for records of versions that lacked the field."""
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -66,7 +68,8 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def precision_faults(saved: Mapping[str, Any], job: Job) -> list[Fault]:
-    """The fault of a run whose checkpoint holds wider numbers than the job would keep."""
+    """Return a fault if the checkpoint's master weights are wider than the job's, else none."""
+    # a checkpoint without a known dtype is not refused
     before = saved.get("precision", {}).get("dtype")
     now = job.precision.dtype
     if before not in DTYPE_BYTES or _master_bytes(before) <= _master_bytes(now):

@@ -1,7 +1,7 @@
-"""The driver's calls into its workers' processes: which are in flight, who meets each answer, and its lack.
+"""The driver's pending calls to worker actors, and the function that handles each answer.
 
-A call that never answers is how a death shows: the process that made it fail is gone. Where
-processes come from is placement_slots'; what an answer means is the group's.
+A call that fails reports the end of its process. ``workers/placement_slots.py`` starts the processes;
+``workers/ray_worker_group.py`` handles the answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Died = Callable[[WorkerSlot, RayActorError], list[Report]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """To whom, what to do with its answer, and whether it ends with the attempt."""
+    """A pending call: its slot, the handler of its answer, and whether it is dropped with the attempt."""
 
     slot: WorkerSlot
     on_result: Meet
@@ -41,14 +41,14 @@ class _Call:
 
 
 class ActorCalls:
-    """Calls in flight; from one thread, and nothing here blocks."""
+    """All pending calls; used from one thread, and no method blocks for long."""
 
     def __init__(self) -> None:
         self._calls: dict[ray.ObjectRef[Any], _Call] = {}
 
     @property
     def refs(self) -> list[ray.ObjectRef[Any]]:
-        """What to wait for."""
+        """Refs of the pending calls, for ``ray.wait``."""
         return [*self._calls]
 
     def submit(
@@ -59,18 +59,19 @@ class ActorCalls:
         on_result: Meet,
         is_of_attempt: bool = True,
     ) -> None:
-        """Call the slot's process, if it has one."""
+        """Call ``method`` of the slot's actor, if it has one; ``on_result`` handles the answer."""
         if slot.actor is not None:
             ref = getattr(slot.actor, method).remote(*args)
             self._calls[ref] = _Call(slot=slot, on_result=on_result, is_of_attempt=is_of_attempt)
 
     def handle_result(self, ref: ray.ObjectRef[Any], died: Died) -> Reports:
-        """Deal with one answer, or with its absence: then ``died`` is called, once a process."""
+        """Handle one finished call and return its reports; ``died`` handles the end of a process, once."""
         call = self._calls.pop(ref, None)
         if call is None:
             return []
         try:
             answer = ray.get(ref, timeout=FETCH_TIMEOUT_S)
+        # the process ended: its other calls would fail too
         except RayActorError as error:
             self.forget(call.slot)
             return [*died(call.slot, error)]
@@ -79,15 +80,15 @@ class ActorCalls:
         return call.on_result(call.slot, answer)
 
     def forget(self, slot: WorkerSlot) -> None:
-        """Its process is gone, and so are its answers."""
+        """Drop all calls to the slot's process."""
         self._keep(lambda call: call.slot is not slot)
 
     def end_attempt(self) -> None:
-        """Nobody waits any more for what the attempt's workers would have said."""
+        """Drop the calls of the present attempt; later answers to them are ignored."""
         self._keep(lambda call: not call.is_of_attempt)
 
     def clear(self) -> None:
-        """Nobody waits for anything."""
+        """Drop all calls."""
         self._calls.clear()
 
     def _keep(self, is_kept: Callable[[_Call], bool]) -> None:
@@ -95,9 +96,9 @@ class ActorCalls:
 
 
 class HangProbe:
-    """Asks ranks that may hang where their thread stands, and processes on the same node about silent ones.
+    """Asks ranks for their ThreadStatus, and other processes on the node for that of silent ones.
 
-    It remembers whose process was found stopped. What the answers mean is hang_detector's.
+    It remembers which processes were found stopped. ``driver/hang_detector.py`` interprets the answers.
     """
 
     def __init__(self, calls: ActorCalls) -> None:
@@ -106,17 +107,17 @@ class HangProbe:
         self._stopped: set[WorkerSlot] = set()
 
     def pop_results(self) -> Reports:
-        """Return what was known at once of processes on the driver's node; the rest comes as results of calls."""
+        """Return the statuses of processes on the driver's node, which needed no call."""
         known, self._known = self._known, []
         return known
 
     def pop_stopped(self) -> list[WorkerSlot]:
-        """Whose process was stopped at the last look; forgets them."""
+        """Return the slots whose process was stopped at the last look, and forget them."""
         stopped, self._stopped = self._stopped, set()
         return [*stopped]
 
     def ask(self, slots: Sequence[WorkerSlot], silent: Collection[int]) -> None:
-        """Ask every rank."""
+        """Request the status of every rank's thread, or of its process if the rank is ``silent``."""
         for slot in slots:
             if not (slot.assigned and slot.location):
                 continue
@@ -128,11 +129,13 @@ class HangProbe:
     def _ask_about(
         self, slot: WorkerSlot, slots: Sequence[WorkerSlot], silent: Collection[int]
     ) -> None:
-        """The driver looks at what is on its node; elsewhere a process of the run does that answers."""
+        """Request the state of a silent rank's process from a process on its node."""
         assert slot.location, "a rank has a place"
+        # on the driver's node: the driver itself looks
         if slot.location.node_id == ray.get_runtime_context().get_node_id():
             self._known += self._on_state(slot, slot, process_state(slot.location.pid))
             return
+        # elsewhere: the first loaded process on that node that is not silent
         for other in slots:
             is_near = other.location is not None and other.location.node_id == slot.location.node_id
             if is_near and other.is_warm and other.rank not in silent and other is not slot:
@@ -146,7 +149,7 @@ class HangProbe:
 
 
 def nothing(_slot: WorkerSlot, _answer: object) -> Reports:
-    """What to do with an answer that says nothing."""
+    """Handle an answer without content: return no reports."""
     return []
 
 
@@ -155,7 +158,8 @@ def _on_thread_status(_slot: WorkerSlot, standing: ThreadStatus) -> Reports:
 
 
 def abort(assigned_slots: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot]:
-    """Have workers let go of ``attempt``; the slots whose process did so in time."""
+    """Abort ``attempt`` on all workers, and return the slots whose training thread ended in time."""
+    # all at once, then one deadline for all
     refs: dict[ray.ObjectRef[bool], WorkerSlot] = {
         slot.actor.abort.remote(ABORT_PATIENCE_S, attempt): slot
         for slot in assigned_slots
@@ -169,7 +173,7 @@ def abort(assigned_slots: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot
 
 
 def _is_true(ref: ray.ObjectRef[bool]) -> bool:
-    """The answer; a death or an error is a no."""
+    """Return the answer; False if the process died or the call failed."""
     try:
         return bool(ray.get(ref, timeout=FETCH_TIMEOUT_S))
     except (RayActorError, RayTaskError, GetTimeoutError):
@@ -177,13 +181,13 @@ def _is_true(ref: ray.ObjectRef[bool]) -> bool:
 
 
 def _broken_call(rank: int, error: Exception) -> WorkerFailed:
-    """An error outside the training thread: the driver's own calls into a living worker."""
+    """Return the report of a call to a live worker that failed, outside its training thread."""
     cause = getattr(error, "cause", None) or error
     return replace(last_words(rank, 0, cause), traceback=str(error), is_secondary=False)
 
 
 def death_cause(error: RayActorError) -> str:
-    """What Ray knows of a death, without ids before it and general advice behind it."""
+    """Return Ray's cause of an actor's death, without the ids before it and the general advice after it."""
     text = " ".join(str(error).split())
     *_, detail = re.split(r"Worker exit detail: | ip: \S+ ", text)
     return detail.partition(" Some common causes")[0].rstrip(".")[:MAX_CAUSE_LENGTH]

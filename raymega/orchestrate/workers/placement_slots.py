@@ -1,11 +1,10 @@
-"""The slots of a run on Ray: what is reserved, and the process that sits in each slot.
+"""The slots of a run on Ray: reserved placement groups, and the worker process in each slot.
 
-Each block of workers that must be together is a placement group of its own: a node that is lost takes
-whole groups with it, which are asked for anew, and the others keep theirs with their processes. (One
-group for all would keep them too; but Ray looks for room for a group's lost bundles without a pause,
-with all of a CPU of the head, until a node comes: https://github.com/ray-project/ray/pull/65007.)
-So a run could hold half of what it needs while another holds the other half; it gives that back after
-a while. Calls are not made here.
+Each block of workers that must share a node has a placement group of its own. A lost node takes whole groups
+with it, which are requested again, while the others keep their processes. A single group for all would keep
+them too, but Ray searches room for its lost bundles in a busy loop on the head until a node joins:
+https://github.com/ray-project/ray/pull/65007. With many groups, two runs could each hold half of what they
+need, so a run releases a part of its slots after a while. Calls to workers are in ``workers/actor_calls.py``.
 """
 
 from __future__ import annotations
@@ -46,27 +45,27 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.02
 HALF_S = 10.0
-"""At least so long, and at most twice so long, half of the slots are held while nobody works in them."""
+"""Time for which an incomplete set of slots without processes is held, in seconds; at random up to twice that."""
 PAUSE_S = 2.0
-"""Then none are asked for: Ray looks once a second whether what others wait for is free."""
+"""Pause after releasing them, in seconds; Ray tries pending groups of other runs once a second."""
 NAMED_AXES = ("tp", "pp", "dp")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WorkerSlot:
-    """One worker's share of what is reserved, and who sits in it.
+    """A worker's share of a placement group, and the process in it.
 
     Attributes:
-        index: Among all slots.
-        group: The placement group that it is a part of, with its block.
-        is_spare: Beyond what the grid needs that was asked for.
-        home: The rank that it had last, or is expected to get; -1 for none.
-        actor: Its process, or the order for one; None when there is neither.
-        location: Where the process lives, once it has said so.
-        is_warm: The process has loaded what it needs to train.
-        assigned: Its rank in the present attempt, if it takes part.
-        respawn_at_s: No new process before then.
-        ordered_s: When its process was ordered.
+        index: Index among all slots of the run.
+        group: Placement group of its block of workers.
+        is_spare: True for a slot beyond those of the grid.
+        home: Rank that it had last, or is expected to get; -1 for none.
+        actor: Actor handle of its process, which may still be starting; None without one.
+        location: Location of the process, once it has reported it.
+        is_warm: True when the process has loaded what it needs to train.
+        assigned: Rank in the present attempt; None if it takes no part.
+        respawn_at_s: Time before which no new process is started, in seconds of time.monotonic.
+        ordered_s: Time at which its process was started, in seconds of time.monotonic.
     """
 
     index: int
@@ -82,47 +81,47 @@ class WorkerSlot:
 
     @property
     def rank(self) -> int:
-        """In the present attempt; -1 for none."""
+        """Rank in the present attempt; -1 for none."""
         return self.assigned.rank if self.assigned else -1
 
     def clear(self) -> None:
-        """Its process is gone."""
+        """Forget the process, which is gone; the slot stays reserved."""
         self.actor, self.location, self.is_warm = None, None, False
 
 
 class WorkerSlots:
-    """Asks for slots, starts processes in them, and gives them back."""
+    """All slots of a run: requests them from Ray, starts processes in them, and releases them."""
 
     def __init__(self, cluster: ClusterSection, *, can_grow: bool) -> None:
-        """Asks for nothing yet."""
+        """Prepare without slots; ``can_grow`` says that nodes may still join the cluster."""
         self._cluster, self._can_grow = cluster, can_grow
         self.device: Device = "cpu"
         self.slots: list[WorkerSlot] = []
         self._patient_until_s = self._pause_until_s = 0.0
         self._draining_nodes = DrainingNodes()
-        self._replaced: set[int] = set()
+        self._replaced: set[int] = set()  # indices of draining slots with a substitute
 
     @property
     def are_asked_for(self) -> bool:
-        """Ray knows what the run needs."""
+        """True when slots are requested or held."""
         return bool(self.slots)
 
     @property
     def may_be_asked_for(self) -> bool:
-        """They are not, and nobody else is let go first."""
+        """True when no slots are requested and the pause after a release is over."""
         return not self.slots and time.monotonic() > self._pause_until_s
 
     def ask(
         self, *, num_workers: int, num_spares: int, block: int, nodes: Sequence[str] = ()
     ) -> None:
-        """Reserve slots, ``block`` workers at a time, which Ray cannot part.
+        """Request slots in groups of ``block`` workers, each of which Ray places on one node.
 
         Args:
-            num_workers: Of the grid.
-            num_spares: Beside them; nobody waits for these.
-            block: Workers that must be together on a node.
-            nodes: One that has room for each block of the grid, as far as there are such nodes;
-                without, Ray spreads them.
+            num_workers: Number of workers of the grid.
+            num_spares: Number of further slots, for which no attempt waits.
+            block: Number of workers that must share a node.
+            nodes: Ids of nodes with room, one for each block of the grid, as far as there are such nodes;
+                Ray chooses the nodes of further blocks.
         """
         self.device = find_device(self._cluster)
         if (self._cluster.device, self.device, self._can_grow) == ("auto", "cpu", True):
@@ -135,10 +134,8 @@ class WorkerSlots:
         self._reserve(num_spares, block, is_spare=True)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the grid's slots are all held to stay; looks for ``timeout_s`` at most.
-
-        Ray's own wait takes whole seconds, and cuts off the rest.
-        """
+        """Wait ``timeout_s`` seconds at most; return whether the grid's slots are held, on nodes that stay."""
+        # polls, because PlacementGroup.wait takes whole seconds only
         end_s, lacking = time.monotonic() + timeout_s, self._main
         while not self.slots or (lacking := [group for group in lacking if not _is_held(group)]):
             if time.monotonic() + LOOK_EVERY_S > end_s:
@@ -148,27 +145,33 @@ class WorkerSlots:
 
     @property
     def are_held(self) -> bool:
-        """Whether no node of the grid's slots is lost, as far as Ray knows."""
+        """True when every slot of the grid is held, so that none is on a lost node, as far as Ray knows."""
         return all(map(_is_held, self._main))
 
     def give_back_half(self) -> None:
-        """Let go, for a while, of slots that wait for others, and that another run may wait for."""
+        """Release an incomplete set of slots for PAUSE_S, so that another run can use them."""
+        # only while no process runs in any of them
         is_late = time.monotonic() > self._patient_until_s
         if is_late and not any(slot.actor for slot in self.slots):
             held = [group for group in self._main if _is_held(group)]
             if 0 < len(held) < len(self._main):
-                log.info("gives back %d of %d slots' groups", len(held), len(self._main))
+                log.info(
+                    "%d of %d placement groups were held; releasing them for other runs",
+                    len(held),
+                    len(self._main),
+                )
                 self.release()
                 self._pause_until_s = time.monotonic() + PAUSE_S
 
     def lost(self) -> list[WorkerSlot]:
-        """Those whose node is gone, as far as Ray knows."""
+        """Return the slots whose node is gone, as far as Ray knows."""
+        # groups with a location have a process, whose end a failed call reports
         empty = _groups(slot for slot in self.slots if slot.location is None)
         gone = {group for group in empty if placement_group_table(group)["state"] == "RESCHEDULING"}
         return [slot for slot in self.slots if slot.group in gone]
 
     def ask_anew(self, slots: Sequence[WorkerSlot]) -> None:
-        """Give up the groups of ``slots``, in which nobody is left, for others of their size."""
+        """Replace the groups of ``slots``, which have no process, by new groups of the same size."""
         for group in _groups(slots):
             remove_placement_group(group)
             (bundle,) = group.bundle_specs
@@ -178,7 +181,7 @@ class WorkerSlots:
                     slot.group = other
 
     def expected_locations(self) -> list[WorkerLocation]:
-        """Where the process of each of the grid's slots will be: where Ray has put the groups."""
+        """Return the location of each of the grid's slots, by the nodes of their placement groups."""
         node_of = {group: _node_of(group) for group in self._main}
         domains = {n.node_id: n.labels.get(DOMAIN_LABEL, "") for n in list_nodes(self._cluster)}
         nodes = [node_of[slot.group] for slot in self.slots if not slot.is_spare]
@@ -188,35 +191,36 @@ class WorkerSlots:
 
     @property
     def ready(self) -> list[WorkerSlot]:
-        """Those whose process could take a rank now: it has loaded, and its node stays."""
+        """Slots whose process could take a rank now: it has loaded, and its node is not draining."""
         return [slot for slot in self.living if slot.is_warm]
 
     @property
     def living(self) -> list[WorkerSlot]:
-        """Those with a process, loaded or not, whose node stays."""
+        """Slots with a process, loaded or not, whose node is not draining."""
         return [slot for slot in self.slots if slot.location and not self.is_leaving(slot)]
 
     def loading(self) -> list[WorkerSlot]:
-        """Those on nodes that live whose process is not ready yet, ordered or about to be."""
+        """Return the slots on live nodes whose process has not loaded yet or is about to be started."""
         awaited = [slot for slot in self.slots if not slot.is_warm]
         living = {node.node_id for node in list_nodes(self._cluster)}
         node_of = {group: _node_of(group) for group in _groups(awaited)}
         return [slot for slot in awaited if node_of[slot.group] in living]
 
     def stuck(self, limit_s: float) -> list[WorkerSlot]:
-        """Those whose process was ordered as long ago as a start may take, and has not loaded."""
+        """Return the slots whose process has not loaded in the time ``limit_s`` of a start, in seconds."""
+        # a little less than the limit: processes are started a moment after their attempt's clock
         now_s, almost = time.monotonic(), 0.9 * limit_s
         loading = [slot for slot in self.slots if slot.actor is not None and not slot.is_warm]
         return [slot for slot in loading if now_s - slot.ordered_s > almost]
 
     def is_leaving(self, slot: WorkerSlot) -> bool:
-        """Its node will be taken away, as far as Ray was asked."""
+        """Return whether the slot's node was draining at the last look."""
         return slot.location is not None and self._draining_nodes.is_leaving(slot.location.node_id)
 
     def drain(self, block: int) -> NodeDrain | None:
-        """Who has a rank and must leave, and how many seconds the first of them has; nobody is ready.
+        """Return the drain of nodes that host ranks, if any, with ``is_ready`` false.
 
-        Slots in their place are asked for, once: spares, which one of them becomes when it is lost.
+        Spare slots in place of the draining ones are requested once.
         """
         seconds = self._draining_nodes.poll()
         going = [slot for slot in self.slots if slot.assigned and self.is_leaving(slot)]
@@ -229,10 +233,12 @@ class WorkerSlots:
         return NodeDrain(seconds=min(left), ranks=ranks, is_ready=False) if left else None
 
     def spawn(self, slot: WorkerSlot, *, name: str, entry: str) -> None:
-        """Order a process. Ray sets OMP_NUM_THREADS to its whole CPUs, at least 1, unless it is set.
+        """Start an actor of the class Worker in ``slot``, with the name ``name``.
 
-        A runtime environment would do no more, and would keep Ray from using an idle process.
+        Ray sets OMP_NUM_THREADS to the actor's whole CPUs, at least 1, unless it is set. A runtime_env with it
+        would keep Ray from reusing an idle worker process.
         """
+        # no restarts: the driver decides about a lost process
         options = {
             "name": name,
             "num_cpus": self._cluster.cpus_per_worker,
@@ -247,14 +253,14 @@ class WorkerSlots:
         slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
 
     def release(self) -> None:
-        """Kill every process and give every slot back."""
+        """Kill every process and release every slot."""
         kill(self.slots)
         for group in _groups(self.slots):
             remove_placement_group(group)
         self.slots = []
 
     def not_free(self, grid: Grid, *, block: int) -> Fault:
-        """Why the slots are not held yet."""
+        """Return a fault that says why the slots are not held yet: free resources and those needed."""
         free = ray.available_resources()  # type: ignore[no-untyped-call]
         needs = worker_resources(self.device, self._cluster.cpus_per_worker)
         shown = ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in needs)
@@ -274,6 +280,7 @@ class WorkerSlots:
         self, num_workers: int, block: int, *, is_spare: bool = False, nodes: Sequence[str] = ()
     ) -> None:
         needs = worker_resources(self.device, self._cluster.cpus_per_worker)
+        # one bundle a block: a bundle is always on one node
         bundle = {kind: round(amount * block, 4) for kind, amount in needs.items()}
         for first in range(0, num_workers, block):
             near = nodes[first // block] if first // block < len(nodes) else None
@@ -283,7 +290,7 @@ class WorkerSlots:
 
 
 def _groups(slots: Iterable[WorkerSlot]) -> list[PlacementGroup]:
-    """Of ``slots``, each once."""
+    """Return the placement groups of ``slots``, each once."""
     return list(dict.fromkeys(slot.group for slot in slots))
 
 
@@ -292,12 +299,12 @@ def _is_held(group: PlacementGroup) -> bool:
 
 
 def _node_of(group: PlacementGroup) -> str:
-    """Id of the node that it is on, or was last; '' for none."""
+    """Return the id of the group's present or last node; '' for none."""
     return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
 
 
 def kill(slots: Sequence[WorkerSlot]) -> None:
-    """End the processes of ``slots``."""
+    """Kill the processes of ``slots``."""
     for slot in slots:
         if slot.actor is not None:
             ray.kill(slot.actor)
@@ -305,14 +312,14 @@ def kill(slots: Sequence[WorkerSlot]) -> None:
 
 
 def name_of(slot: WorkerSlot, plan: RunPlan, *, attempt: int) -> str:
-    """Of its process, for people: run, attempt, rank and coordinates; Ray wants no name twice."""
+    """Return the actor name of the slot's process: run, attempt, rank and coordinates; unique in Ray."""
     if slot.home < 0 or not attempt:  # between attempts another slot may have had that rank
         return f"{plan.job.run.name}/a{attempt}/spare{slot.index}-{time.monotonic_ns()}"
     return actor_name(plan, attempt=attempt, rank=slot.home)
 
 
 def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
-    """Such as ``demo/a1/rank3-tp1-pp0-dp1``."""
+    """Return the actor name of a rank, such as ``demo/a1/rank3-tp1-pp0-dp1``."""
     coords = plan.grid.coords(rank)
     axes = [f"{axis}{coords.on(axis)}" for axis in NAMED_AXES]
     return "/".join((plan.job.run.name, f"a{attempt}", "-".join((f"rank{rank}", *axes))))

@@ -1,7 +1,7 @@
-"""What every node that hosts workers is asked before they train: versions, the run's store, the data.
+"""The preflight check of every node that hosts workers: versions, the run's store, the data.
 
-One round: the driver writes an object, each node looks for it and writes one of its own, the driver
-looks for those. It owns the questions and the judgement; who carries them is worker_group's.
+In one round the driver writes an object, each node reads it and writes one of its own, and the driver reads
+those. This module has the questions and the verdict; ``workers/ray_worker_group.py`` makes the calls.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MAX_CAUSE_LENGTH = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightCheck:
-    """What a node is asked (driver to worker).
+    """The check that a node is to make (driver to worker).
 
     Attributes:
-        store_uri: The run's folder; empty when the store is not asked about.
-        folder: Where the objects of this round lie, below the run's folder.
-        data_path: The dataset; empty when it is not asked about.
-        data_identity: What the driver sees there.
+        store_uri: URI of the run's folder; empty when the store is not checked.
+        folder: Key prefix of this round's objects, relative to the run's folder.
+        data_path: Path of the dataset; empty when it is not checked.
+        data_identity: Identity of the dataset that the driver reads there.
     """
 
     store_uri: str
@@ -48,13 +48,13 @@ class PreflightCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightResult:
-    """What a node says (worker to driver); an empty text is a yes.
+    """The result of a node (worker to driver); empty texts mean success.
 
     Attributes:
-        versions: As of node_probes.local_versions.
-        sees_driver: It reads what the driver wrote, or why not.
-        writes: It has written its own object, or why not.
-        sees_data: It reads the dataset that the driver reads, or why not.
+        versions: Versions on the node, of node_probes.local_versions.
+        sees_driver: Reason why it cannot read the driver's object; empty if it can.
+        writes: Reason why it cannot write its own object; empty if it can.
+        sees_data: Reason why it cannot read the driver's dataset; empty if it can.
     """
 
     versions: Mapping[str, str]
@@ -64,7 +64,8 @@ class PreflightResult:
 
 
 def answer_question(check: PreflightCheck, node_id: str) -> PreflightResult:
-    """Runs on the node. Where the driver's object is missing it writes nothing: no folder is made."""
+    """Make the check on the node on which it runs, and return the result."""
+    # without the driver's object nothing is written, as that would create the folder on a local disk
     sees_driver = writes = ""
     if check.store_uri:
         store = open_store(check.store_uri)
@@ -82,7 +83,7 @@ def answer_question(check: PreflightCheck, node_id: str) -> PreflightResult:
 
 @dataclass(kw_only=True, slots=True)
 class _Round:
-    """One round: which nodes (address by id) are asked what, and who has answered."""
+    """A round of checks: the nodes (address by id), the check, and the results so far by node id."""
 
     nodes: Mapping[str, str]
     check: PreflightCheck
@@ -91,27 +92,27 @@ class _Round:
 
 
 class Preflight:
-    """The driver's end: asks each node once in the driver's life, and judges the answers."""
+    """The driver's side: checks each node once in the driver's life, and judges the results."""
 
     def __init__(self, *, store: Store, data_path: str, driver_node: str) -> None:
-        """Asks nothing yet.
+        """Prepare the checks; nothing is accessed yet.
 
         Args:
-            store: The run's folder.
-            data_path: The job's ``data.path``.
-            driver_node: Ray's id of the node that the driver is on.
+            store: Store of the run's folder.
+            data_path: Path of the dataset, the job's ``data.path``.
+            driver_node: Ray's id of the driver's node.
         """
         self._store, self._data_path, self._driver_node = store, data_path, driver_node
-        self._sound: set[str] = set()
+        self._sound: set[str] = set()  # ids of nodes that passed
         self._round: _Round | None = None
 
     @property
     def is_open(self) -> bool:
-        """Some node is still being asked."""
+        """True while a node's result is pending."""
         return self._round is not None
 
     def begin(self, nodes: Mapping[str, str]) -> tuple[PreflightCheck, list[str]]:
-        """Open a round for those of ``nodes`` (address by id) that are new: the question, and whom.
+        """Begin a round for the new ones of ``nodes`` (address by id); return the check and their ids.
 
         Raises:
             StorageError: The driver cannot write its object.
@@ -125,16 +126,17 @@ class Preflight:
         return check, list(new)
 
     def add(self, node: str, result: PreflightResult) -> list[NodesChecked]:
-        """Take in one answer; the last one closes the round.
+        """Add one result; the last one ends the round, and its event is returned.
 
         Raises:
-            ConfigError: With everything that is wrong with the nodes.
+            ConfigError: Nodes failed the check; all faults are listed.
         """
         assert self._round, "only a node that was asked answers"
         asked = self._round
         asked.results[node] = result
         if len(asked.results) < len(asked.nodes):
             return []
+        # last result: judge all of them
         raise_faults(ConfigError, self._faults(asked))
         self._sound.update(asked.nodes)
         self._round = None
@@ -142,13 +144,14 @@ class Preflight:
         return [NodesChecked(seconds=seconds, detail=_scope(asked.check, len(asked.nodes)))]
 
     def cancel(self) -> None:
-        """Forget a round that is open: its attempt is over."""
+        """Drop a pending round, whose attempt is over, and delete its objects."""
         if self._round is not None:
             self._tidy(self._round.check, list(self._round.nodes))
         self._round = None
 
     def _make_check(self, *, is_elsewhere: bool) -> PreflightCheck:
-        """A local path on the driver's own node needs no question."""
+        """Return the check of a new round; ``is_elsewhere`` says that it has nodes other than the driver's."""
+        # a local path on the driver's own node needs no check
         asks_store = is_elsewhere or local_path(self._store.uri) is None
         is_file = self._data_path != SYNTHETIC_PATH
         asks_data = is_file and (is_elsewhere or is_remote(self._data_path))
@@ -160,13 +163,15 @@ class Preflight:
         )
 
     def _faults(self, asked: _Round) -> list[Fault]:
-        """Everything that is wrong with the nodes; takes the round's objects away."""
+        """Return the faults of all nodes, and delete the round's objects."""
         own, check = local_versions(), asked.check
+        # what each node said of itself
         faults = []
         for node, result in asked.results.items():
             other = version_fault(own, asked.nodes[node], result.versions)
             faults += [other] if other else []
             faults += _answer_faults(asked.nodes[node], check, result)
+        # whether the driver sees what the nodes wrote
         if check.store_uri:
             wrote = [node for node, result in asked.results.items() if _has_written(result)]
             unseen = self._unseen(check, wrote)
@@ -175,13 +180,14 @@ class Preflight:
         return faults
 
     def _unseen(self, check: PreflightCheck, wrote: list[str]) -> dict[str, str]:
-        """By node whose object the driver does not find, why; all are looked for at once."""
+        """Return the nodes whose object the driver cannot read, with the reasons; reads concurrently."""
         pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="preflight")
         pending = {
             node: pool.submit(_cause_of, _find, self._store, _node_key(check, node))
             for node in wrote
         }
         done, _ = wait(pending.values(), timeout=READ_TIMEOUT_S)
+        # a read that hangs must not hold up the driver
         pool.shutdown(wait=False, cancel_futures=True)
         late = f"no answer in {READ_TIMEOUT_S:g} s"
         causes = {node: look.result() if look in done else late for node, look in pending.items()}
@@ -196,7 +202,7 @@ class Preflight:
 
 
 def _scope(check: PreflightCheck, num_nodes: int) -> str:
-    """One line for people: what was checked, and what was not."""
+    """Return one line for people that says what was checked and what was not."""
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     stores = {"the run's store": check.store_uri, "the data": check.data_path}
     asked = [name for name, uri in stores.items() if uri]
@@ -206,7 +212,7 @@ def _scope(check: PreflightCheck, num_nodes: int) -> str:
 
 
 def _cause_of(look: Callable[..., None], *args: object) -> str:
-    """Why ``look`` fails, in one line; empty when it does not."""
+    """Return why ``look(*args)`` fails, in one line; empty when it succeeds."""
     try:
         look(*args)
     except RaymegaError as error:
@@ -227,7 +233,10 @@ def _find(store: Store, key: str) -> None:
 
 
 def _look_at_data(check: PreflightCheck) -> None:
-    """Description and, of a folder, sizes; an object store's shards are checked as they come."""
+    """Raise if the dataset differs from the driver's; file sizes are checked in a folder only.
+
+    The shards of an object store are checked when they are fetched.
+    """
     path = check.data_path
     found = dataset_identity(path)
     if found != check.data_identity:

@@ -1,7 +1,7 @@
-"""Who has which rank: chosen among the processes that are there, or by where Ray will put them.
+"""Assigns ranks to slots: to processes that exist, or by the nodes on which Ray has placed the slots.
 
-It sets the homes and ranks of slots. Which processes there are is placement_slots', and what those with a
-rank are told is the worker group's.
+It sets the ``home`` and ``assigned`` fields of slots. ``workers/placement_slots.py`` owns slots and processes;
+``workers/ray_worker_group.py`` sends the messages.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ class RankAssignment:
     """The ranks of one run's slots on its present grid."""
 
     def __init__(self, slots: WorkerSlots, plan: RunPlan) -> None:
-        """Nobody has a rank yet."""
+        """Begin without ranks, on the grid of ``plan``."""
         self._slots, self._parallel = slots, plan.job.parallel
         self.use(plan.grid)
 
     @property
     def assigned_slots(self) -> list[WorkerSlot]:
-        """Those with a rank in the present attempt."""
+        """Slots with a rank in the present attempt."""
         return [slot for slot in self._slots.slots if slot.assigned]
 
     def block_of(self, grid: Grid) -> int:
-        """Workers of ``grid`` that must be together on a node."""
+        """Return the number of workers of ``grid`` that must share a node."""
         return block_size(grid, self._parallel)
 
     def use(self, grid: Grid) -> None:
-        """Ranks are those of ``grid`` from now on: nobody keeps what it had."""
+        """Assign the ranks of ``grid`` from now on; no slot keeps its last rank."""
         self.grid, self._block = grid, self.block_of(grid)
         for slot in self._slots.slots:
             slot.home = -1
 
     def nodes_of_ranks(self, nodes: list[NodeSlots]) -> tuple[str, ...]:
-        """By rank a node that could host it.
+        """Return for each rank the id of a node that could host it.
 
         Raises:
-            CapacityError: There is no room.
+            CapacityError: The nodes have too few slots.
         """
         return place_ranks(nodes, self.grid, block=self._block)
 
     def nodes_of_blocks(self, nodes: list[NodeSlots]) -> list[str]:
-        """For each block of workers that must be together a node of ``nodes``; none where they lack room."""
+        """Return a node id for each block of workers that must share a node; [] if there is no room."""
         try:
             num_ranks = Counter(self.nodes_of_ranks(nodes))
         except CapacityError:
@@ -66,9 +66,9 @@ class RankAssignment:
         return [node for node, num in num_ranks.items() for _ in range(num // self._block)]
 
     def expect(self) -> list[WorkerLocation]:
-        """Homes by where Ray has put the slots, and those places; none when homes are known.
+        """Set homes by the nodes of the slots, and return the slots' locations; [] if homes are set already.
 
-        Ray renames nothing, so processes need their ranks for their names before they live.
+        An actor's name contains its rank and cannot be changed, so the rank must be known before it starts.
         """
         if any(slot.home >= 0 for slot in self._slots.slots):
             return []
@@ -80,16 +80,17 @@ class RankAssignment:
         return locations
 
     def warm_ranks(self) -> dict[int, WorkerSlot] | None:
-        """By rank who could take it now, without any process that is still to come."""
+        """Return a slot for each rank, among those whose process is loaded; None if they do not suffice."""
         return self._ranks_of(self._slots.ready)
 
     def living_ranks(self) -> dict[int, WorkerSlot] | None:
-        """The same, or else with processes that are there and load: they need no slots any more."""
+        """Return the same, or else with processes that are still loading, which have their slots already."""
         ranks = self.warm_ranks()
         return self._ranks_of(self._slots.living) if ranks is None else ranks
 
     def _ranks_of(self, slots: list[WorkerSlot]) -> dict[int, WorkerSlot] | None:
         locations = [slot.location for slot in slots if slot.location]
+        # a process keeps its last rank where it can
         homes = [slot.home for slot in slots]
         ranks = choose_ranks(locations, homes, self.grid, block=self._block)
         if ranks is None:
@@ -97,20 +98,26 @@ class RankAssignment:
         return {rank: slot for rank, slot in zip(ranks, slots, strict=True) if rank >= 0}
 
     def choose(self) -> dict[int, WorkerSlot] | None:
-        """Every rank has a process: its own, or else one that is warm and has none; None before."""
+        """Return a slot for each rank once every rank has a process, else None."""
+        # every expected process has come
         awaited = [s for s in self._slots.slots if s.home >= 0 and not self._slots.is_leaving(s)]
         if len(awaited) == self.grid.world_size and all(slot.location for slot in awaited):
             return {slot.home: slot for slot in awaited}
+        # or loaded ones suffice, spares included
         return self.warm_ranks()
 
     def assigned(self, chosen: dict[int, WorkerSlot]) -> list[WorkerSlot]:
-        """Give seats to those that were chosen; by rank, the first is who hosts the rendezvous."""
+        """Assign ranks to the chosen slots and return them by rank; the first hosts the rendezvous."""
+        # the ranks that they were chosen for, unless GPUs or nodes rule these out
         taken = [chosen[rank] for rank in sorted(chosen)]
         locations = [slot.location for slot in taken if slot.location]
         assigned_ranks = keep_ranks(locations, sorted(chosen), self.grid, block=self._block)
         if assigned_ranks is None:
             assigned_ranks = assign_ranks(locations, self.grid, block=self._block)
-            log.warning("GPUs or nodes came in another order: some actors' names say other ranks")
+            log.warning(
+                "GPUs or nodes came in another order: some actors have names of other ranks"
+            )
+        # homes of the next attempt are these ranks
         for slot in self._slots.slots:
             slot.home = -1
         for slot, assigned in zip(taken, assigned_ranks, strict=True):

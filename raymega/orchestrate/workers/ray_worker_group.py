@@ -1,8 +1,8 @@
-"""The worker group on Ray: its processes, what each worker is told, and one place to wait.
+"""The worker group on Ray: its processes, the messages that start workers, and the wait for answers.
 
-Every answer is met in poll by the function that was named when the call was made. Lost processes are
-made up for at once, in the background; who takes a lost rank is decided when the next attempt starts,
-and is rank_assignment's. It starts no attempt by itself: the controller does.
+Each call names a function, which ``poll`` runs on the answer. Lost processes are replaced in the background;
+``workers/rank_assignment.py`` decides at the next attempt which process takes a lost rank. The controller
+starts attempts.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ log = logging.getLogger(__name__)
 
 TRAIN_ENTRY = "raymega.train.entry"
 RESPAWN_S = 1.0
-"""Pause before a process that died without a rank is replaced: its node may be dying too."""
+"""Pause before a dead process is replaced, in seconds: its node may be dying too."""
 LOOK_EVERY_S = 1.0
-"""Between looks at whether a start waits for a slot whose node is gone."""
+"""Interval between checks for slots whose node is gone, in seconds."""
 
 
 class RayWorkerGroup:
-    """The WorkerGroup protocol over a connected Ray; see worker_group_api for each verb's timing."""
+    """The WorkerGroup protocol over a connected Ray; see ``core/worker_group_api.py`` for what may block."""
 
     def __init__(
         self,
@@ -67,16 +67,17 @@ class RayWorkerGroup:
         preflight: Preflight | None = None,
         snapshot_servers: SnapshotServers | None = None,
     ) -> None:
-        """Starts nothing.
+        """Prepare the group; nothing is started.
 
         Args:
-            plan: Whose grid and cluster section say what a worker needs.
-            log_dir: Where each rank's output goes, on its own node.
-            can_grow: Nodes may still join, so that lack of room is a reason to wait.
-            entry: Module that a worker runs; see worker_actor.EntryModule.
-            preflight: Asks each node before its first attempt; without one, none is asked.
-            snapshot_servers: Hold the workers' snapshots; without them, there are none.
+            plan: Plan of the run; its grid and cluster section determine the workers' resources.
+            log_dir: Folder for each rank's output, on the rank's node.
+            can_grow: Whether nodes may still join; then the group waits for room instead of failing.
+            entry: Name of the module that a worker runs; see worker_actor.EntryModule.
+            preflight: Check of each node before its first attempt; None for no check.
+            snapshot_servers: Keepers of the workers' snapshots; None for a run without snapshots.
         """
+        # plans: of the next attempt, of the job's own grid, and of the grid that slots were asked for
         self._plan, self._full, self._asked = plan, plan, plan
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
         self._slots = WorkerSlots(plan.job.cluster, can_grow=can_grow)
@@ -86,6 +87,7 @@ class RayWorkerGroup:
         self._spec: AttemptSpec | None = None
         self._preflight, self._snapshot_servers = preflight, snapshot_servers
         self._rendezvous, self._probed_s, self._renewed_s = "", 0.0, 0.0
+        # of the attempt: ranks assigned, workers told to start, first step seen; of the run: any process ordered
         self._is_assigned = self._is_let_go = self._is_stepping = self._has_begun = False
 
     @property
@@ -113,13 +115,13 @@ class RayWorkerGroup:
 
     def reserve(self, timeout_s: float) -> Fault | None:
         """See WorkerGroup."""
-        if self._assignment.living_ranks() is not None:
+        if self._assignment.living_ranks() is not None:  # the processes suffice, loaded or not
             return None
         self._drop_empty_slots()
         self._slots.give_back_half()
         self._renew_lost()
         lacking = None
-        try:
+        try:  # would the grid fit, were the nodes idle?
             nodes = list_nodes(self._plan.job.cluster)
             node_of = self._assignment.nodes_of_ranks(nodes)
             if not self._slots.are_asked_for:
@@ -129,8 +131,7 @@ class RayWorkerGroup:
                 raise
             lacking = error.faults[0]
         if self._slots.may_be_asked_for:
-            # Also when nothing fits yet: what is asked for is what an autoscaler goes by.
-            self._ask_for_slots()
+            self._ask_for_slots()  # even if nothing fits yet: an autoscaler adds nodes for pending requests
         if self._plan is self._asked and self._slots.wait(timeout_s):
             return None
         self._fill_later()
@@ -143,7 +144,7 @@ class RayWorkerGroup:
         """See WorkerGroup."""
         self._spec, self._is_assigned, self._is_stepping = spec, False, False
         is_enough = self._assignment.living_ranks() is not None
-        if not is_enough:
+        if not is_enough:  # start a process in each slot, named by the rank that it will have
             self._expect_ranks()
             self._fill([slot for slot in self._slots.slots if not slot.is_spare])
         self._assign_when_all_are_there(are_living_enough=is_enough)
@@ -164,7 +165,7 @@ class RayWorkerGroup:
             self._let_go_when_clear()
         reports += self._renew_lost()
         self._is_stepping |= any(isinstance(report, StepFinished) for report in reports)
-        if self._is_stepping:  # before that, loading would take its cores from those who start
+        if self._is_stepping:  # not earlier: loading would take cores from the start
             self._fill_later()
         return [*self._hang_probe.pop_results(), *reports, *self._missing_nodes()]
 
@@ -187,7 +188,7 @@ class RayWorkerGroup:
         if self._preflight is not None:
             self._preflight.cancel()
         assigned_slots = self._assignment.assigned_slots
-        if keep_warm:
+        if keep_warm:  # a stopped process cannot answer an abort, nor one that hangs in its start
             self._kill(self._hang_probe.pop_stopped())
             free = abort(assigned_slots, attempt)
             stuck = self._slots.stuck(self._plan.job.elastic.start_timeout_s)
@@ -205,14 +206,14 @@ class RayWorkerGroup:
         return self._assignment.block_of(self._asked.grid)
 
     def _drop_empty_slots(self) -> None:
-        """Slots of another grid in which nobody is left: those of this one are asked for near each other."""
+        """Release slots of another grid once they have no process, to ask for this grid's slots together."""
         slots = self._slots.slots
         if self._plan is not self._asked and not any(slot.location for slot in slots):
             self._kill(slots)
             self._slots.release()
 
     def _ask_for_slots(self) -> None:
-        """All of the grid, and beside it what the job's own grid has more, and the spares."""
+        """Ask for the grid's slots, and for spare slots: up to the job's own grid, plus elastic.spares."""
         self._asked = self._plan
         num_workers = self._asked.grid.world_size
         num_beside = self._full.grid.world_size - num_workers + self._full.job.elastic.spares
@@ -224,7 +225,7 @@ class RayWorkerGroup:
         )
 
     def _renew_lost(self) -> list[Report]:
-        """Ask anew for slots that went with their node; deaths there that Ray has not told of yet."""
+        """Ask again for slots of lost nodes; return deaths on them that Ray has not yet reported."""
         now_s = time.monotonic()
         if now_s - self._renewed_s < LOOK_EVERY_S:
             return []
@@ -239,17 +240,17 @@ class RayWorkerGroup:
 
     def _expect_ranks(self) -> None:
         locations = self._assignment.expect()
-        if self._snapshot_servers and locations:  # they start while workers load torch
+        if self._snapshot_servers and locations:  # keepers start while workers import torch
             self._snapshot_servers.location({location.node_id for location in locations})
 
     def _fill_later(self) -> None:
-        """Make up for lost processes, and have spares, while nobody waits for them."""
+        """Start spares and replacements of lost processes, for which no attempt waits yet."""
         now_s = time.monotonic()
         if self._has_begun:
             self._fill([slot for slot in self._slots.slots if now_s >= slot.respawn_at_s])
 
     def _fill(self, slots: list[WorkerSlot]) -> None:
-        """Order a process for each of ``slots`` that has none."""
+        """Start a process in each of ``slots`` that has none: hold, preload, then its location."""
         self._has_begun = True
         attempt = self._spec.attempt if self._spec else 0
         for slot in slots:
@@ -287,7 +288,7 @@ class RayWorkerGroup:
         return []
 
     def _is_awaited(self, slot: WorkerSlot) -> bool:
-        """A death is the attempt's when the process had a rank, or when its start waits for it."""
+        """Return whether the attempt depends on the slot: it has a rank, or the start waits for it."""
         is_starting = self._spec is not None and not self._is_assigned
         return slot.assigned is not None or (is_starting and not slot.is_spare)
 
@@ -297,7 +298,7 @@ class RayWorkerGroup:
         kill(slots)
 
     def _missing_nodes(self) -> list[Report]:
-        """A start that waits for a process whose node is gone would wait for ever."""
+        """Return a death if a start waits for a process on a lost node, which would never answer."""
         now_s = time.monotonic()
         is_due = now_s - self._probed_s >= LOOK_EVERY_S
         if self._is_assigned or not self._spec or not is_due:
@@ -307,7 +308,7 @@ class RayWorkerGroup:
             return []
         return [WorkerDied(rank=-1, cause="the node of a slot is gone")]
 
-    # Seats, and what a start waits for.
+    # Ranks, and what a start waits for.
 
     def _assign_when_all_are_there(self, *, are_living_enough: bool = False) -> None:
         if self._is_assigned or self._spec is None:
@@ -317,7 +318,7 @@ class RayWorkerGroup:
             chosen = self._assignment.living_ranks()
         if chosen is None:
             return
-        self._is_assigned = True
+        self._is_assigned = True  # from here: keepers, rendezvous and preflight at once
         taken = self._assignment.assigned(chosen)
         first = taken[0]
         assert first.location, "a slot with a seat has a place"
@@ -328,7 +329,7 @@ class RayWorkerGroup:
             self._ask_nodes(self._preflight, taken)
 
     def _start_snapshot_servers(self) -> None:
-        """Also where spares are, so that none has to start when one of them is used."""
+        """Start a keeper on each node with a process, spares included, as these may be used later."""
         if self._snapshot_servers:
             self._snapshot_servers.location(
                 {slot.location.node_id for slot in self._slots.slots if slot.location}
@@ -340,7 +341,7 @@ class RayWorkerGroup:
         return []
 
     def _ask_nodes(self, preflight: Preflight, taken: list[WorkerSlot]) -> None:
-        """One worker of each node answers for it."""
+        """Begin the preflight check; one worker of each node answers for it."""
         by_node = {slot.location.node_id: slot for slot in taken if slot.location}
         addresses = {node: slot.location.address for node, slot in by_node.items() if slot.location}
         check, new = preflight.begin(addresses)
@@ -353,13 +354,13 @@ class RayWorkerGroup:
         self._let_go_when_clear()
         return [*reports]
 
-    # What workers are told, and what they say.
+    # Starting workers, and their reports.
 
     def _let_go_when_clear(self) -> None:
-        """Workers start, once, when there is a place to meet and nobody is still waited for.
+        """Start the workers, once: after rendezvous, preflight and keepers, when all processes have loaded.
 
-        Who meets waits no longer than for a collective, and lets go of nothing meanwhile: so nobody
-        begins before the last process has loaded.
+        A rank in the rendezvous waits at most elastic.collective_timeout_s and cannot be aborted there, so no
+        rank may enter it before the last process has loaded.
         """
         is_asking = bool(self._preflight and self._preflight.is_open)
         is_keeping = bool(self._snapshot_servers and self._snapshot_servers.pending())
@@ -387,11 +388,11 @@ class RayWorkerGroup:
         return [Heartbeat(rank=slot.rank), *(reports or ())]
 
     def _listen(self, timeout_s: float) -> Reports:
-        """Handle the results that are there, or the first one to come."""
+        """Wait for the first answer, and return the reports of all answers that are there."""
         starting = self._snapshot_servers.pending() if self._snapshot_servers else []
         if not (refs := [*self._calls.refs, *starting]):
             return []
         ready, waiting = ray.wait(refs, num_returns=1, timeout=timeout_s)
-        if ready and waiting:
+        if ready and waiting:  # take the others that have come, without waiting
             ready += ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
         return [report for ref in ready for report in self._calls.handle_result(ref, self._bury)]

@@ -1,7 +1,7 @@
-"""The keepers of a run: on each node that hosts workers one small actor that holds their snapshots.
+"""The keepers of a run: on each node that hosts workers, a small actor that holds snapshots in memory.
 
-They belong to the driver's process: they outlive attempts, and end with the run or with the driver.
-What they hold is checkpoint.snapshots'; which of them a rank uses is plan.replicas'.
+The driver owns the actors, so they outlive attempts and end with the run or the driver.
+``checkpoint/snapshots/`` defines what they hold, ``plan/snapshot_replicas.py`` which of them a rank uses.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from raymega.plan.snapshot_replicas import copy_nodes
 log = logging.getLogger(__name__)
 
 START_PATIENCE_S = 30.0
-"""Longest that an attempt waits for keepers; then it does without those that are missing."""
+"""Longest wait of an attempt for keepers in seconds; then it starts without the missing ones."""
 FIND_TIMEOUT_S = 5.0
-"""Longest wait for one answer of a keeper when the driver looks for a snapshot."""
+"""Timeout of one call to a keeper when the driver looks for a snapshot, in seconds."""
 
 
 class SnapshotServerActor:
-    """The process of a keeper."""
+    """The actor of a keeper, which serves a MemoryStoreServer."""
 
     def __init__(self, token: str) -> None:
-        # Here, because the driver has no need of Arrow's network library.
+        # imported here, because the driver does not need Arrow Flight
         from raymega.storage.memory_server import MemoryStoreServer, give_memory_back
 
         give_memory_back()
@@ -44,17 +44,17 @@ class SnapshotServerActor:
         self._keeper = MemoryStoreServer(host, token)
 
     def address(self) -> str:
-        """Where it listens."""
+        """Return the keeper's ``host:port``."""
         return self._keeper.uri
 
     def hold(self) -> None:
-        """Never returns: that the call fails is how the driver learns of the process's end."""
+        """Block forever; the call fails when this process ends, and so reports its end to the driver."""
         Event().wait()
 
 
 @dataclass(kw_only=True, slots=True)
 class _Kept:
-    """A keeper's actor, the call that ends with it, and its address when that is known."""
+    """A keeper's actor, its pending ``hold`` and ``address`` calls, and its address once known."""
 
     actor: ActorHandle[Any]  # an actor class made at run time has no static type
     end: ray.ObjectRef[Any]
@@ -63,32 +63,33 @@ class _Kept:
 
 
 class SnapshotServers:
-    """SnapshotManager on Ray, and what the worker group needs to know of it."""
+    """The SnapshotManager on Ray, with the methods by which the worker group runs keepers."""
 
     def __init__(self, plan: RunPlan, *, clock: Clock) -> None:
-        """Starts nothing."""
+        """Prepare without keepers; ``plan`` is that of the job's own grid."""
         self._plan, self._clock = plan, clock
         self._token = secrets.token_hex(32)
+        # keepers by node; nodes of the present attempt, and when they were set
         self._by_node: dict[str, _Kept] = {}
         self._wanted: set[str] = set()
         self._since_s = 0.0
 
     def location(self, nodes: Collection[str]) -> None:
-        """Have a keeper on each of ``nodes``; those that live stay as they are. Never blocks."""
+        """Start a keeper on each of ``nodes`` that has none; the others stay. Never blocks."""
         self._drop_dead()
         self._wanted, self._since_s = set(nodes), self._clock.monotonic()
         for node in sorted(self._wanted - self._by_node.keys()):
             self._by_node[node] = self._spawn(node)
 
     def pending(self) -> list[ray.ObjectRef[str]]:
-        """Calls that keepers have not answered yet, which an attempt should wait for."""
+        """Return the pending ``address`` calls of wanted keepers; [] once START_PATIENCE_S have passed."""
         if self._clock.monotonic() - self._since_s > START_PATIENCE_S:
             return []
         wanted = (kept for node, kept in self._by_node.items() if node in self._wanted)
         return [kept.answer for kept in wanted if not kept.address]
 
     def collect(self) -> None:
-        """Take in what has been answered. Never blocks."""
+        """Store the addresses that have arrived, and drop keepers that failed to start. Never blocks."""
         for node, kept in tuple(self._by_node.items()):
             if not kept.address and ray.wait([kept.answer], timeout=0)[0]:
                 try:
@@ -102,15 +103,17 @@ class SnapshotServers:
     def replicas(
         self, nodes: Sequence[str], rank: int, holders: Mapping[str, tuple[str, ...]]
     ) -> Replicas:
-        """What the worker with ``rank`` must know.
+        """Return the keepers that the worker with ``rank`` writes to and reads from.
 
         Args:
-            nodes: The node of each rank.
-            rank: Whose.
-            holders: Of what it restores.
+            nodes: Node id of each rank.
+            rank: Rank of the worker.
+            holders: Keepers that hold each object of the snapshot to restore, by the object's key.
         """
+        # own node first, then its partner
         homes = copy_nodes(nodes)[rank]
         home = self._addresses(homes[:1])
+        # one rank a node deletes old snapshots there
         is_first_here = nodes.index(nodes[rank]) == rank
         return Replicas(
             token=self._token,
@@ -126,7 +129,7 @@ class SnapshotServers:
         self._drop_dead()
         if not self._by_node:
             return None
-        from raymega.storage.remote_memory_store import RemoteMemoryStore
+        from raymega.storage.remote_memory_store import RemoteMemoryStore  # imports Arrow Flight
 
         stores = {
             kept.address: RemoteMemoryStore(kept.address, self._token, timeout_s=FIND_TIMEOUT_S)
@@ -141,10 +144,11 @@ class SnapshotServers:
         self._kill(self._by_node.keys() - self._wanted)
 
     def close(self) -> None:
-        """Forget everything, and leave no process."""
+        """Kill all keepers, and with them all snapshots."""
         self._kill(tuple(self._by_node))
 
     def _spawn(self, node: str) -> _Kept:
+        # threads: one for ``hold``, one for short calls; Flight serves in threads of its own
         options = {
             "name": f"{self._plan.job.run.name}/keeper-{node[:8]}-{secrets.token_hex(3)}",
             "num_cpus": 0,

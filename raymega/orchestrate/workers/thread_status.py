@@ -1,7 +1,7 @@
-"""Where a training thread stands, seen from another thread of its process; and a neighbour's process.
+"""Reads the position of a training thread from another thread, and the state of another process.
 
-It reads frames and the kernel's own books, so that training pays nothing for being looked at. What
-follows from it is hang_detector's.
+It reads Python frames and /proc, so being probed costs the training thread nothing.
+``driver/hang_detector.py`` interprets the result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from raymega.orchestrate.core.worker_group_api import ThreadStatus
 
 INSTRUCTION = ("raymega.pipeline.executor", "_carry_out", "task")
 OPERATION = ("raymega.parallel.comm.work", "wait", "self")
-"""Module, function and local variable that say what is done, and what is waited for."""
+"""Module, function and local variable that hold the present instruction, and the collective waited for."""
 PATIENT = (
     "raymega.checkpoint", "raymega.data", "raymega.storage", "raymega.train.save_schedule",
     "torch._dynamo", "torch._inductor",
 )  # fmt: skip
-"""Who waits in these waits for a disk, a store or a compiler, each of which bounds its own waits."""
+"""Modules that wait for a disk, a store or a compiler, and limit these waits themselves."""
 PROC = Path("/proc")
 MAX_FRAMES = 6
 RUNNING, STOPPED = "R", "T"
@@ -30,7 +30,7 @@ UNKNOWN = ""
 
 
 def thread_status_of(thread: Thread, *, rank: int, step: int) -> ThreadStatus:
-    """Where ``thread`` is now; step is the last that it has completed."""
+    """Return the position of ``thread``; ``step`` is its number of completed steps."""
     frames = _frames(thread)
     state, cpu_s = _books(PROC / "self" / "task" / str(thread.native_id) / "stat")
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
@@ -47,12 +47,12 @@ def thread_status_of(thread: Thread, *, rank: int, step: int) -> ThreadStatus:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process of this machine; empty when there is none, or no such books."""
+    """Return the state letter of a process on this machine; empty if it, or /proc, does not exist."""
     return _books(PROC / str(pid) / "stat")[0]
 
 
 def _frames(thread: Thread) -> list[FrameType]:
-    """Outermost first; none of a thread that has ended."""
+    """Return the thread's frames, outermost first; none if it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     found = []
     while frame is not None:
@@ -62,7 +62,7 @@ def _frames(thread: Thread) -> list[FrameType]:
 
 
 def _local(frames: Sequence[FrameType], location: tuple[str, str, str]) -> str:
-    """The innermost such variable as text; empty when the thread is not there."""
+    """Return the local variable of the innermost such frame as text; empty if there is none."""
     module, function, name = location
     for frame in reversed(frames):
         is_there = frame.f_code.co_name == function and frame.f_globals.get("__name__") == module
@@ -76,10 +76,12 @@ def _line(frame: FrameType) -> str:
 
 
 def _books(path: Path) -> tuple[str, float]:
-    """State and seconds of CPU from a stat file of the kernel; the command may hold any character."""
+    """Return state letter and CPU seconds from a stat file of /proc; empty and 0 if it does not exist."""
+    # fields after the command, which is in parentheses and may hold any character
     try:
         fields = path.read_text().rpartition(")")[2].split()
     except OSError:
         return UNKNOWN, 0.0
+    # utime and stime
     ticks = int(fields[11]) + int(fields[12])
     return fields[0], ticks / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,8 @@
-"""The Ray actor that hosts one rank: training in a thread, the driver's calls beside it.
+"""The Ray actor that hosts one rank: training in one thread, the driver's calls in others.
 
-It owns the process (its output, its thread, its last words) and knows nothing of training: that is
-an entry module, named by string and imported here, with ``host_rendezvous``, ``run_worker`` and
-``abort``. It never retries and never decides anything.
+It owns the process: its output, its training thread, and the report of an error. It does not know training,
+which is an entry module (EntryModule), named by a string and imported here. It never retries and never
+decides anything.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from raymega.orchestrate.workers.thread_status import process_state, thread_stat
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENCY = 5
-"""Threads for the driver's calls: one that never ends, a long poll, an abort, and room for short ones."""
+"""Threads for the driver's calls: ``hold``, the long poll, an abort, and two for short calls."""
 
 
 class EntryModule(Protocol):
-    """What an entry module offers."""
+    """Interface of an entry module."""
 
     def warm_up(self, plan_json: str, device: str) -> None:
-        """Load what the first step would have to; called before any attempt."""
+        """Load what the first step would otherwise load; called before any attempt."""
 
     def host_rendezvous(self, host: str) -> tuple[str, object]:
-        """Open the place where ranks meet; its ``host:port`` and a handle that keeps it open."""
+        """Open a rendezvous; return its ``host:port`` and a handle that keeps it open."""
 
     def run_worker(self, start: StartWorker, channel: Channel, rendezvous: object) -> None:
-        """Train; called in a thread of its own. Returns at the end or raises."""
+        """Train, in a thread of its own; return at the end or raise."""
 
     def abort(self) -> None:
         """Make ``run_worker`` raise if it waits for other ranks; called from another thread."""
 
 
 class Worker:
-    """One process, which may serve several attempts one after the other."""
+    """The actor of a worker's process, which may serve several attempts in succession."""
 
     def __init__(self, entry: str) -> None:
         self._entry_name = entry
@@ -72,46 +72,47 @@ class Worker:
         self._attempt = 0
 
     def location(self) -> WorkerLocation:
-        """Where this process lives."""
+        """Return the location of this process."""
         return worker_location()
 
     def run_uri(self) -> str:
-        """Folder of the run that it works for; empty before its first attempt."""
+        """Return the URI of the run's folder; empty before the first attempt."""
         return self._run_uri
 
     def hold(self) -> None:
-        """Never returns: that the call fails is how the driver learns of this process's end."""
+        """Block forever; the call fails when this process ends, and so reports its end to the driver."""
         Event().wait()
 
     def preload(self, plan_json: str, device: str) -> None:
-        """Load all that training takes, for seconds, while the driver is busy with other things."""
+        """Import and load what training needs, which takes seconds, before a rank is known."""
         with self._loading:
-            gc.disable()  # all that is made now is code, and stays: a tenth of the time goes on looking
+            gc.disable()  # imported code stays: collections would take a tenth of the time for nothing
             try:
                 self._entry().warm_up(plan_json, device)
             finally:
-                gc.freeze()  # later looks leave it out too, 0.1 s at the end of an attempt
+                gc.freeze()  # later collections skip it too, which saves 0.1 s at the end of an attempt
                 gc.enable()
 
     def answer(self, check: PreflightCheck) -> PreflightResult:
-        """What this node says before anything trains on it."""
+        """Return this node's answer to the preflight check."""
         return answer_question(check, ray.get_runtime_context().get_node_id())
 
     def host_rendezvous(self, host: str) -> str:
-        """Rank 0 only: open the meeting place of the next attempt and return its address."""
+        """Open the rendezvous of the next attempt and return its ``host:port``; for rank 0 only."""
         address, self._rendezvous = self._entry().host_rendezvous(host)
         return address
 
     def start(self, start: StartWorker, log_path: str) -> None:
-        """Begin an attempt; returns at once.
+        """Begin an attempt in a new training thread; return at once.
 
         Raises:
-            LeaseError: This process has already served a newer one.
+            LeaseError: This process has already served a newer attempt.
         """
         if self._is_older(start.attempt):
             raise LeaseError(_stale_fault(start.attempt, self._attempt))
         self._attempt = start.attempt
         _write_output_to(Path(log_path), start)
+        # a new queue: late reports of the attempt before stay in the old one
         self._queue, self._run_uri, self._rank = ReportQueue(), start.run_uri, start.rank
         self._thread = Thread(
             target=self._train,
@@ -123,11 +124,11 @@ class Worker:
         self._thread.start()
 
     def next_reports(self, timeout_s: float) -> list[Report]:
-        """The long poll."""
+        """Return reports when there are any, or after ``timeout_s`` seconds; the driver's long poll."""
         return self._queue.drain(timeout_s)
 
     def set_requests(self, requests: Requests, attempt: int) -> None:
-        """What the loop of ``attempt`` shall do at its next step boundary; calls may come late."""
+        """Set what ``attempt`` is to do at its next step boundary; late calls of older ones are ignored."""
         if not self._is_older(attempt):
             self._queue.set_requests(requests)
 
@@ -136,13 +137,14 @@ class Worker:
         return thread_status_of(self._thread, rank=self._rank, step=self._queue.step)
 
     def process_status(self, pid: int) -> str:
-        """What the kernel says of another process of this node."""
+        """Return the state letter of another process on this node."""
         return process_state(pid)
 
     def abort(self, timeout_s: float, attempt: int) -> bool:
-        """End ``attempt``; whether its training thread is gone, so that the process can go on."""
+        """End ``attempt``; return whether its thread ended in ``timeout_s``, so the process can be reused."""
         if self._is_older(attempt):
             return True
+        # drop reports, then fail the collective or transfer in which the thread waits
         self._queue.close()
         if self._thread.is_alive():
             self._entry().abort()
@@ -151,7 +153,11 @@ class Worker:
 
     def _is_older(self, attempt: int) -> bool:
         if attempt < self._attempt:
-            log.warning("refused what attempt %d says: this is %d", attempt, self._attempt)
+            log.warning(
+                "ignored a call of attempt %d: this process serves attempt %d",
+                attempt,
+                self._attempt,
+            )
         return attempt < self._attempt
 
     def _entry(self) -> EntryModule:
@@ -159,22 +165,20 @@ class Worker:
 
     def _train(self, start: StartWorker, channel: ReportQueue, rendezvous: object) -> None:
         try:
-            with self._loading:  # a preload that is under way
+            with self._loading:  # wait for a preload that is under way
                 entry = self._entry()
             entry.run_worker(start, channel, rendezvous)
-        except BaseException as error:  # the thread's edge: it becomes a value
+        except BaseException as error:  # top of the thread: every error becomes a report
             log.exception("rank %d failed after step %d", start.rank, channel.step)
             channel.report(last_words(start.rank, channel.step, error))
-        gc.collect()  # tensors go, and connections close, which frees ranks that wait for this one
+        gc.collect()  # frees tensors and closes connections, on which ranks that wait for this one fail
 
 
 class ReportQueue:
-    """A worker's end of the channel of one attempt: reports wait here until the driver fetches them.
+    """The worker's end of one attempt's channel: reports wait here for the driver's long poll.
 
-    It is a queue between threads of one process; the actor's long poll carries it to the driver.
-
-    Progress and Working are heart beats: only the newest is kept, and it wakes nobody, so that a step
-    costs the driver one message and not one a rank. Working, which says less, never replaces Progress.
+    Progress and Working are heartbeats: only the newest is kept, and it does not wake the long poll, so that
+    a step costs the driver one message instead of one a rank. Working never replaces Progress, which says more.
     """
 
     def __init__(self) -> None:
@@ -184,15 +188,16 @@ class ReportQueue:
         self._requests = Requests()
         self._is_closed = False
         self.step = 0
-        """The last that was reported."""
+        """Last reported number of completed steps."""
 
     def report(self, report: Report) -> None:
-        """See Channel. After :meth:`close` the report is dropped: its attempt is over."""
+        """Queue a report, see Channel; after :meth:`close` it is dropped, as its attempt is over."""
         if isinstance(report, StepFinished | Progress):
             self.step = report.step
         with self._changed:
             if self._is_closed:
                 return
+            # heartbeats do not wake the long poll
             if isinstance(report, Working) and self._beat is not None:
                 return
             if isinstance(report, Progress | Working):
@@ -204,17 +209,18 @@ class ReportQueue:
     def requests(self) -> Requests:
         """See Channel."""
         with self._changed:
+            # a save is requested once, a stop stays
             requests = self._requests
             self._requests = replace(requests, save=False)
             return requests
 
     def set_requests(self, requests: Requests) -> None:
-        """The driver's wishes from now on."""
+        """Set the driver's requests."""
         with self._changed:
             self._requests = requests
 
     def drain(self, timeout_s: float) -> list[Report]:
-        """All reports that wait; blocks until there is one beside heart beats, or ``timeout_s``."""
+        """Return all queued reports; waits up to ``timeout_s`` seconds for one that is no heartbeat."""
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._is_closed, timeout_s)
             taken = self._reports
@@ -224,16 +230,16 @@ class ReportQueue:
             return taken
 
     def close(self) -> None:
-        """Take no more reports and let nobody wait."""
+        """Drop later reports, and wake the long poll."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
 
 def worker_location() -> WorkerLocation:
-    """Where this process lives, as Ray knows it."""
+    """Return the location of this process according to Ray."""
     context = ray.get_runtime_context()
-    labels = context.get_node_labels() or {}  # said to be lists, and are texts
+    labels = context.get_node_labels() or {}  # Ray's annotation says lists; the values are strings
     return WorkerLocation(
         node_id=context.get_node_id(),
         address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
@@ -253,7 +259,7 @@ def _stale_fault(attempt: int, serving: int) -> Fault:
 
 
 def last_words(rank: int, step: int, error: BaseException) -> WorkerFailed:
-    """What the driver hears of an exception that ends a worker's training thread."""
+    """Return the report of an exception that ended a worker's training thread."""
     return WorkerFailed(
         rank=rank,
         step=step,
@@ -267,7 +273,8 @@ def last_words(rank: int, step: int, error: BaseException) -> WorkerFailed:
 
 
 def _write_output_to(path: Path, start: StartWorker) -> None:
-    """From now on everything that this process says goes to ``path``, native code included."""
+    """Redirect this process's output to ``path``, that of native code included, and configure logging."""
+    # file descriptors 1 and 2, because NCCL and other libraries write past sys.stdout
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         sys.stdout.flush()
