@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-V3, 2024): extra blocks that predict tokens further ahead.
 
-Depth k takes the hidden state of depth k - 1 at token i (the model itself is depth 0), joins to it the
-embedding of token i + k, and predicts token i + k + 1 with the model's head. The loader supplies the
-labels; embedding and head are shared with the model.
+The model itself is depth 0. Depth k joins the hidden state of depth k - 1 at token i with the embedding of
+token i + k, and predicts token i + k + 1. Embedding and head are shared with the model; the loader supplies
+the labels.
 """
 
 from __future__ import annotations

@@ -196,11 +196,11 @@ class StageModule(nn.Module):
         """Run the stage's forward on one micro-batch.
 
         Args:
-            tokens: [B, S/cp] int64; read by the first stage.
-            labels: [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
-            mask: [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage and by
-                routers.
-            hidden: [S/(cp*sp), B, D] from the previous stage; None on the first.
+            tokens: Input tokens, [B, S/cp] int64; read by the first stage.
+            labels: Next tokens, [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
+            mask: Loss mask, [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage
+                and by routers.
+            hidden: Activation of the previous stage, [S/(cp*sp), B, D]; None on the first.
             samples: Global sample indices, [B] int64 or [B, S/cp] for one a token, which seed dropout
                 and jitter; None turns both off.
             rows: Documents in each row; None is one document a row, whole on this rank.

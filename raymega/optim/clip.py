@@ -54,7 +54,7 @@ def tensor_groups(tensors: Iterable[GlobalTensor]) -> tuple[str, ...]:
 
 
 def tensor_group(name: str) -> str:
-    """Return a tensor's group: ``attention.q`` of ``layers.3.attention.q.weight``, ``final_norm``, ``mtp``."""
+    """Return a tensor's group: ``attention.q`` of ``layers.3.attention.q.weight``, ``final_norm``."""
     parts = name.split(".")[:-1]
     return ".".join(parts[2:] if parts[0] == "layers" else parts[:1])
 

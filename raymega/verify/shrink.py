@@ -1,7 +1,7 @@
 """Shrinking of a job to a size that trains in float64 on this machine, with its features kept.
 
-Kept are the family, query heads per key-value head, the parities of head width and depth, the ratio of FFN
-to width, ties, biases, norms, the optimizer, and which tensor-parallel degrees up to 8 are legal.
+Kept are the family, ties, biases, norms, the optimizer and the legal tensor-parallel degrees up to 8. Kept
+too are query heads per key-value head, the parities of head width and depth, and the ratio of FFN to width.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ def dropped_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, *, rate: fl
     et al. 2022).
 
     Args:
-        q: [B, H, S, K].
-        k: [B, G, S, K]; H / G neighbouring query heads read one key head.
-        v: [B, G, S, K].
-        keys: [B, H, S] int64, keys of the queries' rows of weights.
+        q: Queries, [B, H, S, K].
+        k: Keys, [B, G, S, K]; H / G neighbouring query heads read one key head.
+        v: Values, [B, G, S, K].
+        keys: Random keys of the queries' rows of weights, [B, H, S] int64.
         rate: Dropout rate.
 
     Returns:

@@ -84,8 +84,8 @@ class LatentAttention(nn.Module):
         """Assemble heads from the projections, and attend.
 
         Args:
-            q: [S/cp, B, H/tp * (N + R)], each head with N features without position and R rotary ones.
-            kv: [S/cp, B, H/tp * (N + V)], each head with N features of the key and V of the value.
+            q: Queries, [S/cp, B, H/tp * (N + R)]; each head has N features without position, R rotary.
+            kv: Keys and values, [S/cp, B, H/tp * (N + V)]; each head has N features of the key, V of the value.
             k_turned: Rotary part of the keys, [S/cp, B, R].
             token_layout: Positions and rotations of these tokens.
 

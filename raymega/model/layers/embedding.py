@@ -23,8 +23,8 @@ class Embedding(nn.Module):
         """Embed tokens into the residual stream.
 
         Args:
-            tokens: [B, S] int64.
-            positions: [S, B] or [S, 1] int64, positions within documents; None is 0 to S - 1.
+            tokens: Input tokens, [B, S] int64.
+            positions: Positions within documents, [S, B] or [S, 1] int64; None is 0 to S - 1.
 
         Returns:
             [S/sp, B, D].

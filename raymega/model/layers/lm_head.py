@@ -59,8 +59,8 @@ class Head(nn.Module):
 
         Args:
             x: Residual stream, [S/sp, B, D].
-            labels: [B, S] int64; any number where ``mask`` is 0.
-            mask: [B, S], 0 or 1.
+            labels: Next tokens, [B, S] int64; any number where ``mask`` is 0.
+            mask: Loss mask, [B, S], 0 or 1.
 
         Returns:
             A scalar in max(fp32, dtype), equal on all tensor-parallel ranks.

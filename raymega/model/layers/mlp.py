@@ -33,7 +33,7 @@ class GeluMlp(nn.Module):
         self.down = RowParallelLinear(factory, f"{name}.down")
 
     def forward(self, x: Tensor, _token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
+        """Map x [S/sp, B, D] to the same shape, each token independently."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class SwigluMlp(nn.Module):
         self.down = RowParallelLinear(factory, f"{name}.down")
 
     def forward(self, x: Tensor, _token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
+        """Map x [S/sp, B, D] to the same shape, each token independently."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:

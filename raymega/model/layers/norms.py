@@ -24,7 +24,7 @@ class LayerNorm(nn.Module):
         self.bias = factory.make(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+        """Normalise x [S/sp, B, D] over its features."""
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -37,7 +37,7 @@ class RmsNorm(nn.Module):
         self.weight = factory.make(f"{name}.weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+        """Normalise x [S/sp, B, D] over its features."""
         return rms_norm(x, self.weight, self.eps, is_fused=self.is_fused)
 
 

@@ -33,9 +33,9 @@ def gated_experts(
     """Return down(silu(gate(x)) * up(x)) of each row by its expert.
 
     Args:
-        rows: [R, D], sorted by expert.
-        up: [E, 2 F, D], of each expert gate first.
-        down: [E, D, F].
+        rows: Tokens sorted by expert, [R, D].
+        up: Gate and up weights, [E, 2 F, D], gate first.
+        down: Down weights, [E, D, F].
         sizes: Numbers of rows of the experts.
         grad_queue: Queue of deferred weight gradients.
 
