@@ -99,10 +99,7 @@ def build_parts(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> TrainingComponents:
-    """Assemble the components of rank ``rank``; parameters get their initial values.
-
-    ``progress`` is called after each instruction of a step or an evaluation.
-    """
+    """Assemble a rank's components, with initial parameters; each instruction calls ``progress``."""
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
     # communication: tensor, context and expert parallelism, with one log of transfers
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
@@ -138,7 +135,6 @@ def build_parts(
         device=device,
         timeout_s=job.elastic.collective_timeout_s,
     )
-    # loader, executors, optimizer and evaluation complete the set
     return TrainingComponents(
         plan=plan,
         coords=coords,
